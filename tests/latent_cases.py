@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import oracle
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ LATENT, WIDTH = 512, 576
 SM_SCALE = 192**-0.5
 TOLERANCE = 1e-2  # ||o - ref|| / ||ref||: 8-bit numbers and their scales are exact, what they become has 16 bits
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "scaled": torch.uint8}
+ALL_FORMATS = FORMATS | {"bf16": torch.bfloat16}
 
 
 def scaled_rows(latents: Tensor) -> Tensor:
@@ -44,29 +46,58 @@ class Batch:
     view: BSRView
     rows: list[Tensor]  # of each request: float64 [tokens, 576]
     causal: bool
+    trees: list[Tensor] | None = None  # of each request: bool [queries, queries], which of them each sees
 
     def expected(self) -> tuple[Tensor, Tensor]:
         indptr, parts = self.view.qo_indptr.tolist(), []
         for i, own in enumerate(self.rows):
-            keys = own[:, None]
-            parts.append(oracle.attention(self.q[indptr[i] : indptr[i + 1]].double().cpu(), keys, keys[..., :LATENT], causal=self.causal, sm_scale=SM_SCALE))
+            keys, of_request = own[:, None], slice(indptr[i], indptr[i + 1])
+            mask = {} if self.trees is None else {"variant": _sees_tree(self.trees[i], len(own))}
+            parts.append(oracle.attention(self.q[of_request].double().cpu(), keys, keys[..., :LATENT], causal=self.causal, sm_scale=SM_SCALE, **mask))
         o, lse = zip(*parts, strict=True)
         return torch.cat(o), torch.cat(lse)
 
-    def check(self, out: Tensor, lse: Tensor) -> None:
+    def tree_arguments(self) -> dict[str, Tensor]:
+        """Of builtin.tree_mask."""
+        assert self.trees is not None
+        packed = [np.packbits(tree.numpy().flatten(), bitorder="little") for tree in self.trees]
+        begins = torch.tensor([0, *(len(one) for one in packed)]).cumsum(0).int()
+        device = self.q.device
+        return {"packed_mask": torch.from_numpy(np.concatenate(packed)).to(device), "mask_indptr": begins.to(device)}
+
+    def check(self, out: Tensor, lse: Tensor, tolerance: float = TOLERANCE) -> None:
         expected, expected_lse = self.expected()
         error = float((out.double().cpu() - expected).norm() / expected.norm())
-        assert error <= TOLERANCE, f"{error:.2e} > {TOLERANCE}"
+        assert error <= tolerance, f"{error:.2e} > {tolerance}"
         empty = expected_lse.isneginf()
         assert lse.cpu()[empty].isneginf().all()
         torch.testing.assert_close(lse.double().cpu()[~empty], expected_lse[~empty], rtol=5e-3, atol=1e-2)
+
+
+def _sees_tree(tree: Tensor, kv_len: int) -> oracle.Variant:
+    """All tokens before a request's queries, and of these what the tree says."""
+    first = kv_len - len(tree)
+    return oracle.Variant(mask=lambda pairs: (pairs.token < first) | tree[pairs.index, (pairs.token - first).clamp(min=0)])
+
+
+def make_tree_batch(form: str, nodes: list[int], kv_lens: list[int], **options: object) -> Batch:
+    """As make_batch; the queries of each request are a tree, each behind a node that was drawn before."""
+    batch = make_batch(form, nodes, kv_lens, causal=False, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(len(nodes))
+    batch.trees = []
+    for count in nodes:
+        tree = torch.eye(count, dtype=torch.bool)
+        for node in range(1, count):
+            tree[node] |= tree[int(torch.randint(node, (), generator=generator))]
+        batch.trees.append(tree)
+    return batch
 
 
 def make_batch(
     form: str, qo_lens: list[int], kv_lens: list[int], *, heads: int = 16, page_size: int = 16, scale: float | Tensor | None = None, causal: bool = True,
     dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", seed: int = 0, row_bytes: int = 0,
 ) -> Batch:  # fmt: skip
-    """form: of FORMATS. row_bytes: from one row to the next; 0: they are contiguous."""
+    """form: of ALL_FORMATS. row_bytes: from one row to the next; 0: they are contiguous."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-length // page_size) for length in kv_lens]
     num_pages = sum(pages) + 2
@@ -84,10 +115,11 @@ def make_batch(
     numbers[~used] = torch.nan
     if form == "e4m3":
         numbers /= 8
-    dense = scaled_rows(numbers.bfloat16()) if form == "scaled" else numbers.to(FORMATS[form])
-    storage = torch.full((num_pages, page_size, max(row_bytes, dense.shape[-1])), 0x7F, dtype=torch.uint8)
-    storage[..., : dense.shape[-1]] = dense.view(torch.uint8)
-    cache = storage.to(device)[..., : dense.shape[-1]].view(FORMATS[form])
+    dense = scaled_rows(numbers.bfloat16()) if form == "scaled" else numbers.to(ALL_FORMATS[form])
+    stored = dense.view(torch.uint8)
+    storage = torch.full((num_pages, page_size, max(row_bytes, stored.shape[-1])), 0xFF, dtype=torch.uint8)
+    storage[..., : stored.shape[-1]] = stored
+    cache = storage.to(device)[..., : stored.shape[-1]].view(ALL_FORMATS[form])
     of_all = 1.0 if scale is None else float(scale)
     rows = []
     for i, length in enumerate(kv_lens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, reduce
 from operator import and_
 from typing import Any
@@ -34,6 +35,8 @@ def variant_of(key: PlanKey) -> Variant | None:
     parts = []
     if key.logits_soft_cap > 0:
         parts.append(builtin.soft_cap(key.logits_soft_cap))
+    if key.temperature_len > 0:
+        parts.append(_temperature(key.temperature_len))  # of what the soft cap leaves
     if key.has_alibi:
         parts.append(builtin.alibi())
     if key.chunk > 0:
@@ -56,6 +59,15 @@ def visibility_of(key: PlanKey, causal: bool) -> tuple[bool, int]:
     if key.has_spans:
         return False, key.window_left if key.cuts_spans else -1
     return causal and key.causal, key.window_left
+
+
+def _temperature(length: int) -> Variant:
+    factor = 1 / math.log2(length)
+
+    def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * torch.where(q_idx > length, factor * torch.log2(q_idx.to(score.dtype)), 1.0)
+
+    return Variant.from_functions(temperature)
 
 
 def _window_right(right: int) -> Variant:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.attention_config import MAX_CUDA_BATCH
+from attn_backend.kernels.attention_config import MAX_CUDA_BATCH, MAX_CUDA_INVARIANT_BATCH
 from attn_backend.kernels.selection import SelectedTokens
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.kv_cache import KVCache
@@ -20,7 +22,17 @@ class SelectedAttention:
     layer, when they run, which no graph may capture.
     """
 
-    def __init__(self, num_heads: int, topk: int, *, max_rows: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        topk: int,
+        *,
+        max_rows: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        device: torch.device,
+        batch_invariant: bool = False,
+    ) -> None:
         """
         Args:
             num_heads: query heads.
@@ -28,11 +40,12 @@ class SelectedAttention:
             max_rows: most rows of a step.
             dtype: of Q and the output.
             kv_dtype: of the latents (`Attention`); None: dtype.
+            batch_invariant: a row's bits depend on itself, on the number of tokens that it sees and on which of them are selected, in whatever order.
         """
-        self.max_rows = min(max_rows, MAX_CUDA_BATCH)
-        self.attention = Attention(
-            num_heads, 1, 576, head_dim_v=512, dtype=dtype, kv_dtype=kv_dtype, device=device, max_rows=self.max_rows, max_batch=self.max_rows, cascade=False
-        )
+        self.max_rows = min(max_rows, MAX_CUDA_INVARIANT_BATCH if batch_invariant else MAX_CUDA_BATCH)
+        options: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "max_rows": self.max_rows, "max_batch": self.max_rows}
+        self.attention = Attention(num_heads, 1, 576, head_dim_v=512, cascade=False, batch_invariant=batch_invariant, **options)
+        self._batch_invariant = batch_invariant
         self._slots = torch.full((self.max_rows, topk), -1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max(max_rows, 1), dtype=torch.int32, device=device)
         self._counts = torch.zeros_like(self._lens)
@@ -80,6 +93,8 @@ class SelectedAttention:
         num_rows = q.shape[0]
         out = q.new_empty(num_rows, q.shape[1], 512)
         slots = kv.by_slot()
+        if self._batch_invariant:
+            indices = indices.sort(dim=-1).values  # top-k kernels leave them in any order
         for begin in range(0, num_rows, self.max_rows):
             end = min(begin + self.max_rows, num_rows)
             if self._first_planned != begin:

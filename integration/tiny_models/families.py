@@ -50,6 +50,7 @@ class Family:
         kind: "generate", "embed", "image", "audio", or "items": the tokens behind each of several items are scored.
         stock: engines whose answers are compared with those of their own backend, because their model is not quite transformers' (another GELU, another
             pooling).
+        pools_mean: whether an embedding is the mean of a prompt's states, not its first token's.
         engines: options of the engines that have such models, as they are given to LLM() or ServerArgs().
     """
 
@@ -59,6 +60,7 @@ class Family:
     make: Callable[[], tuple[Any, Any]]
     kind: str = "generate"
     stock: tuple[str, ...] = ()
+    pools_mean: bool = False
     engines: dict[str, dict[str, Any]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
 
 
@@ -133,6 +135,11 @@ def _gemma3() -> tuple[Any, Any]:
     return config, transformers.Gemma3ForConditionalGeneration
 
 
+def _embedding_gemma() -> tuple[Any, Any]:
+    # The configuration counts both sides of the window.
+    return transformers.Gemma3TextConfig(**_gemma3_text_config(), use_bidirectional_attention=True), transformers.Gemma3TextModel
+
+
 def _gemma3n() -> tuple[Any, Any]:
     # No window: SGLang's is a token longer than transformers'.
     config: dict[str, Any] = {
@@ -158,6 +165,17 @@ def _gemma4() -> tuple[Any, Any]:
     tokens: dict[str, Any] = {"image_token_id": IMAGE_TOKENS[0], "boi_token_id": IMAGE_TOKENS[1], "eoi_token_id": IMAGE_TOKENS[2]}
     config = transformers.Gemma4Config(text_config=COMMON | text, vision_config=vision, **tokens)
     return config, transformers.Gemma4ForConditionalGeneration
+
+
+def _stablelm() -> tuple[Any, Any]:
+    sizes = {"hidden_size": 4 * 80, "num_hidden_layers": 2, "partial_rotary_factor": 0.25}
+    config = {name: value for name, value in COMMON.items() if name != "head_dim"} | sizes
+    return transformers.StableLmConfig(**config), transformers.StableLmForCausalLM
+
+
+def _phi3() -> tuple[Any, Any]:
+    config = {name: value for name, value in COMMON.items() if name != "head_dim"} | {"hidden_size": 4 * 96, "num_hidden_layers": 2}
+    return transformers.Phi3Config(**config), transformers.Phi3ForCausalLM
 
 
 def _items() -> tuple[Any, Any]:
@@ -213,6 +231,9 @@ FAMILIES = {
         Family("bloom", "ALiBi", "BLOOM, Falcon-RW", _bloom, stock=("vllm",), engines={"vllm": {}}),
         Family("bert", "bidirectional", "BERT, RoBERTa, BGE, E5", _bert, "embed", engines=ENGINES_OF_ENCODERS),
         Family("modernbert", "bidirectional, window to both sides", "ModernBERT, GTE", _modernbert, "embed", ("vllm",), engines={"vllm": {}}),
+        Family(
+            "embedding_gemma", "bidirectional, window to both sides, in a decoder", "EmbeddingGemma", _embedding_gemma, "embed", (), True, ENGINES_OF_ENCODERS
+        ),
         Family("llama4", "chunked local attention", "Llama 4", _llama4),
         Family("gemma3", "prefix-LM: images see both sides", "Gemma 3 with images", _gemma3, "image", engines={
             "vllm": {"disable_chunked_mm_input": True}, "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
@@ -222,6 +243,8 @@ FAMILIES = {
             "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
             "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
         }),
+        Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),
+        Family("phi3", "heads of 96 columns", "Phi-3 mini", _phi3),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
         Family("mimo", "keys and values of different sizes, sinks, sliding window", "MiMo V2", _mimo, engines={
             # SGLang's window leaves the query out; and the nested form of these parameters, transformers' own, it does not know.
@@ -268,8 +291,19 @@ def make_model(family: Family, folder: Path) -> None:
         image = transformers.Gemma3ImageProcessor(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         transformers.Gemma3Processor(image, tokenizer, image_seq_length=IMAGE_LEN).save_pretrained(folder)
+    if family.pools_mean:
+        _write_mean_pooling(folder)
     if family.kind == "audio":
         transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS).save_pretrained(folder)
+
+
+def _write_mean_pooling(folder: Path) -> None:
+    """Where engines look for what sentence-transformers does with the states."""
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    listed = [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"} for i, (path, module) in enumerate(modules.items())]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": COMMON["hidden_size"], "pooling_mode_mean_tokens": True}))
 
 
 def _rename_weights(file: Path, old: str, new: str) -> None:

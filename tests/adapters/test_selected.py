@@ -108,6 +108,32 @@ def test_steps_of_more_rows_than_a_plan_has(device: torch.device, monkeypatch: p
             step.check(out, lse, q, latents, indices, TOLERANCE["bf16"])
 
 
+@pytest.mark.parametrize("form", ["bf16", "latent"])
+def test_bits_do_not_depend_on_the_batch(device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of a step that is cut into parts, and the same row alone, whose tokens stand in another order; some rows have several KV chunks."""
+    topk = 600
+    monkeypatch.setattr(selected, "MAX_CUDA_INVARIANT_BATCH", 4)
+    options = {"max_rows": 64, "dtype": torch.bfloat16, "kv_dtype": None if form == "bf16" else torch.uint8, "device": device, "batch_invariant": True}
+    rows = SelectedAttention(16, topk, **options)
+    seen = [600, 3, 590, 64, 1, 300, 129]
+    generator = torch.Generator().manual_seed(3)
+    _, cache, latents = make_cache(form, generator, device)
+    q = torch.randn(len(seen), 16, 576, generator=generator).bfloat16().to(device)
+    slots = torch.full((len(seen), topk), -1, dtype=torch.int32)
+    for row, count in enumerate(seen):
+        slots[row, torch.randperm(topk, generator=generator)[:count]] = torch.randperm(NUM_PAGES * PAGE, generator=generator)[:count].int()
+    slots = slots.to(device)
+    rows.plan(torch.tensor(seen, device=device))
+    together = rows.run(q, cache, slots, sm_scale=SCALE)
+    for row, count in enumerate(seen):
+        keys = latents.flatten(0, 1)[slots[row][slots[row] >= 0].long()][:, None]
+        expected, _ = oracle.attention(q[row : row + 1], keys, keys[..., :512], causal=False, sm_scale=SCALE)
+        assert (together[row].double() - expected[0]).norm() <= TOLERANCE[form] * expected.norm()
+        rows.plan(torch.tensor([count], device=device))
+        shuffled = slots[row : row + 1, torch.randperm(topk, generator=generator).to(device)]
+        assert torch.equal(rows.run(q[row : row + 1], cache, shuffled, sm_scale=SCALE)[0], together[row])
+
+
 def test_slots_that_the_engine_has_looked_up(device: torch.device) -> None:
     step = Step([1, 1], [40, 9], device)
     rows = attention(device)

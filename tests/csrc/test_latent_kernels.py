@@ -1,4 +1,4 @@
-"""The attention kernels over MLA's 8-bit caches without a GPU (test_attention_kernels.py): widened on the way to shared memory."""
+"""The attention kernels over MLA's caches without a GPU (test_attention_kernels.py): of 8 bits, widened on the way to shared memory, and trees of queries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from device_attention import KERNELS, DeviceAttention
 
 from attn_backend import Attention
+from attn_backend.variants import builtin
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
@@ -49,3 +50,21 @@ def test_latents(emulated: Path, kernel: str, form: str, dtype: torch.dtype, sca
         batch.check(out, lse)
         assert attention.schedule().errors == 0
         assert attention.launched == "attention"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_trees(emulated: Path, kernel: str) -> None:
+    """Draft tokens that are a tree, over latents of 16 bits: a mask in row tiles that hold several tokens and all of their heads."""
+    variant = builtin.tree_mask()
+    for number, (nodes, kv_lens, heads, page_size) in enumerate((([7, 1, 16], [90, 64, 16], 16, 16), ([5], [150], 3, 1))):
+        batch = latent_cases.make_tree_batch("bf16", nodes, kv_lens, heads=heads, page_size=page_size, seed=number)
+        rows, arguments = len(batch.q), batch.tree_arguments()
+        room = {"max_rows": rows, "max_batch": len(nodes), "num_ctas": 3, "device": "cpu"}
+        made = Attention(heads, 1, 576, head_dim_v=512, dtype=torch.bfloat16, kernel=kernel, variant=variant, **room)  # type: ignore[arg-type]
+        attention = DeviceAttention(emulated, made, kernel, number, variant)
+        attention.plan(batch.view, variant_args=arguments)
+        lse = torch.full((rows, heads), torch.nan)
+        out = attention.run(batch.q, batch.kv, lse=lse, sm_scale=latent_cases.SM_SCALE, variant_args=arguments)
+        batch.check(out, lse, tolerance=5e-3)
+        assert attention.schedule().errors == 0
+        assert attention.launched == ("attention_rows" if kernel == "hopper" and page_size == 1 else "attention")

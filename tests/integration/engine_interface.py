@@ -63,7 +63,7 @@ MEMBERS = {
         "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend": (
             "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config prepare_metadata"
         ),
-        "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend",
+        "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend use_non_causal",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment state_content_size_bytes",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size dcp_sharded",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",

@@ -97,5 +97,5 @@ def _arguments(key: PlanKey, batch: Batch) -> dict[str, Tensor | int] | None:
     if key.has_items and batch.items is not None:
         return batch.items._asdict()
     if key.has_spans and batch.spans is not None:
-        return {"span_begin": batch.spans.begin, "span_end": batch.spans.end, "window": key.window_left}
+        return {"span_begin": batch.spans.begin, "span_end": batch.spans.end, "window": -1 if key.cuts_spans else key.window_left}
     return None

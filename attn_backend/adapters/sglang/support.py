@@ -19,8 +19,8 @@ from .mla import has_latents, is_decompressed, is_sparse
 from .mla import unsupported as unsupported_latents
 
 _SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-_MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration",)  # models whose masks this backend knows
-_CAUSAL_OVER_IMAGES = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # unless their configuration says otherwise
+_GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # causal over images unless their configuration says otherwise
+_MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *_GEMMA_4)  # models whose masks this backend knows
 _SINKS = ("sinks", "attention_sink_bias")  # what models call them
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
@@ -78,7 +78,12 @@ def wants_spans(runner: Any) -> bool:
     if not hasattr(runner.model, "prepare_attn_masks") or not runner.model_config.is_multimodal:
         return False
     text = getattr(runner.model_config, "hf_text_config", None)
-    return type(runner.model).__name__ not in _CAUSAL_OVER_IMAGES or getattr(text, "use_bidirectional_attention", None) == "vision"
+    return type(runner.model).__name__ not in _GEMMA_4 or getattr(text, "use_bidirectional_attention", None) == "vision"
+
+
+def cuts_spans(runner: Any) -> bool:
+    """Whether windows also cut what tokens of an image see of it. Layers without a window are causal, then: images are text to them (Gemma 4)."""
+    return type(runner.model).__name__ in _GEMMA_4
 
 
 def _check_spans(runner: Any) -> None:
@@ -88,7 +93,7 @@ def _check_spans(runner: Any) -> None:
         raise refuse(f"the masks over the images of a prompt that {type(runner.model).__name__} makes", advice)
     if compat.setting("schedule.chunked_prefill_size", -1) != -1:
         raise refuse("images, whose tokens see each other, in prompts that are computed in chunks", "pass --chunked-prefill-size -1")
-    if isinstance(runner.token_to_kv_pool, SWAKVPool):
+    if isinstance(runner.token_to_kv_pool, SWAKVPool) and not cuts_spans(runner):
         raise refuse("images, whose tokens see each other, with a KV pool of its own for sliding windows", "pass --disable-hybrid-swa-memory")
 
 
@@ -141,7 +146,7 @@ def tree_key(key: PlanKey) -> PlanKey:
     """
     if key.has_alibi or key.chunk or key.has_items or key.of_encoder:
         raise refuse("drafts that are trees with ALiBi, chunked local attention, --enable-mis or cross attention", "pass --speculative-eagle-topk 1")
-    return key._replace(has_tree=True, has_spans=False)
+    return key._replace(has_tree=True, has_spans=False, cuts_spans=False)
 
 
 def most_requests(runner: Any, branches: int = 0) -> int:
@@ -165,13 +170,15 @@ def longest_extend(runner: Any) -> int:
     )
 
 
-def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_pool: bool, attention_chunk_size: int | None, has_spans: bool) -> PlanKey:
+def plan_key(
+    layer: RadixAttention, parent: Module | None = None, *, in_window_pool: bool, attention_chunk_size: int | None, has_spans: bool, cuts_spans: bool = False
+) -> PlanKey:
     """What to plan for this layer.
 
     Args:
         parent: the module that the layer is a part of, which has its sinks and its ALiBi slopes.
         attention_chunk_size: of the model: its layers with `use_irope` see only the tokens of the query's own chunk (Llama 4).
-        has_spans: see wants_spans.
+        has_spans: see wants_spans. cuts_spans: see the function.
 
     Raises:
         ValueError: see the module.
@@ -179,15 +186,14 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
     name = f"layer {layer.layer_id}"
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise refuse(f"logit capping by {layer.logit_capping_method!r} ({name})")
-    if layer.xai_temperature_len > 0:
-        raise refuse(f"length-dependent softmax temperature ({name})")
     window_left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
-    if not causal and window_left >= 0:
-        raise refuse(f"a sliding window over both sides of the query ({name})")
+    if layer.is_cross_attention and window_left >= 0:
+        raise refuse(f"a sliding window over the tokens of an encoder ({name})")
     if not causal and not layer.is_cross_attention:
         _check_whole_prompts(layer)
     chunk = attention_chunk_size if attention_chunk_size is not None and layer.use_irope else 0
+    has_spans = has_spans and causal and (window_left >= 0 or not cuts_spans)
     items = bool(compat.setting("exec.features.enable_mis", False))
     if items and (chunk or has_spans or not causal):
         raise refuse(f"--enable-mis with attention that is not causal or in chunks ({name})")
@@ -200,10 +206,13 @@ def plan_key(layer: RadixAttention, parent: Module | None = None, *, in_window_p
         in_window_pool,
         of_this_step=is_decompressed(layer, parent),
         of_encoder=layer.is_cross_attention,
+        window_right=-1 if causal else window_left,
         chunk=chunk,
-        has_spans=has_spans and causal,
+        has_spans=has_spans,
+        cuts_spans=has_spans and cuts_spans,
         has_items=items,
         has_alibi=slopes_of(parent) is not None,
+        temperature_len=max(0, layer.xai_temperature_len),
         has_sinks=any(isinstance(getattr(parent, sinks, None), torch.Tensor) for sinks in _SINKS),
         logits_soft_cap=float(layer.logit_cap or 0.0),
         head_dim_v=None if layer.v_head_dim == layer.head_dim else layer.v_head_dim,

@@ -71,10 +71,7 @@ class AttnBackend(AttentionBackend):
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         way_out = f"pass --kv-cache-dtype with one of {', '.join(cls.supported_kv_cache_dtypes)}"
         found: list[str] = super().validate_configuration(*args, **kwargs)
-        reasons = [f"{reason}: {way_out}" if reason == "kv_cache_dtype not supported" else reason for reason in found]
-        if kwargs.get("use_non_causal") and kwargs.get("has_sliding_window"):
-            reasons.append("a sliding window to both sides (non-causal) not supported")
-        return reasons
+        return [f"{reason}: {way_out}" if reason == "kv_cache_dtype not supported" else reason for reason in found]
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

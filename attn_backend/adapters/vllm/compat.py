@@ -188,6 +188,12 @@ def has_one_fixed_scale(quant_key: Any) -> bool:
     return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == torch.float8_e4m3fn)
 
 
+def may_see_both_sides() -> bool:
+    """Whether steps of the decoder whose layers are being made may be not causal (drafts of DFLASH). Its windows are then to both sides, as in FLASH_ATTN."""
+    config = get_current_vllm_config_or_none()
+    return bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False))
+
+
 def uses_mla() -> bool:
     """Whether the model whose layers are being made has multi-head latent attention. No without a model: vLLM asks for backends then, too."""
     config = get_current_vllm_config_or_none()

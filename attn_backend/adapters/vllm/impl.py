@@ -63,7 +63,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         """
         Args:
             alibi_slopes: of this rank's query heads.
-            sliding_window: tokens that a query sees, itself included; of an encoder the tokens to either side, itself included.
+            sliding_window: tokens that a query sees, itself included; in an encoder, and in steps that are not causal, to either side.
             sinks: [num_heads], a parameter of the model: weights are loaded into it later.
             extra: what only some models pass (chunk_lookback, ...). Refused unless it is at its neutral value.
 
@@ -111,8 +111,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         float8_out = v_is_as_wide and not shares_kv and compat.fuses_output_scales() and has_float8_outputs(head_size, torch.get_default_device())
         key = key._replace(head_dim_v=None if v_is_as_wide else heads.v, kv_dtype=self.float8)
         key = key._replace(float8_q=self.supports_quant_query_input, float8_out=float8_out)
-        if sliding_window is not None and not is_decoder:
-            key = key._replace(window_right=sliding_window - 1)
+        if sliding_window is not None and (not is_decoder or compat.may_see_both_sides()):
+            key = key._replace(window_right=sliding_window - 1)  # which a causal step cuts anyway
         self.plan_key = key
         self._float_sinks: torch.Tensor | None = None
         self.alibi_slopes: torch.Tensor | None = None

@@ -150,6 +150,9 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         cm = common_attn_metadata
         if not isinstance(cm.causal, bool):
             raise NotImplementedError("attn_backend does not support batches that mix causal and bidirectional requests: choose another --attention-backend")
+        if not cm.causal and all(key.window_left >= 0 and key.window_right < 0 for key in self.plans):
+            way_out = "set use_non_causal in --attention-config, or choose another --attention-backend"
+            raise NotImplementedError(f"attn_backend does not support a sliding window to both sides in layers that were made for causal steps: {way_out}")
         metadata = AttnMetadata(
             num_actual_tokens=cm.num_actual_tokens,
             max_query_len=cm.max_query_len,

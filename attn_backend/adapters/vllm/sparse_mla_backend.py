@@ -43,10 +43,6 @@ class SparseMlaBackend(MlaBackend):
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False  # whether a prompt is decompressed depends on the longest one of the batch
-
-    @classmethod
     def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
         if kv_cache_dtype != SCALED_LATENTS:
             return super().supports_combination(head_size, dtype, kv_cache_dtype, *args, **kwargs)

@@ -18,6 +18,7 @@ from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS, SCALED_LATENT
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import workspace_maxima
 from attn_backend.adapters.vllm.mla_prefill import MlaPrefill, make_prefill
+from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.kv_cache import SCALED_LATENT_DTYPE
 
 
@@ -44,7 +45,8 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
 
     A row attends to topk_tokens of those that it sees, or to all where those are fewer. So the plan is one for all layers, although each selects for itself; a
     layer may select fewer.
-    Prompts that are no longer than topk_tokens may be the engine's prefills over decompressed K and V (mla_prefill.py): there nothing is left out.
+    Prompts that are no longer than topk_tokens may be the engine's prefills over decompressed K and V (mla_prefill.py): there nothing is left out. Under
+    VLLM_BATCH_INVARIANT there are none.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -65,20 +67,24 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
             unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
         if unsupported is None and kv_dtype == SCALED_LATENT_DTYPE and dtype != torch.bfloat16:
             unsupported = f"--kv-cache-dtype {SCALED_LATENTS} for a model of {dtype} (pass --dtype bfloat16)"
-        if unsupported is None and compat.batch_invariant():
-            unsupported = "VLLM_BATCH_INVARIANT with sparse attention over latents"
+        max_rows, max_batch = workspace_maxima(vllm_config)
+        batch_invariant = compat.batch_invariant()
+        if unsupported is None and batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
+            advice = f"pass smaller --max-num-seqs and --max-cudagraph-capture-size, {MAX_CUDA_INVARIANT_BATCH} at most"
+            unsupported = f"VLLM_BATCH_INVARIANT with decodes of {max_batch} tokens ({advice})"  # graphs hold steps of one part
         if unsupported is not None:
             raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
         num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        max_rows, max_batch = workspace_maxima(vllm_config)
+        if batch_invariant:
+            self.reorder_batch_threshold = max_rows  # whether a prompt is decompressed depends on the longest one of the batch: all stay in their latents
         topk = self.topk_tokens
         self._rows = outside_memory_pools(
-            lambda: SelectedAttention(num_heads, topk, max_rows=max_rows, dtype=dtype, kv_dtype=kv_dtype, device=device),
+            lambda: SelectedAttention(num_heads, topk, max_rows=max_rows, dtype=dtype, kv_dtype=kv_dtype, device=device, batch_invariant=batch_invariant),
             device,
         )
-        if self._prefill_backend is not None and not compat.has_chosen_mla_prefill(vllm_config):
+        if self._prefill_backend is not None and not batch_invariant and not compat.has_chosen_mla_prefill(vllm_config):
             make = [lambda: make_prefill(num_heads, self.mla_dims, dtype, device, max_rows, max_batch)] * 2
             self._prefill_backend = MlaPrefill(self._prefill_backend, *(outside_memory_pools(one, device) for one in make))
         sampler.install(device, vllm_config)

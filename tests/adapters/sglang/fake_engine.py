@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ class LayerShape:
     attn_type: AttentionType = AttentionType.DECODER
     chunk: int = 0  # the engine's: model_config(attention_chunk_size=chunk)
     v_head_dim: int = 64
+    temperature_len: int = -1
 
     @property
     def is_local(self) -> bool:
@@ -34,7 +36,7 @@ class LayerShape:
         return self.window >= 0 or self.chunk > 0
 
     def build(self, layer_id: int) -> RadixAttention:
-        return RadixAttention(
+        layer = RadixAttention(
             self.num_qo_heads,
             self.head_dim,
             self.head_dim**-0.5,
@@ -46,6 +48,8 @@ class LayerShape:
             attn_type=self.attn_type,
             use_irope=self.chunk > 0,
         )
+        layer.xai_temperature_len = self.temperature_len
+        return layer
 
 
 @dataclass
@@ -198,9 +202,13 @@ class FakeEngine:
                 logits = shape.logit_cap * torch.tanh(logits / shape.logit_cap)
             query_pos = torch.arange(len(k) - len(rows), len(k))[:, None]
             key_pos = torch.arange(len(k))[None]
+            if shape.temperature_len > 0:
+                logits = logits * (query_pos.double().log2() / math.log2(shape.temperature_len)).where(query_pos > shape.temperature_len, 1.0)
             hidden = key_pos > query_pos if shape.attn_type == AttentionType.DECODER else torch.zeros(len(rows), len(k), dtype=torch.bool)
             if shape.window >= 0:
                 hidden = hidden | (key_pos < query_pos - shape.window)
+                if shape.attn_type != AttentionType.DECODER:
+                    hidden = hidden | (key_pos > query_pos + shape.window)
             if shape.chunk:
                 hidden = hidden | (key_pos // shape.chunk != query_pos // shape.chunk)
             if trees is not None:

@@ -112,6 +112,13 @@ def test_chunked_local_attention(page_size: int, hybrid: bool) -> None:
     serve(FakeEngine(layers, page_size, hybrid=hybrid), model_config=model_config(attention_chunk_size=32))
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_temperature_that_grows_with_the_position(hybrid: bool) -> None:
+    """Grok 2: behind a soft cap; in prompts, their later chunks and decodes. Also where a pool of its own holds only the end of a request."""
+    layers = (LayerShape(temperature_len=8, logit_cap=5.0), LayerShape(temperature_len=30, window=20))
+    serve(FakeEngine(layers, page_size=16, hybrid=hybrid))
+
+
 def test_alibi_of_the_module_around() -> None:
     """Baichuan 13B has its slopes beside its attention, and hands them to one of SGLang's backends alone."""
     engine, slopes = FakeEngine(), torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02])
@@ -195,8 +202,12 @@ def test_chain_verification() -> None:
     step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4))
 
 
-def test_encoder_sees_both_sides() -> None:
-    engine = FakeEngine((LayerShape(attn_type=AttentionType.ENCODER_ONLY),))
+@pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_encoder_sees_both_sides(attn_type: AttentionType, hybrid: bool) -> None:
+    """Windows, too, are to both sides (EmbeddingGemma), also where their layers have a pool of their own (EmbeddingGemma 2)."""
+    layers = (LayerShape(attn_type=attn_type), LayerShape(attn_type=attn_type, window=12))
+    engine = FakeEngine(layers, page_size=16, hybrid=hybrid)
     step(engine, SGLangAttentionBackend(engine.runner()), ForwardMode.EXTEND, [0, 1], [17, 40])
 
 

@@ -137,7 +137,7 @@ def test_a_release_that_starts_triton_on_cpu_is_refused(monkeypatch: pytest.Monk
     ("changes", "message"),
     [
         ({"logit_cap": 5.0, "logit_capping_method": "other"}, "'other'"),
-        ({"sliding_window_size": 8, "attn_type": AttentionType.ENCODER_ONLY}, "sliding window over both sides"),
+        ({"sliding_window_size": 8, "is_cross_attention": True}, "sliding window over the tokens of an encoder"),
     ],
 )
 def test_refused_layers(changes: dict[str, object], message: str) -> None:
@@ -197,15 +197,13 @@ class Gemma4ForConditionalGeneration(Gemma3ForConditionalGeneration):
 
 @pytest.mark.parametrize("sees_both_sides", ["vision", None])
 def test_images_of_gemma_4(sees_both_sides: str | None) -> None:
+    """They see each other in layers with a window alone, which have a pool of their own."""
     register()
-    engine = FakeEngine()
+    engine = FakeEngine((LayerShape(window=9), LayerShape()), hybrid=True)
     config = model_config(is_multimodal=True, hf_text_config=SimpleNamespace(use_bidirectional_attention=sees_both_sides))
-    start = partial(ATTENTION_BACKENDS[NAME], engine.runner(model=Gemma4ForConditionalGeneration(engine.model), model_config=config))
-    if sees_both_sides is None:
-        start()
-    else:
-        with pytest.raises(ValueError, match=r"the masks over the images of a prompt that Gemma4ForConditionalGeneration makes.*language_model_only"):
-            start()
+    made = ATTENTION_BACKENDS[NAME](engine.runner(model=Gemma4ForConditionalGeneration(engine.model), model_config=config))
+    has_spans = sees_both_sides is not None
+    assert {(key.window_left, key.has_spans, key.cuts_spans) for key in made._plans} == {(9, has_spans, has_spans), (-1, False, False)}
 
 
 def test_images_without_masks_are_served() -> None:

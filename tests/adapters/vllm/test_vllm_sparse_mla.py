@@ -5,6 +5,7 @@ vLLM's indexer has kernels for GPUs alone, and vLLM refuses such models on a CPU
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
 from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
 from attn_backend.adapters.vllm.sparse_mla_impl import SparseMlaImpl
 from attn_backend.adapters.vllm.sparse_mla_metadata import SparseMlaMetadataBuilder
+from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 
 TOPK = 24
 
@@ -61,9 +63,12 @@ class Problem:
     Args:
         prefill: whether vLLM has a prefill backend for the model: prompts of at most TOPK tokens then go that way.
         between: pages of other layers between two of this one.
+        device: of the builder.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, cache_dtype: str = "auto", *, prefill: bool = False, between: int = 0, **changes: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, cache_dtype: str = "auto", *, prefill: bool = False, between: int = 0, device: str = "cpu", **changes: Any
+    ) -> None:
         torch.manual_seed(0)
         self.projection = Projection(dtype)
         self.indices = torch.full((256, TOPK), -1, dtype=torch.int32)
@@ -82,7 +87,7 @@ class Problem:
         width = 656 if cache_dtype == "fp8_ds_mla" else LATENT + ROPE
         spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=stored)
         builder = type("Builder", (SparseMlaMetadataBuilder,), {"reorder_batch_threshold": 4})
-        self.builder = builder(spec, ["layer"], config, torch.device("cpu"))
+        self.builder = builder(spec, ["layer"], config, torch.device(device))
         memory = torch.zeros(NUM_PAGES, 1 + between, PAGE, width, dtype=stored)
         self.cache = memory[:, between].fill_(0x7F if stored == torch.uint8 else torch.nan)
         self.dtype, self.cache_dtype = dtype, cache_dtype
@@ -168,6 +173,31 @@ def test_short_prompts_are_decompressed() -> None:
     check(output, expected, torch.float32)
 
 
+@pytest.mark.parametrize(("cache_dtype", "dtype"), [("auto", torch.float32), ("fp8_ds_mla", torch.bfloat16)])
+def test_batch_invariance(cache_dtype: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests stay in their latents, short prompts too, and the bits of each are those that it has alone."""
+    monkeypatch.setattr(compat, "batch_invariant", lambda: True)
+    problem, batch = Problem(dtype, cache_dtype, prefill=True), make_batch([1, 3, 10, TOPK, 40], [60, 20, 10, TOPK, 64], table_width=16)
+    output, expected = problem.run(batch)
+    check(output, expected, dtype)
+    assert problem.metadata.prefill is None
+    q = torch.randn(sum(batch.query_lens), HEADS, LATENT + ROPE).to(dtype)
+    together, _ = problem.impl.forward_mqa(q, problem.cache, problem.metadata, problem.layer)
+    selected, starts = problem.indices.clone(), batch.metadata.query_start_loc
+    for request, query_len in enumerate(batch.query_lens):
+        rows = slice(int(starts[request]), int(starts[request + 1]))
+        problem.indices[:query_len] = selected[rows].flip(1)
+        of_request = {
+            "seq_lens": batch.metadata.seq_lens[request : request + 1],
+            "block_table_tensor": batch.metadata.block_table_tensor[request : request + 1],
+        }
+        of_request |= dict.fromkeys(["query_start_loc", "query_start_loc_cpu"], torch.tensor([0, query_len], dtype=torch.int32))
+        of_request |= {"seq_lens_cpu_upper_bound": of_request["seq_lens"], "slot_mapping": batch.metadata.slot_mapping[rows]}
+        alone = replace(batch.metadata, num_reqs=1, num_actual_tokens=query_len, max_query_len=query_len, max_seq_len=batch.kv_lens[request], **of_request)
+        out, _ = problem.impl.forward_mqa(q[rows], problem.cache, problem.builder.build(0, alone), problem.layer)
+        assert torch.equal(out, together[rows])
+
+
 def test_padding_of_a_full_graph() -> None:
     problem, batch = Problem(), make_batch([1, 1], [20, 50], padding=2)
     output, expected = problem.run(batch, padding=2)
@@ -225,8 +255,9 @@ def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match=r"fp8_ds_mla for a model of torch\.float16"):
         Problem(torch.float16, "fp8_ds_mla")
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
-    with pytest.raises(NotImplementedError, match="VLLM_BATCH_INVARIANT"):
-        Problem()
+    scheduler = SimpleNamespace(max_num_seqs=MAX_CUDA_INVARIANT_BATCH + 1, max_num_batched_tokens=256)
+    with pytest.raises(NotImplementedError, match=r"VLLM_BATCH_INVARIANT with decodes of 1025 tokens .*--max-num-seqs"):
+        Problem(device="cuda", scheduler_config=scheduler)
 
 
 DEEPSEEK_V32 = {
@@ -248,7 +279,6 @@ def test_accepts(kv_cache_dtype: str) -> None:
         ({"kv_cache_dtype": "nvfp4_ds_mla"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16}, "pass --dtype bfloat16"),
         ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
-        ({"use_batch_invariant": True}, "batch"),
         ({"use_dcp": True}, "DCP"),
     ],
     ids=str,

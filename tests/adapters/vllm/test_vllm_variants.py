@@ -101,6 +101,41 @@ def test_images_that_see_both_sides(window: int | None) -> None:
     serve(impl, text, builder, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0)
 
 
+def may_see_both_sides(monkeypatch: pytest.MonkeyPatch, use_non_causal: bool) -> None:
+    """What vLLM's configuration says while layers are made: it is that of the draft."""
+    config = SimpleNamespace(attention_config=SimpleNamespace(use_non_causal=use_non_causal))
+    monkeypatch.setattr(compat, "get_current_vllm_config_or_none", lambda: config)
+
+
+@pytest.mark.parametrize("window", [None, 9, 20])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_drafts_that_see_both_sides(window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DFLASH: a window is to both sides, and reaches from a draft into what is before it. Other steps of the same layers may be causal."""
+    may_see_both_sides(monkeypatch, True)
+    sinks = torch.randn(6) if has_sinks else None
+    impl = make_impl(sliding_window=window, sinks=sinks)
+    builder = make_builder([impl])
+    drafts = make_batch([16, 16, 5, 40], [33, 16, 100, 64], causal=False)
+    near = oracle.Variant(mask=lambda pairs: window is None or (pairs.token - pairs.position).abs() < window)
+    of_layer = {} if sinks is None else {"sinks": sinks.double()}
+    serve(impl, drafts, builder, causal=False, variant=near, **of_layer)
+    serve(impl, make_batch(*MIXED, seed=1), builder, window_left=-1 if window is None else window - 1, **of_layer)
+    assert len(builder.plans) == 1
+
+
+def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own meaning of a window where a step is not causal, as (left, right), both without the query itself."""
+    flash_attn = pytest.importorskip("vllm.v1.attention.backends.flash_attn")
+    may_see_both_sides(monkeypatch, True)
+    key = make_impl(sliding_window=9).plan_key
+    assert (key.window_left, key.window_right) == flash_attn._maybe_symmetrize_window((9 - 1, 0), causal=False)
+    may_see_both_sides(monkeypatch, False)
+    causal = make_impl(sliding_window=9).plan_key
+    assert (causal.window_left, causal.window_right) == (8, -1)
+    with pytest.raises(NotImplementedError, match="sliding window to both sides in layers that were made for causal steps: set use_non_causal"):
+        make_builder([make_impl(sliding_window=9)]).build(0, make_batch([4], [20], causal=False).metadata)
+
+
 def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
     """As vLLM makes it for Llama 4: a class derived from ours that cuts requests."""
 
