@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import host_planner
 import latent_cases
@@ -49,3 +50,33 @@ def test_latents(emulated: Path, kernel: str, form: str, dtype: torch.dtype, sca
         batch.check(out, lse)
         assert attention.schedule().errors == 0
         assert attention.launched == "attention"
+        q, q_rope = latent_cases.parts_of_q(batch.q, latent_cases.FORMS_OF_Q[number])
+        assert torch.equal(attention.run(q, batch.kv, q_rope=q_rope, sm_scale=latent_cases.SM_SCALE), out)
+
+
+@pytest.mark.parametrize("form", latent_cases.FORMS_OF_Q)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_parts_of_q(emulated: Path, kernel: str, form: str) -> None:
+    """Over 16-bit latents: row tiles that TMA loads whole and row by row, those that are gathered, parts of groups of heads, states of shared prefixes."""
+    cases = (
+        ([1, 1, 1], [130, 64, 1], 16, 16, {}),
+        ([5, 2], [70, 40], 16, 64, {}),
+        ([1, 0, 2], [65, 0, 2], 128, 1, {}),
+        ([30], [150], 3, 7, {}),
+        ([1] * 5, [100] * 5, 16, 16, {"cascade": "always"}),
+    )
+    for number, (qo_lens, kv_lens, heads, page_size, options) in enumerate(cases):
+        dtype = (torch.bfloat16, torch.float16)[number % 2]
+        batch = latent_cases.make_batch(latent_cases.PLAIN, qo_lens, kv_lens, heads=heads, page_size=page_size, dtype=dtype, seed=number)
+        if "cascade" in options:
+            batch.share(5)
+        q, q_rope = latent_cases.parts_of_q(batch.q, form)
+        batch.q = torch.cat((q, q_rope), -1)
+        rows = len(q)
+        room: dict[str, Any] = {"max_rows": rows, "max_batch": len(qo_lens), "num_ctas": 3, **options}
+        made = Attention(heads, 1, 576, head_dim_v=512, dtype=dtype, device="cpu", kernel=kernel, **room)  # type: ignore[arg-type]
+        attention = DeviceAttention(emulated, made, kernel, number, "standard")
+        attention.plan(batch.view)
+        lse = torch.full((rows, heads), torch.nan)
+        batch.check(attention.run(q, batch.kv, q_rope=q_rope, lse=lse, sm_scale=latent_cases.SM_SCALE), lse)
+        assert attention.schedule().errors == 0
