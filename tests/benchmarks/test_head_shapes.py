@@ -39,3 +39,7 @@ def test_a_small_line_of_each_kind_is_right(index: int) -> None:
     assert tensors.error(out) < head_shapes.LARGEST_ERROR
     out[-1] += 0.1
     assert tensors.error(out) > head_shapes.LARGEST_ERROR, "the check can fail"
+    if case.v_in_k:
+        plan, run = head_shapes.ours(tensors, q_parts=True)
+        plan()
+        assert tensors.error(run()) < head_shapes.LARGEST_ERROR
