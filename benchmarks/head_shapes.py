@@ -1,7 +1,7 @@
 """Decode and prefill of every head shape, of 512 over an 8-bit cache, too, and MLA: decode, two tokens a request, a shared prefix, 8-bit latents, selected
 tokens. Ours beside the peers that import; one process, one GPU, cold L2, CUDA-graph replay, median.
 
-python -m benchmarks.head_shapes [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.head_shapes [--case TEXT ...] [--peer NAME ...] [--q-parts] [--repeats N] [--json FILE] [--markdown FILE]
 
 Kernels that are not in the package are compiled when their line begins. Where requests share a prefix ours finds it by itself; peers read it for every request.
 """
@@ -17,7 +17,7 @@ import torch
 
 from attn_backend import Attention
 from benchmarks.batches import LARGEST_ERROR
-from benchmarks.head_shape_cases import KV_DTYPES, ShapeCase, Tensors, all_cases
+from benchmarks.head_shape_cases import KV_DTYPES, MLA, ShapeCase, Tensors, all_cases
 from benchmarks.head_shape_peers import peers_of
 from benchmarks.lines import measure_lines
 from benchmarks.peers import Run, fastest
@@ -28,14 +28,23 @@ PEERS = ("FA3", "FlashMLA", "FlashInfer")
 KERNELS = ("hopper", "generic")
 
 
-def ours(tensors: Tensors, **changes: Any) -> tuple[Callable[[], None], Run]:
-    """What plans, and what runs. changes: to arguments of Attention."""
+def parts_of_q(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As layers of MLA make them: the latent's columns out of a product of each head, the rotated ones behind those that it has taken."""
+    latent = q[..., : MLA[1]].transpose(0, 1).contiguous().transpose(0, 1)
+    projected = q.new_empty(*q.shape[:2], 192)
+    projected[..., 128:] = q[..., MLA[1] :]
+    return latent, projected[..., 128:]
+
+
+def ours(tensors: Tensors, q_parts: bool = False, **changes: Any) -> tuple[Callable[[], None], Run]:
+    """What plans, and what runs. q_parts: MLA's Q is two tensors. changes: to arguments of Attention."""
     case, view, kv = tensors.case, tensors.view, tensors.kv
     room: dict[str, Any] = {"max_rows": len(tensors.q), "max_batch": len(case.kv_lens), "device": tensors.q.device, "kv_dtype": KV_DTYPES[case.kv]}
     attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, head_dim_v=case.head_dim_v, **(room | changes))
     out = tensors.q.new_empty(*tensors.q.shape[:2], case.head_dim_v)
     attention.plan(view)
-    return lambda: attention.plan(view), lambda: attention.run(tensors.q, kv, out=out, sm_scale=case.sm_scale)
+    q, q_rope = parts_of_q(tensors.q) if q_parts and case.v_in_k else (tensors.q, None)
+    return lambda: attention.plan(view), lambda: attention.run(q, kv, q_rope=q_rope, out=out, sm_scale=case.sm_scale)
 
 
 def measure(case: ShapeCase, timer: Timer, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -44,7 +53,7 @@ def measure(case: ShapeCase, timer: Timer, machine: Machine, arguments: argparse
     tensors = Tensors.make(case)
     floors = {"bytes": case.bytes / machine.bandwidth * 1e6, "flops": case.flops / machine.rate * 1e6}
     line: dict[str, Any] = {"case": case.name, "floor": max(floors.values()), "bytes": case.bytes, "flops": case.flops} | dict.fromkeys(PEERS)
-    plan, run = ours(tensors, kernel=arguments.kernel)
+    plan, run = ours(tensors, arguments.q_parts, kernel=arguments.kernel)
     line |= {"ours": timer(run), "plan": timer(plan), "error": tensors.error(run())}
     if not line["error"] <= LARGEST_ERROR:
         print(f"{case.name}: ours: WRONG, relative error {line['error']:.1e}", flush=True)
@@ -71,6 +80,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--peer", action="append", choices=(*PEERS, "none"), default=[], help="only this peer, or none; repeatable")
     parser.add_argument("--kernel", choices=KERNELS, help="of ours; default: the GPU's")
+    parser.add_argument("--q-parts", action="store_true", help="ours of MLA: Q is two tensors, as the engines' layers make it")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)

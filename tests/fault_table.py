@@ -271,6 +271,27 @@ FAULTS = (
         ("tests/adapters/vllm/test_vllm_mla.py",),
     ),
     Fault(
+        "MLA: the rotated part of Q with the strides of the other",
+        "csrc/attention/sm90/design.h",
+        "rope.row_stride, rope.head_stride,",
+        "params.q_row_stride, params.q_head_stride,",
+        ("tests/csrc/test_latent_kernels.py", "-k", "parts_of_q and hopper"),
+    ),
+    Fault(
+        "MLA: gathered, the rotated part of Q is that of the latent",
+        "csrc/attention/sm90/query_loader.cuh",
+        "is_rope ? params.q_rope.data : attention.q",
+        "attention.q",
+        ("tests/csrc/test_latent_kernels.py", "-k", "parts_of_q and hopper"),
+    ),
+    Fault(
+        "MLA: the generic kernel reads the rotated part of Q behind the latent",
+        "csrc/attention/sm80/attention.cuh",
+        "            q = params.q_rope;\n            column -= Traits::Shape::kV;\n",
+        "",
+        ("tests/csrc/test_latent_kernels.py", "-k", "parts_of_q and generic"),
+    ),
+    Fault(
         "append_mla_kv: the rotated part from the latent's columns",
         "attn_backend/kernels/append_mla.py",
         "KVCache.unchecked(k[..., :width], k[..., width:], kv.k_scale, kv.k_scale)",

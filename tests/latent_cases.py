@@ -14,8 +14,8 @@ from attn_backend import BSRView, KVCache, PageTable
 LATENT, WIDTH = 512, 576
 SM_SCALE = 192**-0.5
 TOLERANCE = 1e-2  # ||o - ref|| / ||ref||: 8-bit numbers and their scales are exact, what they become has 16 bits
+PLAIN = "plain"  # latents of Q's dtype
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "scaled": torch.uint8}
-ALL_FORMATS = FORMATS | {"bf16": torch.bfloat16}
 
 
 def scaled_rows(latents: Tensor) -> Tensor:
@@ -37,6 +37,29 @@ def numbers_of(rows: Tensor, scale: float) -> Tensor:
     return torch.cat([latent * scales.repeat_interleave(128, -1), rope], -1)
 
 
+# How the two parts of Q may lie, by the layer of an engine that makes them: strides of rows and heads in any order; rows that TMA cannot load, of tensors
+# whose rows overlap, in one tensor; one of the two such.
+FORMS_OF_Q = ("engine", "dense", "one tensor", "expanded", "expanded rope")
+
+
+def parts_of_q(q: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """[rows, heads, 512] and [rows, heads, 64] of q [rows, heads, 576], in one of FORMS_OF_Q. What lies between rows and heads is NaN. "expanded": all rows are
+    those of the first."""
+    rows, heads, _ = q.shape
+    latent, rope = q[..., :LATENT], q[..., LATENT:]
+    if form == "one tensor":
+        return latent, rope
+    if form.startswith("expanded"):
+        return latent[:1].expand(rows, -1, -1) if form == "expanded" else latent.contiguous(), rope[:1].expand(rows, -1, -1)
+    if form == "dense":
+        return latent.contiguous(), rope.contiguous()
+    by_head = q.new_full((heads + 2, rows + 1, LATENT), torch.nan)  # a product's output, turned; rows of padded heads
+    by_head[:heads, :rows] = latent.transpose(0, 1)
+    projected = q.new_full((rows, heads, 192), torch.nan)  # what a layer projects: 128 columns that are absorbed, 64 that are rotated
+    projected[..., 128:] = rope
+    return by_head[:heads, :rows].transpose(0, 1), projected[..., 128:]
+
+
 @dataclass
 class Batch:
     """Requests over latents of one format. Slots that none uses, and what lies behind the pages, are NaN."""
@@ -47,6 +70,15 @@ class Batch:
     rows: list[Tensor]  # of each request: float64 [tokens, 576]
     causal: bool
     trees: list[Tensor] | None = None  # of each request: bool [queries, queries], which of them each sees
+
+    def share(self, pages: int) -> None:
+        """All requests begin with the first one's first pages."""
+        table = self.view.table.indices
+        assert table is not None
+        table[1:, :pages] = table[0, :pages]
+        tokens = pages * self.view.table.page_size
+        for rows in self.rows[1:]:
+            rows[:tokens] = self.rows[0][:tokens]
 
     def expected(self) -> tuple[Tensor, Tensor]:
         indptr, parts = self.view.qo_indptr.tolist(), []
@@ -97,7 +129,7 @@ def make_batch(
     form: str, qo_lens: list[int], kv_lens: list[int], *, heads: int = 16, page_size: int = 16, scale: float | Tensor | None = None, causal: bool = True,
     dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", seed: int = 0, row_bytes: int = 0,
 ) -> Batch:  # fmt: skip
-    """form: of ALL_FORMATS. row_bytes: from one row to the next; 0: they are contiguous."""
+    """form: of FORMATS, or PLAIN. row_bytes: from one row to the next; 0: they are contiguous."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-length // page_size) for length in kv_lens]
     num_pages = sum(pages) + 2
@@ -115,11 +147,12 @@ def make_batch(
     numbers[~used] = torch.nan
     if form == "e4m3":
         numbers /= 8
-    dense = scaled_rows(numbers.bfloat16()) if form == "scaled" else numbers.to(ALL_FORMATS[form])
-    stored = dense.view(torch.uint8)
-    storage = torch.full((num_pages, page_size, max(row_bytes, stored.shape[-1])), 0xFF, dtype=torch.uint8)
-    storage[..., : stored.shape[-1]] = stored
-    cache = storage.to(device)[..., : stored.shape[-1]].view(ALL_FORMATS[form])
+    kv_dtype = dtype if form == PLAIN else FORMATS[form]
+    dense = scaled_rows(numbers.bfloat16()) if form == "scaled" else numbers.to(kv_dtype)
+    as_bytes = dense.view(torch.uint8)
+    storage = torch.full((num_pages, page_size, max(row_bytes, as_bytes.shape[-1])), 0xFF, dtype=torch.uint8)
+    storage[..., : as_bytes.shape[-1]] = as_bytes
+    cache = storage.to(device)[..., : as_bytes.shape[-1]].view(kv_dtype)
     of_all = 1.0 if scale is None else float(scale)
     rows = []
     for i, length in enumerate(kv_lens):

@@ -77,12 +77,13 @@ class SelectedAttention:
         block_table: Tensor | None = None,
         requests: Tensor | None = None,
         *,
+        q_rope: Tensor | None = None,
         lse: Tensor | None = None,
         sm_scale: float,
     ) -> Tensor:
         """
         Args:
-            q: [rows, num_heads, 576], the step's rows, or the first of them.
+            q: [rows, num_heads, 576], the step's rows, or the first of them; [rows, num_heads, 512] with q_rope, the other columns.
             kv: a layer's latents.
             indices, block_table, requests: as `SelectedTokens` has them, with the pages of kv. Without a block_table, indices are slots.
             lse: float32 [rows, num_heads], written.
@@ -104,7 +105,15 @@ class SelectedAttention:
             if block_table is not None:
                 of_part = None if requests is None else requests[part]
                 selected = SelectedTokens(indices[part], block_table, of_part, kv.page_size, kv.page_stride, self._lens[part])
-            self.attention.run(q[part], slots, out=out[part], lse=None if lse is None else lse[part], sm_scale=sm_scale, selected=selected)
+            self.attention.run(
+                q[part],
+                slots,
+                q_rope=None if q_rope is None else q_rope[part],
+                out=out[part],
+                lse=None if lse is None else lse[part],
+                sm_scale=sm_scale,
+                selected=selected,
+            )
         return out
 
 

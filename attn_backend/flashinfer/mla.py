@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..kernels.manifest import HeadDims
+from ..kernels.manifest import MLA_HEAD_DIMS, HeadDims
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import dtype_name, refuse
 from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
@@ -155,8 +155,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """Runs the last plan. May be captured in a CUDA graph; never waits for the device.
 
         Args:
-            q_nope: [qo_indptr[-1], num_heads, head_dim_ckv], q_pe: [qo_indptr[-1], num_heads, head_dim_kpe]. Read where they are if they are the two parts of
-                one tensor, else put side by side.
+            q_nope: [qo_indptr[-1], num_heads, head_dim_ckv], q_pe: [qo_indptr[-1], num_heads, head_dim_kpe]. Read where they are.
             ckv_cache: [pages, page_size, head_dim_ckv], kpe_cache: [pages, page_size, head_dim_kpe]: the two parts of one tensor, `cache[..., :512]` and
                 `cache[..., 512:]`. Caches that lie apart are copied into one by each run, all of their pages, with a warning: the kernels read a token's
                 latent and rotated part as one row.
@@ -182,7 +181,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             _refuse_columns(dims, dtype, of_cache, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
-        q, cache = _joined(q_nope, q_pe), _joined(ckv_cache, kpe_cache, is_cache=True)
+        cache = _joined(ckv_cache, kpe_cache)
         if ckv_cache.shape[0] == 0:  # kernels want a page, also where no request has a token
             cache = ckv_cache.new_zeros(1, ckv_cache.shape[1], 1, dims.qk)
         if cache is None:
@@ -193,10 +192,11 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             as_bytes = [part.contiguous().view(torch.uint8) for part in (ckv_cache, kpe_cache)]
             cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype).unsqueeze(2)
         kv = _latent_cache(cache, dims.v, ckv_scale)
-        if q is None:
-            q = torch.cat((q_nope, q_pe), -1)
+        q, q_rope = (q_nope, q_pe) if dims.qk > dims.v else (q_nope, None)
+        if q_rope is not None and dims != MLA_HEAD_DIMS and self.device.type == "cuda":  # kernels of other heads want one tensor
+            q, q_rope = torch.cat((q_nope, q_pe), -1), None
         wants_lse = return_lse or lse is not None
-        found = self._planned.run(q, kv, self._scales(), out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e)
+        found = self._planned.run(q, kv, self._scales(), q_rope=q_rope, out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e)
         return found[0] if wants_lse and not return_lse else found
 
 
@@ -248,26 +248,22 @@ def _latent_cache(latents: Tensor, columns: int, scale: float | None) -> KVCache
     return KVCache.as_given(latents, latents.as_strided((pages, page_size, 1, columns), latents.stride()), scale, scale)
 
 
-def _joined(left: Tensor, right: Tensor, is_cache: bool = False) -> Tensor | None:
-    """The tensor [rows, columns, width], of a cache [pages, page_size, 1, width], of which these are the two parts; None where they are not."""
-    (rows, columns, width), (row_step, step, element_step) = left.shape, left.stride()
-    right_rows, right_columns, more = right.shape
-    if more == 0 and not is_cache:
-        return left
+def _joined(left: Tensor, right: Tensor) -> Tensor | None:
+    """The cache [pages, page_size, 1, width] of which these are the two parts; None where they are not."""
+    (pages, page_size, width), (page_step, step, element_step) = left.shape, left.stride()
+    right_pages, right_page_size, more = right.shape
     if element_step != 1:
         return None
     if more > 0:
-        right_row_step, right_step, right_element_step = right.stride()
+        right_page_step, right_step, right_element_step = right.stride()
         if right.data_ptr() != left.data_ptr() + width * left.element_size() or right_element_step != 1:
             return None
-        if (rows, columns) != (right_rows, right_columns) or (row_step != right_row_step and rows > 1) or (step != right_step and columns > 1):
+        if (pages, page_size) != (right_pages, right_page_size) or (page_step != right_page_step and pages > 1) or (step != right_step and page_size > 1):
             return None
         width += more
     try:
-        if not is_cache:
-            return left.as_strided((rows, columns, width), (row_step, step, 1))
-        step = step if columns > 1 else width
-        return left.as_strided((rows, columns, 1, width), (row_step if rows > 1 else columns * step, step, width, 1))
+        step = step if page_size > 1 else width
+        return left.as_strided((pages, page_size, 1, width), (page_step if pages > 1 else page_size * step, step, width, 1))
     except RuntimeError:  # left's memory ends: another tensor's lies right behind it
         return None
 

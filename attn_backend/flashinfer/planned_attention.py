@@ -233,6 +233,7 @@ class PlannedAttention:
         kv: KVCache,
         scales: Scales,
         *,
+        q_rope: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -241,7 +242,7 @@ class PlannedAttention:
         args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan. scales: of Q, K and logits. args: of a variant of the caller's. lse is to base 2, or e.
+        """Runs the last plan. scales: of Q, K and logits. q_rope: as in Attention.run. args: of a variant of the caller's. lse is to base 2, or e.
 
         Raises:
             ValueError: what Attention refuses, or no plan yet.
@@ -264,7 +265,9 @@ class PlannedAttention:
             lse = None
         elif lse is None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        out = attention.run(q, kv, out=out, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks, q_scale=scales.q)
+        out = attention.run(
+            q, kv, q_rope=q_rope, out=out, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks, q_scale=scales.q
+        )
         if v_scale is not None:
             out.mul_(v_scale)
         if not return_lse:

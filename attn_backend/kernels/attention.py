@@ -253,17 +253,18 @@ class Attention:
 
     @overload
     def run(
-        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[False] = False,
-        sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
+        self, q: Tensor, kv: KVCache, *, q_rope: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+        return_lse: Literal[False] = False, sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
         variant_args: VariantArgs | None = None, sinks: Tensor | None = None, q_scale: Scale = None, out_scale: Scale = None,
         selected: SelectedTokens | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def run(
-        self, q: Tensor, kv: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None, return_lse: Literal[True], sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0, after_append: bool = False, variant_args: VariantArgs | None = None, sinks: Tensor | None = None,
-        q_scale: Scale = None, out_scale: Scale = None, selected: SelectedTokens | None = None,
+        self, q: Tensor, kv: KVCache, *, q_rope: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+        return_lse: Literal[True], sm_scale: float | None = None, logits_soft_cap: float = 0.0, after_append: bool = False,
+        variant_args: VariantArgs | None = None, sinks: Tensor | None = None, q_scale: Scale = None, out_scale: Scale = None,
+        selected: SelectedTokens | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def run(
@@ -271,6 +272,7 @@ class Attention:
         q: Tensor,
         kv: KVCache,
         *,
+        q_rope: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -287,6 +289,8 @@ class Attention:
 
         Args:
             q: [rows, num_qo_heads, head_dim], of q_dtype; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
+            q_rope: of MLA's latents, whose V is K's first columns: [rows, num_qo_heads, head_dim - head_dim_v], the last columns of q, with strides of its own;
+                q is then [rows, num_qo_heads, head_dim_v]. On CUDA with head_dim 576 and head_dim_v 512. None: q has all columns.
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
             out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; written; allocated when None. It may be q itself; otherwise it
                 must not overlap q or the cache (not checked).
@@ -321,12 +325,14 @@ class Attention:
             out = self._new_out(q, out_scale) if out is None else out
             lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse and lse is None else lse
             options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}
-            out = compiled.run(self._handle, q, kv, out, variant_args, options | {"q_scale": q_scale, "out_scale": out_scale})
+            out = compiled.run(self._handle, q, kv, out, variant_args, options | {"q_rope": q_rope, "q_scale": q_scale, "out_scale": out_scale})
             return (out, lse) if return_lse else out  # type: ignore[return-value]
         try:
             # The library's handles of tensors do not say that a sign is still to be changed, or that a gradient is wanted, which would not come.
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
                 check_plain("q", q)
+            if q_rope is not None and (q_rope.is_neg() or (is_grad_enabled() and q_rope.requires_grad)):
+                check_plain("q_rope", q_rope)
             if out is None:
                 out = self._new_out(q, out_scale)
             elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
@@ -339,7 +345,7 @@ class Attention:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
             if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None and selected is None:
-                errors = self._run_function(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
+                errors = self._run_function(self._handle, q, q_rope, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
             else:
                 if sinks is not None and (sinks.is_neg() or (is_grad_enabled() and sinks.requires_grad)):
                     check_plain("sinks", sinks)
@@ -347,21 +353,21 @@ class Attention:
                 of_out = (None, 0.0) if out_scale is None else scale_parts("out_scale", out_scale)
                 of_selection = (None, None, None, None, 1, 1) if selected is None else selected.for_library()
                 more = (sinks, *kv.scale_tensors, *kv.scale_values, *of_q, *of_out, *of_selection)
-                errors = self._library.run_with_options(self._handle, q, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
+                errors = self._library.run_with_options(self._handle, q, q_rope, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
                 given: dict[str, Any] = {"out": out, "lse": lse, "return_lse": return_lse, "sm_scale": sm_scale, "after_append": after_append}
-                given |= {"variant_args": variant_args, "sinks": sinks, "q_scale": q_scale, "out_scale": out_scale, "selected": selected}
+                given |= {"q_rope": q_rope, "variant_args": variant_args, "sinks": sinks, "q_scale": q_scale, "out_scale": out_scale, "selected": selected}
                 return Attention.run(self, q, kv, **given)  # not a subclass's: it is in the middle of its own
-            explain_failed_run(q, kv, out, lse, sinks, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, selected)
+            explain_failed_run(q, q_rope, kv, out, lse, sinks, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, selected)
             raise
         if errors:
             for view in self._levels:
                 check_page_ids(view.with_slots_counted(), kv.num_pages)
             raise ValueError(describe_errors(errors))
         if self._variant is not None and self._variant.is_interpreted:
-            self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks, out_scale)
+            self._variant.interpret(self._levels, q if q_rope is None else torch.cat((q, q_rope), -1), kv, out, lse, scale, sinks, out_scale)
         return out if lse is None or not return_lse else (out, lse)
 
     def _new_out(self, q: Tensor, out_scale: Scale) -> Tensor:

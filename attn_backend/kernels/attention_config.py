@@ -207,13 +207,14 @@ def choose_design(kernel: str | None, device: torch.device) -> manifest.Design |
 
 
 def explain_failed_run(
-    q: Tensor, kv: KVCache, out: Tensor | None, lse: Tensor | None, sinks: Tensor | None, sm_scale: float, logits_soft_cap: float, after_append: bool,
-    selected: SelectedTokens | None,
+    q: Tensor, q_rope: Tensor | None, kv: KVCache, out: Tensor | None, lse: Tensor | None, sinks: Tensor | None, sm_scale: float, logits_soft_cap: float,
+    after_append: bool, selected: SelectedTokens | None,
 ) -> None:  # fmt: skip
     """Refuses an argument of a run that has failed, if one explains it. Looked at only then: a layer's call has no time for it."""
     check_types(KVCache, "a KVCache", kv=kv)
     explain_failure((("q", q), ("kv.k", kv.k), ("kv.v", kv.v)))
-    explain_failure((name, tensor) for name, tensor in (("out", out), ("lse", lse), ("sinks", sinks)) if tensor is not None)
+    optional = (("q_rope", q_rope), ("out", out), ("lse", lse), ("sinks", sinks))
+    explain_failure((name, tensor) for name, tensor in optional if tensor is not None)
     if selected is not None:
         check_types(SelectedTokens, "SelectedTokens, or None", selected=selected)
         selected.explain_failure()

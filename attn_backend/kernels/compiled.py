@@ -41,15 +41,15 @@ def _cache(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
 @custom_op("attn_backend::run", mutates_args=("out", "lse"))
 def _run(
     handle: int, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float,
-    out: Tensor, lse: Tensor | None, sm_scale: float | None, logits_soft_cap: float, after_append: bool,
+    out: Tensor, lse: Tensor | None, sm_scale: float | None, logits_soft_cap: float, after_append: bool, q_rope: Tensor | None,
     sinks: Tensor | None, q_scale: Tensor | None, q_value: float, out_scale: Tensor | None, out_value: float,
     tensor_names: str, tensors: list[Tensor], number_names: str, numbers: list[float],
 ) -> None:  # fmt: skip
     names = tensor_names.split() + number_names.split()
     variant_args: dict[str, Any] | None = dict(zip(names, [*tensors, *numbers], strict=True)) or None
     _attentions[handle].run(
-        q, _cache(k, v, k_scale, v_scale, k_value, v_value), out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, after_append=after_append,
-        variant_args=variant_args, sinks=sinks, q_scale=q_scale if q_scale is not None else None if q_value == 1.0 else q_value,
+        q, _cache(k, v, k_scale, v_scale, k_value, v_value), q_rope=q_rope, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+        after_append=after_append, variant_args=variant_args, sinks=sinks, q_scale=q_scale if q_scale is not None else None if q_value == 1.0 else q_value,
         out_scale=out_scale if out_scale is not None else None if out_value == 0.0 else out_value,
     )  # fmt: skip
 

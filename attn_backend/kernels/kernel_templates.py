@@ -8,7 +8,7 @@ SM80_ATTENTION = Template("""\
 #include "attention/sm80/attention.cuh"
 
 extern "C" __global__ __launch_bounds__(attn::sm80::kThreads, attn::sm80::kCtasPerMultiprocessor)
-void attention_kernel(const __grid_constant__ attn::AttentionParams params) {
+void attention_kernel(const __grid_constant__ attn::sm80::ParamsOf<$traits> params) {
   attn::sm80::attention<$traits>(params);
 }
 """)
@@ -17,7 +17,8 @@ SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::sm90::kThreads, 1) void attention_kernel(const __grid_constant__ attn::HopperParams params) {
+extern "C" __global__ __launch_bounds__(attn::sm90::kThreads, 1)
+void attention_kernel(const __grid_constant__ attn::sm90::ParamsOf<$traits> params) {
   attn::sm90::attention<$traits, attn::sm90::$copier>(params);
 }
 

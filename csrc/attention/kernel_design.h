@@ -38,7 +38,7 @@ constexpr bool smallest_kind_is_cheapest(const KernelCosts& costs) {
 /// Most kernels that a design chooses between at a launch.
 constexpr int32_t kMaxDesignKernels = 2;
 
-/// What a launch depends on beside AttentionParams.
+/// What a launch depends on beside LatentAttentionParams.
 struct LaunchContext {
   const PlanLevel* levels;  // as planned
   int32_t num_levels;
@@ -50,6 +50,13 @@ struct LaunchContext {
   KernelCode merge_code;
   bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can load such boxes
 };
+
+/// Where kernels of latents find the last columns of Q: one tensor is to them two, side by side.
+inline QueryPart find_q_rope(const LatentAttentionParams& params, const LaunchContext& context) {
+  if (params.q_rope.data != nullptr) return params.q_rope;
+  return QueryPart{static_cast<const char*>(params.q) + int64_t{context.dims.v} * bytes_of(context.q_dtype),
+                   params.q_row_stride, params.q_head_stride};
+}
 
 /// Room for the arguments of any design's kernel.
 struct alignas(64) KernelArguments {
@@ -77,7 +84,8 @@ struct KernelDesign {
   int32_t (*shared_bytes)(HeadDims dims, int32_t kv_element_bytes);  // dynamic shared memory of a CTA
   bool prefetches_code;  // the kernel brings its own code and that of the merge kernel to L2
   /// Makes the arguments of a launch; returns the number of the kernel that is to be launched, or kRowsTooFarApart.
-  int32_t (*make_arguments)(const AttentionParams& params, const LaunchContext& context, KernelArguments& arguments);
+  int32_t (*make_arguments)(const LatentAttentionParams& params, const LaunchContext& context,
+                            KernelArguments& arguments);
 };
 
 }  // namespace attn

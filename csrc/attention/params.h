@@ -53,6 +53,19 @@ struct AttentionParams {
   }
 };
 
+/// Some columns of Q's heads.
+struct QueryPart {
+  const void* data;  // [num_rows, num_qo_heads, columns]
+  int64_t row_stride;
+  int64_t head_stride;
+};
+
+/// The arguments of kernels of MLA's latents (is_latent()), and of the executor on a CPU. Other kernels are launched
+/// with what comes before: nothing changes for them.
+struct LatentAttentionParams : AttentionParams {
+  QueryPart q_rope;  // the columns behind the first v_columns; without data, for the executor: q has them
+};
+
 /// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that
 /// begins a (row tile, head) goes to a state of its own for each row, and only the parts behind it go to slots.
 ATTN_HD int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {

@@ -23,6 +23,7 @@ struct Traits {
   /// those of wide heads on the way from the cache to KV tiles.
   static constexpr bool kWidensOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
   static constexpr bool kWidens = kIsOf8Bits && !kWidensOnLoad;
+  static constexpr bool kIsLatent = is_latent(Shape::kDims);                            // Q may be two tensors
   using KvElement = typename Conditional<kWidensOnLoad, Element, StoredElement>::Type;  // of KV tiles
   /// The loader also multiplies by a scale, one for K and V: V lies in K's bytes.
   static constexpr bool kLoadsScaled = Variant::kLoadsScaled;

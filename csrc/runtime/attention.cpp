@@ -325,7 +325,7 @@ void Attention::select(const Selection& selection, int32_t num_rows, driver::Str
   }
 }
 
-uint32_t Attention::run(AttentionParams params, const AttentionScales& scales, driver::Stream stream) {
+uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& scales, driver::Stream stream) {
   const bool has_scales = has_8_bits(config_.kv_dtype);
   params.schedule = schedule_;
   params.partial_o = partial_o_;
@@ -359,7 +359,7 @@ uint32_t Attention::run(AttentionParams params, const AttentionScales& scales, d
       config_.q_dtype,     config_.kv_dtype,        config_.dims(),
       kernels.codes,       kernels.merge_code,      driver::encode};
   KernelArguments arguments;
-  AttentionParams attention_params = params;  // the merge kernel's variant has no scales
+  LatentAttentionParams attention_params = params;  // the merge kernel's variant has no scales
   if (has_scales) attention_params.variant = with_scales(params.variant, scales);
   const int32_t kernel = design_.make_arguments(attention_params, context, arguments);
   if (kernel == kRowsTooFarApart)

@@ -120,7 +120,7 @@ class Attention {
 
   /// Runs the last plan; the fields of `params` that belong to the object are filled in here. `scales`: of an 8-bit
   /// cache and of Q. Returns the ScheduleError bits on a CPU, 0 on CUDA.
-  uint32_t run(AttentionParams params, const AttentionScales& scales, driver::Stream stream);
+  uint32_t run(LatentAttentionParams params, const AttentionScales& scales, driver::Stream stream);
 
   /// Says of a level of the next plan whether its page ids are slots that each run packs and counts.
   void set_has_slots(int32_t level, bool has_slots) { has_slots_[level] = has_slots; }

@@ -244,19 +244,39 @@ float checked_float(const char* name, double value, bool zero_is_allowed, const 
   return static_cast<float>(value);
 }
 
-/// Q and O; O is e4m3 if it has a scale.
-void set_heads(const TensorView& q, const TensorView& out, const AttentionConfig& config, AttentionParams& params) {
+/// Q: one tensor, or its first columns, as many as V has, and in `q_rope` the others.
+void set_q(const TensorView& q, const Optional<TensorView>& q_rope, const AttentionConfig& config,
+           LatentAttentionParams& params) {
   const DLDevice device = device_of(config);
-  const Dim heads{"num_qo_heads", config.num_qo_heads}, head_dim{"head_dim", config.head_dim},
-      head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
-  check_rows("q", q, device, config.q_dtype, {"rows"}, heads, head_dim);
+  const HeadDims dims = config.dims();
+  const Dim heads{"num_qo_heads", config.num_qo_heads};
+  if (q_rope.has_value() && (config.on_cuda ? !is_latent(dims) : dims.qk <= dims.v))
+    refuse("q_rope", "a tensor",
+           "None with head_dim = " + std::to_string(dims.qk) + " and head_dim_v = " + std::to_string(dims.v) +
+               (config.on_cuda ? ": it is for 576 and 512" : ": q has all columns"));
+  check_rows("q", q, device, config.q_dtype, {"rows"}, heads,
+             q_rope.has_value() ? Dim{"head_dim_v", dims.v} : Dim{"head_dim", dims.qk});
   params.num_rows = narrow("q.shape[0] (rows)", q.size(0));
-  const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
-  check_rows("out", out, device, o_dtype, {"rows", q.size(0)}, heads, head_dim_v);
-  check_no_overlap("out", out);
   params.q = q.data_ptr();
   params.q_row_stride = q.stride(0);
   params.q_head_stride = q.stride(1);
+  if (config.on_cuda) check_alignment("q", q);
+  if (!q_rope.has_value()) return;
+  const TensorView& rope = q_rope.value();
+  check_rows("q_rope", rope, device, config.q_dtype, {"rows", q.size(0)}, heads,
+             {"head_dim - head_dim_v", dims.qk - dims.v});
+  if (config.on_cuda) check_alignment("q_rope", rope);
+  params.q_rope = QueryPart{rope.data_ptr(), rope.stride(0), rope.stride(1)};
+}
+
+/// O, of the rows of Q; e4m3 if it has a scale.
+void set_out(const TensorView& out, int64_t num_rows, const AttentionConfig& config, AttentionParams& params) {
+  const Dim head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
+  const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
+  check_rows("out", out, device_of(config), o_dtype, {"rows", num_rows}, {"num_qo_heads", config.num_qo_heads},
+             head_dim_v);
+  check_no_overlap("out", out);
+  if (config.on_cuda) check_alignment("out", out);
   params.o = out.data_ptr();
   params.o_row_stride = out.stride(0);
   params.o_head_stride = out.stride(1);
@@ -283,13 +303,14 @@ void set_variant(double logits_soft_cap, const Attention& attention, AttentionPa
   params.variant = attention.variant_params();
 }
 
-/// k_scale, v_scale: of an 8-bit cache; None: k_value and v_value for all. q_scale: the same of Q of 8 bits. out_scale:
-/// of O in 8 bits; None: out_value; that is 0: O has the Attention's dtype. indices and what follows: a Selection.
-int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out,
-                         Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append,
-                         Optional<TensorView> sinks, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
-                         double k_value, double v_value, Optional<TensorView> q_scale, double q_value,
-                         Optional<TensorView> out_scale, double out_value, Optional<TensorView> indices,
+/// q_rope: the last columns of Q, if they are not in q. k_scale, v_scale: of an 8-bit cache; None: k_value and v_value
+/// for all. q_scale: the same of Q of 8 bits. out_scale: of O in 8 bits; None: out_value; that is 0: O has the
+/// Attention's dtype. indices and what follows: a Selection.
+int64_t run_with_options(int64_t handle, TensorView q, Optional<TensorView> q_rope, TensorView k, TensorView v,
+                         TensorView out, Optional<TensorView> lse, double sm_scale, double logits_soft_cap,
+                         bool after_append, Optional<TensorView> sinks, Optional<TensorView> k_scale,
+                         Optional<TensorView> v_scale, double k_value, double v_value, Optional<TensorView> q_scale,
+                         double q_value, Optional<TensorView> out_scale, double out_value, Optional<TensorView> indices,
                          Optional<TensorView> block_table, Optional<TensorView> requests, Optional<TensorView> kv_lens,
                          int64_t page_size, int64_t page_stride) {
   Attention& attention = object(handle);
@@ -297,17 +318,16 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   const AttentionConfig& config = attention.config();
   const DLDevice device = device_of(config);
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
-  AttentionParams params{};
+  LatentAttentionParams params{};
   if (out_scale.has_value() || out_value != 0.0) set_out_scale(out_scale, out_value, attention, params);
-  set_heads(q, out, config, params);
+  set_q(q, q_rope, config, params);
+  set_out(out, q.size(0), config, params);
   params.sm_scale = checked_float("sm_scale", sm_scale, false, "above 0 and finite");
   set_variant(logits_soft_cap, attention, params);
   set_caches(k, v, attention, params);
   if (config.on_cuda) {
-    check_alignment("q", q);
     check_alignment("kv.k", k);
     check_alignment("kv.v", v);
-    check_alignment("out", out);
   }
   const Dim heads{"num_qo_heads", config.num_qo_heads};
   if (lse.has_value()) {
@@ -333,9 +353,9 @@ int64_t run_with_options(int64_t handle, TensorView q, TensorView k, TensorView 
   return attention.run(params, scales, current_stream(device));
 }
 
-int64_t run(int64_t handle, TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
-            double sm_scale, double logits_soft_cap, bool after_append) {
-  return run_with_options(handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt,
+int64_t run(int64_t handle, TensorView q, Optional<TensorView> q_rope, TensorView k, TensorView v, TensorView out,
+            Optional<TensorView> lse, double sm_scale, double logits_soft_cap, bool after_append) {
+  return run_with_options(handle, q, q_rope, k, v, out, lse, sm_scale, logits_soft_cap, after_append, std::nullopt,
                           std::nullopt, std::nullopt, 1.0, 1.0, std::nullopt, 1.0, std::nullopt, 0.0, std::nullopt,
                           std::nullopt, std::nullopt, std::nullopt, 1, 1);
 }

@@ -52,6 +52,10 @@ def test_a_small_line_of_each_kind_is_right(index: int) -> None:
     assert tensors.error(out) < LARGEST_ERROR
     out[-1] += 0.1
     assert tensors.error(out) > LARGEST_ERROR, "the check can fail"
+    if case.v_in_k:
+        plan, run = head_shapes.ours(tensors, q_parts=True)
+        plan()
+        assert tensors.error(run()) < LARGEST_ERROR
 
 
 def test_requests_share_the_pages_of_their_prefix() -> None:
@@ -95,7 +99,7 @@ def test_a_line_goes_on_without_peers(monkeypatch: pytest.MonkeyPatch, capsys: p
     install_peers(monkeypatch)
     monkeypatch.setattr(head_shape_peers, "workspace", lambda device: 1 / 0)
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.flashmla", None)
-    arguments = argparse.Namespace(peer=[], kernel=None)
+    arguments = argparse.Namespace(peer=[], kernel=None, q_parts=False)
     line = head_shapes.measure(small(mla(2, 70, 16)), OneMoreEach(), MACHINE, arguments)
     assert [line[peer] for peer in head_shapes.PEERS] == [None] * 3
     errors = capsys.readouterr().err

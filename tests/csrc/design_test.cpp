@@ -26,11 +26,11 @@ bool encode(const attn::Tensor4d& tensor, attn::TensorMap&) {
 }
 
 constexpr int32_t kKvHeads = 2, kHeadDim = 128, kPages = 50;
-constexpr char kMemory[16] = {};
+constexpr char kMemory[2048] = {};
 
 /// A decode of ten rows over pages of `page_size` tokens.
-attn::AttentionParams make_params(int32_t page_size, int32_t group_size) {
-  attn::AttentionParams params{};
+attn::LatentAttentionParams make_params(int32_t page_size, int32_t group_size) {
+  attn::LatentAttentionParams params{};
   params.q = params.o = const_cast<char*>(kMemory);
   params.q_head_stride = params.o_head_stride = kHeadDim;
   params.q_row_stride = params.o_row_stride = kHeadDim * group_size * kKvHeads;
@@ -50,7 +50,7 @@ struct Launched {
   attn::HopperParams params;
 };
 
-Launched launch_sm90(const attn::AttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
+Launched launch_sm90(const attn::LatentAttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
                      attn::DataType kv_dtype = attn::DataType::kBFloat16,
                      attn::DataType q_dtype = attn::DataType::kBFloat16) {
   static const int32_t indices[1] = {};
@@ -115,13 +115,14 @@ void check_float8() {
 }
 
 void check_widths() {
-  attn::AttentionParams params = make_params(16, 4);
+  attn::LatentAttentionParams params = make_params(16, 4);
   const attn::HopperParams one_tensor = launch_sm90(params, false, attn::HeadDims(576, 512)).params;
   expect_equal(one_tensor.v_is_k, 1, "V in K's bytes");
-  const int64_t columns[] = {576, 512, 576, 576, 512};  // of Q, O, Q by rows, K and V
-  for (size_t i = 0; i < 5; ++i) expect_equal(static_cast<int64_t>(encoded[i].sizes[0]), columns[i], "columns");
+  const int64_t columns[] = {512, 64, 512, 512, 64, 576, 512};  // of Q's parts, O, Q's parts by rows, K and V
+  for (size_t i = 0; i < 7; ++i) expect_equal(static_cast<int64_t>(encoded[i].sizes[0]), columns[i], "columns");
   expect_equal(encoded[0].box[2], 16, "rows of a box of Q");
-  expect_equal(encoded[4].box[1], 16, "tokens of a box");
+  expect_equal(encoded[1].box[2], 16, "rows of a box of Q's last columns");
+  expect_equal(encoded[6].box[1], 16, "tokens of a box");
   const attn::HopperParams many = launch_sm90(make_params(16, 128), false, attn::HeadDims(576, 512)).params;
   expect_equal(many.has_row_maps, 1, "row maps of half a group of 128");
   expect_equal(encoded[0].box[1], 64, "heads of a box of Q");
@@ -136,7 +137,7 @@ void check_widths() {
 /// A latent as a cache of one KV head: K's and V's strides of that head differ, and are not used.
 void check_latents() {
   for (const int32_t page_size : {1, 64}) {
-    attn::AttentionParams params = make_params(page_size, 16);
+    attn::LatentAttentionParams params = make_params(page_size, 16);
     params.num_kv_heads = 1;
     params.k = attn::KvTensor{kMemory, page_size * 576, 576, 576};
     params.v = attn::KvTensor{kMemory, page_size * 576, page_size == 1 ? 512 : 576, 512};
@@ -151,6 +152,25 @@ void check_latents() {
   }
 }
 
+/// Q in one tensor, and in two whose rows and heads are in another order each.
+void check_parts_of_q() {
+  const attn::HeadDims dims(576, 512);
+  attn::LatentAttentionParams params = make_params(16, 16);
+  launch_sm90(params, false, dims);
+  expect(encoded[1].data == kMemory + 1024, "bytes before Q's last columns", 0, 1024);
+  expect_equal(encoded[1].strides[1], params.q_row_stride, "elements between rows");
+  params.q_head_stride = 512 * params.num_rows;
+  params.q_row_stride = 512;
+  params.q_rope = attn::QueryPart{kMemory + 8, 64 * 16, 64};
+  launch_sm90(params, false, dims);
+  for (const size_t first : {0, 3}) {  // of a row tile, of a row
+    expect_equal(encoded[first].strides[0], params.q_head_stride, "elements between heads");
+    expect(encoded[first + 1].data == kMemory + 8, "where Q's last columns are", 0, 8);
+    expect_equal(encoded[first + 1].strides[0], 64, "elements between heads of them");
+    expect_equal(encoded[first + 1].strides[1], 64 * 16, "elements between rows of them");
+  }
+}
+
 /// Wide heads with a V of their own over an 8-bit cache, whether TMA could load its pages or not.
 void check_wide_float8() {
   for (const int32_t page_size : {1, 3, 16}) {
@@ -161,7 +181,7 @@ void check_wide_float8() {
 }
 
 void check_strides() {
-  attn::AttentionParams params = make_params(16, 4);
+  attn::LatentAttentionParams params = make_params(16, 4);
   expect_equal(launch_sm90(params, false).params.unit_shift, 8, "unit_shift");
   params.k.page_stride = int64_t{1} << 40;
   expect_equal(launch_sm90(params, false).kernel, attn::kRowsTooFarApart, "rows far from one another");
@@ -175,6 +195,7 @@ int main() {
   check_float8();
   check_widths();
   check_latents();
+  check_parts_of_q();
   check_wide_float8();
   check_strides();
   return failures;

@@ -63,17 +63,20 @@ struct PassedAttention {
   const void* variant;
   const float* out_scale_data;  // as in AttentionParams
   double out_scale;
+  const void* q_rope;  // nullptr: q has all columns
+  int64_t q_rope_strides[2];
   AttentionScales scales;  // of an 8-bit cache
   int64_t launched;        // the kernel that was launched, a number among the design's
 };
 
-AttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
+LatentAttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
   const int64_t* s = passed.strides;
-  AttentionParams params{};
+  LatentAttentionParams params{};
   params.schedule = Schedule(workspace, ScheduleLayout(config));
   params.q = passed.q;
   params.q_row_stride = s[0];
   params.q_head_stride = s[1];
+  params.q_rope = QueryPart{passed.q_rope, passed.q_rope_strides[0], passed.q_rope_strides[1]};
   params.o = passed.o;
   params.o_row_stride = s[2];
   params.o_head_stride = s[3];
@@ -108,11 +111,11 @@ using Arguments = decltype(arguments_of(kKernels[0]));
 // Of the running launch.
 KernelArguments launched;
 size_t launched_kernel;
-AttentionParams launched_merge;
+LatentAttentionParams launched_merge;
 
 void run_attention(PassedAttention& passed, uint32_t seed) {
   constexpr KernelDesign design = DESIGN::kDesign;
-  AttentionParams params = launched_merge;
+  LatentAttentionParams params = launched_merge;
   if (has_8_bits(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params behind the scales
     std::memcpy(params.variant.bytes, &passed.scales, sizeof(passed.scales));
     std::memcpy(params.variant.bytes + kScalesBytes, launched_merge.variant.bytes,

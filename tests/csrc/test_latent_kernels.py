@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import host_planner
 import latent_cases
@@ -50,6 +51,8 @@ def test_latents(emulated: Path, kernel: str, form: str, dtype: torch.dtype, sca
         batch.check(out, lse)
         assert attention.schedule().errors == 0
         assert attention.launched == "attention"
+        q, q_rope = latent_cases.parts_of_q(batch.q, latent_cases.FORMS_OF_Q[number])
+        assert torch.equal(attention.run(q, batch.kv, q_rope=q_rope, sm_scale=latent_cases.SM_SCALE), out)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -57,7 +60,7 @@ def test_trees(emulated: Path, kernel: str) -> None:
     """Draft tokens that are a tree, over latents of 16 bits: a mask in row tiles that hold several tokens and all of their heads."""
     variant = builtin.tree_mask()
     for number, (nodes, kv_lens, heads, page_size) in enumerate((([7, 1, 16], [90, 64, 16], 16, 16), ([5], [150], 3, 1))):
-        batch = latent_cases.make_tree_batch("bf16", nodes, kv_lens, heads=heads, page_size=page_size, seed=number)
+        batch = latent_cases.make_tree_batch(latent_cases.PLAIN, nodes, kv_lens, heads=heads, page_size=page_size, seed=number)
         rows, arguments = len(batch.q), batch.tree_arguments()
         room = {"max_rows": rows, "max_batch": len(nodes), "num_ctas": 3, "device": "cpu"}
         made = Attention(heads, 1, 576, head_dim_v=512, dtype=torch.bfloat16, kernel=kernel, variant=variant, **room)  # type: ignore[arg-type]
@@ -68,3 +71,31 @@ def test_trees(emulated: Path, kernel: str) -> None:
         batch.check(out, lse, tolerance=5e-3)
         assert attention.schedule().errors == 0
         assert attention.launched == ("attention_rows" if kernel == "hopper" and page_size == 1 else "attention")
+
+
+@pytest.mark.parametrize("form", latent_cases.FORMS_OF_Q)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_parts_of_q(emulated: Path, kernel: str, form: str) -> None:
+    """Over 16-bit latents: row tiles that TMA loads whole and row by row, those that are gathered, parts of groups of heads, states of shared prefixes."""
+    cases = (
+        ([1, 1, 1], [130, 64, 1], 16, 16, {}),
+        ([5, 2], [70, 40], 16, 64, {}),
+        ([1, 0, 2], [65, 0, 2], 128, 1, {}),
+        ([30], [150], 3, 7, {}),
+        ([1] * 5, [100] * 5, 16, 16, {"cascade": "always"}),
+    )
+    for number, (qo_lens, kv_lens, heads, page_size, options) in enumerate(cases):
+        dtype = (torch.bfloat16, torch.float16)[number % 2]
+        batch = latent_cases.make_batch(latent_cases.PLAIN, qo_lens, kv_lens, heads=heads, page_size=page_size, dtype=dtype, seed=number)
+        if "cascade" in options:
+            batch.share(5)
+        q, q_rope = latent_cases.parts_of_q(batch.q, form)
+        batch.q = torch.cat((q, q_rope), -1)
+        rows = len(q)
+        room: dict[str, Any] = {"max_rows": rows, "max_batch": len(qo_lens), "num_ctas": 3, **options}
+        made = Attention(heads, 1, 576, head_dim_v=512, dtype=dtype, device="cpu", kernel=kernel, **room)  # type: ignore[arg-type]
+        attention = DeviceAttention(emulated, made, kernel, number, "standard")
+        attention.plan(batch.view)
+        lse = torch.full((rows, heads), torch.nan)
+        batch.check(attention.run(q, batch.kv, q_rope=q_rope, lse=lse, sm_scale=latent_cases.SM_SCALE), lse)
+        assert attention.schedule().errors == 0

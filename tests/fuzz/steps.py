@@ -162,7 +162,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         kv = make_cache(**without_prefix(given, of_cache))
         made = BSRView(given["qo_indptr"], table, causal=given["causal"], window_left=given["window_left"], rows=given["row_list"])
         plan_or_none(attention, Composition((made,)) if as_composition else made, step.q, step.kv)
-        options = ("out", "lse", "sm_scale", "logits_soft_cap", "after_append", "q_scale", "out_scale")
+        options = ("q_rope", "out", "lse", "sm_scale", "logits_soft_cap", "after_append", "q_scale", "out_scale")
         return attention.run(given["q"], kv, **{name: given[name] for name in options})
 
     def check(given: Arguments, result: Tensor) -> None:
@@ -184,6 +184,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         "window_left": view.window_left,
         "row_list": places,
         "q": q,
+        "q_rope": None,
         "out": out if rng.random() < 0.8 else None,
         "lse": lse if rng.random() < 0.7 else None,
         "sm_scale": shape.sm_scale,
@@ -197,6 +198,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
     kinds: Kinds = {
         **table_kinds,
         **cache_kinds,
+        "q_rope": ChoiceArgument("Attention.run", wrong=(q, q[..., :8], q[:0]), types=("x", [1.0], object(), {}), optional=True),
         "q_scale": FloatArgument("Attention.run", optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)),
         "qo_indptr": TensorArgument("BSRView", dtypes=INDEX, exact=(0,)),
         "causal": ChoiceArgument("BSRView", wrong=(1, 0), optional=True),

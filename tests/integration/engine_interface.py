@@ -189,6 +189,7 @@ MAYBE = {
     "vllm.model_executor.layers.quantization.utils.quant_utils:kFp8StaticTensorSym": "in a file that is not kept: each release's Triton backend has it",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "`attn-backend bench`: comes with vLLM's CUDA wheels alone",
     "vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata": "the same",
+    "sglang.srt.models.deepseek_common.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": "in a file that is not kept: compat.take_parts asks",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._store_kv_layer": "compat.copies_to_slots compares it only where it is",
 }
 

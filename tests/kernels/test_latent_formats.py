@@ -63,11 +63,7 @@ def test_sparse(device: torch.device, form: str) -> None:
 def test_shared_prefixes(device: torch.device) -> None:
     for form in latent_cases.FORMATS:
         batch = latent_cases.make_batch(form, [1] * 6, [150] * 6, page_size=16, device=device)
-        table = batch.view.table.indices
-        assert table is not None
-        table[1:, :8] = table[0, :8]
-        for rows in batch.rows[1:]:
-            rows[:128] = batch.rows[0][:128]
+        batch.share(8)
         attention = make(batch, form, cascade="always")
         attention.plan(batch.view)
         batch.check(*attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True))

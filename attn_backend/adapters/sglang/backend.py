@@ -30,7 +30,7 @@ from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
 from . import compat
 from .batch import Batch, BatchReader, is_uniform
 from .layer_cache import LayerCache, quantise
-from .mla import append_latents, has_latents
+from .mla import append_latents, ask_for_parts, has_latents
 from .page_tables import page_table
 from .plan import Plan
 from .support import (
@@ -89,7 +89,8 @@ class SGLangAttentionBackend(AttentionBackend):
         self._is_float8 = self.kv_dtype in FLOAT8_DTYPES
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
-        self._append = append_latents if self._has_latents else append_kv
+        if self._has_latents:
+            ask_for_parts(runner)
         self._spans = {"has_spans": wants_spans(runner), "cuts_spans": cuts_spans(runner)}
         self._attention_chunk_size: int | None = getattr(runner.model_config, "attention_chunk_size", None)
         self._nodes_of_trees = verified_tokens(runner) if drafts_are_trees() else 0
@@ -198,16 +199,19 @@ class SGLangAttentionBackend(AttentionBackend):
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool, extra: dict[str, Any]
     ) -> Tensor:
         """q: [rows, num_qo_heads * head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v]; k and v None where
-        another layer's cache is read.
+        another layer's cache is read. extra: of latents q_rope [rows, num_qo_heads, rotated part] and k_rope [rows, 1, rotated part], where these are
+        not in q and k.
 
         Returns [rows, num_qo_heads * head_dim_v].
         """
+        q_rope, k_rope = extra.pop("q_rope", None), extra.pop("k_rope", None)
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
         plan = known.plan
         attention = plan.current or self._plan_late(plan)  # before append_kv, which run() relies on
         num_rows, out = q.shape[0], _output(q, known, forward_batch)
-        q_heads, out_heads = q.view(num_rows, known.num_qo_heads, known.head_dim), out.view(num_rows, known.num_qo_heads, known.head_dim_v)
+        q_heads = q.view(num_rows, known.num_qo_heads, known.head_dim if q_rope is None else known.head_dim_v)
+        out_heads = out.view(num_rows, known.num_qo_heads, known.head_dim_v)
         if plan.key.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
@@ -219,13 +223,14 @@ class SGLangAttentionBackend(AttentionBackend):
         appended = False
         if save_kv_cache and k is not None:  # False with k given: the model's rotary kernel has written them already
             assert v is not None
-            appended = self._write(k, v, kv, layer, forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc)
+            appended = self._write(k, k_rope, v, kv, layer, forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc)
         arguments = plan.arguments
         if known.slopes is not None:
             arguments = {"slopes": known.slopes, **(arguments or {})}
         attention.run(
             q_heads,
             kv,
+            q_rope=None if q_rope is None else q_rope.view(num_rows, known.num_qo_heads, known.head_dim - known.head_dim_v),
             out=out_heads,
             sm_scale=known.sm_scale,
             logits_soft_cap=plan.logits_soft_cap,
@@ -235,11 +240,17 @@ class SGLangAttentionBackend(AttentionBackend):
         )
         return out
 
-    def _write(self, k: Tensor, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor) -> bool:
+    def _write(self, k: Tensor, k_rope: Tensor | None, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor) -> bool:
         """Writes a layer's new tokens. Returns whether append_kv wrote them: run() may then start before they are in the cache."""
         if self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype == kv.dtype):  # the pool converts others
-            self._append(k, v, kv, slots.contiguous())  # those of a draft step are a column of a table
+            slots = slots.contiguous()  # those of a draft step are a column of a table
+            if self._has_latents:
+                append_latents(k, k_rope, kv, slots)
+            else:
+                append_kv(k, v, kv, slots)
             return True
+        if k_rope is not None:
+            k = torch.cat((k, k_rope), -1)
         if self._is_float8:
             k, v = quantise(k, kv.k_scale, kv.dtype), quantise(v, kv.v_scale, kv.dtype)
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, self._window_slots), k, v)

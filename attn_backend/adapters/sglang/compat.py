@@ -57,6 +57,20 @@ def register_sampler(name: str, create: Callable[[], Any]) -> None:
         register_sampler_backend(name, create)
 
 
+def take_parts(name: str, takes: bool) -> None:
+    """Tells the models of MLA in this process whether a backend of this name takes the latent and the rotated part of Q and K apart, as `q_rope` and `k_rope`.
+    To others they give them side by side, which they copy in every layer. A release without their list of names does so, too.
+    """
+    try:
+        from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as names
+    except ImportError:
+        return
+    if takes and name not in names:
+        names.append(name)
+    elif not takes and name in names:
+        names.remove(name)
+
+
 def deterministic() -> bool:
     """Whether the server runs with --enable-deterministic-inference."""
     return bool(setting("exec.deterministic.enable_deterministic_inference", False))

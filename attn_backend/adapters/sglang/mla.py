@@ -70,12 +70,21 @@ def unsupported(runner: Any) -> str | None:
     return None
 
 
+def ask_for_parts(runner: Any) -> None:
+    """Has this runner's model give the parts of Q and K as they are. Not one with Llama 4's scaling of queries (Mistral Large 3): that is applied to whole ones
+    alone. A draft model has the way of the model that it drafts for.
+    """
+    is_scaled = any(getattr(module, "llama_4_scaling_config", None) is not None for module in runner.model.modules())
+    if is_scaled or not runner.is_draft_worker:
+        compat.take_parts(NAME, not is_scaled)
+
+
 def is_decompressed(layer: RadixAttention, parent: Module | None) -> bool:
     """Whether a layer is given keys and values of the step's own tokens, decompressed, and reads nothing else."""
     return getattr(parent, "attn_mha", None) is layer and isinstance(getattr(parent, "attn_mqa", None), RadixAttention)
 
 
-def append_latents(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
-    """As append_kv. k: [rows, 1, latent and rotated part], of which v is a part; kv: of the layer's slots."""
+def append_latents(k: Tensor, k_rope: Tensor | None, kv: KVCache, slots: Tensor) -> None:
+    """k: [rows, 1, latent and rotated part]; with k_rope, [rows, 1, rotated part], the latent alone. kv: of the layer's slots."""
     rows, width = k[:, 0], kv.head_dim_v
-    append_mla_kv(rows[:, :width], rows[:, width:], kv, slots)
+    append_mla_kv(rows[:, :width], rows[:, width:] if k_rope is None else k_rope[:, 0], kv, slots)

@@ -72,11 +72,10 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
             [tokens, num_heads, latent]; float32 [tokens, num_heads], natural, where the engine merges states of several ranks.
         """
         decode: MlaDecodeMetadata = attn_metadata.decode
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+        q, q_rope = q if isinstance(q, tuple) else (q, None)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if self.need_to_return_lse_for_decode else None
         kv = self._latents.view(kv_c_and_k_pe_cache, layer._k_scale)
-        out = decode.attention.run(q, kv, lse=lse, sm_scale=self.scale, after_append=True)
+        out = decode.attention.run(q, kv, q_rope=q_rope, lse=lse, sm_scale=self.scale, after_append=True)
         return out, lse
 
     def do_kv_cache_update(

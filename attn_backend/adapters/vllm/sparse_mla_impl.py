@@ -74,13 +74,12 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
         """
         assert attn_metadata.attention is not None
         assert self.topk_indices_buffer is not None
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+        q, q_rope = q if isinstance(q, tuple) else (q, None)
         rows = q.shape[0]
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if self.need_to_return_lse_for_decode else None
         kv = self._latents.view(kv_c_and_k_pe_cache, layer._k_scale)
-        indices = self.topk_indices_buffer[:rows]
-        out = attn_metadata.attention.run(q, kv, indices, attn_metadata.block_table, attn_metadata.req_id_per_token[:rows], lse=lse, sm_scale=self.scale)
+        indices, requests = self.topk_indices_buffer[:rows], attn_metadata.req_id_per_token[:rows]
+        out = attn_metadata.attention.run(q, kv, indices, attn_metadata.block_table, requests, q_rope=q_rope, lse=lse, sm_scale=self.scale)
         return out, lse
 
     def do_kv_cache_update(

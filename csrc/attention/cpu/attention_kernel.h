@@ -46,7 +46,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   static constexpr float kMaxGrowth = 8.0f;
 
  public:
-  static void run(const AttentionParams& params, HeadDims dims, const WorkItem& item, const WorkItem* next,
+  static void run(const LatentAttentionParams& params, HeadDims dims, const WorkItem& item, const WorkItem* next,
                   Scratch& scratch) {
     if (count_rows(params, item) == 0) return;
     AttentionKernel kernel(params, dims, item, scratch);
@@ -92,7 +92,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     list.count = listed_count(count);
   }
 
-  AttentionKernel(const AttentionParams& params, HeadDims dims, const WorkItem& item, Scratch& scratch)
+  AttentionKernel(const LatentAttentionParams& params, HeadDims dims, const WorkItem& item, Scratch& scratch)
       : params_(params),
         item_(item),
         s_(scratch),
@@ -197,8 +197,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     for (int r = 0; r < rows_; ++r) {
       RowPlace place = find_row(params_, item_, r);
       if (!place.exists) place.row = 0;  // of a row list with a wrong row: computed for nothing
-      Element wide[kMaxHeadDim];
-      const Element* q = row_of_q(place, wide);
+      Element made[kMaxHeadDim];
+      const Element* q = row_of_q(place, made);
       if constexpr (VariantHooks<Variant>::kQuery) {
         if (place.exists) {
           Element transformed[kMaxHeadDim];
@@ -214,20 +214,34 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
   }
 
-  /// A row of Q; of 8 bits: widened into `wide`.
-  const Element* row_of_q(const RowPlace& place, Element* wide) const {
-    const int64_t element = place.row * params_.q_row_stride + place.head * params_.q_head_stride;
+  /// A row of Q; of two parts, or of 8 bits: made in `made`.
+  const Element* row_of_q(const RowPlace& place, Element* made) const {
+    const QueryPart q{params_.q, params_.q_row_stride, params_.q_head_stride};
+    const QueryPart& rope = params_.q_rope;
+    if (rope.data == nullptr) return part_of_q(q, place, dims_.qk, made);
+    const Element* const latent = part_of_q(q, place, dims_.v, made);
+    if (latent != made) __builtin_memcpy(made, latent, sizeof(Element) * static_cast<unsigned>(dims_.v));
+    Element* const behind = made + dims_.v;
+    const int columns = dims_.qk - dims_.v;
+    const Element* const rotated = part_of_q(rope, place, columns, behind);
+    if (rotated != behind) __builtin_memcpy(behind, rotated, sizeof(Element) * static_cast<unsigned>(columns));
+    return made;
+  }
+
+  /// Columns of a row of Q; of 8 bits: widened into `wide`.
+  const Element* part_of_q(const QueryPart& part, const RowPlace& place, int columns, Element* wide) const {
+    const int64_t element = place.row * part.row_stride + place.head * part.head_stride;
     if constexpr (kWidens) {
       if (has_8_bits(variant_.scales.q_element)) {
-        const uint8_t* const bytes = static_cast<const uint8_t*>(params_.q) + element;
+        const uint8_t* const bytes = static_cast<const uint8_t*>(part.data) + element;
         if (variant_.scales.q_element == DataType::kFloat8E4M3)
-          Rows::widen_row(reinterpret_cast<const Float8E4M3*>(bytes), dims_.qk, wide);
+          Rows::widen_row(reinterpret_cast<const Float8E4M3*>(bytes), columns, wide);
         else
-          Rows::widen_row(reinterpret_cast<const Float8E5M2*>(bytes), dims_.qk, wide);
+          Rows::widen_row(reinterpret_cast<const Float8E5M2*>(bytes), columns, wide);
         return wide;
       }
     }
-    return static_cast<const Element*>(params_.q) + element;
+    return static_cast<const Element*>(part.data) + element;
   }
 
   /// Transforms rows [begin, end) of the block, some of which may not exist. `token`: the block's first; `rows`: their
@@ -550,7 +564,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
   }
 
-  const AttentionParams& params_;
+  const LatentAttentionParams& params_;
   const WorkItem& item_;
   Scratch& s_;
   const RowTile& tile_;

@@ -12,7 +12,7 @@ namespace attn::cpu {
 /// `dims`: multiples of 8, at most kMaxHeadDim. The result's bits depend on the schedule and on the instruction set in
 /// use (isa.h), not on the number of threads. Sets kPageIndexInvalid in the schedule's errors if a page id lay outside
 /// the cache. `of_variant`: kernels that take the place of the standard ones; may be nullptr.
-void run_attention(const AttentionParams& params, DataType dtype, DataType kv_dtype, HeadDims dims,
+void run_attention(const LatentAttentionParams& params, DataType dtype, DataType kv_dtype, HeadDims dims,
                    const Kernels* of_variant);
 
 /// Copies new tokens into the paged cache.

@@ -67,7 +67,8 @@ struct alignas(64) Scratch {
 };
 
 /// Runs an item; `next`, if there is one, is what this thread will run after it.
-using RunWorkItem = void (*)(const AttentionParams&, HeadDims dims, const WorkItem&, const WorkItem* next, Scratch&);
+using RunWorkItem = void (*)(const LatentAttentionParams&, HeadDims dims, const WorkItem&, const WorkItem* next,
+                             Scratch&);
 using MergePair = void (*)(const AttentionParams&, HeadDims dims, const SplitPair&, Scratch&);
 using MergeRow = void (*)(const AttentionParams&, HeadDims dims, int32_t row, Scratch&);
 

@@ -65,7 +65,7 @@ struct WarpLayout<0, kKvTile, true, false> {
 
 /// Gathers the rows of Q that a row tile packs, and widens those of 8 bits; rows that do not exist become zeros.
 template <class Traits, int kRows, bool kManyLevels>
-__device__ __forceinline__ void load_q(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
+__device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const RowTileRows<kManyLevels>& rows,
                                        int32_t kv_head, char* shared_q) {
   using Tile = QTile<Traits>;
   using Pieces = RowPieces<Tile, kThreads>;
@@ -82,10 +82,17 @@ __device__ __forceinline__ void load_q(const AttentionParams& params, const RowT
       const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
       values[i] = Chunk{};
       if (row.exists && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks)) {
-        const int64_t element =
-            row.row * params.q_row_stride + row.qo_head * params.q_head_stride + chunk * (16 / Traits::Element::kBytes);
+        QueryPart q{params.q, params.q_row_stride, params.q_head_stride};
+        int column = chunk * (16 / Traits::Element::kBytes);
+        if constexpr (Traits::kIsLatent) {
+          if (piece * kChunks * (16 / Traits::Element::kBytes) >= Traits::Shape::kV) {
+            q = params.q_rope;
+            column -= Traits::Shape::kV;
+          }
+        }
+        const int64_t element = row.row * q.row_stride + row.qo_head * q.head_stride + column;
         values[i] = __ldg(
-            reinterpret_cast<const Chunk*>(static_cast<const char*>(params.q) + element * Traits::QElement::kBytes));
+            reinterpret_cast<const Chunk*>(static_cast<const char*>(q.data) + element * Traits::QElement::kBytes));
       }
     }
 #pragma unroll
@@ -128,7 +135,7 @@ struct RingCursor {
 
 /// The work item under the cursor: from there to the end of the pair or of the interval.
 template <class Traits, bool kManyLevels, int kKind>
-__device__ __forceinline__ void run_work_item(const AttentionParams& params, const Visibility& first_visibility,
+__device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, const Visibility& first_visibility,
                                               const WorkCursor& cursor, KvLoader<Traits, kManyLevels>& loader,
                                               RingCursor& ring, char* shared) {
   using Element = typename Traits::Element;
@@ -154,7 +161,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
     return kManyLevels ? params.schedule.header->levels[params.schedule.groups[row_tile.group].level].visibility
                        : first_visibility;
   };
-  const Variant variant(params.variant.as<typename Variant::Params>(), cursor.now.head);
+  const Variant variant(params.variant.template as<typename Variant::Params>(), cursor.now.head);
 
   // Outputs of warps that share rows meet in memory whose chunks are permuted by eights (write_merged_warps).
   WarpState<Element, kColumns, Layout::kRowBlocks> state;
@@ -282,7 +289,7 @@ __device__ __forceinline__ void run_work_item(const AttentionParams& params, con
 }
 
 template <class Traits, bool kManyLevels>
-__device__ __forceinline__ void run_interval(const AttentionParams& params, WorkCursor cursor) {
+__device__ __forceinline__ void run_interval(const ParamsOf<Traits>& params, WorkCursor cursor) {
   extern __shared__ __align__(1024) char shared[];
   const Visibility first_visibility = params.schedule.header->levels[0].visibility;
   KvLoader<Traits, kManyLevels> loader(params, first_visibility, cursor, shared);
@@ -313,7 +320,7 @@ __device__ __forceinline__ void run_interval(const AttentionParams& params, Work
 }
 
 template <class Traits>
-__device__ __forceinline__ void attention(const AttentionParams& params) {
+__device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.schedule, blockIdx.x);

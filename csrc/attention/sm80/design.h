@@ -8,9 +8,11 @@ namespace attn::sm80 {
 
 constexpr KernelCosts kCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
 
-inline int32_t make_arguments(const AttentionParams& params, const LaunchContext& /*context*/,
+inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,
                               KernelArguments& arguments) {
-  arguments.make<AttentionParams>() = params;
+  LatentAttentionParams& made = arguments.make<LatentAttentionParams>();
+  made = params;
+  made.q_rope = find_q_rope(params, context);
   return 0;
 }
 

@@ -1,10 +1,16 @@
 // The tiles in shared memory of the generic attention kernel.
 #pragma once
 
+#include "attention/params.h"
 #include "attention/shared_tile.cuh"
 #include "attention/sm80/shape.h"
+#include "common/type_traits.h"
 
 namespace attn::sm80 {
+
+/// What the kernel is launched with.
+template <class Traits>
+using ParamsOf = typename Conditional<Traits::kIsLatent, LatentAttentionParams, AttentionParams>::Type;
 
 template <class Traits>
 constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};

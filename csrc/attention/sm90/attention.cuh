@@ -19,7 +19,7 @@ namespace attn::sm90 {
 
 /// `Copier`: BoxCopier, or RowCopier for caches that TMA cannot load box by box.
 template <class Traits, template <class> class Copier>
-__device__ __forceinline__ void attention(const HopperParams& params) {
+__device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   extern __shared__ __align__(1024) char memory[];
   using Shared = SharedMemory<Traits>;
   const Shared shared(memory);
@@ -36,6 +36,10 @@ __device__ __forceinline__ void attention(const HopperParams& params) {
     ptx::prefetch_tensor_map(params.q);
     ptx::prefetch_tensor_map(params.q_row);
     ptx::prefetch_tensor_map(params.o);
+    if constexpr (Traits::kIsLatent) {
+      ptx::prefetch_tensor_map(params.q_rope_tile);
+      ptx::prefetch_tensor_map(params.q_rope_row);
+    }
   }
   if (threadIdx.x == 0) {
     shared.init_barriers(Copier<Traits>::kGathers ? 32 : 1);

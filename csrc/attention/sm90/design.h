@@ -101,19 +101,26 @@ inline void encode_caches(const LaunchContext& context, HopperParams& hopper) {
     (is_flat && !is_ragged ? hopper.run_tokens : hopper.box_tokens) = tokens;
 }
 
-inline int32_t make_arguments(const AttentionParams& params, const LaunchContext& context, KernelArguments& arguments) {
-  HopperParams& hopper = arguments.make<HopperParams>();
+inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,
+                              KernelArguments& arguments) {
+  LatentHopperParams& hopper = arguments.make<LatentHopperParams>();
   hopper.attention = params;
   hopper.unit_shift = unit_shift(params);
   if (hopper.unit_shift < 0) return kRowsTooFarApart;
-  const auto encode_q = [&](int32_t packed_rows, TensorMap& map) {
-    return encode_rows(params, context, params.q, context.q_dtype, context.dims.qk, params.q_row_stride,
-                       params.q_head_stride, packed_rows, map);
+  const bool has_rope = is_latent(context.dims);
+  const int32_t q_columns = has_rope ? context.dims.v : context.dims.qk;
+  const QueryPart rope = hopper.q_rope = find_q_rope(params, context);
+  const auto encode_q = [&](int32_t packed_rows, TensorMap& map, TensorMap& rope_map) {
+    return encode_rows(params, context, params.q, context.q_dtype, q_columns, params.q_row_stride, params.q_head_stride,
+                       packed_rows, map) &&
+           (!has_rope || encode_rows(params, context, rope.data, context.q_dtype, context.dims.qk - q_columns,
+                                     rope.row_stride, rope.head_stride, packed_rows, rope_map));
   };
-  hopper.has_row_maps = encode_q(tuning(context.dims, bytes_of(context.kv_dtype)).q_rows(), hopper.q) &&
+  const int32_t tile_rows = tuning(context.dims, bytes_of(context.kv_dtype)).q_rows();
+  hopper.has_row_maps = encode_q(tile_rows, hopper.q, hopper.q_rope_tile) &&
                         encode_rows(params, context, params.o, context.o_dtype, context.dims.v, params.o_row_stride,
                                     params.o_head_stride, kWarpRows, hopper.o);
-  hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row);
+  hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row, hopper.q_rope_row);
   hopper.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
   const bool widens_on_load = is_wide(context.dims) && has_8_bits(context.kv_dtype);
   if (!widens_on_load) encode_caches(context, hopper);

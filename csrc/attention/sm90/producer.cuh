@@ -12,6 +12,7 @@
 
 #include "attention/output.cuh"
 #include "attention/sm90/params.h"
+#include "attention/sm90/query_loader.cuh"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/swizzled_tile.cuh"
@@ -251,103 +252,6 @@ struct RowCopier {
   }
 };
 
-/// Rows of the Q tile that are multiplied for a kind of row tile: all of them must be written.
-template <class Traits>
-__device__ __forceinline__ int multiplied_rows(int32_t kind) {
-  if (is_wide(Traits::Shape::kDims)) return SharedMemory<Traits>::kTileRows;
-  return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
-}
-
-/// Gathers the rows of Q that a work item packs into `tile`, and widens those of 8 bits, unless they are multiplied as
-/// they are; rows that do not exist become zeros. `half`: which of them this warp takes. A lane knows one of up to 32
-/// rows.
-template <class Traits>
-__device__ __forceinline__ void gather_q(const AttentionParams& params, const WorkItem& item, char* tile, int half) {
-  const uint32_t q = ptx::shared_address(tile);
-  using Tile = QTile<Traits>;
-  using Pieces = RowPieces<Tile, 32>;
-  const int lane = ptx::lane_id();
-  const int first_chunk = lane % Pieces::kChunks;
-  constexpr int kMostPiecesAtOnce = is_wide(Traits::Shape::kDims) ? 1 : 3;  // more take too many registers
-  const int num_rows = multiplied_rows<Traits>(item.kind) / 2;
-  const int end_row = (half + 1) * num_rows;
-#pragma unroll 1
-  for (int first_row = half * num_rows; first_row < end_row; first_row += 32) {
-    const OutputRow mine(params, item.rows, item.kv_head, first_row + lane);
-    const char* from = nullptr;
-    if (mine.exists)
-      from = static_cast<const char*>(params.q) +
-             (mine.row * params.q_row_stride + mine.qo_head * params.q_head_stride) * Traits::QElement::kBytes;
-#pragma unroll 1
-    for (int pass = 0; pass < min_of(num_rows, 32); pass += Pieces::kRows) {
-      const int row = pass + lane / Pieces::kChunks;
-      const char* const source = shuffle_pointer(from, row);
-#pragma unroll kMostPiecesAtOnce
-      for (int piece = 0; piece < Pieces::kPieces; ++piece) {
-        const int chunk = piece * Pieces::kChunks + first_chunk;
-        const bool is_there = source != nullptr && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks);
-        if constexpr (kWidensQuery<Traits>) {
-          uint4 elements = make_uint4(0, 0, 0, 0);
-          if (is_there)
-            elements = widen_eight<typename Traits::Element, typename Traits::QElement>(
-                __ldg(reinterpret_cast<const uint2*>(source + chunk * 8)));
-          *reinterpret_cast<uint4*>(tile + Tile::offset(first_row + row, chunk)) = elements;
-          continue;
-        }
-        ptx::cp_async_16_or_zero(q + Tile::offset(first_row + row, chunk),
-                                 is_there ? source + chunk * 16 : static_cast<const char*>(params.q), is_there);
-      }
-    }
-  }
-}
-
-/// Loads Q of one of the largest row tiles by TMA, if its rows are consecutive; rows behind the last may hold anything.
-/// Called by one thread, before it arrives at `full`.
-template <class Traits>
-__device__ __forceinline__ void copy_q(const HopperParams& params, const WorkItem& item, uint32_t q, uint32_t full) {
-  const FastDivisor& group_size = params.attention.group_size;
-  const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
-  int32_t head = item.kv_head * group_size.divisor;
-  if constexpr (is_wide(Traits::Shape::kDims)) head += group_size.modulo(item.rows.packed_begin);
-  ptx::mbarrier_expect(full, SharedMemory<Traits>::kTileRows * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
-#pragma unroll
-  for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
-    ptx::copy_box(q + block * QTile<Traits>::kBlockBytes, params.q, full, block * QTile<Traits>::kBoxColumns, head, row,
-                  0, ptx::kKeepNormally);
-  }
-}
-
-/// Loads Q of a smaller row tile by TMA, if it holds the first rows of its group with all their heads: lane i asks for
-/// row i. Rows behind the last become zeros, except in the smallest kind. Called by one warp, before it arrives at
-/// `full`.
-template <class Traits>
-__device__ __forceinline__ void copy_q_rows(const HopperParams& params, const WorkItem& item, uint32_t q,
-                                            uint32_t full) {
-  const FastDivisor& group_size = params.attention.group_size;
-  const int32_t num_rows = group_size.divide(item.rows.count);
-  const int32_t all_rows = item.kind == 0 && !is_wide(Traits::Shape::kDims)
-                               ? num_rows
-                               : group_size.divide(multiplied_rows<Traits>(item.kind) + group_size.divisor - 1);
-  if (ptx::lane_id() == 0)
-    ptx::mbarrier_expect(full, all_rows * group_size.divisor * QTile<Traits>::kBlocks * QTile<Traits>::kRowBytes);
-  __syncwarp();
-#pragma unroll 1
-  for (int32_t i = ptx::lane_id(); i < all_rows; i += 32) {
-    int32_t row = item.rows.qo_begin + i;
-    if (i >= num_rows) {
-      row = params.attention.num_rows;  // outside
-    } else if (item.rows.list != nullptr) {
-      row = __ldg(item.rows.list + row);
-    }
-#pragma unroll
-    for (int block = 0; block < QTile<Traits>::kBlocks; ++block) {
-      ptx::copy_box(q + block * QTile<Traits>::kBlockBytes + i * group_size.divisor * QTile<Traits>::kRowBytes,
-                    params.q_row, full, block * QTile<Traits>::kBoxColumns, item.kv_head * group_size.divisor, row, 0,
-                    ptx::kKeepNormally);
-    }
-  }
-}
-
 /// Whether the rows of Q that fill a Q tile end in it.
 template <class Traits>
 __device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size) {
@@ -358,7 +262,7 @@ __device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group
 /// Publishes a work item and loads its Q. Called by the warps that load V: those of K must never wait for room for Q,
 /// because consumers need K first.
 template <class Traits>
-__device__ __forceinline__ void produce_item(const HopperParams& hopper_params, const SharedMemory<Traits>& shared,
+__device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
                                              const WorkItem& item, typename SharedMemory<Traits>::QPlace& place) {
   constexpr int kFirstThread = 32;  // of the first of these warps
   shared.wait_q_free(place);
@@ -371,7 +275,7 @@ __device__ __forceinline__ void produce_item(const HopperParams& hopper_params, 
                                   has_room_for_whole_rows<Traits>(hopper_params.attention.group_size);
     if (kWidensQuery<Traits> || !(is_largest ? hopper_params.has_row_maps && item.rows.list == nullptr
                                              : hopper_params.has_one_row_map && holds_whole_rows)) {
-      gather_q<Traits>(hopper_params.attention, item, shared.q(place.slot), ptx::thread_id() / 64);
+      gather_q<Traits>(hopper_params, item, shared.q(place.slot), ptx::thread_id() / 64);
     } else if (is_largest) {
       if (ptx::thread_id() == kFirstThread) copy_q<Traits>(hopper_params, item, q, full);
     } else if (ptx::thread_id() < kFirstThread + 32) {
@@ -459,7 +363,7 @@ __device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared
 }
 
 template <class Traits, class Copier>
-__device__ __forceinline__ void produce(const HopperParams& hopper_params, const SharedMemory<Traits>& shared,
+__device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
                                         WorkCursor cursor) {
   using Shared = SharedMemory<Traits>;
   constexpr bool kIsWide = is_wide(Traits::Shape::kDims);

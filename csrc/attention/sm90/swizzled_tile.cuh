@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/shared_tile.cuh"
+#include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/variants.h"
 #include "common/elements.cuh"
@@ -52,6 +53,10 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>>
     return descriptor.advanced(k * 16 * kRowBytes + first_block * kBlockBytes);
   }
 };
+
+/// What the kernel is launched with.
+template <class Traits>
+using ParamsOf = typename Conditional<Traits::kIsLatent, LatentHopperParams, HopperParams>::Type;
 
 template <class Traits>
 constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import latent_cases
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.deepseek_common import utils
 from torch import Tensor, nn
 
 from attn_backend.adapters.sglang import NAME, compat
@@ -81,7 +83,8 @@ def check(out: Tensor, expected: Tensor) -> None:
     assert (out.cpu().double() - expected).norm() / expected.norm() <= TOLERANCE[out.dtype]
 
 
-def step(engine: Engine, backend: SGLangAttentionBackend, mode: ForwardMode, requests: list[int], new_lens: list[int]) -> None:
+def step(engine: Engine, backend: SGLangAttentionBackend, mode: ForwardMode, requests: list[int], new_lens: list[int], apart: bool = True) -> None:
+    """apart: the model gives the parts of Q and K as they are."""
     batch = engine.batch(mode, requests, new_lens)
     backend.init_forward_metadata(batch)
     decompressed = mode == ForwardMode.EXTEND and sum(batch.extend_prefix_lens_cpu) == 0  # as SGLang decides
@@ -99,7 +102,12 @@ def step(engine: Engine, backend: SGLangAttentionBackend, mode: ForwardMode, req
             check(out, torch.cat([attention(*parts) for parts in zip(q.split(new_lens), k.split(new_lens), v.split(new_lens), strict=True)]))
             continue
         q = engine.randn(rows, HEADS, LATENT + ROPE)
-        out = backend.forward(q, latent, latent[..., :LATENT], layer.attn_mqa, batch)
+        if apart:
+            q_nope, q_rope = latent_cases.parts_of_q(q, "engine")
+            k_nope, k_rope = latent.clone()[..., :LATENT], latent[..., LATENT:]
+            out = backend.forward(q_nope, k_nope, k_nope, layer.attn_mqa, batch, q_rope=q_rope, k_rope=k_rope)
+        else:
+            out = backend.forward(q, latent, latent[..., :LATENT], layer.attn_mqa, batch)
         expected = []
         for i, q_of_request in zip(requests, q.split(new_lens), strict=True):
             k = engine.latents[i, layer_id][:, None].expand(-1, HEADS, -1)
@@ -108,17 +116,18 @@ def step(engine: Engine, backend: SGLangAttentionBackend, mode: ForwardMode, req
     engine.advance(requests, new_lens)
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("device", "dtype"), CASES)
-def test_serving(page_size: int, device: str, dtype: torch.dtype) -> None:
+def test_serving(page_size: int, device: str, dtype: torch.dtype, apart: bool) -> None:
     engine = Engine(page_size, dtype, device)
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])  # decompressed
-    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])  # 0 and 1 have a prefix: all in the latents
+    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5], apart)  # 0 and 1 have a prefix: all in the latents
     for _ in range(2):
-        step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
+        step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1], apart)
     step(engine, backend, ForwardMode.EXTEND, [4], [20])
-    step(engine, backend, ForwardMode.DECODE, [4, 1], [1, 1])
+    step(engine, backend, ForwardMode.DECODE, [4, 1], [1, 1], apart)
     written = sum(request.length for request in engine.requests)
     for layer_id in range(2):
         assert int(engine.pool.get_key_buffer(layer_id).isfinite().all(-1).sum()) == written, "nothing else was written"
@@ -136,6 +145,26 @@ def test_serving_from_8_bit_latents(device: str, dtype: torch.dtype, kv_dtype: t
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])
     step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
+
+
+def test_models_are_told_to_give_parts() -> None:
+    """Not one that scales whole queries, nor a model whose drafts are of another kind."""
+    names = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    before = list(names)
+    try:
+        plain, scaled = Engine(), Engine()
+        scaled.model[1].llama_4_scaling_config = {"beta": 0.1}  # type: ignore[assignment]
+        for engine, changes, is_told in (
+            (plain, {}, True),
+            (plain, {}, True),
+            (scaled, {}, False),
+            (plain, {"is_draft_worker": True}, False),
+            (plain, {}, True),
+        ):
+            SGLangAttentionBackend(engine.runner(**changes))
+            assert names.count(NAME) == is_told
+    finally:
+        names[:] = before
 
 
 def test_layers_share_two_plans() -> None:
