@@ -122,18 +122,11 @@ class Attention:
         num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
         check_types(bool, "True or False", sinks=sinks, float8_out=float8_out)
 
-        self.num_qo_heads = num_qo_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = dims.qk
-        self.head_dim_v = dims.v
-        self.dtype = dtype
-        self.kv_dtype = kv_dtype
-        self.q_dtype = q_dtype
-        self.device = device
-        self.max_rows = max_rows
-        self.max_batch = max_batch
-        self.max_levels = max_levels
-        self.batch_invariant = batch_invariant
+        self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
+        self.head_dim, self.head_dim_v = dims.qk, dims.v
+        self.dtype, self.kv_dtype, self.q_dtype = dtype, kv_dtype, q_dtype
+        self.device, self.batch_invariant = device, batch_invariant
+        self.max_rows, self.max_batch, self.max_levels = max_rows, max_batch, max_levels
         self._sm_scale = dims.qk**-0.5
         self._config = AttentionConfig(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=dims.qk, head_dim_v=dims.v, dtype=dtype, q_dtype=q_dtype, kv_dtype=kv_dtype,
@@ -187,11 +180,7 @@ class Attention:
         return Attention(**(vars(self._config) | larger))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuses copy.copy, copy.deepcopy and pickle.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuses copy.copy, copy.deepcopy and pickle: always a TypeError."""
         raise TypeError("an Attention owns its workspace and cannot be copied or pickled: make another one")
 
     def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:

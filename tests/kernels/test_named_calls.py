@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+
 from attn_backend.kernels.named_calls import by_name, names_of
 
 FUNCTIONS = ("plan_level", "run", "append_qkv", "append_kv_rounded", "selected_slots", "merge_states", "sample", "write_rows", "speculate")
