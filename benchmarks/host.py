@@ -27,7 +27,7 @@ from benchmarks.report import number, options, save, table, wanted
 BATCH, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 256, 32, 8, 128, 16
 LATENT, ROTATED = 512, 64  # columns of MLA
 CALLS = 50  # of a round
-LIBRARY = ("plan_level", "run", "run_with_options", "set_variant_params", "append_kv", "sample")  # what is replaced on a CPU
+LIBRARY = ("plan_level", "run", "set_variant_params", "append_kv", "append_qkv", "sample")  # what is replaced on a CPU
 
 Call = Callable[[], object]
 Make = Callable[[Any, "Batch"], Call]
@@ -205,7 +205,7 @@ def own(batch: Batch) -> dict[str, Call]:
     view, kv = BSRView(batch.indptr, pages), KVCache.from_tensor(batch.nhd)
     attention.plan(view)
     slots, seed = torch.arange(BATCH, device=batch.device), torch.arange(BATCH, device=batch.device)
-    workspace = attn_backend.sampling_workspace(batch.device)
+    workspace, rotary = attn_backend.sampling_workspace(batch.device), attn_backend.Rotary(torch.ones(HEAD_DIM // 2, device=batch.device))
     draw = partial(attn_backend.sample, batch.logits, workspace=workspace, out=batch.tokens)
     return {
         "Attention.run": partial(attention.run, batch.q, kv),
@@ -216,6 +216,7 @@ def own(batch: Batch) -> dict[str, Call]:
             BSRView(batch.indptr, PageTable.csr(batch.indptr, batch.indices, batch.lengths, PAGE_SIZE))
         ),
         "append_kv": partial(attn_backend.append_kv, batch.k, batch.v, kv, slots),
+        "append_qkv: rotary embedding": partial(attn_backend.append_qkv, batch.q, batch.k, batch.v, kv, slots, rotary=rotary, positions=slots, out=batch.out),
         "sample: seeds of requests": partial(draw, seed=seed, position=seed),
         "sample: top_k, top_p and seeds of requests": partial(draw, seed=seed, position=seed, top_k=seed, top_p=batch.of_requests),
         "sample: numbers": partial(draw, seed=1, position=2, temperature=0.6, top_k=50, top_p=0.9),

@@ -152,17 +152,20 @@ def _is(tensor: Tensor | None, seen: _Seen | None) -> bool:
     return known() is tensor and tensor.data_ptr() == address and tensor.stride() == strides and tensor.shape == shape and tensor.dtype == dtype
 
 
-def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD") -> KVCache:
-    """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]."""
+def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD", num_kv_heads: int | None = None) -> KVCache:
+    """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]. num_kv_heads: that there must be."""
     if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
         not_supported(f"K and V of {k.dtype}")
-    return KVCache.as_given(_pages_of_one("k", k, kv_layout), _pages_of_one("v", v, kv_layout))
+    return KVCache.as_given(_pages_of_one("k", k, kv_layout, num_kv_heads), _pages_of_one("v", v, kv_layout, num_kv_heads))
 
 
-def _pages_of_one(name: str, tensor: Tensor, kv_layout: str) -> Tensor:
+def _pages_of_one(name: str, tensor: Tensor, kv_layout: str, num_kv_heads: int | None) -> Tensor:
     """K or V, one request after another, as pages [tokens, 1, num_kv_heads, head_dim] of one token."""
     if tensor.ndim != 3:
         refuse(name, tensor, "a tensor of 3 dimensions")
+    if num_kv_heads not in (None, tensor.shape[0 if kv_layout == "HND" else 1]):
+        form = f"[num_kv_heads = {num_kv_heads}, tokens, head_dim]" if kv_layout == "HND" else f"[tokens, num_kv_heads = {num_kv_heads}, head_dim]"
+        refuse(name, tensor, f"{form}, as kv_layout = {kv_layout!r} has it")
     (tokens, heads, columns), (step, head_step, column_step) = tensor.shape, tensor.stride()
     if kv_layout == "HND":
         tokens, heads, step, head_step = heads, tokens, head_step, step

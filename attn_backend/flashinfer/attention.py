@@ -12,8 +12,9 @@ from ..metadata.structure import refuse
 from .arguments import DType, PagedKV, Scale, from_zero, on_device, paged_cache, rows_of
 from .batch_prefill import run_rows
 from .features import not_supported, refuse_given
+from .heads import heads_of
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import PlannedAttention, heads_of, plain_logits
+from .planned_attention import PlannedAttention, plain_logits
 from .wrapper import Wrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
@@ -106,7 +107,7 @@ class BatchAttention(Wrapper):
             refuse("logits_soft_cap", logits_soft_cap, f"0, or that of the plan: {self._soft_cap}")
         kv = paged_cache(kv_cache, self._kv_layout)
         run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
-        result = run(q, kv, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
+        result = run(q, kv.k, kv.v, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
         assert isinstance(result, tuple)
         return result
 

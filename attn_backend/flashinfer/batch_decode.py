@@ -24,7 +24,8 @@ from .arguments import (
     pos_encoding,
 )
 from .features import not_supported, refuse_given
-from .planned_attention import heads_of, plain_logits
+from .heads import heads_of
+from .planned_attention import plain_logits
 from .wrapper import Wrapper, keeps_splits
 
 
@@ -234,7 +235,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             sinks, own = self._take(args, sinks)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
         scales = self._scales(q_scale, k_scale)
-        return self._planned.run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
+        return self._planned.run(q, kv.k, kv.v, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

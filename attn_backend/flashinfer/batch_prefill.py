@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..metadata import BSRView, KVCache, PageTable
+from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
 from .arguments import PosEncoding, Scale
 from .planned_attention import Logits, PlannedAttention, plain_logits
@@ -160,7 +160,8 @@ def run_rows(
     planned: PlannedAttention,
     first_row: int,
     q: Tensor,
-    kv: KVCache,
+    k: Tensor,
+    v: Tensor,
     scales: Scales,
     *,
     out: Tensor | None,
@@ -171,5 +172,5 @@ def run_rows(
     """planned.run of the rows of q from first_row on, which is not 0. Those before are no request's: their output is 0."""
     out = planned.zeros(q) if out is None else out
     lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
-    planned.run(q[first_row:], kv, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
+    planned.run(q[first_row:], k, v, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
     return (out, lse) if return_lse and lse is not None else out

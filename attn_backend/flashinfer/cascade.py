@@ -11,8 +11,9 @@ from ..metadata.structure import refuse
 from .arguments import NO_POS_ENCODING, DType, PagedKV, Scale, check_kv_layout, copy_if_other, from_zero, on_device, paged_cache, pos_encoding, rows_of
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported
+from .heads import heads_of
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import heads_of, plain_logits
+from .planned_attention import plain_logits
 from .prefill import single_prefill_with_kv_cache
 from .wrapper import Wrapper
 
@@ -165,8 +166,11 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
             return self._buffers[level]
         qo_indptr, kv_indptr, kv_indices, last_page_len = parts
         first, kv_indptr = from_zero(kv_indptr)
-        parts = (qo_indptr, kv_indptr, kv_indices[first:] if first else kv_indices, last_page_len)
-        return tuple(on_device(part, self.device, True) for part in parts)
+        if first:
+            kv_indices = kv_indices[first:]
+        device = self.device
+        of_pages = on_device(kv_indptr, device, True), on_device(kv_indices, device, True), on_device(last_page_len, device, True)
+        return on_device(qo_indptr, device, True), *of_pages
 
     def run(self, q: Tensor, paged_kv_cache: PagedKV) -> Tensor:
         """Runs the last plan: q [rows, num_qo_heads, head_dim]. May be captured in a CUDA graph; never waits for the device.
@@ -175,7 +179,8 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
             ValueError: an argument that is wrong, or no plan yet.
         """
         self._check_planned()
-        out = self._planned.run(q, paged_cache(paged_kv_cache, self._kv_layout), self._scales())
+        kv = paged_cache(paged_kv_cache, self._kv_layout)
+        out = self._planned.run(q, kv.k, kv.v, self._scales())
         assert isinstance(out, Tensor)
         return out
 

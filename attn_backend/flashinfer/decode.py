@@ -9,8 +9,9 @@ from torch import Tensor
 from .arguments import Scale, check_kv_layout, pos_encoding, ragged_cache
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from .features import missing, not_supported
+from .heads import heads_of
 from .jit.attention import JitModule
-from .planned_attention import Logits, heads_of
+from .planned_attention import Logits
 from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request
 from .scales import scaled
 from .utils import MaskMode

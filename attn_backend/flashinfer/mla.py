@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..kernels.manifest import MLA_HEAD_DIMS, HeadDims
+from ..kernels.manifest import HeadDims
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.structure import dtype_name, refuse
 from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
 from .features import missing, not_supported, refuse_given
-from .planned_attention import heads_of, plain_logits
+from .heads import heads_of
+from .planned_attention import plain_logits
 from .wrapper import Wrapper
 
 __all__ = [
@@ -172,9 +173,24 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if profiler_buffer is not None or o_scale is not None or ckv_scale_arr is not None:
             refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
         self._check_planned()
-        dims, dtype, kv_dtype = self._heads.head_dims, self._heads.dtype, self._heads.kv_dtype
         if ckv_scale is not None or kpe_scale is not None:
-            _check_scales(kv_dtype, ckv_scale, kpe_scale)
+            _check_scales(self._heads.kv_dtype, ckv_scale, kpe_scale)
+        if self._rows is not None and q_nope.shape[0] != self._rows:
+            self._joined(q_nope, q_pe, ckv_cache, kpe_cache, ckv_scale)  # refuses it
+        wants_lse = return_lse or lse is not None
+        found = self._planned.run(
+            q_nope, ckv_cache, None, self._scales(), q_rope=q_pe, k_rope=kpe_cache, kv_scale=ckv_scale, join=self._joined,
+            out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e,
+        )  # fmt: skip
+        return found[0] if wants_lse and not return_lse else found
+
+    def _joined(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, scale: float | None) -> tuple[Tensor, KVCache]:
+        """Q and the cache as Attention.run takes them, copied where the parts lie apart.
+
+        Raises:
+            ValueError: they are not as planned.
+        """
+        dims, dtype, kv_dtype = self._heads.head_dims, self._heads.dtype, self._heads.kv_dtype
         of_cache = dtype if kv_dtype is None else kv_dtype
         is_planned = q_nope.dtype == q_pe.dtype == dtype and ckv_cache.dtype == kpe_cache.dtype == of_cache
         if not is_planned or (*q_nope.shape[2:], *q_pe.shape[2:], *ckv_cache.shape[2:], *kpe_cache.shape[2:]) != (dims.v, dims.qk - dims.v) * 2:
@@ -187,17 +203,11 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if cache is None:
             if not self._has_warned:
                 way_out = "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its two parts"
-                warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=2)
+                warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=4)
                 self._has_warned = True
             as_bytes = [part.contiguous().view(torch.uint8) for part in (ckv_cache, kpe_cache)]
             cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype).unsqueeze(2)
-        kv = _latent_cache(cache, dims.v, ckv_scale)
-        q, q_rope = (q_nope, q_pe) if dims.qk > dims.v else (q_nope, None)
-        if q_rope is not None and dims != MLA_HEAD_DIMS and self.device.type == "cuda":  # kernels of other heads want one tensor
-            q, q_rope = torch.cat((q_nope, q_pe), -1), None
-        wants_lse = return_lse or lse is not None
-        found = self._planned.run(q, kv, self._scales(), q_rope=q_rope, out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e)
-        return found[0] if wants_lse and not return_lse else found
+        return (q_nope if dims.qk == dims.v else torch.cat((q_nope, q_pe), -1)), _latent_cache(cache, dims.v, scale)
 
 
 class Kernels:

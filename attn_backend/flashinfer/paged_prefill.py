@@ -12,9 +12,9 @@ from ..metadata.structure import refuse
 from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, paged_cache, pos_encoding, rows_of
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
+from .heads import heads_of
 from .masks import items_of, pack_custom_mask
 from .page import get_seq_lens
-from .planned_attention import heads_of
 from .wrapper import keeps_splits
 
 
@@ -198,7 +198,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
         run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
-        return run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
+        return run(q, kv.k, kv.v, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

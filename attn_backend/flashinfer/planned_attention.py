@@ -6,23 +6,23 @@ import math
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention import Attention
-from ..kernels.attention_config import KV_DTYPE_NAMES, MAX_CPU_HEAD_DIM
-from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, MAX_TRANSFORMED_HEAD_DIM, HeadDims
+from ..kernels.manifest import MAX_TRANSFORMED_HEAD_DIM
+from ..kernels.named_calls import by_name
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
 from ..variants import Variant, builtin
-from .arguments import NO_POS_ENCODING, DType, PosEncoding, Scale, alibi_slopes_on, element_types, is_number
-from .features import not_supported
-from .scales import Scales, flat, scale_variants
+from .arguments import NO_POS_ENCODING, PosEncoding, Scale, alibi_slopes_on, ragged_cache
+from .heads import Heads
+from .scales import Scales, scale_of_v, scale_variants
 
 LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 1024
@@ -31,23 +31,7 @@ _ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU: reading it would wait for t
 _KEPT_PER_THREAD = 32
 
 Args = Mapping[str, Tensor | float | int]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What an Attention is made for."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dims: HeadDims
-    dtype: torch.dtype  # of the output, and of Q and of K and V that do not have 8 bits
-    kv_dtype: torch.dtype | None = None  # of 8 bits; None: dtype
-    float8_q: bool = False  # Q has kv_dtype, too
-
-    @cached_property
-    def default_scale(self) -> float:
-        """sm_scale where none is given."""
-        return float(self.head_dims.qk**-0.5)
+Join = Callable[[Tensor, Tensor, Tensor, Tensor, "float | None"], tuple[Tensor, KVCache]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +127,10 @@ class PlannedAttention:
         self._args: Args | None = None
         self._soft_cap = 0.0
         self._widens = False  # the cache, before each run: kernels do not turn keys of 8 bits
+        self._is_direct = False  # runs need nothing that Attention.run does besides
+        self._is_float8 = self._out_has_qs_dtype = self._out_is_like_q = False
+        self._like_lse: Tensor | None = None  # of the last lse's shape
+        self._library_run = by_name("run", last="k_rope")
 
     @property
     def max_rows(self) -> int:
@@ -174,7 +162,7 @@ class PlannedAttention:
         if isinstance(composition, BSRView):
             num_levels, batch = 1, composition.batch_size
         else:
-            num_levels, batch = len(composition.levels), max(level.batch_size for level in composition.levels)
+            num_levels, batch = len(composition.levels), max([level.batch_size for level in composition.levels])
         variant = logits.variant(heads, self._with_scales)
         planned = composition, heads, logits, batch_invariant
         self._widens = heads.kv_dtype is not None and logits.pos.rope is not None
@@ -225,15 +213,26 @@ class PlannedAttention:
             sinks=self._with_sinks,
         )
         self._made_for = made_for
+        self._like_lse = None
+        self._is_float8 = heads.kv_dtype is not None
+        is_interpreted = self._attention._variant is not None and self._attention._variant.is_interpreted
+        self._is_direct = type(self._attention) is Attention and not is_interpreted
+        self._out_has_qs_dtype = not heads.float8_q
+        self._out_is_like_q = not heads.float8_q and heads.head_dims.v == heads.head_dims.qk
         return self._attention
 
     def run(
         self,
         q: Tensor,
-        kv: KVCache,
+        k: Tensor,
+        v: Tensor | None,
         scales: Scales,
         *,
+        is_hnd: bool = False,
         q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        kv_scale: float | None = None,
+        join: Join | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -242,7 +241,19 @@ class PlannedAttention:
         args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan. scales: of Q, K and logits. q_rope: as in Attention.run. args: of a variant of the caller's. lse is to base 2, or e.
+        """Runs the last plan: by one call of the library, which takes tensors as they are given, or else by Attention.run, which says what is wrong.
+
+        Args:
+            k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens, num_kv_heads, head_dim], with is_hnd
+                [num_kv_heads, tokens, head_dim]. Of MLA k is the latents, and v is None.
+            scales: of Q, K and logits.
+            q_rope, k_rope: the last columns of MLA's Q and K.
+            kv_scale: of latents.
+            join: makes Q and a cache of MLA's parts, where they do not lie side by side.
+            args: of a variant of the caller's.
+
+        Returns:
+            The output; with return_lse also the lse, to base 2 or e.
 
         Raises:
             ValueError: what Attention refuses, or no plan yet.
@@ -250,8 +261,6 @@ class PlannedAttention:
         attention = self._attention
         if attention is None or self._planned is None:
             raise ValueError("run() before a successful plan()")
-        if self._widens:
-            q, kv, scales = _widened(q, kv, scales, attention.dtype)
         rows, params, needs_sinks = q.shape[0], scales.params, sinks is not None and not self._with_sinks
         if rows > attention.max_rows or needs_sinks or not self._with_scales.issuperset(params):
             attention = self._plan_again(rows, needs_sinks, scales)
@@ -259,21 +268,64 @@ class PlannedAttention:
             args = self._args
         if params:
             args = {**args, **params} if args else params
-        if v_scale is not None or scales.k is not None:
-            kv, v_scale = _with_scales(kv, scales.k, v_scale)
+        is_direct = self._is_direct and not self._widens and not (_needs_check(q) or (out is not None and _needs_check(out)))
+        if sinks is not None and _needs_check(sinks):
+            is_direct = False
         if not return_lse:
             lse = None
         elif lse is None:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        out = attention.run(
-            q, kv, q_rope=q_rope, out=out, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks, q_scale=scales.q
-        )
-        if v_scale is not None:
-            out.mul_(v_scale)
-        if not return_lse:
+            lse = self._new_lse(rows)
+        elif _needs_check(lse):
+            is_direct = False
+        if is_direct:
+            of_v, after = (None, None) if v_scale is None else scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
+            made = out
+            try:
+                if made is None:
+                    is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
+                    made = torch.empty_like(q) if is_like_q else attention._new_out(q, None)
+                if args is not None or attention._variant is not None:
+                    attention._bind(args)
+                errors = self._library_run(
+                    handle=attention._handle, q=q, k=k, v=v, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, after_append=False,
+                    k_scale=scales.k if kv_scale is None else kv_scale, v_scale=of_v if kv_scale is None else kv_scale, q_scale=scales.q, sinks=sinks,
+                    lse_to_base_2=lse_to_base_2, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope,
+                )  # fmt: skip
+                if not errors:
+                    if after is not None:
+                        made.mul_(after)
+                    return made if lse is None else (made, lse)
+            except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
+                pass  # as what is below says
+        if join is not None and q_rope is not None and k_rope is not None:
+            q, kv = join(q, q_rope, k, k_rope, kv_scale)
+        else:
+            assert v is not None
+            kv = KVCache.as_given(k, v) if k.ndim == 4 else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
+        return self._run_checked(attention, q, kv, scales, out, lse, v_scale, sinks, args, lse_to_base_2)
+
+    def _run_checked(
+        self, attention: Attention, q: Tensor, kv: KVCache, scales: Scales, out: Tensor | None, lse: Tensor | None, v_scale: Scale | None,
+        sinks: Tensor | None, args: Args | None, lse_to_base_2: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        if self._widens:
+            q, kv, scales = _widened(q, kv, scales, attention.dtype)
+        of_v, after = (None, None) if v_scale is None else scale_of_v(v_scale, kv.k.dtype in FLOAT8_DTYPES, kv.num_kv_heads)
+        if of_v is not None or scales.k is not None:
+            kv = kv.with_scales(scales.k, of_v)
+        out = attention.run(q, kv, out=out, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks, q_scale=scales.q)
+        if after is not None:
+            out.mul_(after)
+        if lse is None:
             return out
-        assert lse is not None
         return out, lse.mul_(LOG2_E) if lse_to_base_2 else lse
+
+    def _new_lse(self, rows: int) -> Tensor:
+        """float32 [rows, num_qo_heads]: by a tensor of that shape, in half the time."""
+        if self._like_lse is None or self._like_lse.shape[0] != rows:
+            assert self._attention is not None
+            self._like_lse = torch.empty(1, self._attention.num_qo_heads, dtype=torch.float32, device=self.device).expand(rows, -1)
+        return torch.empty_like(self._like_lse)
 
     def _plan_again(self, rows: int, needs_sinks: bool, scales: Scales) -> Attention:
         """Makes the last plan again, with room for these rows, and for what a run is given for the first time."""
@@ -288,6 +340,11 @@ class PlannedAttention:
         return self._attention
 
 
+def _needs_check(tensor: Tensor) -> bool:
+    """Whether its handle would not tell the library all of it: that a sign is still to be changed, or a gradient is wanted."""
+    return tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())
+
+
 def _widened(q: Tensor, kv: KVCache, scales: Scales, dtype: torch.dtype) -> tuple[Tensor, KVCache, Scales]:
     """Copies without 8-bit numbers: K times the scales that kernels would take."""
     k = kv.k.to(dtype)
@@ -295,22 +352,6 @@ def _widened(q: Tensor, kv: KVCache, scales: Scales, dtype: torch.dtype) -> tupl
         if scale is not None:
             k *= scale[:, None]
     return q.to(dtype), KVCache.unchecked(k, kv.v.to(dtype)), scales._replace(q=None, k=None)
-
-
-def _with_scales(kv: KVCache, k_scale: Tensor | None, v_scale: Scale | None) -> tuple[KVCache, Scale | None]:
-    """The cache with the scales of K and V that kernels take; and what is left for the output to be multiplied by, None for 1."""
-    if v_scale is not None and is_number(v_scale):
-        v_scale = float(v_scale)
-        v_scale = None if v_scale == 1.0 else v_scale
-    if v_scale is not None and kv.k.dtype in FLOAT8_DTYPES and (not isinstance(v_scale, float) or v_scale > 0):
-        if not isinstance(v_scale, float):
-            if v_scale.numel() not in (1, kv.num_kv_heads):
-                not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
-            v_scale = flat(v_scale)
-        return kv.with_scales(k_scale, v_scale), None
-    if isinstance(v_scale, Tensor) and v_scale.numel() != 1:
-        not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
-    return (kv if k_scale is None else kv.with_scales(k_scale, None)), v_scale
 
 
 def _room(wanted: int, least: int) -> int:
@@ -336,33 +377,3 @@ def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales
     if len(_kept.of_calls) > _KEPT_PER_THREAD:
         _kept.of_calls.popitem(last=False)
     return attention
-
-
-@lru_cache(maxsize=256)
-def heads_of(
-    device: torch.device, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int | None, q_data_type: DType,
-    kv_data_type: DType | None = None, o_data_type: DType | None = None,
-) -> Heads:  # fmt: skip
-    """What a plan says of heads. Kept: plans say the same from step to step.
-
-    Raises:
-        ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
-    """
-    dims, (dtype, kv_dtype, float8_q) = check_head_dims(head_dim_qk, head_dim_vo, device), element_types(q_data_type, kv_data_type, o_data_type)
-    if kv_dtype is not None and float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype], float8_q):
-        not_supported(f"q_data_type = {kv_dtype} with head_dim = {dims} on CUDA")
-    return Heads(num_qo_heads, num_kv_heads, dims, dtype, kv_dtype, float8_q)
-
-
-def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:
-    """Columns of K and of V, which are those of K if head_dim_vo is None.
-
-    Raises:
-        NotImplementedError: there are no kernels for them.
-    """
-    dims = HeadDims(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
-    if device.type == "cuda" and not dims.runs_on_cuda:
-        not_supported(f"head_dim = {dims} on CUDA, where it is {CUDA_HEAD_DIMS_TEXT}")
-    if device.type != "cuda" and any(dim > MAX_CPU_HEAD_DIM or dim % 8 for dim in dims):
-        not_supported(f"head_dim = {dims} on a CPU, where there are multiples of 8 up to {MAX_CPU_HEAD_DIM}")
-    return dims

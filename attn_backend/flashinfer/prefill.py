@@ -11,10 +11,11 @@ from torch import Tensor
 from ..metadata import BSRView, KVCache, PageTable
 from .arguments import Scale, alibi_slopes_on, check_kv_layout, indptr_of_equal, pos_encoding, ragged_cache
 from .features import missing, not_supported, refuse_given
+from .heads import Heads, heads_of
 from .jit.attention import JitModule
 from .masks import pack_single_mask
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import Heads, Logits, attention_of_call, heads_of, logits_of
+from .planned_attention import Logits, attention_of_call, logits_of
 from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from .scales import Scales, one_of, scaled
 from .utils import MaskMode
@@ -125,7 +126,7 @@ def single_request(
     table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
     view = BSRView(indptr_of_equal(1, q.shape[0], q.device), table, causal=causal, window_left=max(window_left, -1))
     attention.plan(view, heads, logits, rows=q.shape[0])
-    return attention.run(q, kv, scales, return_lse=return_lse, **options)
+    return attention.run(q, kv.k, kv.v, scales, return_lse=return_lse, **options)
 
 
 cudnn_batch_prefill_with_kv_cache = missing("cudnn_batch_prefill_with_kv_cache")

@@ -9,16 +9,17 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, pos_encoding, ragged_cache, rows_of
+from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, pos_encoding, rows_of
 from .batch_prefill import BatchPrefill, run_rows
 from .features import refuse_given
+from .heads import heads_of
 from .masks import items_of, pack_custom_mask
-from .planned_attention import heads_of
 from .wrapper import keeps_splits
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
-    """Queries of a batch over K and V that lie one request after another in tensors [tokens, num_kv_heads, head_dim].
+    """Queries of a batch over K and V that lie one request after another in tensors [tokens, num_kv_heads, head_dim], in kv_layout HND
+    [num_kv_heads, tokens, head_dim].
 
     Args:
         qo_indptr_buf, kv_indptr_buf: int32 [batch_size + 1], custom_mask_buf: uint8, mask_indptr_buf: int32 [batch_size + 1]: where plans are copied to if
@@ -50,6 +51,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             length = buffer_length("kv_indptr_buf", kv_indptr_buf)
             if length != self._fixed_batch_size + 1:
                 refuse("len(kv_indptr_buf)", length, f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
+        self._is_hnd = self._kv_layout == "HND"
         self._custom_mask_buf = custom_mask_buf
         self._mask_indptr_buf = mask_indptr_buf
 
@@ -144,7 +146,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
 
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
-            k, v: [kv_indptr[-1], num_kv_heads, head_dim].
+            k, v: in kv_layout NHD [kv_indptr[-1], num_kv_heads, head_dim], HND [num_kv_heads, kv_indptr[-1], head_dim].
             args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             q_scale, k_scale, v_scale: what numbers of float8 are multiplied by: a number, or float32 [1] or [heads]. Of float8 Q also three tensors behind K
                 and V.
@@ -163,10 +165,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         if args or self._jit is not None:
             args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
             sinks, own = self._take(args)
-        kv = ragged_cache(k[self._first_token :], v[self._first_token :]) if self._first_token else ragged_cache(k, v)
+        if self._first_token:
+            k, v = (part.narrow(1 if self._is_hnd else 0, self._first_token, part.shape[1 if self._is_hnd else 0] - self._first_token) for part in (k, v))
         scales = self._scales(q_scale, k_scale)
         run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
-        return run(q, kv, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
+        return run(q, k, v, scales, is_hnd=self._is_hnd, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

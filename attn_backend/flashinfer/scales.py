@@ -14,7 +14,7 @@ from .arguments import Scale, is_number
 from .features import not_supported
 
 if TYPE_CHECKING:
-    from .planned_attention import Heads
+    from .heads import Heads
 
 
 class Scales(NamedTuple):
@@ -66,6 +66,23 @@ def scaled(heads: Heads, sm_scale: Scale | None, q_scale: Scale | None = None, k
         else:
             not_supported(f"{name} as a tensor of shape {list(scale.shape)}")
     return Scales(number, of_requests, of_query_heads, q, k)
+
+
+def scale_of_v(v_scale: Scale, is_float8: bool, num_kv_heads: int) -> tuple[Scale | None, Scale | None]:
+    """V's scale as kernels take it, of a float8 cache; and what is left for the output to be multiplied by. None for 1.
+
+    Raises:
+        NotImplementedError: a tensor of other elements.
+    """
+    if is_number(v_scale):
+        v_scale = float(v_scale)
+        if v_scale == 1.0:
+            return None, None
+        return (v_scale, None) if is_float8 and v_scale > 0 else (None, v_scale)
+    assert isinstance(v_scale, Tensor)
+    if v_scale.numel() not in ((1, num_kv_heads) if is_float8 else (1,)):
+        not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
+    return (flat(v_scale), None) if is_float8 else (None, v_scale)
 
 
 def flat(scale: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
 from .arguments import DType, PosEncoding, Scale, csr_on_device, dtype_of, on_device, pos_encoding
 from .features import not_supported, refuse_given
+from .heads import heads_of
 from .masks import pack_custom_mask
 from .page import get_seq_lens
-from .planned_attention import Logits, heads_of, plain_logits
+from .planned_attention import Logits, plain_logits
 from .wrapper import Wrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
@@ -138,7 +139,7 @@ class BlockSparseAttentionWrapper(_Sparse):
         """
         self._check_planned()
         kv = KVCache.from_slots(k, v, self._page_size)
-        return self._planned.run(q, kv, self._scales(scale_q, scale_k), out=out, lse=lse, return_lse=return_lse, v_scale=scale_v)
+        return self._planned.run(q, kv.k, kv.v, self._scales(scale_q, scale_k), out=out, lse=lse, return_lse=return_lse, v_scale=scale_v)
 
 
 class VariableBlockSparseAttentionWrapper(_Sparse):
@@ -231,7 +232,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         by_kv_head = (self._num_kv_heads, heads // self._num_kv_heads, qo_len)
         rows = q.reshape(*by_kv_head, head_dim).transpose(1, 2).reshape(-1, by_kv_head[1], head_dim)
         kv = KVCache.from_slots(k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim))
-        result = self._planned.run(rows, kv, self._scales(), return_lse=return_lse)
+        result = self._planned.run(rows, kv.k, kv.v, self._scales(), return_lse=return_lse)
         out_rows, lse_rows = result if isinstance(result, tuple) else (result, None)
         by_head = out_rows.view(self._num_kv_heads, qo_len, by_kv_head[1], head_dim).transpose(1, 2).reshape(q.shape)
         out = by_head if out is None else out.copy_(by_head)

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..metadata import BSRView, Composition
 from .arguments import Scale, alibi_slopes_on, check_kv_layout, is_number
 from .features import not_supported
+from .heads import Heads
 from .jit_variants import has_sinks, jit_variant
-from .planned_attention import Args, Heads, Logits, PlannedAttention, logits_of
+from .planned_attention import Args, Logits, PlannedAttention, logits_of
 from .scales import Scales, one_of, scaled
 
 BACKENDS = ("auto", "fa2", "fa3")
@@ -55,6 +56,7 @@ class Wrapper:
         self._is_planned = False
         self._sm_scale: Scale | None = None
         self._number = Scales(1.0)  # of the last run that was given no tensors
+        self._of_tensors: tuple[Scale, Scale | None, Scale | None, Scales] | None = None  # of the last run that was given some
         self._jit = jit_variant(jit_args)
         self._has_sinks = has_sinks(jit_args)
 
@@ -79,6 +81,7 @@ class Wrapper:
 
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
         """Plans a view under the options of the last plan()."""
+        self._of_tensors = None  # what scales mean depends on the heads
         if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
             self._planned.with_scales("sm_scales")
         if self._has_sinks:
@@ -112,7 +115,7 @@ class Wrapper:
             scale = self._heads.default_scale
         # Each is a float, or not there: looking whether it is a tensor takes longer.
         if not isinstance(scale, float) or not (q_scale is None or isinstance(q_scale, float)) or not (k_scale is None or isinstance(k_scale, float)):
-            return scaled(self._heads, scale, q_scale, k_scale)
+            return self._scales_of(scale, q_scale, k_scale)
         if q_scale is not None:
             scale *= q_scale
         if k_scale is not None:
@@ -120,6 +123,16 @@ class Wrapper:
         if scale != self._number.number:
             self._number = Scales(scale)
         return self._number
+
+    def _scales_of(self, scale: Scale, q_scale: Scale | None, k_scale: Scale | None) -> Scales:
+        """Kept while runs are given the same tensors, if kernels read these and not copies."""
+        known = self._of_tensors
+        if known is not None and known[0] is scale and known[1] is q_scale and known[2] is k_scale:
+            return known[3]
+        made = scaled(self._heads, scale, q_scale, k_scale)
+        are_read = all(any(tensor is part for part in made) for tensor in (scale, q_scale, k_scale) if isinstance(tensor, Tensor))
+        self._of_tensors = (scale, q_scale, k_scale, made) if are_read else None
+        return made
 
     def _take_scales(
         self, args: tuple[Any, ...], q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None

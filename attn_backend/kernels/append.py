@@ -16,6 +16,7 @@ from . import compiled
 from .append_qkv import qkv_kernel_file
 from .kernel_files import kernel_file
 from .library import library
+from .named_calls import by_name
 
 
 class _Launchers(dict[int, Callable[..., Any]]):
@@ -53,7 +54,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         k_cache = kv.k
         if k.dtype is not k_cache.dtype and k_cache.dtype in FLOAT8_DTYPES:
             file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype)
-            library().append_kv_rounded(k, v, k_cache, kv.v, slots, file, *kv.scale_tensors, *kv.scale_values)
+            by_name("append_kv_rounded")(k=k, v=v, k_cache=k_cache, v_cache=kv.v, slots=slots, file=file, k_scale=kv.k_scale, v_scale=kv.v_scale)
             return
         _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)
     except (AttributeError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ..metadata import KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES
+from ..metadata.kv_cache import FLOAT8_DTYPES, Scale
 from ..metadata.structure import check_plain, check_types, explain_failure, refuse
 from . import compiled
 from .attention_config import DTYPE_NAMES
 from .kernel_files import kernel_file
-from .library import library
 from .manifest import append_qkv_name
-from .structs import pack
+from .named_calls import by_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +47,6 @@ class Rotary:
 def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which are refused."""
     return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_dtype in FLOAT8_DTYPES), device) if dtype in DTYPE_NAMES else ""
-
-
-@lru_cache(maxsize=256)
-def _options(norm_eps: float, norm_offset: float, interleaved: bool) -> bytes:
-    return pack("QkvOptions", norm_eps=_float32(norm_eps), norm_offset=_float32(norm_offset), is_interleaved=interleaved)
-
-
-def _float32(number: float) -> float:
-    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def append_qkv(
@@ -103,7 +93,10 @@ def append_qkv(
         return compiled.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
     try:
-        _launch(q, k, v, out, kv.k, kv.v, (*kv.scale_tensors, *kv.scale_values), slots, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
+        _launch(
+            q=q, k=k, v=v, out=out, k_cache=kv.k, v_cache=kv.v, slots=slots, rotary=rotary, positions=positions, q_norm=q_norm, k_norm=k_norm,
+            norm_eps=norm_eps, norm_offset=norm_offset, k_scale=kv.k_scale, v_scale=kv.v_scale,
+        )  # fmt: skip
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)
         check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
@@ -142,7 +135,10 @@ def rotate_qk(
     try:
         if k_out.shape != k.shape or q_out.shape[0] < q.shape[0]:
             refuse("k_out", k_out, f"of k's shape {list(k.shape)}, and q_out of no fewer rows than q")
-        _launch(q, k, None, q_out, k_out.unsqueeze(1), None, (None, None, 1.0, 1.0), None, rotary, positions, q_norm, k_norm, norm_eps, norm_offset)
+        _launch(
+            q=q, k=k, out=q_out, k_cache=k_out.unsqueeze(1), rotary=rotary, positions=positions, q_norm=q_norm, k_norm=k_norm,
+            norm_eps=norm_eps, norm_offset=norm_offset,
+        )  # fmt: skip
     except (AttributeError, OverflowError, RuntimeError, TypeError):
         check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
         optional = {"q_norm": q_norm, "k_norm": k_norm}
@@ -152,26 +148,33 @@ def rotate_qk(
     return q_out, k_out
 
 
+_NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
+
+
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, k_cache: Tensor, v_cache: Tensor | None,
-    scales: tuple[Tensor | None, Tensor | None, float, float], slots: Tensor | None,
-    rotary: Rotary | None, positions: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, norm_offset: float,
+    *, q: Tensor, k: Tensor, out: Tensor, k_cache: Tensor, rotary: Rotary | None, positions: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, norm_offset: float,
+    v: Tensor | None = None, v_cache: Tensor | None = None, slots: Tensor | None = None, k_scale: Scale = None, v_scale: Scale = None,
 ) -> None:  # fmt: skip
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("slots", slots), ("positions", positions), ("q_norm", q_norm), ("k_norm", k_norm)):
+    tensors = (q, k, v, out, slots, positions, q_norm, k_norm)
+    for tensor in tensors:
         if tensor is not None and (tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())):
-            check_plain(name, tensor)
-    table = None
+            for name, found in zip(_NAMES, tensors, strict=True):
+                if found is tensor:
+                    check_plain(name, tensor)
+    table, is_interleaved = None, False
     if rotary is not None:
         if not isinstance(rotary, Rotary):
             refuse("rotary", rotary, "a Rotary or None")
         if positions is None:
             refuse("positions", positions, "a tensor [tokens] with a rotary embedding")
-        table = rotary.table
+        table, is_interleaved = rotary.table, rotary.interleaved
     elif positions is not None:
         refuse("positions", positions, "None without a rotary embedding")
     if not norm_eps >= 0:
         refuse("norm_eps", norm_eps, "0 or above")
-    options = _options(norm_eps, norm_offset, rotary is not None and rotary.interleaved)
-    library().append_qkv(
-        options, q, k, v, out, k_cache, v_cache, slots, positions, table, q_norm, k_norm, qkv_kernel_file(q.device, q.dtype, k_cache.dtype), *scales
-    )
+    by_name("append_qkv")(
+        q=q, k=k, v=v, out=out, k_cache=k_cache, v_cache=v_cache, slots=slots, file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype),
+        norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
@@ -12,7 +13,7 @@ from torch.compiler import is_compiling
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_page_ids, check_values
-from ..metadata.kv_cache import Scale, scale_parts
+from ..metadata.kv_cache import Scale, checked_scale
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
 from . import compiled, selection
@@ -32,6 +33,7 @@ from .cubins import forget_kernels
 from .errors import InUseError, MissingKernelError
 from .level_options import level_options, levels_of, positions_of, tensors_of
 from .library import library
+from .named_calls import by_name
 from .schedule import Schedule, describe_errors
 from .selection import SelectedTokens
 from .structs import unpack
@@ -120,18 +122,11 @@ class Attention:
         num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
         check_types(bool, "True or False", sinks=sinks, float8_out=float8_out)
 
-        self.num_qo_heads = num_qo_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = dims.qk
-        self.head_dim_v = dims.v
-        self.dtype = dtype
-        self.kv_dtype = kv_dtype
-        self.q_dtype = q_dtype
-        self.device = device
-        self.max_rows = max_rows
-        self.max_batch = max_batch
-        self.max_levels = max_levels
-        self.batch_invariant = batch_invariant
+        self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
+        self.head_dim, self.head_dim_v = dims.qk, dims.v
+        self.dtype, self.kv_dtype, self.q_dtype = dtype, kv_dtype, q_dtype
+        self.device, self.batch_invariant = device, batch_invariant
+        self.max_rows, self.max_batch, self.max_levels = max_rows, max_batch, max_levels
         self._sm_scale = dims.qk**-0.5
         self._config = AttentionConfig(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=dims.qk, head_dim_v=dims.v, dtype=dtype, q_dtype=q_dtype, kv_dtype=kv_dtype,
@@ -142,8 +137,8 @@ class Attention:
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
-        self._plan_level = self._library.plan_level
-        self._run_function = self._library.run
+        self._plan_level = by_name("plan_level")
+        self._run, self._run_with_options = by_name("run", last="q_rope"), by_name("run", last="out_scale")
         try:
             self._handle: int = self._library.attention_create(self._config.pack(), self._config.kernel_files(self._variant))
         except RuntimeError as error:
@@ -185,11 +180,7 @@ class Attention:
         return Attention(**(vars(self._config) | larger))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuses copy.copy, copy.deepcopy and pickle.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuses copy.copy, copy.deepcopy and pickle: always a TypeError."""
         raise TypeError("an Attention owns its workspace and cannot be copied or pickled: make another one")
 
     def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:
@@ -225,16 +216,9 @@ class Attention:
                     positions_of(view),
                 )  # fmt: skip
                 errors = self._plan_level(
-                    self._handle,
-                    options,
-                    view.qo_indptr,
-                    view.rows,
-                    table.indices,
-                    table.indptr,
-                    table.last_page_len,
-                    table.kv_lens,
-                    table.rows,
-                )
+                    handle=self._handle, options=options, qo_indptr=view.qo_indptr, row_list=view.rows, indices=table.indices, indptr=table.indptr,
+                    last_page_len=table.last_page_len, kv_lens=table.kv_lens, rows=table.rows,
+                )  # fmt: skip
             if errors:
                 for level, view in enumerate(levels):  # noqa: B007
                     check_values(view, self.max_rows)
@@ -345,15 +329,19 @@ class Attention:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
             if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None and selected is None:
-                errors = self._run_function(self._handle, q, q_rope, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append)
+                errors = self._run(
+                    handle=self._handle, q=q, k=kv.k, v=kv.v, out=out, lse=lse, sm_scale=scale, logits_soft_cap=logits_soft_cap, after_append=after_append,
+                    q_rope=q_rope,
+                )  # fmt: skip
             else:
                 if sinks is not None and (sinks.is_neg() or (is_grad_enabled() and sinks.requires_grad)):
                     check_plain("sinks", sinks)
-                of_q = (None, 1.0) if q_scale is None else scale_parts("q_scale", q_scale)
-                of_out = (None, 0.0) if out_scale is None else scale_parts("out_scale", out_scale)
-                of_selection = (None, None, None, None, 1, 1) if selected is None else selected.for_library()
-                more = (sinks, *kv.scale_tensors, *kv.scale_values, *of_q, *of_out, *of_selection)
-                errors = self._library.run_with_options(self._handle, q, q_rope, kv.k, kv.v, out, lse, scale, logits_soft_cap, after_append, *more)
+                run = self._run_with_options if selected is None else partial(by_name("run"), **selected.for_library())
+                errors = run(
+                    handle=self._handle, q=q, k=kv.k, v=kv.v, out=out, lse=lse, sm_scale=scale, logits_soft_cap=logits_soft_cap, after_append=after_append,
+                    q_rope=q_rope, sinks=sinks, k_scale=kv.k_scale, v_scale=kv.v_scale, q_scale=checked_scale("q_scale", q_scale),
+                    out_scale=checked_scale("out_scale", out_scale),
+                )  # fmt: skip
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
             if self._variant is not None and isinstance(error, MissingKernelError):
                 self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))

@@ -38,6 +38,21 @@ def _cache(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     return KVCache.unchecked(k, v, k_value if k_scale is None else k_scale, v_value if v_scale is None else v_scale)
 
 
+def _scales_of(kv: KVCache) -> tuple[Tensor | None, Tensor | None, float, float]:
+    """The last arguments of _cache."""
+    (k_value, k_scale), (v_value, v_scale) = _both(kv.k_scale, 1.0), _both(kv.v_scale, 1.0)
+    return k_scale, v_scale, k_value, v_value
+
+
+def _both(value: _Number | Tensor | None, default: _Number) -> tuple[_Number, Tensor | None]:
+    """A parameter as a number, and as a tensor or None."""
+    if value is None:
+        return default, None
+    if isinstance(value, Tensor):
+        return default, value
+    return value, None
+
+
 @custom_op("attn_backend::run", mutates_args=("out", "lse"))
 def _run(
     handle: int, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float,
@@ -66,7 +81,7 @@ def run(handle: int, q: Tensor, kv: KVCache, out: Tensor, variant_args: Mapping[
     options["q_value"], options["q_scale"] = _both(options["q_scale"], 1.0)  # a number, a tensor
     options["out_value"], options["out_scale"] = _both(options["out_scale"], 0.0)
     _run(
-        handle, q, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, out, **options,
+        handle, q, kv.k, kv.v, *_scales_of(kv), out, **options,
         tensor_names=" ".join(tensors), tensors=list(tensors.values()), number_names=" ".join(numbers), numbers=list(numbers.values()),
     )  # fmt: skip
     return out
@@ -82,18 +97,18 @@ def _append_kv(
 
 
 def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
-    _append_kv(k, v, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, slots)
+    _append_kv(k, v, kv.k, kv.v, *_scales_of(kv), slots)
 
 
 @custom_op("attn_backend::append_mla_kv", mutates_args=("cache",))
-def _append_mla_kv(latent: Tensor, rope: Tensor, cache: Tensor, head_dim_v: int, scale: Tensor | None, scale_value: float, slots: Tensor) -> None:
+def _append_mla_kv(latent: Tensor, rope: Tensor, cache: Tensor, head_dim_v: int, scale_value: float, scale: Tensor | None, slots: Tensor) -> None:
     from .append_mla import append_mla_kv
 
     append_mla_kv(latent, rope, _cache(cache, cache[..., :head_dim_v], scale, scale, scale_value, scale_value), slots)
 
 
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
-    _append_mla_kv(latent, rope, kv.k, kv.v.shape[3], kv.scale_tensors[0], kv.scale_values[0], slots)
+    _append_mla_kv(latent, rope, kv.k, kv.v.shape[3], *_both(kv.k_scale, 1.0), slots)
 
 
 @custom_op("attn_backend::append_qkv", mutates_args=("out", "k_cache", "v_cache"))
@@ -118,7 +133,7 @@ def append_qkv(q: Tensor, k: Tensor, v: Tensor, kv: KVCache, slots: Tensor, out:
     """
     out = torch.empty_like(q) if out is None else out
     table, interleaved = (None, False) if rotary is None else (rotary.table, rotary.interleaved)
-    _append_qkv(q, k, v, out, kv.k, kv.v, *kv.scale_tensors, *kv.scale_values, slots, table, interleaved, **options)
+    _append_qkv(q, k, v, out, kv.k, kv.v, *_scales_of(kv), slots, table, interleaved, **options)
     return out
 
 
@@ -172,15 +187,6 @@ def _(logits: Tensor, return_logprobs: bool, num_top_logprobs: int, *_arguments:
     top = (batch, num_top_logprobs) if num_top_logprobs else (0,)
     logprobs = empty(torch.float32, batch if return_logprobs else 0)
     return empty(torch.bool, batch), logprobs, empty(torch.int32 if num_top_logprobs else torch.float32, *top), empty(torch.float32, *top)
-
-
-def _both(value: _Number | Tensor | None, default: _Number) -> tuple[_Number, Tensor | None]:
-    """A parameter as a number, and as a tensor or None."""
-    if value is None:
-        return default, None
-    if isinstance(value, Tensor):
-        return default, value
-    return value, None
 
 
 def sample(

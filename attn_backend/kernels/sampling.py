@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -14,8 +13,8 @@ from . import compiled, manifest
 from .attention_config import FLOAT_NAMES
 from .draws import draws
 from .kernel_files import arch_on, kernel_file
-from .library import library
-from .structs import pack, values_of
+from .named_calls import by_name
+from .structs import values_of
 
 MAX_TOP_LOGPROBS = 128
 
@@ -64,25 +63,10 @@ _SCALARS = frozenset((bool, int, float, type(None)))  # isinstance() of a tensor
 _TENSORS_OR_NONE = ("rows", "token_mask", "out", "workspace", "logprobs", "top_logprobs", "top_token_ids")
 
 
-@lru_cache(1024)
-def _pack_options(task: str, of_probs: bool, max_ctas: int, row_ctas: int, joint: bool, tempered_logprobs: bool) -> bytes:
-    number = values_of("RowTask")[task]
-    return pack("SamplingOptions", task=number, max_ctas=max_ctas, row_ctas=row_ctas, of_probs=of_probs, joint=joint, tempered_logprobs=tempered_logprobs)
-
-
-def _call(
-    function: Callable[..., None],
-    task: str,
-    kernel: tuple[str, int],
-    row_ctas: int,
-    of_probs: bool = False,
-    joint: bool = False,
-    tempered_logprobs: bool = False,
-    **arguments: object,
-) -> None:
+def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: Any) -> None:
     """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds.
 
-    arguments: tensors and parameters in the library's order, by the caller's names.
+    arguments: by the library's names.
     """
     try:
         if type(row_ctas) is not int or not 0 <= row_ctas < 2**31:
@@ -92,11 +76,10 @@ def _call(
             if type(value) in _SCALARS or not isinstance(value, torch.Tensor):
                 continue
             if value.is_neg() or (records_gradients and value.requires_grad):
-                explain_failure((name, tensor) for name, tensor in arguments.items() if isinstance(tensor, torch.Tensor))
-        file, max_ctas = kernel
-        function(_pack_options(task, of_probs, max_ctas, row_ctas, joint, tempered_logprobs), file, *arguments.values())
+                explain_failure((name, tensor) for name, tensor in _by_callers_names(arguments) if isinstance(tensor, torch.Tensor))
+        by_name(function)(file=kernel[0], max_ctas=kernel[1], row_ctas=row_ctas, **arguments)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        for name, value in arguments.items():
+        for name, value in _by_callers_names(arguments):
             if isinstance(value, torch.Tensor):
                 if not isinstance(error, ValueError):
                     explain_failure([(name, value)])
@@ -113,6 +96,12 @@ def _call(
         raise
 
 
+def _by_callers_names(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments of a call as its caller knows them."""
+    of_values = "probs" if arguments.get("of_probs") else "logits"
+    return [(of_values if name == "values" else name, value) for name, value in arguments.items()]
+
+
 def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
     """The first size of a tensor. Refuses anything but a tensor of so many dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() != dims:
@@ -126,7 +115,8 @@ def _write_rows(task: str, row_ctas: int, *, temperature: Float = 1.0, top_k: In
     rows, of_probs = check_plain(name, values), name == "probs"
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     kernel = _kernel("probs", rows.device) if of_probs else _logits_kernel(rows)
-    _call(library().write_rows, task, kernel, row_ctas, of_probs, **given, temperature=temperature, top_k=top_k, top_p=top_p, out=out)  # type: ignore[arg-type]  # no flag is among them
+    number = values_of("RowTask")[task]
+    _call("write_rows", kernel, row_ctas, task=number, of_probs=of_probs, values=rows, temperature=temperature, top_k=top_k, top_p=top_p, out=out)
     return out
 
 
@@ -205,13 +195,13 @@ def sample(
         torch.empty(batch, num_top_logprobs, dtype=torch.float32, device=device) if num_top_logprobs else None,
     )
     _call(
-        library().sample,
-        "kSample",
+        "sample",
         _logits_kernel(logits),
         row_ctas,
+        values=logits,
+        of_probs=False,
         joint=_is_joint(filter_order),
         tempered_logprobs=logprobs_of == "tempered",
-        logits=logits,
         temperature=temperature,
         top_k=0 if top_k is None else top_k,
         top_p=1.0 if top_p is None else top_p,
@@ -225,7 +215,6 @@ def sample(
         top_logprobs=samples.top_logprobs,
         top_token_ids=samples.top_token_ids,
         workspace=workspace,
-        rows=None,
     )
     return samples
 
@@ -261,26 +250,21 @@ def sample_from_probs(
         torch.empty(batch, dtype=torch.bool, device=device),
     )
     _call(
-        library().sample,
-        "kSample",
+        "sample",
         _kernel("probs", device),
         row_ctas,
+        values=probs,
         of_probs=True,
         joint=_is_joint(filter_order),
-        probs=probs,
+        tempered_logprobs=False,
         temperature=1.0,
         top_k=0 if top_k is None else top_k,
         top_p=1.0 if top_p is None else top_p,
         min_p=0.0 if min_p is None else min_p,
         seed=seed,
         position=position,
-        token_mask=None,
         out=samples.token_ids,
         valid=samples.valid,
-        logprobs=None,
-        top_logprobs=None,
-        top_token_ids=None,
-        workspace=None,
         rows=rows,
     )
     return samples
@@ -377,11 +361,9 @@ def chain_speculative_sampling(
         torch.empty(batch, dtype=torch.bool, device=device),
     )
     _call(
-        library().speculate,
-        "kSpeculate",
+        "speculate",
         _kernel("speculative", device),
         row_ctas,
-        of_probs=True,
         draft_probs=draft_probs,
         draft_token_ids=draft_token_ids,
         target_probs=target_probs,

@@ -14,6 +14,7 @@ from ..metadata.structure import check_int, check_plain, explain_failure
 from . import compiled
 from .kernel_files import kernel_file
 from .library import library
+from .named_calls import by_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +39,8 @@ class SelectedTokens:
     page_stride: int | None = None
     kv_lens: Tensor | None = None
 
-    def for_library(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]:
-        """The arguments of the library's functions, which check what is not checked here.
+    def for_library(self) -> dict[str, Tensor | int | None]:
+        """The arguments of the library's functions by name. The library checks what is not checked here.
 
         Raises:
             ValueError: a tensor whose sign is still to be changed, which its handle does not tell the library; a page size or stride that is no such int.
@@ -49,7 +50,8 @@ class SelectedTokens:
                 check_plain(name, tensor)
         page_size = check_int("page_size", self.page_size, 1)
         page_stride = page_size if self.page_stride is None else check_int("page_stride", self.page_stride, page_size)
-        return self.indices, self.block_table, self.requests, self.kv_lens, page_size, page_stride
+        tensors: dict[str, Tensor | int | None] = dict(self._tensors())
+        return tensors | {"page_size": page_size, "page_stride": page_stride}
 
     def explain_failure(self) -> None:
         """Called when a call has failed without naming the tensor: refuses the first that is not plain."""
@@ -102,7 +104,7 @@ def selected_slots(
         if out.is_neg():
             check_plain("out", out)
         load(indices.device)
-        library().selected_slots(*given[:4], out, *given[4:])
+        by_name("selected_slots")(**given, out=out)
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
         selected.explain_failure()
         explain_failure((("out", indices if out is None else out),))

@@ -11,7 +11,7 @@ from ..metadata.structure import check_plain, check_types, refuse
 from . import manifest
 from .attention_config import FLOAT_NAMES
 from .kernel_files import kernel_file
-from .library import library
+from .named_calls import by_name
 
 
 @cache
@@ -46,7 +46,7 @@ def merge_states(o: Tensor, lse: Tensor, indptr: Tensor | None = None, *, log2: 
         refuse("indptr", indptr, "of at least one element: [rows + 1]")
     out = torch.empty((rows, *o.shape[-2:]), dtype=o.dtype, device=o.device)
     out_lse = torch.empty((rows, o.shape[-2]), dtype=torch.float32, device=o.device)
-    _merge(o, lse, None, None, indptr, None, out, out_lse, log2)
+    _merge(o=o, lse=lse, indptr=indptr, out=out, out_lse=out_lse, log2=log2)
     return out, out_lse
 
 
@@ -80,15 +80,17 @@ def merge_state(
         check_plain(name, tensor)
     out = torch.empty(o_a.shape, dtype=o_a.dtype, device=o_a.device) if out is None else check_plain("out", out)
     out_lse = torch.empty(lse_a.shape, dtype=torch.float32, device=o_a.device) if out_lse is None else check_plain("out_lse", out_lse)
-    _merge(o_a, lse_a, o_b, lse_b, None, mask, out, out_lse, log2)
+    _merge(o=o_a, lse=lse_a, o_b=o_b, lse_b=lse_b, out=out, out_lse=out_lse, mask=mask, log2=log2)
     return out, out_lse
 
 
 def _merge(
-    o: Tensor, lse: Tensor, o_b: Tensor | None, lse_b: Tensor | None, indptr: Tensor | None, mask: Tensor | None, out: Tensor, out_lse: Tensor, log2: bool
-) -> None:
+    *, o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, log2: bool,
+    o_b: Tensor | None = None, lse_b: Tensor | None = None, indptr: Tensor | None = None, mask: Tensor | None = None,
+) -> None:  # fmt: skip
     check_types(bool, "True or False", log2=log2)
     if mask is not None:
         check_plain("mask", mask)
         mask = mask.view(torch.uint8)
-    library().merge_states(o, lse, o_b, lse_b, indptr, mask, out, out_lse, log2, _kernel_file(o.dtype, o.device))
+    file = _kernel_file(o.dtype, o.device)
+    by_name("merge_states")(o=o, lse=lse, out=out, out_lse=out_lse, is_log2=log2, file=file, o_b=o_b, lse_b=lse_b, indptr=indptr, mask=mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -262,10 +263,10 @@ class Composition:
             if level.table.page_size % page_size != 0:
                 refuse(f"levels[{i}].table.page_size", level.table.page_size, f"a multiple of {page_size}, the smallest of the levels")
 
-    @property
+    @cached_property
     def page_size(self) -> int:
         """Tokens of the smallest pages: those of the cache."""
-        return min(level.table.page_size for level in self.levels)
+        return min([level.table.page_size for level in self.levels])
 
 
 def _int32(values: list[int], table: PageTable) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from typing import TypeVar
 
@@ -40,9 +40,6 @@ class KVCache:
     v: Tensor
     k_scale: Scale = None
     v_scale: Scale = None
-    # What kernels are given: the scale if it is a tensor, and the number if it is not.
-    scale_tensors: tuple[Tensor | None, Tensor | None] = field(init=False, repr=False, default=(None, None))
-    scale_values: tuple[float, float] = field(init=False, repr=False, default=(1.0, 1.0))
 
     @classmethod
     def from_tensor(cls, kv: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
@@ -123,7 +120,6 @@ class KVCache:
         cache = object.__new__(KVCache)
         fields = cache.__dict__
         fields["k"], fields["v"], fields["k_scale"], fields["v_scale"] = self.k, self.v, k_scale, v_scale
-        fields["scale_tensors"], fields["scale_values"] = _parts_of(k_scale, v_scale)
         return cache
 
     def by_slot(self) -> KVCache:
@@ -180,9 +176,8 @@ class KVCache:
         check_same_device("v", self.v, "k", self.k.device)
         if self.dtype == SCALED_LATENT_DTYPE and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr()) != ((1, SCALED_LATENT_BYTES), 512, self.k.data_ptr()):
             refuse("k", self.k, "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; uint8 is for KVCache.from_latent")
-        scales = (self._checked_scale("k_scale", self.k_scale), self._checked_scale("v_scale", self.v_scale))
-        for name, parts in zip(("scale_tensors", "scale_values"), _parts_of(*scales), strict=True):
-            object.__setattr__(self, name, parts)
+        for name in ("k_scale", "v_scale"):
+            object.__setattr__(self, name, self._checked_scale(name, getattr(self, name)))
 
     def _checked_scale(self, name: str, scale: Scale) -> Scale:
         if scale is None:
@@ -196,25 +191,18 @@ class KVCache:
                 refuse(name, scale, f"a number, or a float32 tensor [], [num_kv_heads = {heads}], [batch, 1] or [batch, num_kv_heads]")
             check_same_device(name, check_plain(name, scale), "k", self.device)
             return scale
-        return scale_parts(name, scale)[1]
+        return checked_scale(name, scale)
 
 
-def scale_parts(name: str, scale: Scale) -> tuple[Tensor | None, float]:
-    """A scale as kernels are given it: a tensor, whose shape and dtype they check, or a number."""
+def checked_scale(name: str, scale: Scale) -> Scale:
+    """A scale as kernels are given it: a tensor, whose shape and dtype they check, a float, or None."""
     if scale is None:
-        return None, 1.0
+        return None
     if isinstance(scale, Tensor):
-        return check_plain(name, scale), 1.0
+        return check_plain(name, scale)
     if isinstance(scale, bool) or not isinstance(scale, Real) or not _LEAST_FLOAT <= scale <= _MAX_FLOAT:
         refuse(name, scale, "a number above 0 that a float32 holds, or a float32 tensor")
-    return None, float(scale)
-
-
-def _parts_of(k_scale: Scale, v_scale: Scale) -> tuple[tuple[Tensor | None, Tensor | None], tuple[float, float]]:
-    """scale_tensors and scale_values."""
-    k_tensor, k_value = (k_scale, 1.0) if isinstance(k_scale, Tensor) else (None, 1.0 if k_scale is None else k_scale)
-    v_tensor, v_value = (v_scale, 1.0) if isinstance(v_scale, Tensor) else (None, 1.0 if v_scale is None else v_scale)
-    return (k_tensor, v_tensor), (k_value, v_value)
+    return float(scale)
 
 
 def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:

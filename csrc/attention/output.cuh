@@ -184,6 +184,9 @@ struct OutputTarget {
     return partial_row + tile_row;
   }
 
+  /// What natural logarithms are multiplied by where place() has them written. Partial states stay natural.
+  __device__ __forceinline__ float lse_unit() const { return complete ? params.lse_unit : 1.0f; }
+
   __device__ __forceinline__ bool has_sinks() const {
     return Variant::kHasSinks && complete && params.sinks != nullptr;
   }
@@ -331,7 +334,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
       if constexpr (Target::kHasScales) inverse[half] = target.with_scale(end.factor, block_row + half * 8 + lane / 4);
       lse[half] = __shfl_sync(0xffffffffu, end.lse, lane % 8 * 4);
     }
-    if (lane < 16 && place.lse != nullptr) *place.lse = lane < 8 ? lse[0] : lse[1];
+    if (lane < 16 && place.lse != nullptr) *place.lse = (lane < 8 ? lse[0] : lse[1]) * target.lse_unit();
 
     if (target.complete) {
       stage_rows<Tile, kFours>(state, target, b, inverse, block_row, staged);
@@ -488,7 +491,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     // Done by a warp that usually has no outputs to add up.
     if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
       if (float* const to = target.place(tile_row).lse; to != nullptr)
-        *to = target.has_sinks() ? with_sink.lse : state_lse(base, sum);
+        *to = (target.has_sinks() ? with_sink.lse : state_lse(base, sum)) * target.lse_unit();
     }
     if (++half >= halves) break;
     Block::sync();  // before the other half's outputs take the place of these

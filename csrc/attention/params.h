@@ -40,6 +40,7 @@ struct AttentionParams {
   VariantParams variant;
   int32_t after_append;  // the append kernel, or another that waited for all before it, was launched between plan and
                          // this: the schedule may be read while it runs (the Hopper kernel does)
+  float lse_unit;        // what lse's natural logarithms are multiplied by: 1, or log2(e) for logarithms to base 2
   float out_scale;       // of O in 8 bits; 0: it has none, or it lies in memory
   const float* out_scale_data;  // read when the kernel runs; nullptr: out_scale
 

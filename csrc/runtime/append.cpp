@@ -1,10 +1,5 @@
 // What writes to the cache (attn_backend/kernels/append.py), bound with tvm-ffi: checks, then a launch or the CPU's
 // loop.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
-#include <tvm/ffi/string.h>
-
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -17,7 +12,7 @@
 #include "cache/latent_params.h"
 #include "cache/params.h"
 #include "cache/qkv_params.h"
-#include "runtime/append.h"
+#include "runtime/arguments.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
@@ -27,8 +22,6 @@
 namespace attn {
 namespace {
 
-using tvm::ffi::Bytes;
-using tvm::ffi::Optional;
 using tvm::ffi::String;
 
 /// A kernel of a file, loaded once on each device. Found without a copy of a string: a layer's call has no time for it.
@@ -132,11 +125,11 @@ DataType data_type(const char* name, const TensorView& tensor, bool on_cuda) {
 }
 
 /// A scale of the cache that append writes. Append does not know requests: they cannot have scales of their own.
-KvScale append_scale(const char* name, const Optional<TensorView>& scale, double value, DLDevice device,
-                     int64_t num_kv_heads) {
-  const KvScale made = kv_scale(name, scale, value, device, num_kv_heads);
+KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, int64_t num_kv_heads) {
+  const KvScale made = kv_scale(name, scale, device, num_kv_heads);
   if (made.is_of_requests())
-    refuse(std::string(name) + ".shape", shape_of(scale.value()), "[] or [num_kv_heads]: append knows no requests");
+    refuse(std::string(name) + ".shape", shape_of(scale.cast<TensorView>()),
+           "[] or [num_kv_heads]: append knows no requests");
   return made;
 }
 
@@ -229,22 +222,64 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
   if (params.head_dim % 8 != 0) refuse("q.shape[2] (head_dim)", params.head_dim, "a multiple of 8");
 }
 
+}  // namespace
+
 /// Without `v`, `v_cache` and `slots`, k_cache is [tokens, 1, num_kv_heads, head_dim], the place of K.
-void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<TensorView> v, TensorView q_out,
-                TensorView k_cache, Optional<TensorView> v_cache, Optional<TensorView> slots,
-                Optional<TensorView> positions, Optional<TensorView> table, Optional<TensorView> q_norm,
-                Optional<TensorView> k_norm, String file, Optional<TensorView> k_scale, Optional<TensorView> v_scale,
-                double k_value, double v_value) {
-  const QkvOptions given = unpack<QkvOptions>(options);
+struct AppendQkvArguments {
+  TensorView q;
+  TensorView k;
+  Optional<TensorView> v;
+  TensorView out;  // Q
+  TensorView k_cache;
+  Optional<TensorView> v_cache;
+  Optional<TensorView> slots;
+  String file;  // the cubin
+  double norm_eps;
+  double norm_offset;
+  bool is_interleaved;
+  Optional<TensorView> positions;
+  Optional<TensorView> table;
+  Optional<TensorView> q_norm;
+  Optional<TensorView> k_norm;
+  AnyView k_scale;
+  AnyView v_scale;
+};
+
+ATTN_ARGUMENTS(AppendQkvArguments, ATTN_ARGUMENT(q), ATTN_ARGUMENT(k), ATTN_ARGUMENT(v), ATTN_ARGUMENT(out),
+               ATTN_ARGUMENT(k_cache), ATTN_ARGUMENT(v_cache), ATTN_ARGUMENT(slots), ATTN_ARGUMENT(file),
+               ATTN_ARGUMENT(norm_eps), ATTN_ARGUMENT(norm_offset), ATTN_ARGUMENT(is_interleaved),
+               ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table), ATTN_ARGUMENT(q_norm), ATTN_ARGUMENT(k_norm),
+               ATTN_ARGUMENT(k_scale), ATTN_ARGUMENT(v_scale));
+
+/// append_kv into an 8-bit cache, for which numbers are rounded: append_qkv without Q.
+struct AppendKvRoundedArguments {
+  TensorView k;
+  TensorView v;
+  TensorView k_cache;
+  TensorView v_cache;
+  TensorView slots;
+  String file;  // the cubin
+  AnyView k_scale;
+  AnyView v_scale;
+};
+
+ATTN_ARGUMENTS(AppendKvRoundedArguments, ATTN_ARGUMENT(k), ATTN_ARGUMENT(v), ATTN_ARGUMENT(k_cache),
+               ATTN_ARGUMENT(v_cache), ATTN_ARGUMENT(slots), ATTN_ARGUMENT(file), ATTN_ARGUMENT(k_scale),
+               ATTN_ARGUMENT(v_scale));
+
+namespace {
+
+void append_qkv(const AppendQkvArguments& given) {
+  const TensorView &q = given.q, &k = given.k, &k_cache = given.k_cache;
   const DLDevice device = q.device();
   const DataType dtype = data_type("q", q, device.device_type == kDLCUDA);
   QkvParams params{};
   set_heads(params, q, k);
   const Dim qo_heads{"num_qo_heads", q.size(1)}, kv_heads{"num_kv_heads", k.size(1)}, head_dim{"head_dim", q.size(2)};
   int64_t tokens = q.size(0);
-  if (slots.has_value()) {
-    params.slots = index_array("slots", slots.value(), device, 0);
-    tokens = slots.value().size(0);
+  if (given.slots.has_value()) {
+    params.slots = index_array("slots", given.slots.value(), device, 0);
+    tokens = given.slots.value().size(0);
   }
   params.num_tokens = narrow("tokens", tokens);
   const auto rows_of = [&](const char* name, const TensorView& t, Dim heads) {
@@ -254,38 +289,36 @@ void append_qkv(const Bytes& options, TensorView q, TensorView k, Optional<Tenso
   };
   params.q = rows_of("q", q, qo_heads);
   params.k = rows_of("k", k, kv_heads);
-  params.q_out = rows_of("q_out", q_out, qo_heads);
-  check_no_overlap("q_out", q_out);
-  const bool is_cached = v_cache.has_value();
+  params.q_out = rows_of("q_out", given.out, qo_heads);
+  check_no_overlap("q_out", given.out);
+  const bool is_cached = given.v_cache.has_value();
   const DataType kv_dtype = is_cached ? cache_dtype(k_cache, dtype) : dtype;
   params.k_cache =
       cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, head_dim);
-  params.scales = KvScales{append_scale("kv.k_scale", k_scale, k_value, device, k.size(1)),
-                           append_scale("kv.v_scale", v_scale, v_value, device, k.size(1)), kv_dtype};
+  params.scales = KvScales{append_scale("kv.k_scale", given.k_scale, device, k.size(1)),
+                           append_scale("kv.v_scale", given.v_scale, device, k.size(1)), kv_dtype};
   params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
   if (is_cached) {
-    params.v = rows_of("v", v.value(), kv_heads);
-    params.v_cache = cache_of("kv.v", v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
+    params.v = rows_of("v", given.v.value(), kv_heads);
+    params.v_cache = cache_of("kv.v", given.v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
                               {"page_size", k_cache.size(1)}, kv_heads, head_dim);
   }
-  if (table.has_value()) {
-    params.positions = index_array("positions", positions.value(), device, tokens);
-    set_table(params, table.value(), device, dtype);
+  if (given.table.has_value()) {
+    params.positions = index_array("positions", given.positions.value(), device, tokens);
+    set_table(params, given.table.value(), device, dtype);
   }
-  params.q_norm = norm_weights("q_norm", q_norm, device, dtype, head_dim);
-  params.k_norm = norm_weights("k_norm", k_norm, device, dtype, head_dim);
-  params.norm_eps = given.norm_eps;
-  params.norm_offset = given.norm_offset;
+  params.q_norm = norm_weights("q_norm", given.q_norm, device, dtype, head_dim);
+  params.k_norm = norm_weights("k_norm", given.k_norm, device, dtype, head_dim);
+  params.norm_eps = static_cast<float>(given.norm_eps);
+  params.norm_offset = static_cast<float>(given.norm_offset);
   params.is_interleaved = given.is_interleaved;
-  launch_append_qkv(params, dtype, device, view(file));
+  launch_append_qkv(params, dtype, device, view(given.file));
 }
 
-/// append_kv into an 8-bit cache, for which numbers are rounded: append_qkv without Q. K and V of different widths take
-/// a launch each.
-void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots,
-                       String file, Optional<TensorView> k_scale, Optional<TensorView> v_scale, double k_value,
-                       double v_value) {
+/// K and V of different widths take a launch each.
+void append_kv_rounded(const AppendKvRoundedArguments& given) {
+  const TensorView &k = given.k, &v = given.v, &k_cache = given.k_cache, &v_cache = given.v_cache, &slots = given.slots;
   const DLDevice device = k_cache.device();
   const DataType dtype = data_type("k", k, device.device_type == kDLCUDA);
   const DataType kv_dtype = cache_dtype(k_cache, dtype);
@@ -320,8 +353,8 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
   params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);
   params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
-  params.scales = KvScales{append_scale("kv.k_scale", k_scale, k_value, device, k_cache.size(2)),
-                           append_scale("kv.v_scale", v_scale, v_value, device, k_cache.size(2)), kv_dtype};
+  params.scales = KvScales{append_scale("kv.k_scale", given.k_scale, device, k_cache.size(2)),
+                           append_scale("kv.v_scale", given.v_scale, device, k_cache.size(2)), kv_dtype};
   params.head_dim = k_columns;
   if (k_columns != v_columns) {
     QkvParams values = params;
@@ -330,9 +363,9 @@ void append_kv_rounded(TensorView k, TensorView v, TensorView k_cache, TensorVie
     values.scales.k = params.scales.v;
     values.head_dim = v_columns;
     params.v = values.v = HeadRows{};
-    launch_append_qkv(values, dtype, device, view(file));
+    launch_append_qkv(values, dtype, device, view(given.file));
   }
-  launch_append_qkv(params, dtype, device, view(file));
+  launch_append_qkv(params, dtype, device, view(given.file));
 }
 
 /// bf16 latents and rotated parts to rows with scales of their own.
@@ -372,6 +405,6 @@ void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorV
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_append, attn::load_append);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv_rounded, attn::append_kv_rounded);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_qkv, attn::append_qkv);
+ATTN_EXPORT_BY_NAME(append_kv_rounded, attn::AppendKvRoundedArguments, attn::append_kv_rounded);
+ATTN_EXPORT_BY_NAME(append_qkv, attn::AppendQkvArguments, attn::append_qkv);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_latent, attn::append_latent);

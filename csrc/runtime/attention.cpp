@@ -293,7 +293,7 @@ PlannedSelection Attention::planned_selection(int32_t level) const {
 
 void Attention::select(const Selection& selection, int32_t num_rows, driver::Stream stream) {
   const InUse in_use(*this);
-  const DLDevice device{config_.on_cuda ? kDLCUDA : kDLCPU, config_.device};
+  const DLDevice device = config_.dl_device();
   if (selection.indices.has_value() && (plan_params_.num_levels != 1 || !has_slots_[0]))
     refuse("selected", "given", "None, or the plan of a BSRView.selected");
   if (!config_.on_cuda) schedule_.header->errors &= ~static_cast<uint32_t>(kSelectionTooLong);  // of a run before

@@ -43,6 +43,7 @@ struct AttentionConfig {
   bool float8_out;      // runs may be given a scale of O, which is then e4m3
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
+  DLDevice dl_device() const { return DLDevice{on_cuda ? kDLCUDA : kDLCPU, device}; }
 };
 
 /// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names;
@@ -80,6 +81,9 @@ constexpr int32_t kMaxHeads = 1 << 16;
 class Attention {
  public:
   Attention(const AttentionConfig& config, const KernelFiles& files);
+
+  /// The object that Python knows by this handle.
+  static Attention& of(int64_t handle) { return *reinterpret_cast<Attention*>(handle); }
 
   /// The calling thread uses the object until it calls leave(); a thread that has entered may enter again. Throws
   /// RuntimeError if another one uses it.

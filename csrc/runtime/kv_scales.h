@@ -1,23 +1,36 @@
 // Checks of a cache's scales.
 #pragma once
 
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/optional.h>
-
+#include <optional>
 #include <string>
 
 #include "cache/kv_scales.h"
+#include "runtime/arguments.h"
 #include "runtime/checks.h"
 
 namespace attn {
 
-/// K's, V's or Q's scale: float32 [] or [1], one for all; [num_kv_heads]; or [batch, 1] or [batch, num_kv_heads]. None:
-/// `value` for all.
-inline KvScale kv_scale(const char* name, const tvm::ffi::Optional<TensorView>& scale, double value, DLDevice device,
-                        int64_t num_kv_heads) {
-  KvScale made{nullptr, static_cast<float>(value), 0, 0, 1};
-  if (!scale.has_value()) return made;
-  const TensorView& t = scale.value();
+/// What is a tensor or a number; None: the number `otherwise`.
+struct TensorOrNumber {
+  std::optional<TensorView> tensor;
+  double number;
+
+  TensorOrNumber(const char* name, const AnyView& given, double otherwise) : number(otherwise) {
+    if (given == nullptr || (tensor = given.try_cast<TensorView>())) return;
+    const std::optional<double> read = given.try_cast<double>();
+    if (!read)
+      TVM_FFI_THROW(TypeError) << name << " is of type " << given.GetTypeKey() << ", must be a number or a tensor";
+    number = *read;
+  }
+};
+
+/// K's, V's or Q's scale: float32 [] or [1], one for all; [num_kv_heads]; or [batch, 1] or [batch, num_kv_heads]; or a
+/// number for all; None: 1.
+inline KvScale kv_scale(const char* name, const AnyView& given, DLDevice device, int64_t num_kv_heads) {
+  const TensorOrNumber scale(name, given, 1.0);
+  KvScale made{nullptr, static_cast<float>(scale.number), 0, 0, 1};
+  if (!scale.tensor) return made;
+  const TensorView& t = *scale.tensor;
   check_tensor(name, t, device);
   check_dtype(name, t, DLDataType{kDLFloat, 32, 1});
   made.data = static_cast<const float*>(t.data_ptr());

@@ -1,15 +1,11 @@
 // The function of attn_backend/kernels/states.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
-#include <tvm/ffi/string.h>
-
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
 
 #include "attention/cpu/merge_states.h"
+#include "runtime/arguments.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
 #include "runtime/stream.h"
@@ -17,7 +13,6 @@
 namespace attn {
 namespace {
 
-using tvm::ffi::Optional;
 using tvm::ffi::String;
 
 constexpr DLDataType kFloat{kDLFloat, 32, 1};
@@ -139,28 +134,48 @@ driver::Kernel merge_kernel(DataType dtype, const std::string& file, int32_t dev
   return known;
 }
 
-/// Merges the states of each row. With o_b and lse_b: StateForm::kTwo; with indptr: kCounted; else kOfRow.
-void merge_states(TensorView o, TensorView lse, Optional<TensorView> o_b, Optional<TensorView> lse_b,
-                  Optional<TensorView> indptr, Optional<TensorView> mask, TensorView out, TensorView out_lse,
-                  bool is_log2, String file) {
+}  // namespace
+
+/// The states of each row. With o_b and lse_b: StateForm::kTwo; with indptr: kCounted; else kOfRow.
+struct MergeStatesArguments {
+  TensorView o;
+  TensorView lse;
+  TensorView out;
+  TensorView out_lse;
+  bool is_log2;  // lse and out_lse
+  String file;   // the cubin
+  Optional<TensorView> o_b;
+  Optional<TensorView> lse_b;
+  Optional<TensorView> indptr;
+  Optional<TensorView> mask;
+};
+
+ATTN_ARGUMENTS(MergeStatesArguments, ATTN_ARGUMENT(o), ATTN_ARGUMENT(lse), ATTN_ARGUMENT(out), ATTN_ARGUMENT(out_lse),
+               ATTN_ARGUMENT(is_log2), ATTN_ARGUMENT(file), ATTN_ARGUMENT(o_b), ATTN_ARGUMENT(lse_b),
+               ATTN_ARGUMENT(indptr), ATTN_ARGUMENT(mask));
+
+namespace {
+
+void merge_states(const MergeStatesArguments& given) {
+  const TensorView &o = given.o, &lse = given.lse;
   const DLDevice device = o.device();
-  const StateForm form = o_b.has_value()      ? StateForm::kTwo
-                         : indptr.has_value() ? StateForm::kCounted
-                                              : StateForm::kOfRow;
+  const StateForm form = given.o_b.has_value()      ? StateForm::kTwo
+                         : given.indptr.has_value() ? StateForm::kCounted
+                                                    : StateForm::kOfRow;
   MergeStatesParams params{};
   params.dtype = float_dtype("o", o);
   check_memory("o", o);
   check_states(o, lse, form);
-  const int64_t rows = set_states(params, o, lse, o_b, lse_b, indptr, form);
+  const int64_t rows = set_states(params, o, lse, given.o_b, given.lse_b, given.indptr, form);
   params.num_rows = narrow("rows", rows);
   params.num_heads = narrow("heads", o.size(o.ndim() - 2));
   params.head_dim = narrow("head_dim", o.size(o.ndim() - 1));
-  set_outputs(params, out, out_lse, device, {"head_dim", params.head_dim});
-  params.to_log2 = is_log2 ? 1.0f : static_cast<float>(M_LOG2E);
-  if (mask.has_value()) params.mask = mask_data(mask.value(), device, rows);
+  set_outputs(params, given.out, given.out_lse, device, {"head_dim", params.head_dim});
+  params.to_log2 = given.is_log2 ? 1.0f : static_cast<float>(M_LOG2E);
+  if (given.mask.has_value()) params.mask = mask_data(given.mask.value(), device, rows);
   if (params.num_rows == 0 || params.num_heads == 0) return;
   if (device.device_type == kDLCPU) return cpu::merge_states(params);
-  const driver::Kernel kernel = merge_kernel(params.dtype, file, device.device_id);
+  const driver::Kernel kernel = merge_kernel(params.dtype, given.file, device.device_id);
   const int64_t blocks = std::min(kMaxBlocks, ceil_div(rows * params.num_heads, int64_t{kMergeStatesThreads / 32}));
   driver::launch(kernel, driver::Launch{static_cast<uint32_t>(blocks), 1, kMergeStatesThreads, -1, true}, &params,
                  current_stream(device));
@@ -169,4 +184,4 @@ void merge_states(TensorView o, TensorView lse, Optional<TensorView> o_b, Option
 }  // namespace
 }  // namespace attn
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge_states, attn::merge_states);
+ATTN_EXPORT_BY_NAME(merge_states, attn::MergeStatesArguments, attn::merge_states);

@@ -1,31 +1,36 @@
 // The functions of attn_backend/kernels/sampling.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
-#include <tvm/ffi/string.h>
-
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
 #include <tuple>
 
+#include "runtime/arguments.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
-#include "runtime/sampling.h"
 #include "runtime/stream.h"
 #include "sampling/cpu/sampling.h"
 
 namespace attn {
 namespace {
 
-using tvm::ffi::AnyView;
-using tvm::ffi::Bytes;
-using tvm::ffi::Optional;
 using tvm::ffi::String;
 using tvm::ffi::TypeIndex;
 
 constexpr int64_t kMaxRows = 1 << 26;  // times CTAs of a row: blocks of a grid
+
+/// How a task's kernel is launched.
+struct LaunchOptions {
+  const String& file;  // the cubin
+  int32_t max_ctas;    // of a cluster; 1 where there are none
+  int32_t row_ctas;    // that share a row; 0: as many as suit the batch
+
+  template <class Arguments>
+  explicit LaunchOptions(const Arguments& given)
+      : file(given.file),
+        max_ctas(narrow("max_ctas", given.max_ctas, 1)),
+        row_ctas(narrow("row_ctas", given.row_ctas, 0)) {}
+};
 
 constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr DLDataType kFloat{kDLFloat, 32, 1};
@@ -84,12 +89,12 @@ void check_ids(const char* name, DLDataType dtype) {
 
 /// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
 /// probabilities, which the caller calls "probs".
-SamplingParams params_of(const SamplingOptions& options, const TensorView& values, const AnyView& temperature,
+SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, const AnyView& temperature,
                          const AnyView& top_k, const AnyView& top_p, const Optional<TensorView>& rows = std::nullopt) {
-  const char* name = options.of_probs ? "probs" : "logits";
+  const char* name = of_probs ? "probs" : "logits";
   const DLDevice device = values.device();
   float_dtype(name, values);
-  if (options.of_probs) check_dtype(name, values, kFloat);
+  if (of_probs) check_dtype(name, values, kFloat);
   check_memory(name, values);
   check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
@@ -97,9 +102,7 @@ SamplingParams params_of(const SamplingOptions& options, const TensorView& value
   if (values.size(0) > kMaxRows)
     refuse(std::string(name) + ".shape[0] (batch)", values.size(0), "at most " + std::to_string(kMaxRows));
   SamplingParams params{};
-  params.task = options.task;
-  params.joint = options.joint;
-  params.tempered_logprobs = options.tempered_logprobs;
+  params.task = task;
   params.values = values.data_ptr();
   params.row_stride = values.stride(0);
   params.batch = static_cast<int32_t>(values.size(0));
@@ -205,13 +208,13 @@ driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& 
   return known;
 }
 
-void launch(const SamplingParams& params, const SamplingOptions& options, const String& file,
-            const TensorView& values) {
+void launch(const SamplingParams& params, const LaunchOptions& options, bool of_probs, const TensorView& values) {
   const DLDevice device = values.device();
+  const std::string file = options.file;
   const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
   const driver::Stream stream = current_stream(device);
   constexpr int32_t kMostGridRows = 65535;
-  if (!options.of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
+  if (!of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
     const int32_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, values.dtype(), device.device_id, max_ctas)
                          : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMessages)
@@ -239,29 +242,98 @@ void launch(const SamplingParams& params, const SamplingOptions& options, const 
   driver::launch(kernel, shape, &params, stream);
 }
 
-void run(const SamplingParams& params, const SamplingOptions& options, const String& file, const TensorView& values) {
+void run(const SamplingParams& params, const LaunchOptions& options, bool of_probs, const TensorView& values) {
   if (params.batch == 0) return;
   if (values.device().device_type == kDLCUDA)
-    launch(params, options, file, values);
-  else if (options.of_probs)
+    launch(params, options, of_probs, values);
+  else if (of_probs)
     cpu::sample_probs(params);
   else
     cpu::sample_logits(params, float_dtype("logits", values));
 }
 
-/// `packed_options`: SamplingOptions. `file`: the cubin.
-void sample(const Bytes& packed_options, const String& file, TensorView values, AnyView temperature, AnyView top_k,
-            AnyView top_p, AnyView min_p, AnyView seed, AnyView position, Optional<TensorView> token_mask,
-            TensorView token_ids, TensorView valid, Optional<TensorView> logprobs, Optional<TensorView> top_logprobs,
-            Optional<TensorView> top_token_ids, Optional<TensorView> workspace, Optional<TensorView> rows) {
-  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
-  const DLDevice device = values.device();
-  SamplingParams params = params_of(options, values, temperature, top_k, top_p, rows);
-  params.min_p = row_float("min_p", min_p, device, params.batch);
-  params.seed = row_int("seed", seed, device, params.batch);
-  params.position = row_int("position", position, device, params.batch);
-  if (token_mask.has_value()) {
-    const TensorView& mask = token_mask.value();
+}  // namespace
+
+struct SampleArguments {
+  TensorView values;  // logits, or probabilities
+  bool of_probs;
+  bool joint;
+  bool tempered_logprobs;
+  String file;
+  int64_t max_ctas;
+  int64_t row_ctas;
+  AnyView temperature;
+  AnyView top_k;
+  AnyView top_p;
+  AnyView min_p;
+  AnyView seed;
+  AnyView position;
+  TensorView out;  // token ids
+  TensorView valid;
+  Optional<TensorView> token_mask;
+  Optional<TensorView> logprobs;
+  Optional<TensorView> top_logprobs;
+  Optional<TensorView> top_token_ids;
+  Optional<TensorView> workspace;
+  Optional<TensorView> rows;
+};
+
+ATTN_ARGUMENTS(SampleArguments, ATTN_ARGUMENT(values), ATTN_ARGUMENT(of_probs), ATTN_ARGUMENT(joint),
+               ATTN_ARGUMENT(tempered_logprobs), ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas),
+               ATTN_ARGUMENT(temperature), ATTN_ARGUMENT(top_k), ATTN_ARGUMENT(top_p), ATTN_ARGUMENT(min_p),
+               ATTN_ARGUMENT(seed), ATTN_ARGUMENT(position), ATTN_ARGUMENT(out), ATTN_ARGUMENT(valid),
+               ATTN_ARGUMENT(token_mask), ATTN_ARGUMENT(logprobs), ATTN_ARGUMENT(top_logprobs),
+               ATTN_ARGUMENT(top_token_ids), ATTN_ARGUMENT(workspace), ATTN_ARGUMENT(rows));
+
+struct WriteRowsArguments {
+  TensorView values;  // logits, or probabilities
+  int64_t task;
+  bool of_probs;
+  String file;
+  int64_t max_ctas;
+  int64_t row_ctas;
+  AnyView temperature;
+  AnyView top_k;
+  AnyView top_p;
+  TensorView out;  // float32 [batch, vocab]
+};
+
+ATTN_ARGUMENTS(WriteRowsArguments, ATTN_ARGUMENT(values), ATTN_ARGUMENT(task), ATTN_ARGUMENT(of_probs),
+               ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas), ATTN_ARGUMENT(temperature),
+               ATTN_ARGUMENT(top_k), ATTN_ARGUMENT(top_p), ATTN_ARGUMENT(out));
+
+struct SpeculateArguments {
+  TensorView draft_probs;
+  TensorView draft_token_ids;
+  TensorView target_probs;
+  String file;
+  int64_t max_ctas;
+  int64_t row_ctas;
+  AnyView seed;
+  AnyView position;
+  TensorView token_ids;
+  TensorView num_accepted;
+  TensorView valid;
+};
+
+ATTN_ARGUMENTS(SpeculateArguments, ATTN_ARGUMENT(draft_probs), ATTN_ARGUMENT(draft_token_ids),
+               ATTN_ARGUMENT(target_probs), ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas),
+               ATTN_ARGUMENT(seed), ATTN_ARGUMENT(position), ATTN_ARGUMENT(token_ids), ATTN_ARGUMENT(num_accepted),
+               ATTN_ARGUMENT(valid));
+
+namespace {
+
+void sample(const SampleArguments& given) {
+  const DLDevice device = given.values.device();
+  SamplingParams params = params_of(RowTask::kSample, given.of_probs, given.values, given.temperature, given.top_k,
+                                    given.top_p, given.rows);
+  params.joint = given.joint;
+  params.tempered_logprobs = given.tempered_logprobs;
+  params.min_p = row_float("min_p", given.min_p, device, params.batch);
+  params.seed = row_int("seed", given.seed, device, params.batch);
+  params.position = row_int("position", given.position, device, params.batch);
+  if (given.token_mask.has_value()) {
+    const TensorView& mask = given.token_mask.value();
     check_tensor("token_mask", mask, device);
     check_dtype("token_mask", mask, kInt32);
     check_shape("token_mask", mask, {{"batch", params.batch}, {"words"}});
@@ -272,21 +344,21 @@ void sample(const Bytes& packed_options, const String& file, TensorView values, 
     params.token_mask = static_cast<const uint32_t*>(mask.data_ptr());
     params.mask_stride = mask.stride(0);
   }
-  set_token_ids(params, "out", token_ids, device, 0);
-  params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, params.batch, 0));
-  if (logprobs.has_value())
-    params.logprobs = static_cast<float*>(output("logprobs", logprobs.value(), device, kFloat, params.batch, 0));
-  if (top_logprobs.has_value() && top_token_ids.has_value()) {
-    const int64_t count = top_logprobs.value().size(1);
+  set_token_ids(params, "out", given.out, device, 0);
+  params.valid = static_cast<uint8_t*>(output("valid", given.valid, device, kBool, params.batch, 0));
+  if (given.logprobs.has_value())
+    params.logprobs = static_cast<float*>(output("logprobs", given.logprobs.value(), device, kFloat, params.batch, 0));
+  if (given.top_logprobs.has_value() && given.top_token_ids.has_value()) {
+    const int64_t count = given.top_logprobs.value().size(1);
     if (count > kMaxTopLogprobs) refuse("num_top_logprobs", count, "at most " + std::to_string(kMaxTopLogprobs));
     params.num_top_logprobs = static_cast<int32_t>(count);
     params.top_logprobs =
-        static_cast<float*>(output("top_logprobs", top_logprobs.value(), device, kFloat, params.batch, count));
-    params.top_token_ids =
-        static_cast<int32_t*>(output("top_token_ids", top_token_ids.value(), device, kInt32, params.batch, count));
+        static_cast<float*>(output("top_logprobs", given.top_logprobs.value(), device, kFloat, params.batch, count));
+    params.top_token_ids = static_cast<int32_t*>(
+        output("top_token_ids", given.top_token_ids.value(), device, kInt32, params.batch, count));
   }
-  if (workspace.has_value()) {
-    const TensorView& words = workspace.value();
+  if (given.workspace.has_value()) {
+    const TensorView& words = given.workspace.value();
     check_tensor("workspace", words, device);
     check_dtype("workspace", words, DLDataType{kDLInt, 64, 1});
     check_shape("workspace", words, {{"words"}});
@@ -297,24 +369,21 @@ void sample(const Bytes& packed_options, const String& file, TensorView values, 
       refuse("workspace", "not aligned", "aligned to 16 bytes");
     params.workspace = words.data_ptr();
   }
-  run(params, options, file, values);
+  run(params, LaunchOptions(given), given.of_probs, given.values);
 }
 
-/// Writes float32 [batch, vocab].
-void write_rows(const Bytes& packed_options, const String& file, TensorView values, AnyView temperature, AnyView top_k,
-                AnyView top_p, TensorView out) {
-  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
-  const DLDevice device = values.device();
-  SamplingParams params = params_of(options, values, temperature, top_k, top_p);
-  params.written = static_cast<float*>(output("out", out, device, kFloat, params.batch, params.vocab));
+void write_rows(const WriteRowsArguments& given) {
+  const auto task = static_cast<RowTask>(narrow("task", given.task));
+  SamplingParams params = params_of(task, given.of_probs, given.values, given.temperature, given.top_k, given.top_p);
+  const DLDevice device = given.values.device();
+  params.written = static_cast<float*>(output("out", given.out, device, kFloat, params.batch, params.vocab));
   params.written_stride = params.vocab;
-  run(params, options, file, values);
+  run(params, LaunchOptions(given), given.of_probs, given.values);
 }
 
-void speculate(const Bytes& packed_options, const String& file, TensorView draft_probs, TensorView draft_token_ids,
-               TensorView target_probs, AnyView seed, AnyView position, TensorView token_ids, TensorView num_accepted,
-               TensorView valid) {
-  const SamplingOptions options = unpack<SamplingOptions>(packed_options);
+void speculate(const SpeculateArguments& given) {
+  const TensorView &target_probs = given.target_probs, &draft_probs = given.draft_probs;
+  const TensorView& draft_token_ids = given.draft_token_ids;
   const DLDevice device = target_probs.device();
   check_memory("target_probs", target_probs);
   check_dtype("target_probs", target_probs, kFloat);
@@ -337,24 +406,24 @@ void speculate(const Bytes& packed_options, const String& file, TensorView draft
   params.values = target_probs.data_ptr();
   params.batch = static_cast<int32_t>(batch);
   params.vocab = static_cast<int32_t>(vocab);
-  params.task = options.task;
+  params.task = RowTask::kSpeculate;
   params.temperature.value = 1.0f;
   params.top_p.value = 1.0f;
-  params.seed = row_int("seed", seed, device, batch);
-  params.position = row_int("position", position, device, batch);
+  params.seed = row_int("seed", given.seed, device, batch);
+  params.position = row_int("position", given.position, device, batch);
   params.draft_probs = static_cast<const float*>(draft_probs.data_ptr());
   params.draft_token_ids = draft_token_ids.data_ptr();
   params.draft_ids_are_int64 = id_dtype.bits == 64;
   params.num_draft_tokens = static_cast<int32_t>(drafts);
-  set_token_ids(params, "token_ids", token_ids, device, drafts + 1);
-  params.num_accepted = static_cast<int32_t*>(output("num_accepted", num_accepted, device, kInt32, batch, 0));
-  params.valid = static_cast<uint8_t*>(output("valid", valid, device, kBool, batch, 0));
-  run(params, options, file, target_probs);
+  set_token_ids(params, "token_ids", given.token_ids, device, drafts + 1);
+  params.num_accepted = static_cast<int32_t*>(output("num_accepted", given.num_accepted, device, kInt32, batch, 0));
+  params.valid = static_cast<uint8_t*>(output("valid", given.valid, device, kBool, batch, 0));
+  run(params, LaunchOptions(given), true, target_probs);
 }
 
 }  // namespace
 }  // namespace attn
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, attn::sample);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, attn::write_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(speculate, attn::speculate);
+ATTN_EXPORT_BY_NAME(sample, attn::SampleArguments, attn::sample);
+ATTN_EXPORT_BY_NAME(write_rows, attn::WriteRowsArguments, attn::write_rows);
+ATTN_EXPORT_BY_NAME(speculate, attn::SpeculateArguments, attn::speculate);

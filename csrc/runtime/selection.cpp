@@ -1,19 +1,16 @@
 // What packs the tokens of sparse attention (attn_backend/kernels/selection.py), bound with tvm-ffi.
 #include "runtime/selection.h"
 
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
-
 #include <mutex>
 #include <string>
 
 #include "planner/host/selection.h"
+#include "runtime/arguments.h"
 #include "runtime/stream.h"
 
 namespace attn {
 namespace {
 
-using tvm::ffi::Optional;
 using tvm::ffi::String;
 
 constexpr int32_t kMaxDevices = 64;
@@ -35,12 +32,29 @@ void check_matrix(const char* name, const TensorView& t, DLDevice device, Dim ro
   check_contiguous_dim(name, t, 1);
 }
 
+}  // namespace
+
+struct SelectedSlotsArguments {
+  TensorView indices;
+  TensorView out;
+  Optional<TensorView> block_table;
+  Optional<TensorView> requests;
+  Optional<TensorView> kv_lens;
+  int64_t page_size;
+  int64_t page_stride;
+};
+
+ATTN_ARGUMENTS(SelectedSlotsArguments, ATTN_ARGUMENT(indices), ATTN_ARGUMENT(out), ATTN_ARGUMENT(block_table),
+               ATTN_ARGUMENT(requests), ATTN_ARGUMENT(kv_lens), ATTN_ARGUMENT(page_size), ATTN_ARGUMENT(page_stride));
+
+namespace {
+
 /// Packs slots into a tensor; there is no plan.
-void selected_slots(TensorView indices, Optional<TensorView> block_table, Optional<TensorView> requests,
-                    Optional<TensorView> kv_lens, TensorView out, int64_t page_size, int64_t page_stride) {
+void selected_slots(const SelectedSlotsArguments& given) {
+  const TensorView &indices = given.indices, &out = given.out;
   const DLDevice device = indices.device();
-  SelectionParams params =
-      selection_params(Selection{indices, block_table, requests, kv_lens, page_size, page_stride}, device);
+  SelectionParams params = selection_params(
+      Selection{indices, given.block_table, given.requests, given.kv_lens, given.page_size, given.page_stride}, device);
   check_matrix("out", out, device, {"rows", indices.size(0)}, {"topk", indices.size(1)});
   check_no_overlap("out", out);
   params.slots = static_cast<int32_t*>(out.data_ptr());
@@ -105,4 +119,4 @@ void launch_selection(const SelectionParams& params, DLDevice device, driver::St
 }  // namespace attn
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_selection, attn::load_selection);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(selected_slots, attn::selected_slots);
+ATTN_EXPORT_BY_NAME(selected_slots, attn::SelectedSlotsArguments, attn::selected_slots);

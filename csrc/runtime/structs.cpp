@@ -7,11 +7,10 @@
 
 #include "planner/params.h"
 #include "planner/schedule.h"
-#include "runtime/append.h"
 #include "runtime/attention.h"
 #include "runtime/designs.h"
-#include "runtime/sampling.h"
 #include "runtime/struct_fields.h"
+#include "sampling/sampling.h"
 
 namespace attn {
 
@@ -77,11 +76,6 @@ ATTN_STRUCT(LevelOptions, ATTN_FIELD(index), ATTN_FIELD(num_levels), ATTN_FIELD(
             ATTN_FIELD(kv_offsets), ATTN_FIELD(positions), ATTN_FIELD(entry_step), ATTN_FIELD(causal),
             ATTN_FIELD(finds_row_ranges), ATTN_FIELD(pages_change), ATTN_FIELD(has_slots));
 
-ATTN_STRUCT(SamplingOptions, ATTN_FIELD(task), ATTN_FIELD(max_ctas), ATTN_FIELD(row_ctas), ATTN_FIELD(of_probs),
-            ATTN_FIELD(joint), ATTN_FIELD(tempered_logprobs), padding(1));
-
-ATTN_STRUCT(QkvOptions, ATTN_FIELD(norm_eps), ATTN_FIELD(norm_offset), ATTN_FIELD(is_interleaved));
-
 ATTN_STRUCT(WorkspaceSize, ATTN_FIELD(schedule), ATTN_FIELD(partial_o), ATTN_FIELD(partial_lse),
             ATTN_FIELD(row_ranges));
 
@@ -115,7 +109,7 @@ Array<StructRow> describe_all() {
 Array<StructRow> struct_tables() {
   return describe_all<Visibility, RowPositions, Level, ScheduleHeader, RowGroup, RowTile, Position, RowLink, PrefixNode,
                       ScheduleConfig, ScheduleLayout, IndexArray, PageTable, PlanLevel, AttentionConfig, LevelOptions,
-                      SamplingOptions, QkvOptions, WorkspaceSize>();
+                      WorkspaceSize>();
 }
 
 /// The values of enumerations, by their names in C++; designs by those of their folders; and limits that Python checks.

@@ -56,7 +56,8 @@ def test_more_queries_than_tokens() -> None:
 def runs(batch: Batch, device: str, layout: str = "NHD") -> list[tuple[Any, Callable[..., None], Callable[..., Any]]]:
     """(wrapper, its plan of the batch, its run): over pages, and over the same K and V one after another."""
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout)
-    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), layout)
+    k, v = (batch.k, batch.v) if layout == "NHD" else (batch.k.transpose(0, 1).contiguous(), batch.v.transpose(0, 1).contiguous())
 
     def plan_paged(**options: Any) -> None:
         paged.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, **options)
@@ -66,7 +67,7 @@ def runs(batch: Batch, device: str, layout: str = "NHD") -> list[tuple[Any, Call
 
     return [
         (paged, plan_paged, lambda **options: paged.run(batch.q, batch.paged(layout), **options)),
-        (ragged, plan_ragged, lambda **options: ragged.run(batch.q, batch.k, batch.v, **options)),
+        (ragged, plan_ragged, lambda **options: ragged.run(batch.q, k, v, **options)),
     ]
 
 

@@ -159,7 +159,7 @@ def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(caplog: pytest.Log
 def test_the_runtime_throws_errors_by_the_names_that_are_known_here() -> None:
     csrc = Path(__file__).resolve().parents[2] / "csrc" / "runtime"  # the package has no .cpp
     thrown = set(re.findall(r"TVM_FFI_THROW\((\w+)\)", "".join(path.read_text() for path in csrc.glob("*.*"))))
-    assert thrown == {"RuntimeError", "ValueError", *(error.__name__ for error in errors.OF_THE_LIBRARY)}
+    assert thrown == {"RuntimeError", "TypeError", "ValueError", *(error.__name__ for error in errors.OF_THE_LIBRARY)}
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_a_refused_thread_leaves_the_others_plan() -> None:
     expected = problem.run()
     plan_level = problem.attention._plan_level
 
-    def refused(*_: object) -> int:
+    def refused(**_: object) -> int:
         raise InUseError("this Attention is in use by another thread: ...")
 
     problem.attention._plan_level = refused

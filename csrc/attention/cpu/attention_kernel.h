@@ -550,7 +550,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
         for (int i = 0; i < dims_.v; i += Isa::kWidth)
           Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);
       }
-      if (out.lse != nullptr) *out.lse = end.lse;
+      if (out.lse != nullptr) *out.lse = end.lse * params_.lse_unit;
     } else {
       const int64_t state =
           item_.partial == kRowStates

@@ -186,7 +186,7 @@ class RowStates {
       Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
     transform_output(params, scratch.o, columns, group, place);
     store_output(params, scratch.o, columns, out);
-    if (out.lse != nullptr) *out.lse = end.lse;
+    if (out.lse != nullptr) *out.lse = end.lse * params.lse_unit;
   }
 };
 

@@ -147,7 +147,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
     }
     store_four<Element>(to_o + column * Element::kBytes, values);
   }
-  if (column == 0 && to_lse != nullptr) *to_lse = end.lse;
+  if (column == 0 && to_lse != nullptr) *to_lse = end.lse * params.lse_unit;
 }
 
 /// The parts of a row of several row groups. All lanes of the warp must call it; fills `row`, too, and if kFindsGroup

@@ -1,0 +1,60 @@
+"""Heads and element types of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from ..kernels.attention_config import KV_DTYPE_NAMES, MAX_CPU_HEAD_DIM
+from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
+from .arguments import DType, element_types
+from .features import not_supported
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What an Attention is made for."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dims: HeadDims
+    dtype: torch.dtype  # of the output, and of Q and of K and V that do not have 8 bits
+    kv_dtype: torch.dtype | None = None  # of 8 bits; None: dtype
+    float8_q: bool = False  # Q has kv_dtype, too
+
+    @cached_property
+    def default_scale(self) -> float:
+        """sm_scale where none is given."""
+        return float(self.head_dims.qk**-0.5)
+
+
+@lru_cache(maxsize=256)
+def heads_of(
+    device: torch.device, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int | None, q_data_type: DType,
+    kv_data_type: DType | None = None, o_data_type: DType | None = None,
+) -> Heads:  # fmt: skip
+    """What a plan says of heads. Kept: plans say the same from step to step.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
+    """
+    dims, (dtype, kv_dtype, float8_q) = check_head_dims(head_dim_qk, head_dim_vo, device), element_types(q_data_type, kv_data_type, o_data_type)
+    if kv_dtype is not None and float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype], float8_q):
+        not_supported(f"q_data_type = {kv_dtype} with head_dim = {dims} on CUDA")
+    return Heads(num_qo_heads, num_kv_heads, dims, dtype, kv_dtype, float8_q)
+
+
+def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:
+    """Columns of K and of V, which are those of K if head_dim_vo is None.
+
+    Raises:
+        NotImplementedError: there are no kernels for them.
+    """
+    dims = HeadDims(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
+    if device.type == "cuda" and not dims.runs_on_cuda:
+        not_supported(f"head_dim = {dims} on CUDA, where it is {CUDA_HEAD_DIMS_TEXT}")
+    if device.type != "cuda" and any(dim > MAX_CPU_HEAD_DIM or dim % 8 for dim in dims):
+        not_supported(f"head_dim = {dims} on a CPU, where there are multiples of 8 up to {MAX_CPU_HEAD_DIM}")
+    return dims

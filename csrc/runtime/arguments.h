@@ -1,0 +1,135 @@
+// Functions whose arguments Python gives by name (attn_backend/kernels/named_calls.py). A struct has the arguments as
+// fields, and a table of these is what both sides know of names and order.
+#pragma once
+
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace attn {
+
+using tvm::ffi::AnyView;
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+/// One argument, of type T.
+template <class T>
+struct Argument {
+  const char* name;
+  size_t offset;
+};
+
+/// The arguments of a struct, in the order of its fields: a tuple `arguments`.
+template <class Struct>
+struct ArgumentTable;
+
+/// Whether the table has every field of the struct, in their order.
+template <class Struct, class... T>
+constexpr bool lists_all(const std::tuple<Argument<T>...>& table) {
+  const auto round_up = [](size_t bytes, size_t alignment) { return (bytes + alignment - 1) / alignment * alignment; };
+  size_t end = 0;
+  bool is_in_order = true;
+  std::apply(
+      [&](const Argument<T>&... argument) {
+        ((is_in_order &= argument.offset == round_up(end, alignof(T)), end = argument.offset + sizeof(T)), ...);
+      },
+      table);
+  return is_in_order && round_up(end, alignof(Struct)) == sizeof(Struct);
+}
+
+/// What an argument of a type must be, as messages say it.
+template <class T>
+constexpr const char* kMustBe = nullptr;
+template <>
+inline constexpr const char* kMustBe<bool> = "True or False";
+template <>
+inline constexpr const char* kMustBe<int64_t> = "an int that an int64 holds";
+template <>
+inline constexpr const char* kMustBe<double> = "a number";
+template <>
+inline constexpr const char* kMustBe<TensorView> = "a tensor";
+template <>
+inline constexpr const char* kMustBe<tvm::ffi::String> = "a string";
+template <>
+inline constexpr const char* kMustBe<tvm::ffi::Bytes> = "bytes";
+template <class T>
+inline constexpr const char* kMustBe<Optional<T>> = kMustBe<T>;
+template <class T>
+constexpr const char* kOrNone = "";
+template <class T>
+inline constexpr const char* kOrNone<Optional<T>> = " or None";
+
+template <class T>
+T read_argument(const char* name, const AnyView& value) {
+  if constexpr (std::is_same_v<T, AnyView>) {
+    return value;
+  } else {
+    std::optional<T> read = value.try_cast<T>();
+    if (!read)
+      TVM_FFI_THROW(TypeError) << name << " is of type " << value.GetTypeKey() << ", must be "
+                               << kMustBe<T> << kOrNone<T>;
+    return *std::move(read);
+  }
+}
+
+/// Arguments behind the last value are None.
+template <class Struct, class... T, size_t... kIndex>
+Struct read_arguments(const std::tuple<Argument<T>...>& table, std::index_sequence<kIndex...>, const AnyView* values,
+                      size_t count) {
+  return Struct{read_argument<T>(std::get<kIndex>(table).name, kIndex < count ? values[kIndex] : AnyView())...};
+}
+
+/// Calls `function`, which takes a struct, with what Python gave.
+template <class Struct, class Result>
+void call_by_name(Result (*function)(const Struct&), const TVMFFIAny* values, int32_t count, TVMFFIAny* result) {
+  constexpr auto& table = ArgumentTable<Struct>::arguments;
+  constexpr size_t kCount = std::tuple_size_v<std::remove_reference_t<decltype(table)>>;
+  static_assert(lists_all<Struct>(table), "the table lacks a field, or has them in another order");
+  if (static_cast<size_t>(count) > kCount) TVM_FFI_THROW(TypeError) << count << " arguments for " << kCount;
+  const Struct arguments = read_arguments<Struct>(table, std::make_index_sequence<kCount>{},
+                                                  reinterpret_cast<const AnyView*>(values), static_cast<size_t>(count));
+  if constexpr (std::is_void_v<Result>) {
+    function(arguments);
+  } else {
+    *reinterpret_cast<tvm::ffi::Any*>(result) = function(arguments);
+  }
+}
+
+template <class Struct>
+tvm::ffi::Array<tvm::ffi::String> names_of() {
+  return std::apply([](const auto&... argument) { return tvm::ffi::Array<tvm::ffi::String>{argument.name...}; },
+                    ArgumentTable<Struct>::arguments);
+}
+
+}  // namespace attn
+
+/// The table of a struct: ATTN_ARGUMENTS(Scaling, ATTN_ARGUMENT(values), ATTN_ARGUMENT(factor));
+#define ATTN_ARGUMENTS(Struct, ...)                        \
+  template <>                                              \
+  struct ArgumentTable<Struct> {                           \
+    using Self = Struct;                                   \
+    static constexpr std::tuple arguments = {__VA_ARGS__}; \
+  }
+#define ATTN_ARGUMENT(member) \
+  Argument<decltype(Self::member)> { #member, offsetof(Self, member) }
+
+/// Exports a function that takes a struct with a table under `name`, and the names in that table as `name`_arguments.
+#define ATTN_EXPORT_BY_NAME(name, Struct, function)                                                 \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* values, int32_t count, \
+                                                     TVMFFIAny* result) {                           \
+    TVM_FFI_SAFE_CALL_BEGIN();                                                                      \
+    attn::call_by_name<Struct>(function, values, count, result);                                    \
+    TVM_FFI_SAFE_CALL_END();                                                                        \
+  }                                                                                                 \
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_arguments, attn::names_of<Struct>)

@@ -1,0 +1,252 @@
+// Attention.run (attn_backend/kernels/attention.py), bound with tvm-ffi: checks, then the launches or the CPU's loops.
+#include <limits>
+#include <optional>
+
+#include "attention/cpu/executor.h"
+#include "cache/scaled_latent.h"
+#include "runtime/arguments.h"
+#include "runtime/attention.h"
+#include "runtime/checks.h"
+#include "runtime/kv_scales.h"
+#include "runtime/stream.h"
+#include "runtime/tensor_forms.h"
+
+namespace attn {
+
+/// What a run is given. Calls may end before any argument from q_rope on.
+struct RunArguments {
+  int64_t handle;
+  TensorView q;
+  TensorView k;            // any form of tensor_forms.h
+  Optional<TensorView> v;  // None only with k_rope
+  TensorView out;
+  Optional<TensorView> lse;
+  double sm_scale;
+  double logits_soft_cap;
+  bool after_append;
+  Optional<TensorView> q_rope;  // the last columns of Q, where they are not in q
+  AnyView k_scale, v_scale;     // of an 8-bit cache: KvScale
+  AnyView q_scale;              // the same of Q of 8 bits
+  Optional<TensorView> sinks;
+  Optional<bool> lse_to_base_2;
+  Optional<bool> is_hnd;         // K and V of three dimensions
+  Optional<TensorView> k_rope;   // the last columns of K, right behind the others; V is then k
+  AnyView out_scale;             // of O in 8 bits; None: O has the Attention's dtype
+  Optional<TensorView> indices;  // and what follows: a Selection
+  Optional<TensorView> block_table;
+  Optional<TensorView> requests;
+  Optional<TensorView> kv_lens;
+  Optional<int64_t> page_size;
+  Optional<int64_t> page_stride;
+};
+
+ATTN_ARGUMENTS(RunArguments, ATTN_ARGUMENT(handle), ATTN_ARGUMENT(q), ATTN_ARGUMENT(k), ATTN_ARGUMENT(v),
+               ATTN_ARGUMENT(out), ATTN_ARGUMENT(lse), ATTN_ARGUMENT(sm_scale), ATTN_ARGUMENT(logits_soft_cap),
+               ATTN_ARGUMENT(after_append), ATTN_ARGUMENT(q_rope), ATTN_ARGUMENT(k_scale), ATTN_ARGUMENT(v_scale),
+               ATTN_ARGUMENT(q_scale), ATTN_ARGUMENT(sinks), ATTN_ARGUMENT(lse_to_base_2), ATTN_ARGUMENT(is_hnd),
+               ATTN_ARGUMENT(k_rope), ATTN_ARGUMENT(out_scale), ATTN_ARGUMENT(indices), ATTN_ARGUMENT(block_table),
+               ATTN_ARGUMENT(requests), ATTN_ARGUMENT(kv_lens), ATTN_ARGUMENT(page_size), ATTN_ARGUMENT(page_stride));
+
+namespace {
+
+/// K or V of the cache of one layer.
+KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim columns, Dim pages,
+                   int64_t page_size) {
+  check_tensor(name, t, config.dl_device());
+  check_dtype(name, t, dl_dtype(config.kv_dtype));
+  check_shape(name, t, {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, columns});
+  check_contiguous_dim(name, t, 3);
+  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+/// Refuses latents in 8 bits whose K and V differ: a GPU's kernels widen and scale them once, while they load them.
+void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
+                          const AttentionScales& scales) {
+  if (!v_is_in_k(params.k, params.v, params.num_pages, page_size, num_kv_heads))
+    refuse("kv.v", "a tensor of its own", "the first columns of kv.k, as KVCache.from_latent makes it");
+  const auto is_one = [](const KvScale& scale) { return scale.head_stride == 0 && !scale.is_of_requests(); };
+  if (!is_one(scales.k) || !is_one(scales.v) || scales.k.data != scales.v.data || scales.k.value != scales.v.value)
+    refuse("kv.v_scale", "another one than kv.k_scale, or one of several",
+           "kv.k_scale, one for all: K and V are the same bytes");
+}
+
+/// K's or V's scale. If requests have scales, all requests of the plan must.
+KvScale checked_scale(const char* name, const AnyView& scale, const Attention& attention) {
+  const AttentionConfig& config = attention.config();
+  const KvScale made = kv_scale(name, scale, config.dl_device(), config.num_kv_heads);
+  const bool is_short = made.is_of_requests() && made.num_requests < attention.planned_batch();
+  if (is_short)
+    refuse(std::string(name) + ".shape[0]", made.num_requests,
+           "at least " + std::to_string(attention.planned_batch()) + ", the requests of the plan");
+  return made;
+}
+
+/// A scale as messages have it.
+std::string text_of(const TensorOrNumber& scale) { return scale.tensor ? "a tensor" : std::to_string(scale.number); }
+
+/// Q's scale, the same for all requests.
+KvScale checked_q_scale(const AnyView& given, const Attention& attention) {
+  const AttentionConfig& config = attention.config();
+  const TensorOrNumber scale("q_scale", given, 1.0);
+  if (!has_8_bits(config.q_dtype) && (scale.tensor || scale.number != 1.0))
+    refuse("q_scale", text_of(scale), "None: q is not of 8 bits");
+  const KvScale made = kv_scale("q_scale", given, config.dl_device(), config.num_kv_heads);
+  if (made.is_of_requests())
+    refuse("q_scale.shape", shape_of(*scale.tensor),
+           "[], [1] or [num_kv_heads = " + std::to_string(config.num_kv_heads) + "]");
+  return made;
+}
+
+/// The scale of O in 8 bits: one number above 0, or a tensor of one.
+void set_out_scale(const AnyView& given, const Attention& attention, AttentionParams& params) {
+  const TensorOrNumber scale("out_scale", given, 0.0);
+  if (!scale.tensor && scale.number == 0.0) return;
+  if (!attention.config().float8_out)
+    refuse("out_scale", text_of(scale), "None, or the Attention made with float8_out=True");
+  if (!scale.tensor) {
+    params.out_scale = static_cast<float>(scale.number);
+    return;
+  }
+  const TensorView& t = *scale.tensor;
+  check_tensor("out_scale", t, attention.config().dl_device());
+  check_dtype("out_scale", t, DLDataType{kDLFloat, 32, 1});
+  if (t.numel() != 1) refuse("out_scale.shape", shape_of(t), "of one element");
+  params.out_scale_data = static_cast<const float*>(t.data_ptr());
+}
+
+/// A contiguous float32 tensor of this shape.
+float* float_data(const char* name, const TensorView& t, DLDevice device, std::initializer_list<Dim> dims) {
+  check_tensor(name, t, device);
+  check_dtype(name, t, DLDataType{kDLFloat, 32, 1});
+  check_shape(name, t, dims);
+  if (!t.IsContiguous()) refuse(name, "not contiguous", "contiguous");
+  return static_cast<float*>(t.data_ptr());
+}
+
+/// A number above 0, or 0 if that is allowed, that a float32 holds.
+float checked_float(const char* name, double value, bool zero_is_allowed, const char* must_be) {
+  const bool is_large_enough = value > 0.0 || (zero_is_allowed && value == 0.0);
+  if (!is_large_enough || value > std::numeric_limits<float>::max()) refuse(name, value, must_be);
+  return static_cast<float>(value);
+}
+
+/// Q: one tensor, or its first columns, as many as V has, and in `q_rope` the others.
+void set_q(const TensorView& q, const Optional<TensorView>& q_rope, const AttentionConfig& config,
+           LatentAttentionParams& params) {
+  const DLDevice device = config.dl_device();
+  const HeadDims dims = config.dims();
+  const Dim heads{"num_qo_heads", config.num_qo_heads};
+  if (q_rope.has_value() && (config.on_cuda ? !is_latent(dims) : dims.qk <= dims.v))
+    refuse("q_rope", "a tensor",
+           "None with head_dim = " + std::to_string(dims.qk) + " and head_dim_v = " + std::to_string(dims.v) +
+               (config.on_cuda ? ": it is for 576 and 512" : ": q has all columns"));
+  check_rows("q", q, device, config.q_dtype, {"rows"}, heads,
+             q_rope.has_value() ? Dim{"head_dim_v", dims.v} : Dim{"head_dim", dims.qk});
+  params.num_rows = narrow("q.shape[0] (rows)", q.size(0));
+  params.q = q.data_ptr();
+  params.q_row_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  if (config.on_cuda) check_alignment("q", q);
+  if (!q_rope.has_value()) return;
+  const TensorView& rope = q_rope.value();
+  check_rows("q_rope", rope, device, config.q_dtype, {"rows", q.size(0)}, heads,
+             {"head_dim - head_dim_v", dims.qk - dims.v});
+  if (config.on_cuda) check_alignment("q_rope", rope);
+  params.q_rope = QueryPart{rope.data_ptr(), rope.stride(0), rope.stride(1)};
+}
+
+/// O, of the rows of Q; e4m3 if it has a scale.
+void set_out(const TensorView& out, int64_t num_rows, const AttentionConfig& config, AttentionParams& params) {
+  const Dim head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
+  const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
+  check_rows("out", out, config.dl_device(), o_dtype, {"rows", num_rows}, {"num_qo_heads", config.num_qo_heads},
+             head_dim_v);
+  check_no_overlap("out", out);
+  if (config.on_cuda) check_alignment("out", out);
+  params.o = out.data_ptr();
+  params.o_row_stride = out.stride(0);
+  params.o_head_stride = out.stride(1);
+}
+
+void set_caches(const TensorView& k, const TensorView& v, const Attention& attention, AttentionParams& params) {
+  const AttentionConfig& config = attention.config();
+  const Dim k_columns = config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes}
+                                                                   : Dim{"head_dim", config.head_dim};
+  const Dim v_columns{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
+  params.k = kv_tensor("kv.k", k, config, k_columns, {"pages"}, attention.planned_page_size());
+  params.v = kv_tensor("kv.v", v, config, v_columns, {"pages", k.size(0)}, attention.planned_page_size());
+  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
+  params.num_pages = static_cast<int32_t>(k.size(0));
+}
+
+/// The Params of the object's variant, or of the standard one.
+void set_variant(double logits_soft_cap, const Attention& attention, AttentionParams& params) {
+  const float cap = checked_float("logits_soft_cap", logits_soft_cap, true, "0 (off) or above, and finite");
+  if (!attention.config().has_variant) return params.variant.set(StandardVariant::Params{cap});
+  if (logits_soft_cap != 0.0)
+    refuse("logits_soft_cap", logits_soft_cap, "0 with a variant: combine the variant with soft_cap instead");
+  if (!attention.has_variant_params()) TVM_FFI_THROW(RuntimeError) << "the variant's Params were not set";
+  params.variant = attention.variant_params();
+}
+
+/// K and V as kernels take them.
+KvPair pages_of(const RunArguments& given) {
+  const bool is_hnd = given.is_hnd.value_or(false);
+  if (given.k_rope.has_value()) {
+    if (given.v.has_value()) refuse("v", "a tensor", "None with k_rope");
+    return latent_pages(joined("k", given.k, "k_rope", given.k_rope.value()), given.k.size(2));
+  }
+  if (!given.v.has_value()) refuse("kv.v", "None", "a tensor");
+  return KvPair{pages("kv.k", given.k, is_hnd), pages("kv.v", given.v.value(), is_hnd)};
+}
+
+int64_t run(const RunArguments& given) {
+  Attention& attention = Attention::of(given.handle);
+  const Attention::InUse in_use(attention);
+  const AttentionConfig& config = attention.config();
+  const DLDevice device = config.dl_device();
+  if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
+  LatentAttentionParams params{};
+  set_out_scale(given.out_scale, attention, params);
+  const TensorView& q = given.q;
+  const KvPair forms = pages_of(given);
+  const TensorView k = forms.k.view(), v = forms.v.view();
+  set_q(q, given.q_rope, config, params);
+  set_out(given.out, q.size(0), config, params);
+  params.sm_scale = checked_float("sm_scale", given.sm_scale, false, "above 0 and finite");
+  set_variant(given.logits_soft_cap, attention, params);
+  set_caches(k, v, attention, params);
+  if (config.on_cuda) {
+    check_alignment("kv.k", k);
+    check_alignment("kv.v", v);
+  }
+  const Dim heads{"num_qo_heads", config.num_qo_heads};
+  if (given.lse.has_value()) {
+    params.lse = float_data("lse", given.lse.value(), device, {{"rows", q.size(0)}, heads});
+    if (config.has_variant && !config.uses_softmax)
+      refuse("lse", "a tensor", "None: the variant does not use softmax, so its rows have no sum of exponentials");
+  }
+  params.lse_unit = given.lse_to_base_2.value_or(false) ? kLog2E : 1.0f;
+  if (given.sinks.has_value()) {
+    if (!config.has_sinks) refuse("sinks", "a tensor", "None, or the Attention made with sinks=True");
+    params.sinks = float_data("sinks", given.sinks.value(), device, {heads});
+  }
+  const bool has_slots = given.indices.has_value() || attention.has_slots();
+  params.after_append = given.after_append && !has_slots;  // what packs the slots writes the schedule
+  const AttentionScales scales{checked_scale("kv.k_scale", given.k_scale, attention),
+                               checked_scale("kv.v_scale", given.v_scale, attention),
+                               checked_q_scale(given.q_scale, attention), config.kv_dtype, config.q_dtype};
+  if (config.on_cuda && has_8_bits(config.kv_dtype) && is_latent(config.dims()))
+    check_scaled_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
+  if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
+  if (has_slots)
+    attention.select(Selection{given.indices, given.block_table, given.requests, given.kv_lens,
+                               given.page_size.value_or(1), given.page_stride.value_or(1)},
+                     params.num_rows, current_stream(device));
+  return attention.run(params, scales, current_stream(device));
+}
+
+}  // namespace
+}  // namespace attn
+
+ATTN_EXPORT_BY_NAME(run, attn::RunArguments, attn::run);

@@ -1,0 +1,115 @@
+"""Runs that are one call of the library, of tensors as they are given: nothing is lost beside those that Attention.run checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flashinfer_oracle import make_batch, workspace
+from torch import Tensor
+
+from attn_backend import flashinfer
+from attn_backend.flashinfer.planned_attention import PlannedAttention
+
+Run = Callable[..., Any]
+LATENT = 512
+
+
+def decode(kv_layout: str, form: str, **planned: Any) -> Run:
+    batch = make_batch([1] * 3, [7, 12, 5])
+    cache = batch.paged(kv_layout)
+    if "kv_data_type" in planned:
+        cache = cache.to(planned["kv_data_type"])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), kv_layout)
+    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, **planned)
+    return lambda **options: wrapper.run(batch.q, cache if form == "one" else tuple(cache.unbind(1)), **options)
+
+
+def ragged(kv_layout: str, first: int = 0) -> Run:
+    batch = make_batch([3, 1], [7, 9])
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), kv_layout)
+    wrapper.plan(batch.qo_indptr, batch.kv_indptr + first, *batch.shape, causal=True)
+    k, v = (torch.cat((part[:first], part)) for part in (batch.k, batch.v))
+    k, v = (k, v) if kv_layout == "NHD" else (k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
+    return lambda **options: wrapper.run(batch.q, k, v, **options)
+
+
+def mla(width: int = 576, kv_dtype: torch.dtype = torch.bfloat16) -> Run:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+    tables = (torch.arange(3, dtype=torch.int32),) * 2 + (torch.arange(2, dtype=torch.int32), torch.tensor([4, 3], dtype=torch.int32))
+    wrapper.plan(*tables, 16, LATENT, width - LATENT, 4, True, 0.1, torch.bfloat16, kv_dtype)
+    q, cache = torch.randn(2, 16, width).bfloat16(), torch.randn(2, 4, width).to(kv_dtype)
+    sizes = (LATENT, width - LATENT)
+    return lambda **options: wrapper.run(*q.split(sizes, -1), *cache.split(sizes, -1), **options)
+
+
+FLOAT8 = {"q_data_type": torch.float16, "kv_data_type": torch.float8_e4m3fn}
+OF_HEADS = {"k_scale": torch.tensor([0.5, 2.0]), "v_scale": torch.tensor([3.0, 0.25])}
+RUNS: dict[str, tuple[Callable[[], Run], dict[str, Any]]] = {
+    "NHD": (lambda: decode("NHD", "one"), {}),
+    "HND": (lambda: decode("HND", "pair"), {}),
+    "scales of 16 bits": (lambda: decode("NHD", "one"), {"q_scale": 0.5, "k_scale": 0.5, "v_scale": 0.5}),
+    "float8": (lambda: decode("NHD", "one", **FLOAT8), {"k_scale": 0.5, "v_scale": 2.0}),
+    "float8, scales of heads": (lambda: decode("HND", "pair", **FLOAT8), OF_HEADS),
+    "sinks": (lambda: decode("NHD", "pair"), {"sinks": torch.tensor([0.0, 1.0, 2.0, -1.0])}),
+    "ALiBi": (lambda: decode("NHD", "one", pos_encoding_mode="ALIBI"), {}),
+    "ragged, NHD": (lambda: ragged("NHD"), {}),
+    "ragged, HND": (lambda: ragged("HND"), {}),
+    "ragged, NHD, from a token on": (lambda: ragged("NHD", 2), {}),
+    "ragged, HND, from a token on": (lambda: ragged("HND", 2), {}),
+    "MLA": (mla, {}),
+    "MLA, base e": (mla, {"return_lse_base_on_e": True}),
+    "MLA without rotated columns": (lambda: mla(LATENT), {}),
+    "MLA over float8": (lambda: mla(kv_dtype=torch.float8_e4m3fn), {"ckv_scale": 0.5, "kpe_scale": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, options = RUNS[name]
+    run = make()
+    run(return_lse=True, **options)  # makes what it has to make
+    checked = PlannedAttention._run_checked
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("not by one call")
+
+    monkeypatch.setattr(PlannedAttention, "_run_checked", refused)
+    out, lse = run(return_lse=True, **options)
+    assert torch.equal(run(**options), out)
+    given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    run(return_lse=True, out=given[0], lse=given[1], **options)
+    assert torch.equal(given[0], out)
+    assert torch.equal(given[1], lse)
+
+    monkeypatch.setattr(PlannedAttention, "_run_checked", checked)
+    monkeypatch.setattr(PlannedAttention, "_is_direct", False, raising=False)
+    monkeypatch.setattr("attn_backend.flashinfer.planned_attention._needs_check", lambda _: True)
+    wanted, wanted_lse = run(return_lse=True, **options)
+    assert torch.equal(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize(("kv_layout", "form"), [("NHD", r"\[tokens, num_kv_heads = 2, head_dim\]"), ("HND", r"\[num_kv_heads = 2, tokens, head_dim\]")])
+def test_says_that_the_layout_is_another(kv_layout: str, form: str) -> None:
+    batch = make_batch([3, 1], [7, 9])
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), kv_layout)
+    wrapper.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape)
+    k, v = (batch.k, batch.v) if kv_layout == "HND" else (batch.k.transpose(0, 1), batch.v.transpose(0, 1))
+    with pytest.raises(ValueError, match=rf"^k is a float16 tensor .*, must be {form}, as kv_layout = '{kv_layout}' has it$"):
+        wrapper.run(batch.q, k, v)
+
+
+@pytest.mark.parametrize("name", ["q", "out", "lse", "sinks"])
+def test_refuses_what_a_handle_does_not_tell(name: str) -> None:
+    batch = make_batch([1] * 3, [7, 12, 5])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size)
+    given: dict[str, Tensor] = {"q": batch.q, "out": torch.empty_like(batch.q), "lse": torch.empty(3, 4), "sinks": torch.zeros(4)}
+    for change in (torch._neg_view, lambda tensor: tensor.clone().requires_grad_()):
+        changed = given | {name: change(given[name])}
+        with pytest.raises(ValueError, match=f"^{name} is .*(resolve_neg|gradient)"):
+            wrapper.run(changed.pop("q"), batch.cache, return_lse=True, **changed)
