@@ -29,6 +29,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    arch: Annotated[Literal["sm_90a", "sm_80"] | None, BeforeValidator(_none_if_empty)] = Field(
+        None, description="whose kernels a GPU runs: sm_90a or sm_80 (default: those made for it); sm_80 tries the other build on a Hopper"
+    )
     cache: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
         None, description="folder of compiled kernels, and of the demo's model and data set (default attn_backend/ in XDG_CACHE_HOME or ~/.cache)"
     )

@@ -1,10 +1,15 @@
 """Do two backends generate the same tokens? Greedy answers to ShareGPT prompts, through the engine's server, compared token by token.
 
     python -m integration.compare_tokens --engine vllm --backend attn_backend --reference stock --dtype float32 --num-prompts 64 --max-tokens 64
+    python -m integration.compare_tokens --engine vllm --model FOLDER --tensor-parallel-size 2 --reference-tensor-parallel-size 1
+    python -m integration.compare_tokens --engine vllm --model llama-3.1-8b-1-kv-head --reference attn_backend --tensor-parallel-size 2 \\
+        --server-args='--decode-context-parallel-size 2' --reference-args=''
 
 In float32 the answers must be equal. In 16 bits two right backends round differently, and a near tie between the two most probable tokens can fall
 either way: every first difference of an answer is printed with its logit gap, what the reference's favourite is ahead of the other token in the
 reference, and the other way round in the backend. After the first difference the contexts differ, and nothing is compared.
+
+Random weights (a shape of integration/models) are others for another number of GPUs: both sides must then have the same --tensor-parallel-size.
 
 Exit status: 0 when all answers are equal or every first difference is a near tie (16 bits only), 1 otherwise.
 """
@@ -12,6 +17,7 @@ Exit status: 0 when all answers are equal or every first difference is a near ti
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -109,17 +115,35 @@ def parse_arguments() -> argparse.Namespace:
     parser = comparison_parser(__doc__, "tokens", num_prompts=64, longest_prompt=1024)
     parser.add_argument("--reference", default=STOCK, help="the backend that it is compared with; default: stock, what the engine picks by itself")
     parser.add_argument("--reference-engine", choices=sorted(ENGINES), help="default: the same engine")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--reference-tensor-parallel-size", type=int, help="of the reference; default: the same")
+    parser.add_argument("--reference-args", type=shlex.split, help="server arguments of the reference, in the place of --server-args; default: the same")
     parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
     return parser.parse_args()
+
+
+def launches(given: argparse.Namespace, launch: Launch) -> dict[str, tuple[Engine, Launch]]:
+    """The servers of the reference and of the backend. launch: what they have in common.
+
+    Raises:
+        ValueError: a model without weights for different numbers of GPUs.
+    """
+    ranks = given.tensor_parallel_size
+    reference_ranks = given.reference_tensor_parallel_size or ranks
+    if launch.model.random_weights and reference_ranks != ranks:
+        raise ValueError(f"reference-tensor-parallel-size: {reference_ranks}, must be {ranks} for {launch.model.name}, whose weights are random")
+    arguments = given.server_arguments if given.reference_args is None else given.reference_args
+    reference = replace(launch, backend=given.reference, tensor_parallel_size=reference_ranks, extra_arguments=arguments)
+    backend = replace(launch, backend=given.backend, tensor_parallel_size=ranks)
+    return {"reference": (ENGINES[given.reference_engine or given.engine], reference), "backend": (ENGINES[given.engine], backend)}
 
 
 def run(given: argparse.Namespace) -> bool:
     setup = Comparison.make(given, "tokens")
     answers = []
-    for role, engine_name, backend in (("reference", given.reference_engine or given.engine, given.reference), ("backend", given.engine, given.backend)):
-        launch = replace(setup.launch, backend=backend, port=free_port())
-        log = setup.results / f"server-{role}-{engine_name}-{backend}.log"
-        answers.append(serve_and_generate(ENGINES[engine_name], launch, setup.prompts, given.max_tokens, log, given.start_timeout_s))
+    for role, (engine, launch) in launches(given, setup.launch).items():
+        log = setup.results / f"server-{role}-{engine.name}-{launch.backend}.log"
+        answers.append(serve_and_generate(engine, replace(launch, port=free_port()), setup.prompts, given.max_tokens, log, given.start_timeout_s))
     outcome = compare(answers[0], answers[1])
     print_outcome(outcome, given.near_tie)
     is_exact = setup.launch.dtype == "float32"

@@ -10,8 +10,9 @@
         --num-prompts 256 --sampling temperature=0.8,top_p=0.95,top_k=40
     NCCL_NVLS_ENABLE=0 python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN FLASHINFER TRITON_ATTN --model llama-3.1-70b \\
         --tensor-parallel-size 4 --dataset sharegpt uniform:512-2048 prefix:4096+256 --num-prompts 256 128 128 --request-rate 4 2 16
-    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b --server-args='--speculative-algorithm STANDALONE
-        --speculative-draft-model-path integration/models/llama-3.2-1b --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16'
+    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b \\
+        --server-args='--speculative-algorithm STANDALONE --speculative-draft-model-path integration/models/llama-3.2-1b \\
+        --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16'
 
 Several data sets are sent to the same server one after another. With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
 sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not answers.

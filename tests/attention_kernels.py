@@ -1,5 +1,5 @@
-"""Which attention kernel the tests' objects use. A GPU of compute capability 9.0 has two: a random case takes one of them by its seed, always the same; a test
-with the fixture `kernel` runs with each."""
+"""Which attention kernel the tests' objects use. A GPU of compute capability 9.0 has two, unless ATTN_BACKEND_ARCH=sm_80: a random case takes one of them by
+its seed, always the same; a test with the fixture `kernel` runs with each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from contextlib import contextmanager
 
 import torch
 
+from attn_backend.kernels import manifest
+from attn_backend.kernels.kernel_files import arch_on
+
 GPU_KERNELS = ("hopper", "generic")
 _forced: list[str] = []  # by the fixture of the running test
 
 
 def is_available(kernel: str) -> bool:
-    """Whether this GPU runs it."""
-    return kernel == "generic" or torch.cuda.get_device_capability() == (9, 0)
+    """Whether this GPU runs it, by the build that it takes (ATTN_BACKEND_ARCH)."""
+    return arch_on(torch.device("cuda")) in manifest.DESIGNS[kernel].archs
+
+
+def has_clusters() -> bool:
+    """Whether CTAs of this GPU may share a row in sampling."""
+    return arch_on(torch.device("cuda")) == manifest.SM90
 
 
 def kernel_of(device: torch.device, seed: int = 0) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from attn_backend.kernels import manifest
 from attn_backend.settings import PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +23,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     settings = Settings.read()
     assert (settings.cascade, settings.debug, settings.prefetch_code, settings.sampler, settings.vllm_cpu) == (True, False, True, None, False)
-    assert (settings.cache, settings.cpu_isa) == (None, None)
+    assert (settings.arch, settings.cache, settings.cpu_isa) == (None, None, None)
 
 
 @pytest.mark.parametrize("field", ["cascade", "debug", "prefetch_code", "sampler", "vllm_cpu"])
@@ -38,6 +39,7 @@ def test_switches(field: str, value: str, expected: bool, monkeypatch: pytest.Mo
         ("CASCADE", "2", "must be 0 or 1"),
         ("DEBUG", "maybe", "must be 0 or 1"),
         ("SAMPLER", "sglang", "must be 0 or 1"),
+        ("ARCH", "sm_70", "must be 'sm_90a' or 'sm_80'"),
         ("CPU_ISA", "avx1024", "must be 'baseline', 'avx2', 'avx512' or 'amx'"),
     ],
 )
@@ -45,6 +47,12 @@ def test_an_unknown_value_is_refused_by_name(name: str, value: str, must_be: str
     monkeypatch.setenv(PREFIX + name, value)
     with pytest.raises(ValueError, match=f"^ATTN_BACKEND_{name} is '{value}', {must_be}$"):
         Settings.read()
+
+
+def test_archs_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arch in (*manifest.ARCHS, ""):
+        monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
+        assert Settings.read().arch == (arch or None)
 
 
 def test_where_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

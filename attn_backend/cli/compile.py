@@ -72,7 +72,8 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
     from ..kernels.library import library
 
     archs = arguments.arch or [_own_arch()]
-    _check_archs([arch for arch in archs if not variant_kernels.is_target(arch)], ["cpu", *manifest.ARCHS, "sm_100, sm_120, ... (one for each major version)"])
+    known = ["cpu", *manifest.ARCHS, variant_kernels.PTX_OF_SM80, "sm_100, sm_120, ... (one for each major version)"]
+    _check_archs([arch for arch in archs if not variant_kernels.is_target(arch)], known)
     isa = library().current_isa()
     for place in arguments.variant:
         variant = _imported(place)

@@ -77,9 +77,11 @@ def _gpu() -> list[Finding]:
         try:
             arch = cubins.arch_of(capability)
             name = torch.cuda.get_device_name(index)
-            findings.append(Finding("ok", f"GPU {index}", f"{name}, compute capability {capability[0]}.{capability[1]}: kernels of {arch}"))
+            asked = f" (ATTN_BACKEND_ARCH is {arch})" if Settings.read().arch else ""
+            findings.append(Finding("ok", f"GPU {index}", f"{name}, compute capability {capability[0]}.{capability[1]}: kernels of {arch}{asked}"))
         except ValueError as error:
-            findings.append(Finding("!!", f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {error}", "use another GPU"))
+            advice = "set it to that, or unset it" if str(error).startswith(PREFIX) else "use another GPU"
+            findings.append(Finding("!!", f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {error}", advice))
     findings.append(Finding("ok", "CUDA", f"torch was built for {torch.version.cuda}; driver {_driver_version()}"))
     return findings
 

@@ -52,16 +52,19 @@ def _source_of(name: str, arch: str) -> str:
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """The arch whose build serves a GPU of this compute capability.
+    """The arch whose build serves a GPU of this compute capability: ATTN_BACKEND_ARCH, or the one that is made for it.
 
     Raises:
-        ValueError: older than Ampere.
+        ValueError: older than Ampere, or ATTN_BACKEND_ARCH is an arch that it cannot run.
     """
-    if capability == (9, 0):
-        return manifest.SM90
-    if capability >= (8, 0):
-        return manifest.SM80
-    raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
+    if capability < (8, 0):
+        raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
+    runnable = (manifest.SM90, manifest.SM80) if capability == (9, 0) else (manifest.SM80,)
+    wanted = Settings.read().arch or runnable[0]
+    if wanted not in runnable:
+        must_be = " or ".join(repr(arch) for arch in runnable)
+        raise ValueError(f"ATTN_BACKEND_ARCH is {wanted!r}, must be {must_be} on a GPU of compute capability {capability[0]}.{capability[1]}")
+    return wanted
 
 
 COMMON_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v")

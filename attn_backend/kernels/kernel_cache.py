@@ -20,7 +20,7 @@ from pathlib import Path
 from ..settings import Settings
 
 _MOST_BYTES = 256 << 20  # larger files are not read
-_ELF, _FATBIN = b"\x7fELF", b"\x50\xed\x55\xba"
+_ELF, _FATBIN, _PTX = b"\x7fELF", b"\x50\xed\x55\xba", b"//"
 _EM_CUDA, _SHT_NOBITS = 190, 8
 _ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # of their headers
 _ADVICE = "set ATTN_BACKEND_CACHE to a folder of yours that you can write to and that has room"
@@ -39,7 +39,7 @@ def cache_dir() -> Path:
 
 
 def damage(cubin: bytes, for_gpu: bool = True) -> str:
-    """Why this is no whole cubin or fatbin, or no whole ELF file for a CPU; "" if it is one."""
+    """Why this is no whole cubin, fatbin or PTX of NVRTC, or no whole ELF file for a CPU; "" if it is one."""
     if not cubin:
         return "is empty"
     if for_gpu and cubin.startswith(_FATBIN):
@@ -47,6 +47,8 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
             return "is truncated"
         header, rest = struct.unpack_from("<HQ", cubin, 6)
         return "is truncated" if len(cubin) < header + rest else ""
+    if for_gpu and cubin.startswith(_PTX):
+        return "" if cubin.endswith(b"\0") else "is truncated"
     if not cubin.startswith(_ELF):
         return "is neither a cubin nor a fatbin" if for_gpu else "is no ELF file"
     if len(cubin) < _ELF_BYTES:

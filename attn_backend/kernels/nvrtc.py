@@ -1,4 +1,4 @@
-"""NVRTC, the CUDA compiler that is a library: torch's CUDA wheels bring it. It makes cubins from our headers alone."""
+"""NVRTC, the CUDA compiler that is a library: torch's CUDA wheels bring it. It makes cubins, and PTX, from our headers alone."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Nvrtc:
                 ctypes.CDLL(str(builtins))
         self._library = ctypes.CDLL(path)  # its functions let other Python threads run
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-        for name in ("nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetCUBIN", "nvrtcGetCUBINSize", "nvrtcGetProgramLog", "nvrtcGetProgramLogSize"):
-            getattr(self._library, name)
+        for name in ("CreateProgram", "CompileProgram", *(f"Get{what}{size}" for what in ("CUBIN", "PTX", "ProgramLog") for size in ("", "Size"))):
+            getattr(self._library, f"nvrtc{name}")
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "its version")
         self.version = (major.value, minor.value)
@@ -54,7 +54,8 @@ class Nvrtc:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
 
     def compile(self, source: str, options: Sequence[str], what: str) -> tuple[bytes, str]:
-        """The cubin, and what the compiler said. `what` the source is, for the message.
+        """The cubin, or the PTX if the options ask for no GPU's code but for a compute capability, and what the compiler said. `what` the source is, for the
+        message.
 
         Raises:
             RuntimeError: it does not compile; carries the compiler's output.
@@ -67,7 +68,8 @@ class Nvrtc:
             log = self._text(program, "ProgramLog", what).rstrip(b"\0").decode(errors="replace")
             if status:
                 raise RuntimeError(f"NVRTC failed on {what}:\n{log}\n{self}: {self._explain(status)}")
-            return self._text(program, "CUBIN", what), log
+            is_ptx = any(option.startswith("--gpu-architecture=compute_") for option in options)
+            return self._text(program, "PTX" if is_ptx else "CUBIN", what), log
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -16,15 +16,21 @@ from . import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, m
 from .headers_digest import headers_digest
 from .manifest import VariantSource
 
+# Code for sm_80 runs on GPUs of compute capability 8 alone. Of its PTX the driver makes code for a newer one, as it does of the standard kernels of sm_80.
+PTX_OF_SM80 = "compute_80"
+
 
 def target_of(capability: tuple[int, int]) -> str:
-    """What a variant's kernels are compiled for, for a GPU of this compute capability; they run on all of the same major version.
+    """What a variant's kernels are compiled for, for a GPU of this compute capability; they run on all of the same major version. Where ATTN_BACKEND_ARCH asks
+    for sm_80 on a newer GPU, it is PTX_OF_SM80.
 
     Raises:
-        ValueError: older than Ampere.
+        ValueError: older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
     """
     arch = cubins.arch_of(capability)
-    return f"sm_{capability[0]}0" if arch == manifest.SM80 else arch
+    if arch != manifest.SM80:
+        return arch
+    return PTX_OF_SM80 if Settings.read().arch is not None and capability >= (9, 0) else f"sm_{capability[0]}0"
 
 
 def arch_of(target: str) -> str:
@@ -33,8 +39,8 @@ def arch_of(target: str) -> str:
 
 
 def is_target(text: str) -> bool:
-    """Whether target_of() may give it: there is one for each major version."""
-    return text in manifest.ARCHS or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in manifest.ARCHS)
+    """Whether target_of() may give it: there is one for each major version, and PTX."""
+    return text in (*manifest.ARCHS, PTX_OF_SM80) or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in manifest.ARCHS)
 
 
 def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, command: str, jit: bool) -> Path:
@@ -98,8 +104,8 @@ def _find(what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], com
 
 def _nvcc_flags(target: str) -> list[str]:
     """nvcc's flags, without the include paths."""
-    number = target.removeprefix("sm_")
-    return [*cubins.COMMON_FLAGS, f"-gencode=arch=compute_{number},code={target}", "-cubin"]
+    number = target.removeprefix("sm_").removeprefix("compute_")
+    return [*cubins.COMMON_FLAGS, f"-gencode=arch=compute_{number},code={target}", "-fatbin" if target == PTX_OF_SM80 else "-cubin"]
 
 
 def _nvrtc_flags(target: str) -> list[str]:

@@ -17,6 +17,7 @@ using Context = void*;
 using Module = void*;
 using Function = void*;
 
+constexpr int kPtxVersion = 5;                       // CU_FUNC_ATTRIBUTE_PTX_VERSION: 80 for compute_80
 constexpr int kMaxDynamicSharedSizeBytes = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNonPortableClusterSizeAllowed = 14;   // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 constexpr int kMultiprocessorCount = 16;             // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
@@ -60,6 +61,7 @@ struct Driver {
   Result (*copy_to_host)(void*, uint64_t, size_t);
   Result (*pointer_attribute)(void*, int, uint64_t);
   Result (*function_attribute)(Function, int, int);
+  Result (*get_function_attribute)(int*, int, Function);
   Result (*occupancy)(int*, Function, int, size_t);
   Result (*launch)(const LaunchConfig*, Function, void**, void**);
   Result (*encode_tiled)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*,
@@ -91,6 +93,7 @@ const Driver& driver() {
     find(library, "cuMemcpyDtoH_v2", d.copy_to_host);
     find(library, "cuPointerGetAttribute", d.pointer_attribute);
     find(library, "cuFuncSetAttribute", d.function_attribute);
+    find(library, "cuFuncGetAttribute", d.get_function_attribute);
     find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.occupancy);
     find(library, "cuLaunchKernelEx", d.launch);
     find(library, "cuTensorMapEncodeTiled", d.encode_tiled);
@@ -159,6 +162,10 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
   kernel.shared_bytes = shared_bytes;
   kernel.name = symbol;
   check(driver().module_function(&kernel.function, module, symbol), "looking for " + kernel.name + " in " + file);
+  int ptx_version = 0;
+  check(driver().get_function_attribute(&ptx_version, kPtxVersion, kernel.function),
+        "asking what " + kernel.name + " was compiled for");
+  kernel.waits = ptx_version >= 90;
   int32_t& limit = allowed.emplace(kernel.function, -1).first->second;
   if (shared_bytes > limit) {
     check(driver().function_attribute(kernel.function, kMaxDynamicSharedSizeBytes, shared_bytes),
@@ -242,7 +249,7 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
   use_device(kernel.device);
   LaunchAttribute attributes[2] = {};
   unsigned num_attributes = 0;
-  if (shape.overlaps_previous) {
+  if (shape.overlaps_previous && kernel.waits) {
     LaunchAttribute& attribute = attributes[num_attributes++];
     attribute.id = kProgrammaticStreamSerialization;
     attribute.value.allowed = 1;

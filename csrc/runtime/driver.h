@@ -19,6 +19,7 @@ struct Kernel {
   void* module = nullptr;
   int32_t shared_bytes = 0;  // dynamic shared memory of a launch
   int32_t device = 0;
+  bool waits = false;  // compiled for compute capability 9.0 or newer, with griddepcontrol (grid_dependency.cuh)
   std::string name;
 
   explicit operator bool() const { return function != nullptr; }
@@ -28,9 +29,11 @@ struct Launch {
   uint32_t grid_x;
   uint32_t grid_y;
   uint32_t threads;
-  int32_t shared_bytes = -1;       // dynamic shared memory, if less than the kernel's
-  bool overlaps_previous = false;  // programmatic dependent launch: the kernel waits for the previous one itself
-  uint32_t cluster_x = 1;          // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
+  int32_t shared_bytes = -1;  // dynamic shared memory, if less than the kernel's
+  // Programmatic dependent launch: the kernel waits for the previous one itself. One that does not is launched after
+  // it.
+  bool overlaps_previous = false;
+  uint32_t cluster_x = 1;  // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
   uint32_t grid_z = 1;
 };
 

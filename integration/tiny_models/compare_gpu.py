@@ -62,6 +62,11 @@ def distance(ours: list[Answer], other: list[Answer]) -> Distance:
     return Distance(math.sqrt(sum(squares) / len(squares)), tie)
 
 
+def families_of(engine: str, asked: list[str] | None) -> list[str]:
+    """Those that an engine has, of those that were asked for; None: all."""
+    return [name for name, family in FAMILIES.items() if engine in family.engines and name in (asked or FAMILIES)]
+
+
 def serve(engine: str, families: list[str], models: Path, answers: Path, jobs: int) -> None:
     """Writes the answers of both backends; what a backend does not serve has none."""
     with ThreadPoolExecutor(2) as pool:
@@ -99,8 +104,7 @@ def main() -> None:
     all_near = True
     with tempfile.TemporaryDirectory() as folder:
         for engine in arguments.engines:
-            served = [name for name, family in FAMILIES.items() if engine in family.engines and (engine == "vllm" or family.kind == "generate")]
-            families = [name for name in served if name in (arguments.family or served)]
+            families = families_of(engine, arguments.family)
             if families:
                 serve(engine, families, models, Path(folder), arguments.jobs)
             for name in families:

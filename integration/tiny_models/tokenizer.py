@@ -11,14 +11,19 @@ IMAGE_TOKENS = (3, 4, 5)  # of the image, before it, behind it
 NEWLINES = (6, 7)
 FIRST_WORD = 12
 _NAMES = ["<pad>", "<s>", "</s>", "<image>", "<begin_of_image>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "<unk>", "<startoftranscript>"]
+_WORDS = _NAMES + [f"t{i:03}" for i in range(len(_NAMES), VOCAB)]
+
+
+def text_of(tokens: list[int]) -> str:
+    """What the tokenizer makes these tokens of."""
+    return " ".join(_WORDS[token] for token in tokens)
 
 
 def write_tokenizer(folder: Path) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json`."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    words = _NAMES + [f"t{i:03}" for i in range(len(_NAMES), VOCAB)]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _NAMES])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -169,6 +169,27 @@ def test_runs_and_says_so_where_torch_is_missing(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("arch", "mark", "text"),
+    [
+        ("", "ok", "A GPU, compute capability 9.0: kernels of sm_90a"),
+        ("sm_80", "ok", "A GPU, compute capability 9.0: kernels of sm_80 (ATTN_BACKEND_ARCH is sm_80)"),
+        ("sm_70", "!!", "A GPU: ATTN_BACKEND_ARCH is 'sm_70', must be 'sm_90a' or 'sm_80'"),
+    ],
+)
+def test_the_arch_of_each_gpu_is_told(arch: str, mark: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
+    answers = {"is_available": True, "device_count": 1, "get_device_capability": (9, 0), "get_device_name": "A GPU"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    finding = doctor._gpu()[0]
+    assert (finding.mark, finding.subject, finding.text) == (mark, "GPU 0", text)
+    assert bool(finding.advice) == (mark == "!!")
+    assert "GPU" not in finding.advice
+
+
 def test_settings_are_listed_with_value_and_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CASCADE", "0")
     monkeypatch.delenv("ATTN_BACKEND_DEBUG", raising=False)

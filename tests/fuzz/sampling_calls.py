@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import attention_kernels
 import numpy
 import torch
 from sampling_oracle import keeps, probabilities, race_values
@@ -58,7 +59,7 @@ def shape_of(rng: numpy.random.Generator) -> tuple[int, int]:
 
 
 def random_row_ctas(rng: numpy.random.Generator, device: torch.device) -> int:
-    has_clusters = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+    has_clusters = device.type == "cpu" or attention_kernels.has_clusters()
     return int(rng.choice([0, 0, 1, 2, 4, 8, 16])) if has_clusters else int(rng.integers(2))
 
 

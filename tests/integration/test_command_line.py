@@ -53,6 +53,21 @@ def test_a_comparison_starts_with_what_was_asked_for(name, parse, model_folder):
         Comparison.make(parse(name, "--num-prompts 7 --longest-prompt 9"), name)
 
 
+def test_the_reference_may_have_other_arguments_and_fewer_gpus(parse, model_folder):
+    def servers(line):
+        given = parse("tokens", f"--num-prompts 1 --reference stock {line}")
+        made = compare_tokens.launches(given, Comparison.make(given, "tokens").launch)
+        return [(launch.backend, launch.tensor_parallel_size, launch.extra_arguments) for _, launch in made.values()]
+
+    assert servers("--server-args='--seed 1'") == [("stock", 1, ["--seed", "1"]), ("attn_backend", 1, ["--seed", "1"])]
+    assert servers("--tensor-parallel-size 2 --server-args='--seed 1' --reference-args=''") == [("stock", 2, []), ("attn_backend", 2, ["--seed", "1"])]
+    ranks = "--tensor-parallel-size 2 --reference-tensor-parallel-size 1"
+    with pytest.raises(ValueError, match=r"reference-tensor-parallel-size: 1, must be 2 for .*, whose weights are random"):
+        servers(ranks)
+    (model_folder / "model.safetensors").touch()
+    assert servers(f"{ranks} --server-args='--seed 1'") == [("stock", 1, ["--seed", "1"]), ("attn_backend", 2, ["--seed", "1"])]
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_comparison_writes_its_settings_beside_the_outcome(name, parse, model_folder):
     setup = Comparison.make(parse(name, "--num-prompts 2 --dtype float16"), name)
@@ -102,7 +117,15 @@ def test_the_command_line_of_the_loads_that_share_prefixes():
 
 def documented_commands(module):
     """Command lines of `python -m module` in the documents and in its own help; lines that end with a backslash go on."""
-    files = ("README.md", "CONTRIBUTING.md", "docs/benchmarks.md", "docs/performance.md", "docs/sampling.md", f"{module.replace('.', '/')}.py")
+    files = (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/benchmarks.md",
+        "docs/engines.md",
+        "docs/performance.md",
+        "docs/sampling.md",
+        f"{module.replace('.', '/')}.py",
+    )
     texts = [(REPOSITORY / name).read_text().replace("\\\\\n", "\\\n") for name in files]
     lines = "\n".join(texts).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True)[3:] for line in map(str.strip, lines) if line.startswith(f"python -m {module} -")]

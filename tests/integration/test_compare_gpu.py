@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the environment of `make test`")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from integration.tiny_models.compare_gpu import compare, distance
-from integration.tiny_models.questions import Answer
+from integration.tiny_models import reference, sglang_engine_runner
+from integration.tiny_models.compare_gpu import compare, distance, families_of
+from integration.tiny_models.families import FAMILIES
+from integration.tiny_models.questions import LABELS, Answer, Question, questions
+from integration.tiny_models.tokenizer import BOS, VOCAB, text_of, write_tokenizer
 
 REFERENCE = Answer([1, 2, 3], [-1.0, -2.0, -3.0], [-4.0])
 
@@ -49,3 +54,116 @@ def test_the_engines_own_backend_is_the_measure(ours, near, tmp_path):
 
 def test_a_family_that_failed_is_not_near(tmp_path):
     assert compare("vllm", "bert", tmp_path, tmp_path) == (False, "failed")
+
+
+# What SGLang's engine is asked (integration/tiny_models/sglang_engine_runner.py)
+
+
+class FakeEngine:
+    """Keeps what it is asked, and gives `outputs`."""
+
+    def __init__(self, outputs):
+        self.outputs, self.asked = outputs, None
+        self.loop, self.tokenizer_manager = asyncio.new_event_loop(), self
+
+    def generate(self, **asked):
+        self.asked = asked
+        return self.outputs
+
+    def encode(self, prompts):
+        self.asked = prompts
+        return self.outputs
+
+    async def generate_request(self, request, _http_request):
+        self.asked = request
+        yield self.outputs
+
+
+def of_tokens(*logprobs):
+    return [(logprob, token, None) for token, logprob in enumerate(logprobs)]
+
+
+def test_every_family_is_asked():
+    for engine in ("vllm", "sglang"):
+        assert families_of(engine, None) == [name for name, family in FAMILIES.items() if engine in family.engines]
+    assert families_of("sglang", ["whisper", "bloom", "bert"]) == ["bert", "whisper"]  # SGLang has no BLOOM
+    assert {FAMILIES[name].kind for name in families_of("sglang", None)} == set(sglang_engine_runner.ASK)
+
+
+def test_the_engine_is_asked_for_tokens_alone():
+    asked = questions(FAMILIES["gemma2"])
+    engine = FakeEngine([{"meta_info": {"output_token_logprobs": of_tokens(-1.0, -2.0)}}])
+    assert sglang_engine_runner.generate(engine, Path(), asked) == [Answer([0, 1], [-1.0, -2.0])]
+    assert engine.asked["input_ids"] == [question.tokens for question in asked]
+    assert "image_data" not in engine.asked
+    assert "audio_data" not in engine.asked
+    for logprobs in ((), (float("nan"),)):
+        engine.outputs = [{"meta_info": {"output_token_logprobs": of_tokens(*logprobs)}}]
+        with pytest.raises(AssertionError, match="must be finite, and some"):
+            sglang_engine_runner.generate(engine, Path(), asked)
+
+
+def test_images_belong_to_their_prompts(monkeypatch, need_engine):
+    need_engine("sglang")
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    monkeypatch.setattr(reference, "image_pixels", lambda _folder, question: torch.tensor(question.image))
+    asked = questions(FAMILIES["gemma3"])
+    engine = FakeEngine([])
+    sglang_engine_runner.generate(engine, Path(), asked)
+    request = GenerateReqInput(**engine.asked)
+    request.normalize_batch_and_arguments()
+    for i, question in enumerate(asked):
+        one = request[i]
+        assert one.input_ids == question.expanded
+        assert one.contains_mm_input() == (question.image is not None)
+        if question.image is not None:
+            (image,) = one.image_data
+            assert image["format"] == "processor_output"
+            assert torch.equal(image["pixel_values"], torch.tensor(question.image))
+
+
+def test_whisper_takes_the_prompts_of_the_questions(monkeypatch, need_engine):
+    need_engine("sglang")
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    monkeypatch.setattr(reference, "audio_features", lambda _folder, question: torch.tensor(question.audio)[None])
+    asked = questions(FAMILIES["whisper"])
+    engine, processor = FakeEngine([]), FakeEngine([])
+    sglang_engine_runner.generate(engine, Path(), asked)
+    sglang_engine_runner.take_prompts(processor)
+    request = GenerateReqInput(**engine.asked)
+    request.normalize_batch_and_arguments()
+    for i, question in enumerate(asked):
+        one = request[i]
+        assert one.contains_mm_input()
+        given = {"image_data": None, "request_obj": one, "max_req_input_len": 128}
+        processed = asyncio.run(processor.process_mm_data_async(audio_data=one.audio_data, input_text=one.input_ids, **given))
+        assert processed.input_ids == question.tokens
+        (item,) = processed.mm_items
+        assert torch.equal(item.feature, torch.tensor(question.audio))
+
+
+def test_embeddings_are_asked_for_by_words(tmp_path):
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(range(VOCAB))
+    engine = FakeEngine([{"embedding": [0.5, -0.5]}])
+    assert sglang_engine_runner.embed(engine, tmp_path, [Question([12, 13])]) == [Answer(embedding=[0.5, -0.5])]
+    assert engine.asked == ["t012 t013"]
+
+
+def test_items_are_scored_behind_their_delimiters(need_engine):
+    need_engine("sglang")
+    first, *others = ([(-float(3 * place + i), label, None) for i, label in enumerate(LABELS)] for place in range(3))
+    engine = FakeEngine([{"meta_info": {"input_token_ids_logprobs": [first, *others]}}])
+    assert sglang_engine_runner.score_items(engine, Path(), [Question([30, 31], items=[[40], [41, 42]])]) == [
+        Answer(LABELS * 2, [-3.0, -4.0, -5.0, -6.0, -7.0, -8.0])
+    ]
+    request = engine.asked
+    request.normalize_batch_and_arguments()
+    one = request[0]
+    assert one.input_ids == [30, 31, BOS, 40, BOS, 41, 42, BOS]
+    assert one.multi_item_delimiter_indices == [2, 4, 7]
+    assert (one.token_ids_logprob, one.logprob_start_len, one.sampling_params["max_new_tokens"]) == (LABELS, 0, 0)

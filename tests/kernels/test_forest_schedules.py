@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import attention_kernels
 import numpy
 import pytest
 import torch
@@ -23,6 +24,7 @@ MOST_PAGES = 1024  # ... are compared with all others
 
 
 def plan_only(rng: numpy.random.Generator, device: torch.device, batch: Batch, cascade: object) -> tuple[Attention, BSRView]:
+    kernels = [kernel for kernel in attention_kernels.GPU_KERNELS if device.type == "cpu" or attention_kernels.is_available(kernel)]
     heads = int(rng.choice([1, 2, 4, 8]))
     attention = Attention(
         heads * int(rng.choice([1, 2, 4, 8])),
@@ -33,7 +35,7 @@ def plan_only(rng: numpy.random.Generator, device: torch.device, batch: Batch, c
         max_batch=len(batch.pages) + int(rng.integers(9)),
         num_ctas=[None, 1, 3, 37, 264][rng.integers(5)],
         cascade=cascade,
-        kernel=rng.choice(["hopper", "generic", None]),
+        kernel=rng.choice([*kernels, None]),
     )
     view = batch.view(rng, device)
     attention.plan(view)

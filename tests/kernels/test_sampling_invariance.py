@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import attention_kernels
 import cpu_isa
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
     choose = random.Random(number)
     generator = torch.Generator().manual_seed(number)
     vocab, batch = choose.choice([1, 31, 512, 513, 1000, 2049, 5000, 8192, 32000, 40961, 128256]), choose.choice([1, 2, 3, 7])
-    row_ctas = choose.choice([0, 1, 2, 4, 8, 16] if torch.cuda.get_device_capability() == (9, 0) else [0, 1])
+    row_ctas = choose.choice([0, 1, 2, 4, 8, 16] if attention_kernels.has_clusters() else [0, 1])
     dtype = choose.choice([torch.float32, torch.bfloat16, torch.float16])
     wide = torch.zeros(batch, vocab + choose.choice([0, 3, 8]), dtype=dtype)
     logits = wide[:, :vocab]
@@ -135,7 +136,7 @@ def test_top_p_alone_in_long_rows_is_on_a_gpu_as_on_a_cpu(kind: str) -> None:
         if choose.random() < 0.3:
             settings["token_mask"] = bits(torch.rand(batch, vocab, generator=generator) < 0.5)
         on_cpu = sample(logits, return_logprobs=True, **settings)
-        for row_ctas in (0, 1, 2, 4, 8, 16) if torch.cuda.get_device_capability() == (9, 0) else (0, 1):
+        for row_ctas in (0, 1, 2, 4, 8, 16) if attention_kernels.has_clusters() else (0, 1):
             for wants in (False, True):
                 on_gpu = sample(logits.cuda(), return_logprobs=wants, row_ctas=row_ctas, **moved(settings))
                 assert tokens_of(on_gpu) == tokens_of(on_cpu)

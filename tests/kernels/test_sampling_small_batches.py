@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import attention_kernels
 import pytest
 import torch
 from sampling_problems import ROW_KINDS, draw_settings, rows_of
@@ -81,7 +82,7 @@ def test_rows_of_which_few_tokens_survive(kind: str) -> None:
             settings["min_p"] = torch.tensor([choose.choice([0.1, 0.01, 0.0, 1.0]) for _ in range(batch)])
         settings["filter_order"] = choose.choice(["top_k_first", "top_k_first", "joint"])
         on_cpu = sample(logits, **settings)
-        for row_ctas in (0, 1, 2, 4, 8, 16) if torch.cuda.get_device_capability() == (9, 0) else (0, 1):
+        for row_ctas in (0, 1, 2, 4, 8, 16) if attention_kernels.has_clusters() else (0, 1):
             assert_same(sample(logits.cuda(), row_ctas=row_ctas, **moved(settings)), on_cpu)
 
 
@@ -98,5 +99,5 @@ def test_few_tokens_survive_top_k_and_a_top_p_of_all_tokens(kind: str) -> None:
         settings["top_p"] = torch.tensor([0.001, 0.01, 0.1, 0.3, 0.6, 0.9])
         settings["min_p"] = choose.choice([0.0, 0.05])
         on_cpu = sample(logits, filter_order="joint", **settings)
-        for row_ctas in (0, 4, 8, 16) if torch.cuda.get_device_capability() == (9, 0) else (0,):
+        for row_ctas in (0, 4, 8, 16) if attention_kernels.has_clusters() else (0,):
             assert_same(sample(logits.cuda(), filter_order="joint", row_ctas=row_ctas, **moved(settings)), on_cpu)

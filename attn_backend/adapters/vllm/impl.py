@@ -13,7 +13,8 @@ from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES, 
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
-from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
+from attn_backend.kernels.kernel_files import arch_on
+from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, SM90, HeadDims
 from attn_backend.metadata.kv_cache import KVCache
 
 
@@ -24,7 +25,7 @@ def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.
         float8: the cache's dtype if it has 8 bits.
     """
     has_kernel = float8 == torch.float8_e4m3fn and HeadDims.of(head_size) in MULTIPLIED_FLOAT8_HEAD_DIMS
-    return has_kernel and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return has_kernel and device.type == "cuda" and arch_on(device) == SM90
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:

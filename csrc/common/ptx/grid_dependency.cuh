@@ -1,4 +1,5 @@
-// griddepcontrol: programmatic dependent launch. Both do nothing before Hopper and in a launch without the attribute.
+// griddepcontrol: programmatic dependent launch. Both do nothing before Hopper and in a launch without the attribute. A
+// kernel that was compiled without them is launched without it (runtime/driver.cpp).
 #pragma once
 
 namespace attn::ptx {

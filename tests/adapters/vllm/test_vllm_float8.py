@@ -216,9 +216,13 @@ def test_an_encoder_has_no_cache() -> None:
 def test_queries_stay_16_bits_where_kernels_widen_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AttnImpl.supports_quant_query_input is False
     assert make_impl(kv_cache_dtype="fp8").supports_quant_query_input is False  # on a CPU
+    monkeypatch.delenv("ATTN_BACKEND_ARCH", raising=False)
     gpus = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", gpus.__getitem__)
     assert [vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, gpu) for gpu in gpus] == [True, False, False]
+    with monkeypatch.context() as patch:
+        patch.setenv("ATTN_BACKEND_ARCH", "sm_80")
+        assert vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, torch.device("cuda", 0)) is False, "the sm_80 build widens them"
     for float8, head_size in ((None, 128), (torch.float8_e5m2, 128), (torch.float8_e4m3fn, 256), (torch.float8_e4m3fn, 96)):
         assert vllm_impl.multiplies_float8(float8, head_size, torch.device("cuda", 0)) is False
 

@@ -1,0 +1,116 @@
+"""ATTN_BACKEND_ARCH: every lookup of a kernel takes that arch's build, on the GPUs that can run it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+import variant_sources
+from test_code_address import Driver
+from test_variant_kernels import needs_nvcc, needs_nvrtc
+
+from attn_backend.kernels import cubins, kernel_cache, kernel_files, manifest, sampling, variant_kernels
+from attn_backend.kernels.attention_config import AttentionConfig, choose_design
+from attn_backend.kernels.attention_variant import AttentionVariant
+
+CUDA = torch.device("cuda", 0)
+GENERIC = manifest.DESIGNS["generic"]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """A GPU that is not there, under ATTN_BACKEND_ARCH=sm_80. Returns name and arch of each kernel that is looked for."""
+    monkeypatch.setenv("ATTN_BACKEND_ARCH", "sm_80")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    found: list[tuple[str, str]] = []
+    monkeypatch.setattr(kernel_files, "find_kernel", lambda name, arch: found.append((name, arch)) or Path(arch, name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "expected", "target"),
+    [
+        ("", (9, 0), "sm_90a", "sm_90a"),
+        ("sm_90a", (9, 0), "sm_90a", "sm_90a"),
+        ("sm_80", (9, 0), "sm_80", "compute_80"),
+        ("sm_80", (8, 9), "sm_80", "sm_80"),
+        ("", (10, 0), "sm_80", "sm_100"),
+        ("sm_80", (12, 0), "sm_80", "compute_80"),
+    ],
+)
+def test_archs_that_a_gpu_runs(arch: str, capability: tuple[int, int], expected: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
+    assert cubins.arch_of(capability) == expected
+    assert variant_kernels.target_of(capability) == target
+    assert variant_kernels.is_target(target)
+    assert variant_kernels.arch_of(target) == expected
+
+
+@pytest.mark.parametrize(("capability", "must_be"), [((8, 0), "'sm_80'"), ((10, 0), "'sm_80'")], ids=str)
+def test_an_arch_that_the_gpu_cannot_run_is_refused(capability: tuple[int, int], must_be: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_ARCH", "sm_90a")
+    text = rf"^ATTN_BACKEND_ARCH is 'sm_90a', must be {must_be} on a GPU of compute capability {capability[0]}\.{capability[1]}$"
+    for lookup in (cubins.arch_of, variant_kernels.target_of):
+        with pytest.raises(ValueError, match=text):
+            lookup(capability)
+
+
+def test_only_the_designs_of_the_arch(hopper: list[tuple[str, str]]) -> None:
+    assert choose_design(None, CUDA) is choose_design("generic", CUDA) is GENERIC
+    with pytest.raises(ValueError, match=r"kernel is 'hopper', must be 'generic' or None: this GPU runs kernels of sm_80"):
+        choose_design("hopper", CUDA)
+
+
+def test_kernels_of_attention(hopper: list[tuple[str, str]]) -> None:
+    config = AttentionConfig(
+        8, 2, 128, 128, *[torch.bfloat16] * 3, CUDA, 4, 4, 1, None, True, False, kernel=None, variant=None, sinks=False, float8_out=True
+    )  # fmt: skip
+    files = config.kernel_files(None)
+    assert files["attention"] == "sm_80/attention_sm80_bf16_d128_standard"
+    assert {"plan", "merge_bf16"} < {name for name, _ in hopper}
+    assert {arch for _, arch in hopper} == {"sm_80"}
+    assert all(name in manifest.kernels("sm_80") for name, _ in hopper)
+
+
+def test_sampling_has_no_clusters(hopper: list[tuple[str, str]]) -> None:
+    assert sampling._kernel.__wrapped__("f32", CUDA) == (f"sm_80/{manifest.sampling_name('f32')}", 1)
+
+
+def test_other_kernels(hopper: list[tuple[str, str]]) -> None:
+    for name in ("append", "append_latent", "selected_slots", manifest.merge_states_name("f32")):
+        assert kernel_files.kernel_file(name, CUDA) == f"sm_80/{name}"
+
+
+def test_kernels_of_variants(hopper: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
+    variant = AttentionVariant(variant_sources.ALIBI, GENERIC, torch.bfloat16, 128, CUDA)
+    with pytest.raises(RuntimeError, match=r"attention_sm80_bf16_d128 for compute_80.* `attn-backend compile .* --arch compute_80` compiles it ahead"):
+        variant.files()
+
+
+@pytest.mark.parametrize("compiler", [pytest.param("nvcc", marks=needs_nvcc), pytest.param("nvrtc", marks=needs_nvrtc)])
+def test_variants_are_compiled_to_ptx(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", compiler)
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    kernel = manifest.variant_kernels("sm_80", GENERIC, "bf16", 64, variant_sources.SLANTED)["merge"]
+    entry = variant_kernels.find_cubin(variant_sources.SLANTED, kernel, variant_kernels.PTX_OF_SM80, "", jit=True)
+    assert kernel_cache.fault(entry) == ""
+    content = entry.read_bytes()
+    assert all(kernel_cache.damage(content[:length]) for length in (*range(0, len(content), 997), len(content) - 1))
+    assert content.startswith({"nvcc": b"\x50\xed\x55\xba", "nvrtc": b"//"}[compiler])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", manifest.ARCHS)
+def test_the_driver_knows_what_a_kernel_was_compiled_for(arch: str) -> None:
+    """csrc/runtime/driver.cpp asks it whether the kernel has griddepcontrol."""
+    if arch == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU does not run sm_90a")
+    driver, function, version = Driver(), ctypes.c_void_p(), ctypes.c_int()
+    module = driver.load(cubins.find_kernel("merge_bf16", arch))
+    driver.call("cuModuleGetFunction", ctypes.byref(function), module, b"merge_kernel")
+    driver.call("cuFuncGetAttribute", ctypes.byref(version), 5, function)  # CU_FUNC_ATTRIBUTE_PTX_VERSION
+    assert version.value == {"sm_90a": 90, "sm_80": 80}[arch]
