@@ -361,7 +361,7 @@ class Attention:
                 check_page_ids(view.with_slots_counted(), kv.num_pages)
             raise ValueError(describe_errors(errors))
         if self._variant is not None and self._variant.is_interpreted:
-            self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks, out_scale)
+            self._variant.interpret(self._levels, q, kv, out, lse, scale, sinks, q_scale, out_scale)
         return out if lse is None or not return_lse else (out, lse)
 
     def _new_out(self, q: Tensor, out_scale: Scale) -> Tensor:

@@ -83,7 +83,7 @@ def test_no_other_variant_is_taken_for_a_shipped_one(variant: Variant, package: 
 
 def test_other_forms_are_compiled(package: FakeKernels) -> None:
     for options in ({"head_dim": 256}, {"design": GENERIC}, {"sinks": True}):
-        with pytest.raises(RuntimeError, match="variant alibi .* is not compiled"):
+        with pytest.raises(RuntimeError, match=r"variant alibi .* is not compiled"):
             found(builtin.alibi(), **options)  # type: ignore[arg-type]
 
 
