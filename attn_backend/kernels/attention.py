@@ -355,7 +355,8 @@ class Attention:
                 check_page_ids(view.with_slots_counted(), kv.num_pages)
             raise ValueError(describe_errors(errors))
         if self._variant is not None and self._variant.is_interpreted:
-            self._variant.interpret(self._levels, q if q_rope is None else torch.cat((q, q_rope), -1), kv, out, lse, scale, sinks, out_scale)
+            whole_q = q if q_rope is None else torch.cat((q, q_rope), -1)
+            self._variant.interpret(self._levels, whole_q, kv, out, lse, scale, sinks, q_scale, out_scale)
         return out if lse is None or not return_lse else (out, lse)
 
     def _new_out(self, q: Tensor, out_scale: Scale) -> Tensor:

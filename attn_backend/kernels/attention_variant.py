@@ -97,7 +97,7 @@ class AttentionVariant:
             widens = self._kv_element is not None
             return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._dims, self._command(jit), jit, widens))}
         except RuntimeError as error:
-            if not jit or cpp_compiler.compiler() is not None or self._kv_element is not None or not interpreted_variant.is_possible(self.variant):
+            if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
                 raise
             interpreted_variant.warn_once(self.variant, str(error))
         self.is_interpreted = True
@@ -189,11 +189,12 @@ class AttentionVariant:
         return True
 
     def interpret(
-        self, levels: Sequence[BSRView], q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, out_scale: Scale
-    ) -> None:
+        self, levels: Sequence[BSRView], q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, q_scale: Scale,
+        out_scale: Scale,
+    ) -> None:  # fmt: skip
         """A run by torch, whose arguments have been checked."""
         visibilities = [self.visibility(view, len(levels)) for view in levels]
-        interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks, out_scale)
+        interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks, q_scale, out_scale)
 
     def _command(self, jit: bool) -> str:
         """The command that compiles the variant ahead, for messages; "" if it is compiled now."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -211,7 +211,7 @@ def find_kernel(name: str, arch: str) -> Path:
     Raises:
         RuntimeError: it is nowhere and cannot be compiled.
     """
-    return code_address.usable(_whole_kernel(name, arch))
+    return code_address.usable(shipped_or(name, arch, lambda: _cached_or_compiled(name, arch)))
 
 
 def forget_kernels(error: RuntimeError) -> None:
@@ -220,14 +220,19 @@ def forget_kernels(error: RuntimeError) -> None:
     find_kernel.cache_clear()
 
 
-def _whole_kernel(name: str, arch: str) -> Path:
+def shipped_or(name: str, arch: str, made: Callable[[], Path]) -> Path:
+    """The kernel of the package, or else what `made` gives: if it is missing or damaged.
+
+    Raises:
+        RuntimeError: `made` does; says so if the kernel of the package is damaged.
+    """
     shipped = shipped_kernel(name, arch)
     if not shipped.exists():
-        return _cached_or_compiled(name, arch)
+        return made()
     fault = shipped_fault(shipped)
     if not fault:
         return shipped
     try:
-        return _cached_or_compiled(name, arch)
+        return made()
     except RuntimeError as error:
         raise RuntimeError(f"{fault}: reinstall attn-backend; {error}") from error

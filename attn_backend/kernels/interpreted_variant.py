@@ -57,9 +57,10 @@ class Pairs:
 
 def run(
     variant: Variant, args: Mapping[str, Any], levels: Sequence[BSRView], visibilities: Sequence[tuple[bool, int]],
-    q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, out_scale: Scale,
+    q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, q_scale: Scale, out_scale: Scale,
 ) -> None:  # fmt: skip
-    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of each level.
+    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of each level. Scales multiply scores before the
+    variant sees them, and sums of values.
 
     Raises:
         ValueError: a page id beyond the cache, or levels of which the variant's functions would have to know more.
@@ -88,12 +89,21 @@ def run(
                     request, index = pairs.requests[tile][None, :, None], pairs.indices[tile][None, :, None]
                     of_rows = (request[0], heads[:, 0, 0], position[0], args)
                     queries = functions.query(q[rows].double(), *of_rows, row=rows[:, None], kv_len=kv_len)
-                    scores = functions.logits(_scores(queries, k) * sm_scale, request, heads, position, token, args)
+                    k_scale, v_scale, of_q = (_of_heads(scale, pairs.requests[tile], kv.num_kv_heads) for scale in (kv.k_scale, kv.v_scale, q_scale))
+                    products = _scores(queries, k) * sm_scale * (k_scale * of_q).repeat_interleave(q.shape[1] // kv.num_kv_heads, 1).T[:, :, None]
+                    scores = functions.logits(products, request, heads, position, token, args)
                     distance = pairs.places[tile][:, None] - tokens[None, :]
                     seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
                     seen = seen & ((distance >= 0) | (not causal)) & ((distance <= window_left) | (window_left < 0))
-                    states.add(rows, scores, seen, v)
+                    states.add(rows, scores, seen, v, v_scale)
     states.finish(out, lse, sinks, out_scale)
+
+
+def _of_heads(scale: Scale, requests: Tensor, num_kv_heads: int) -> Tensor:
+    """[rows, KV heads] of a scale, for rows of these requests; one that has none takes the nearest."""
+    scale = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64)
+    of_rows = scale[requests.clamp(0, scale.shape[0] - 1)] if scale.ndim == 2 else scale
+    return of_rows.expand(requests.numel(), num_kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -114,8 +124,8 @@ class _States:
         self._sum = torch.zeros(rows, heads, dtype=torch.float64)
         self._o = torch.zeros(rows, heads, head_dim_v, dtype=torch.float64)
 
-    def add(self, rows: Tensor, scores: Tensor, seen: Tensor, v: Tensor) -> None:
-        """scores, seen: [heads, rows, tokens]; v: [tokens, KV heads, head_dim]."""
+    def add(self, rows: Tensor, scores: Tensor, seen: Tensor, v: Tensor, v_scale: Tensor) -> None:
+        """scores, seen: [heads, rows, tokens]; v: [tokens, KV heads, head_dim]; v_scale: [rows, KV heads]."""
         self._is_planned[rows] = True
         if not v.shape[0]:
             return
@@ -128,7 +138,7 @@ class _States:
             self._peak[rows] = peak
             self._sum[rows] = self._sum[rows] * rescale + weights.sum(dim=-1)
             self._o[rows] *= rescale[..., None]
-        grouped = weights.unflatten(1, (v.shape[1], -1))
+        grouped = weights.unflatten(1, (v.shape[1], -1)) * v_scale[:, :, None, None]
         self._o[rows] += torch.einsum("rkgt,tkd->rkgd", grouped, v).flatten(1, 2)
 
     def finish(self, out: Tensor, lse: Tensor | None, sinks: Tensor | None, out_scale: Scale) -> None:

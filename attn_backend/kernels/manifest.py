@@ -12,6 +12,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from . import kernel_templates as templates
+from .shipped_variants import SHIPPED_VARIANTS, shipped_variant
 
 SM90, SM80 = "sm_90a", "sm_80"
 ARCHS = (SM90, SM80)
@@ -78,6 +79,7 @@ LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for he
 SHIPPED_HEAD_DIMS = {
     "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
+    "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),  # and all of SHIPPED_VARIANTS: of each arch's default design
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
 MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # whose e4m3 Q and K Hopper multiplies as they are
@@ -192,7 +194,8 @@ def variant_kernels(
     float8_q: bool = False, float8_out: bool = False,
 ) -> dict[str, Kernel]:  # fmt: skip
     """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given sinks. kv_element, float8_q: as in
-    attention_name(). float8_out: also those whose outputs are of 8 bits."""
+    attention_name(). float8_out: also those whose outputs are of 8 bits. A variant with the source of a shipped one has the kernels of that, by its name."""
+    variant = shipped_variant(variant.source) or variant
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
@@ -306,9 +309,14 @@ def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]
 def _attention_kernels() -> list[Kernel]:
     made = []
     for element in CUDA_ELEMENTS:
-        for variant, shipped in SHIPPED_HEAD_DIMS.items():
-            for dims in shipped:
+        for variant in VARIANTS:
+            for dims in SHIPPED_HEAD_DIMS[variant]:
                 made += attention_kernels(element, dims, (variant,))
+        for shipped in SHIPPED_VARIANTS:
+            for arch in ARCHS:
+                design = next(design for design in DESIGNS.values() if arch in design.archs)
+                for dims in SHIPPED_HEAD_DIMS[shipped.name]:
+                    made += variant_kernels(arch, design, element, dims, shipped).values()
     for dims in SHIPPED_FLOAT8_HEAD_DIMS:
         made += attention_kernels("bf16", dims, ("standard",), "e4m3")
     for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:

@@ -44,15 +44,21 @@ def is_target(text: str) -> bool:
 
 
 def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, command: str, jit: bool) -> Path:
-    """The cubin of a variant's kernel, seen to be whole; compiled now if it is missing and `jit`. command: what compiles it ahead, for messages.
+    """The cubin of a variant's kernel, seen to be whole: from the package if it ships there, else from the cache, or compiled now if it is missing and `jit`.
+    command: what compiles it ahead, for messages.
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.
     """
     what = f"variant {variant.name} ({kernel.name.removesuffix(f'_{variant.name}')} for {target})"
-    place = Path(target) / f"{kernel.name}-{cubins.content_key(kernel.source, _nvcc_flags(target))}.cubin"
-    compiled = lambda: _compile_cuda(variant, kernel, target, what)  # noqa: E731
-    return code_address.usable(_find(what, place, compiled, command, jit))
+
+    def found() -> Path:
+        place = Path(target) / f"{kernel.name}-{cubins.content_key(kernel.source, _nvcc_flags(target))}.cubin"
+        return _find(what, place, lambda: _compile_cuda(variant, kernel, target, what), command, jit)
+
+    arch = arch_of(target)
+    is_shipped = manifest.kernels(arch).get(kernel.name) == kernel  # not another variant of its name
+    return code_address.usable(cubins.shipped_or(kernel.name, arch, found) if is_shipped else found())
 
 
 def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | manifest.HeadDims, command: str, jit: bool, widens: bool = False) -> Path:

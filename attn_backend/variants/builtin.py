@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.structure import check_int, refuse
+from .custom_masks import custom_mask, tree_mask
 from .params import Param
 from .reference import Reference
 from .rotary import llama3_frequencies, rope, rope_at, rope_frequencies, rope_in_cache
@@ -110,7 +111,8 @@ def alibi(slopes: Tensor | None = None) -> Variant:
     table = slopes
 
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + slopes[h] * (kv_idx - q_idx)  # type: ignore[index]
+        # Floats are exact up to 2^24 tokens. A difference of integers takes registers that Hopper's kernels do not have.
+        return score + slopes[h] * (kv_idx.to(score.dtype) - q_idx.to(score.dtype))  # type: ignore[index]
 
     return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, 1, table)])
 
@@ -263,53 +265,3 @@ def request_scale(sm_scales: Tensor | None = None) -> Variant:
         return score * sm_scales[b]  # type: ignore[index]
 
     return Variant.from_functions(request_scale, tensors=[Param("sm_scales", torch.float32, 1, table)])
-
-
-def custom_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None) -> Variant:
-    """Any mask, a bit for each query and token: bit i * kv_len + k of a request's bytes, for its i-th query; FlashInfer's packed_custom_mask.
-
-    Args:
-        packed_mask: uint8: of each request q_len x kv_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
-        mask_indptr: int32 [batch + 1]: where each request's bytes begin. At most 2^31 bytes in all.
-    """
-
-    def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any, index: Any, kv_len: Any) -> Any:
-        bit = index.to(torch.int64) * kv_len + kv_idx
-        return (packed_mask[mask_indptr[b] + bit // 8] >> (bit % 8)) & 1 != 0  # type: ignore[index]
-
-    hook = """
-  bool mask(const ScoreRow& row, int32_t kv_position) const {
-    const int64_t bit = static_cast<int64_t>(row.index) * row.kv_len + kv_position;
-    return packed_mask(mask_indptr(row.request) + static_cast<int32_t>(bit >> 3)) >> (bit & 7) & 1;
-  }
-"""
-    return _packed("custom_mask", hook, reference, packed_mask, mask_indptr, skips_kv_tiles=True)
-
-
-def tree_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None) -> Variant:
-    """A mask over a request's own queries: each sees all tokens before them, and of them what its bits say. For speculative trees.
-
-    Args:
-        packed_mask: uint8: of each request q_len x q_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
-        mask_indptr: int32 [batch + 1]: where each request's bytes begin.
-    """
-
-    def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any, index: Any, kv_len: Any) -> Any:
-        first = q_idx - index
-        bit = index.to(torch.int64) * (kv_len - first) + torch.clamp(kv_idx - first, min=0)
-        return (kv_idx < first) | ((packed_mask[mask_indptr[b] + bit // 8] >> (bit % 8)) & 1 != 0)  # type: ignore[index]
-
-    hook = """
-  bool mask(const ScoreRow& row, int32_t kv_position) const {
-    const int32_t first = row.position - row.index;  // query
-    const int64_t bit = static_cast<int64_t>(row.index) * (row.kv_len - first) + max(kv_position - first, 0);
-    const unsigned char byte = packed_mask(mask_indptr(row.request) + static_cast<int32_t>(bit >> 3));
-    return (kv_position < first) | (byte >> (bit & 7) & 1);
-  }
-"""
-    return _packed("tree_mask", hook, reference, packed_mask, mask_indptr)
-
-
-def _packed(name: str, hook: str, reference: Any, packed_mask: Tensor | None, mask_indptr: Tensor | None, skips_kv_tiles: bool = False) -> Variant:
-    params = (Param("packed_mask", torch.uint8, 1, packed_mask), Param("mask_indptr", torch.int32, 1, mask_indptr))
-    return Variant.from_source(hook, params, name=name, skips_kv_tiles=skips_kv_tiles, reference=Reference(None, reference, params, wants_row=True))

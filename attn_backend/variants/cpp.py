@@ -211,7 +211,9 @@ def _float(value: float) -> str:
 
 
 def source_of(bodies: Sequence[Body]) -> str:
-    """The whole file: UserVariant is the one body, or has one part for each of several."""
+    """The whole file: UserVariant is the one body, or has one part for each of several. Bodies without hooks and parameters, of masks that are intervals, leave
+    nothing: alibi() & causal() has the source of alibi()."""
+    bodies = [body for body in bodies if body.hooks or body.params] or bodies[:1]
     text = _struct("UserVariant", bodies[0]) if len(bodies) == 1 else _combined(bodies)
     return f"{INCLUDES}\nnamespace attn {{\n\n{text}\n}}  // namespace attn\n"
 

@@ -24,9 +24,10 @@ def test_kernel_set_is_complete() -> None:
     multiplied = ["bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard", "bf16_e4m3_q_to_e4m3_d128_standard"]
     merges = {"merge_bf16", "merge_f16", "merge_e4m3", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
     appends = {"append", "append_latent"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
+    alibi = [f"{dtype}_d{head_dim}_alibi" for dtype in ("bf16", "f16") for head_dim in (64, 128)]
     everywhere = {"plan", "selected_slots"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
-    hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, *multiplied]}
-    assert set(manifest.kernels("sm_80")) == everywhere
+    hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, *multiplied, *alibi]}
+    assert set(manifest.kernels("sm_80")) == everywhere | {f"attention_sm80_{shape}" for shape in alibi}
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
 
 
@@ -177,9 +178,12 @@ def test_spills_are_counted() -> None:
 
 
 def test_faults_are_found() -> None:
-    assert fault("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 168 registers") == ""
-    assert fault("40 bytes stack frame, 160 bytes spill stores, 80 bytes spill loads") == "SPILLS"
-    assert fault("ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...") == "SERIALIZES WGMMA"
+    spilled = "40 bytes stack frame, {} bytes spill stores, {} bytes spill loads"
+    assert fault("k", f"{spilled.format(0, 0)}\nUsed 168 registers") == ""
+    assert fault("k", spilled.format(20, 20)) == "SPILLS"
+    assert fault("k", "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...") == "SERIALIZES WGMMA"
+    assert fault("attention_sm80_bf16_d128_alibi", spilled.format(20, 20)) == ""
+    assert fault("attention_sm80_bf16_d128_alibi", spilled.format(24, 20)) == "SPILLS"
 
 
 def test_importing_needs_no_gpu() -> None:

@@ -7,10 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import case_tensors
+import cases
+import float8_cases
+import numpy
 import pytest
 import torch
+from float8_cases import Float8Case
 from tiers import mostly_slow
-from variant_fuzz.catalogue import Entry, entries
+from variant_fuzz.catalogue import Entry, Sizes, by_reference, entries, ids
 from variant_fuzz.runner import run_case, tasks
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
@@ -44,6 +49,22 @@ def test_random_batches(entry: Entry) -> None:
 
 def attention(variant: Variant, **options: Any) -> Attention:
     return Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=8, max_batch=2, variant=variant, **options)
+
+
+@pytest.mark.parametrize("q_form", [None, *float8_cases.Q_SCALES])
+def test_caches_of_8_bits(q_form: str | None) -> None:
+    """With scales of each form, of which logits know nothing: a bias is not scaled. Rows of one request and behind a prefix that several share."""
+    variant = builtin.document() & builtin.alibi() & builtin.soft_cap(3.0)
+    for seed, k_form in enumerate(float8_cases.SCALES):
+        spec = cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed)
+        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % 2], k_form, float8_cases.SCALES[seed - 2], q_form)
+        case, rng = problem.case, numpy.random.default_rng(seed)
+        args = ids("document_ids")(rng, Sizes(spec.qo_lens, spec.kv_lens, 4)) | {"slopes": torch.rand(4)}
+        attention = case.attention(variant=variant, sinks=True, **problem.options)
+        attention.plan(case.view, variant_args=args)
+        sinks = torch.linspace(-2, 1, 4)
+        case.run(attention, out=case.out, lse=case.lse, variant_args=args, sinks=sinks, **problem.run_options)
+        case_tensors.check(case, case.out, case.lse, problem.expected(variant=by_reference(variant, args), sinks=sinks))
 
 
 def indptr(*values: int) -> torch.Tensor:

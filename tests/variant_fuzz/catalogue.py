@@ -231,8 +231,8 @@ def sm_scales(rng: numpy.random.Generator, sizes: Sizes) -> Args:
     return {"sm_scales": torch.from_numpy(rng.uniform(0.2, 1.5, max(count, 1))).float()}
 
 
-def bits(square: bool) -> Callable[[numpy.random.Generator, Sizes], Args]:
-    """A bit for each pair of a query and a token, or of two queries; a query sees itself."""
+def bits(square: bool, packed: bool = True) -> Callable[[numpy.random.Generator, Sizes], Args]:
+    """A bit, or a boolean, for each pair of a query and a token, or of two queries; a query sees itself."""
 
     def make(rng: numpy.random.Generator, sizes: Sizes) -> Args:
         masks = []
@@ -243,8 +243,11 @@ def bits(square: bool) -> Callable[[numpy.random.Generator, Sizes], Args]:
             masks.append(torch.from_numpy(mask.flatten()))
         lengths = [0, *(len(mask) for mask in masks)] if masks else [0, 0]
         indptr = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        packed, byte_indptr = segment_packbits(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]), indptr, "little")
-        return {"packed_mask": packed if len(packed) else packed.new_zeros(1), "mask_indptr": byte_indptr}
+        flat = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
+        if not packed:
+            return {"mask": flat if len(flat) else flat.new_zeros(1), "mask_indptr": indptr}
+        packed_mask, byte_indptr = segment_packbits(flat, indptr, "little")
+        return {"packed_mask": packed_mask if len(packed_mask) else packed_mask.new_zeros(1), "mask_indptr": byte_indptr}
 
     return make
 
@@ -278,7 +281,9 @@ def _builtins() -> list[Entry]:
         _entry("position_temperature", builtin.position_temperature(), scales),
         _entry("request_scale", builtin.request_scale(), sm_scales),
         _entry("custom_mask", builtin.custom_mask(), bits(square=False)),
+        _entry("custom_mask_of_booleans", builtin.custom_mask(packed=False), bits(square=False, packed=False)),
         _entry("tree_mask", builtin.tree_mask(), bits(square=True)),
+        _entry("tree_mask_of_booleans", builtin.tree_mask(packed=False), bits(square=True, packed=False)),
         _entry("rope", builtin.rope(builtin.llama3_frequencies(64, original_max_position_embeddings=256))),
         _entry("rope_interleaved", builtin.rope(builtin.rope_frequencies(44), interleaved=True)),
         _entry("rope_at", builtin.rope_at(builtin.rope_frequencies(48)), positions),

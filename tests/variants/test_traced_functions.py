@@ -23,6 +23,11 @@ def packed(square: bool) -> dict[str, torch.Tensor]:
     return {"packed_mask": bits, "mask_indptr": bytes_indptr}
 
 
+def booleans(square: bool) -> dict[str, torch.Tensor]:
+    masks = [ints(2, q_len * (q_len if square else LENGTH)).bool() for q_len in Q_LENS]
+    return {"mask": torch.cat(masks), "mask_indptr": torch.tensor([0, *(len(mask) for mask in masks)], dtype=torch.int32).cumsum(0, dtype=torch.int32)}
+
+
 SPANS = ints(4, B, LENGTH) - 1
 ITEMS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 0] * 12, dtype=torch.int32).repeat(B, 1).to(torch.uint16)
 BUILTINS: dict[str, tuple[Variant, dict[str, Any]]] = {
@@ -43,7 +48,9 @@ BUILTINS: dict[str, tuple[Variant, dict[str, Any]]] = {
     "position_temperature": (builtin.position_temperature(), {"scales": floats(LENGTH)}),
     "request_scale": (builtin.request_scale(), {"sm_scales": floats(B)}),
     "custom_mask": (builtin.custom_mask(), packed(square=False)),
+    "custom_mask_of_booleans": (builtin.custom_mask(packed=False), booleans(square=False)),
     "tree_mask": (builtin.tree_mask(), packed(square=True)),
+    "tree_mask_of_booleans": (builtin.tree_mask(packed=False), booleans(square=True)),
     "combined": (
         builtin.soft_cap(4.0)
         & builtin.causal()
