@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -27,6 +28,12 @@ def get_text(url: str) -> str:
         return CLIENT.get(url, timeout=60).raise_for_status().text
     except httpx.HTTPError as error:
         raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def counter(base_url: str, name: str) -> int:
+    """A counter of a server's /metrics, over all its labels; 0 where there is none of this name. Raises RuntimeError."""
+    lines = get_text(f"{base_url}/metrics").splitlines()
+    return round(sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)))
 
 
 def read_and_leave(url: str, body: dict[str, Any], num_lines: int, timeout_s: float = 600) -> int:

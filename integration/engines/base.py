@@ -167,6 +167,22 @@ class Token:
     alternatives: dict[int, float]
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What became of drafted tokens: `passes` of the model that verified some, each for one request, and the tokens that requests `gained` by these passes."""
+
+    passes: int
+    gained: int
+
+    def __sub__(self, before: Drafts) -> Drafts:
+        return Drafts(self.passes - before.passes, self.gained - before.gained)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens for each pass; 1 where every draft was wrong, and where there was none."""
+        return self.gained / self.passes if self.passes else 1.0
+
+
 class Engine(Protocol):
     name: str
 
@@ -198,3 +214,9 @@ class Engine(Protocol):
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         """The natural-log probability of every token of a prompt but the first."""
+
+    def drafts_settings(self) -> list[str]:
+        """Arguments of a server whose drafts() are read."""
+
+    def drafts(self, base_url: str) -> Drafts:
+        """Of all requests since the server started. Exact when no request is in flight."""

@@ -10,6 +10,7 @@ from integration.engines.base import (
     OURS_STOCK_SAMPLER,
     STOCK,
     Client,
+    Drafts,
     Launch,
     Metrics,
     Sampling,
@@ -20,7 +21,7 @@ from integration.engines.base import (
     our_environment,
     sampling_arguments,
 )
-from integration.http import post_json
+from integration.http import counter, post_json
 from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
@@ -30,6 +31,10 @@ NO_OPTION = ("top_k", "min_p")  # of the client; its --extra-request-body would 
 
 class SGLang:
     name = "sglang"
+
+    def __init__(self, adapter: str | None = None) -> None:
+        """adapter: the LoRA adapter, of those that the server was given, that requests are for; None: the model itself."""
+        self._asks_for = {} if adapter is None else {"lora_path": adapter}
 
     def stock_backend(self, device: str) -> str:
         return "torch_native (stock)" if device == "cpu" else "SGLang's choice (stock)"
@@ -114,7 +119,7 @@ class SGLang:
     def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": alternatives}
-        answer = post_json(f"{base_url}/generate", body)["meta_info"]
+        answer = post_json(f"{base_url}/generate", body | self._asks_for)["meta_info"]
         tokens = []
         for (logprob, token_id, _), top in zip(answer["output_token_logprobs"], answer["output_top_logprobs"], strict=True):
             tokens.append(Token(token_id, logprob, {other_id: other for other, other_id, _ in top}))
@@ -123,7 +128,7 @@ class SGLang:
     def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
         parameters = sampling.parameters() | {"sampling_seed": seed, "max_new_tokens": max_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": logprobs}
-        output_ids: list[int] = post_json(f"{base_url}/generate", body)["output_ids"]
+        output_ids: list[int] = post_json(f"{base_url}/generate", body | self._asks_for)["output_ids"]
         return output_ids
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
@@ -139,3 +144,10 @@ class SGLang:
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         of_tokens = post_json(f"{base_url}/generate", body)["meta_info"]["input_token_logprobs"]
         return [float(logprob) for logprob, _, _ in of_tokens[1:]]
+
+    def drafts_settings(self) -> list[str]:
+        return ["--enable-metrics"]
+
+    def drafts(self, base_url: str) -> Drafts:
+        tokens, requests = counter(base_url, "sglang:generation_tokens_total"), counter(base_url, "sglang:num_requests_total")
+        return Drafts(counter(base_url, "sglang:spec_verify_calls_total"), tokens - requests)  # the pass over the prompt gives each its first token

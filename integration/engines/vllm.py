@@ -9,6 +9,7 @@ from integration.device import uses_multicast
 from integration.engines.base import (
     STOCK,
     Client,
+    Drafts,
     Launch,
     Metrics,
     Sampling,
@@ -19,7 +20,7 @@ from integration.engines.base import (
     our_environment,
     sampling_arguments,
 )
-from integration.http import get_text, post_json
+from integration.http import counter, post_json
 from integration.workload import SharedPrefix, ShareGPT
 
 CLI = "vllm.entrypoints.cli.main"
@@ -146,13 +147,19 @@ class VLLM:
         return ["--num-gpu-blocks-override", str(cache_tokens // (32 if device == "cpu" else 16)), "--structured-outputs-config", guided], {}
 
     def preemptions(self, base_url: str, log: Path) -> int:
-        counters = [line for line in get_text(f"{base_url}/metrics").splitlines() if line.startswith("vllm:num_preemptions_total")]
-        return round(sum(float(line.rpartition(" ")[2]) for line in counters))
+        return counter(base_url, "vllm:num_preemptions_total")
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         body = {"model": self._asks_for, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         of_tokens = post_json(f"{base_url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
         return [float(of_token[str(token_id)]["logprob"]) for token_id, of_token in zip(prompt[1:], of_tokens[1:], strict=True)]
+
+    def drafts_settings(self) -> list[str]:
+        return []
+
+    def drafts(self, base_url: str) -> Drafts:
+        passes = counter(base_url, "vllm:spec_decode_num_drafts_total")  # not those for which the n-grams found nothing
+        return Drafts(passes, passes + counter(base_url, "vllm:spec_decode_num_accepted_tokens_total"))
 
 
 def _token_id(text: str) -> int:

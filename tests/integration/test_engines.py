@@ -99,7 +99,7 @@ def test_a_soaks_cache_is_counted_in_tokens():
 
 def test_preemptions_are_counted(tmp_path, monkeypatch):
     metrics = '# HELP vllm:num_preemptions_total x\nvllm:num_preemptions_total{engine="0"} 3.0\nvllm:num_preemptions_total{engine="1"} 4.0\n'
-    monkeypatch.setattr("integration.engines.vllm.get_text", lambda url: metrics)
+    monkeypatch.setattr("integration.http.get_text", lambda url: metrics)
     log = tmp_path / "server.log"
     log.write_text("KV cache pool is full. Retract requests. #retracted_reqs: 1\nDecode batch\nKV cache pool is full. Retract requests. #retracted_reqs: 2\n")
     assert ENGINES["vllm"].preemptions("http://127.0.0.1:1", log) == 7

@@ -126,9 +126,13 @@ def test_drafts_change_no_token(served, smollm2, tmp_path):
     expected = [answer["output_ids"] for answer in answers(served.url)]
     accepted = {}
     for name, arguments in {"ngram": NGRAM, "tree": tree}.items():
-        launch = replace(served.launch, port=free_port(), max_model_len=1024, extra_arguments=arguments)
+        launch = replace(served.launch, port=free_port(), max_model_len=1024, extra_arguments=[*served.engine.drafts_settings(), *arguments])
         with running_server(served.engine, launch, tmp_path / f"{name}.log", timeout_s=600) as url:
+            before = served.engine.drafts(url)
             got = answers(url)
+            counted = served.engine.drafts(url) - before  # by which compare_speculation goes
+        assert counted.passes == sum(answer["meta_info"]["spec_verify_ct"] for answer in got)
+        assert counted.gained == len(TEXTS) * (DRAFTED_TOKENS - 1)
         assert [answer["output_ids"] for answer in got] == expected, name
         accepted[name] = [answer["meta_info"]["spec_accept_length"] for answer in got]
     print(accepted)
