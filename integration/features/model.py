@@ -1,5 +1,5 @@
-"""A small Llama with random weights whose heads two ranks can share, a LoRA adapter and an EAGLE draft for it, and transformers' answers with and without the
-adapter."""
+"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE drafts, and a MiMo that
+predicts a second token by itself (MTP)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from integration.tiny_models.families import COMMON, Family, make_model
 from integration.tiny_models.tokenizer import FIRST_WORD, VOCAB
 
 LLAMA = Family("llama", "", "", lambda: (transformers.LlamaConfig(**COMMON, tie_word_embeddings=False), transformers.LlamaForCausalLM))
+WIDE = COMMON | {"hidden_size": 4 * COMMON["head_dim"]}  # vLLM computes the heads' width
+MIMO = Family("mimo", "", "", lambda: (transformers.Qwen2Config(**WIDE, tie_word_embeddings=False), transformers.Qwen2ForCausalLM))
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 Answer = list[tuple[int, float]]  # tokens with the natural logarithms of their probabilities
 RANK = 8
@@ -21,10 +23,13 @@ ALPHA = 16
 
 
 def make_models(folder: Path) -> None:
-    """Writes `model`, and `adapter` and `eagle` for it."""
+    """Writes `model`, and for it `adapter`, `eagle` and `eagle-sglang`; and `mimo`."""
     make_model(LLAMA, folder / "model")
     _make_adapter(folder / "model", folder / "adapter")
-    _make_eagle(folder / "model", folder / "eagle")
+    _make_eagle(folder / "model", folder / "eagle", "LlamaForCausalLM")
+    _make_eagle(folder / "model", folder / "eagle-sglang", "LlamaForCausalLMEagle")
+    make_model(MIMO, folder / "mimo")
+    _add_mtp_layer(folder / "mimo")
 
 
 def _make_adapter(model: Path, adapter: Path) -> None:
@@ -41,16 +46,29 @@ def _make_adapter(model: Path, adapter: Path) -> None:
     save_file(weights, adapter / "adapter_model.safetensors")
 
 
-def _make_eagle(model: Path, eagle: Path) -> None:
+def _make_eagle(model: Path, eagle: Path, architecture: str) -> None:
     """A draft of the model's first layer, behind a product that was never trained: hardly a token of it is accepted."""
     eagle.mkdir()
-    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1, "architectures": [architecture]}
     (eagle / "config.json").write_text(json.dumps(config), encoding="utf-8")
     weights = load_file(model / "model.safetensors")
     first_layer = {name.removeprefix("model."): weight for name, weight in weights.items() if ".layers.0." in name and "input_layernorm" not in name}
     hidden = config["hidden_size"]
     first_layer["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(3)) * 0.1
     save_file(first_layer, eagle / "model.safetensors")
+
+
+def _add_mtp_layer(model: Path) -> None:
+    """To a Qwen 2, which it makes a MiMo: again the model's first layer, behind an untrained product."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights, mtp = load_file(model / "model.safetensors"), "model.mtp_layers.0."
+    hidden = config["hidden_size"]
+    weights |= {name.replace("model.layers.0.", mtp): weight.clone() for name, weight in weights.items() if ".layers.0." in name}
+    weights |= {f"{mtp}{name}.weight": torch.ones(hidden) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    weights[f"{mtp}input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(4)) * 0.1
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
 def make_prompts() -> list[list[int]]:
@@ -66,10 +84,12 @@ def make_prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def reference(folder: Path, prompts: list[list[int]], num_tokens: int, with_adapter: bool) -> list[Answer]:
-    """Greedy answers: float32, eager attention, no cache."""
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager").eval()
-    if with_adapter:
+def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
+    """Greedy answers: float32, eager attention, no cache. asked: "model", "adapter" or "mimo"."""
+    is_adapter = asked == "adapter"
+    model_class = transformers.Qwen2ForCausalLM if asked == "mimo" else transformers.LlamaForCausalLM  # which leaves the MTP layer out
+    model = model_class.from_pretrained(folder / ("model" if is_adapter else asked), dtype=torch.float32, attn_implementation="eager").eval()
+    if is_adapter:
         weights = load_file(folder / "adapter" / "adapter_model.safetensors")
         for name in _projections(folder / "model"):
             a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")

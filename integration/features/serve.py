@@ -1,8 +1,8 @@
-"""Serves a small Llama with this backend and a feature of the engine, on a CPU in float32, and compares its tokens with transformers'.
+"""Serves a small model with this backend and a feature of the engine, on a CPU in float32, and compares its tokens with transformers'.
 
-    python -m integration.features.serve [RUN ...]          # --list names them; default: all whose packages are here
+    python -m integration.features.serve [--record] [RUN ...]       # --list names them; default: all whose packages are here
 
-Exit status: 1 if an answer differs, else 0. NIXL's transfers need the package nixl (its UCX moves memory of the host, too).
+Exit status: 1 if an answer differs or a server does not start, else 0. NIXL's transfers need the package nixl (its UCX moves memory of the host, too).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from pathlib import Path
 from integration.compare_tokens import ALTERNATIVES
 from integration.engines import ENGINES, Engine, Launch, Token
 from integration.engines.base import OURS
+from integration.engines.sglang import SGLang
 from integration.engines.vllm import VLLM
 from integration.features.model import Answer, make_models, make_prompts, reference
-from integration.http import get_text, post_json
+from integration.features.outcomes import record
+from integration.http import counter, post_json
 from integration.model import Model
-from integration.server import Server, free_port, stop_on_signals
+from integration.server import Server, ServerError, free_port, stop_on_signals
 
 NUM_TOKENS = 24
 LARGEST_LOGPROB_DIFFERENCE = 1e-3
@@ -41,7 +43,7 @@ class Run:
     Attributes:
         arguments: of the server. {folder} is that of the models, {scratch} an empty one.
         environment: of the server.
-        asks: what is asked one after the other: "model", "adapter" (LoRA).
+        asks: what is asked one after the other: "model", "adapter" (LoRA), "mimo".
         counts: a counter of the server's, which must not be 0 in the end: what shows that the feature was in use.
         package: that the engine needs for it.
         through: another server of the same kind computes the prompts, and this one gets their KV from it.
@@ -64,12 +66,20 @@ def _drafts(**config: object) -> tuple[str, str]:
     return "--speculative-config", json.dumps(config)
 
 
+def _drafts_in_sglang(algorithm: str, draft: str) -> tuple[str, ...]:
+    """Chains of three tokens. SGLang counts what it verifies where it is asked for metrics."""
+    chain = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+    return ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft, *chain, "--enable-metrics")
+
+
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "adapter={folder}/adapter")
+LORA_IN_SGLANG = ("--enable-lora", "--lora-paths", "adapter={folder}/adapter", "--lora-backend", "torch_native")
 # vLLM makes the buffers between the stages of a pipeline while it warms up, which it leaves out under --enforce-eager on a CPU. Mode 1 is torch.compile alone.
 PIPELINE = ("--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 1}')
 FOLDER_STORE = _connector("ExampleConnector", kv_connector_extra_config={"shared_storage_path": "{scratch}"})
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+VERIFIED = "sglang:spec_verify_calls_total"
 FROM_ELSEWHERE = "vllm:external_prefix_cache_hits_total"
 
 
@@ -89,9 +99,13 @@ RUNS: dict[str, Run] = {
     "vllm-nixl": Run("vllm", _connector("NixlConnector", kv_buffer_device="cpu"), counts=FROM_ELSEWHERE, package="nixl", through=True),
     "vllm-draft-model": Run("vllm", _drafts(method="draft_model", model="{folder}/model", num_speculative_tokens=3), counts=ACCEPTED),
     "vllm-eagle": Run("vllm", _drafts(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED),
+    "vllm-mtp": Run("vllm", _drafts(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED),
     "sglang-tensor-parallel": Run("sglang", ("--tp-size", "2"), _a_core_for_each_rank()),
     "sglang-pipeline": Run("sglang", ("--pp-size", "2"), _a_core_for_each_rank()),
     "sglang-data-parallel": Run("sglang", ("--dp-size", "2"), _a_core_for_each_rank()),
+    "sglang-eagle": Run("sglang", _drafts_in_sglang("EAGLE", "{folder}/eagle-sglang"), counts=VERIFIED),
+    "sglang-standalone": Run("sglang", _drafts_in_sglang("STANDALONE", "{folder}/model"), counts=VERIFIED),
+    "sglang-lora": Run("sglang", LORA_IN_SGLANG, asks=("model", "adapter")),
 }
 
 
@@ -129,7 +143,7 @@ class Served:
 
     def reference(self, asked: str) -> list[Answer]:
         if asked not in self._references:
-            self._references[asked] = reference(self.folder, self.prompts, NUM_TOKENS, asked == "adapter")
+            self._references[asked] = reference(self.folder, asked, self.prompts, NUM_TOKENS)
         return self._references[asked]
 
     def outcome(self, run: Run, scratch: Path) -> Outcome:
@@ -147,17 +161,17 @@ class Served:
                 server.wait_until_ready(TIMEOUT_S)
             expected, actual = [], []
             for name in run.asks:
-                engine: Engine = VLLM(name) if run.engine == "vllm" else ENGINES[run.engine]
                 expected += self.reference(name)
-                actual += self._ask(engine, [server.url for server in servers])
-            if run.counts is not None and _counter(servers[-1].url, run.counts) == 0:
+                actual += self._ask(_engine(run.engine, name), [server.url for server in servers])
+            if run.counts is not None and counter(servers[-1].url, run.counts) == 0:
                 raise RuntimeError(f"{run.counts} is 0 in the end: the feature was not in use")
         return compare(expected, [[(token.token_id, token.logprob) for token in answer] for answer in actual])
 
     def _start(self, run: Run, scratch: Path, number: int, stack: ExitStack) -> Server:
         arguments = [argument.replace("{folder}", str(self.folder)).replace("{scratch}", str(scratch)) for argument in run.arguments]
         environment = SMALL | run.environment | ({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} if run.through else {})
-        model = Model("llama", self.folder / "model", random_weights=False)
+        name = "mimo" if "mimo" in run.asks else "model"
+        model = Model(name, self.folder / name, random_weights=False)
         launch = Launch(sys.executable, model, OURS, "cpu", free_port(), "float32", max_model_len=384, max_num_seqs=CONCURRENCY)
         launch = replace(launch, extra_arguments=arguments, environment=environment)
         server = Server(ENGINES[run.engine], launch, scratch / f"server-{number}.log")
@@ -175,19 +189,23 @@ class Served:
             return list(pool.map(answer, self.prompts))
 
 
+def _engine(name: str, asked: str) -> Engine:
+    """That asks for a server's adapter, or for its model."""
+    if asked != "adapter":
+        return ENGINES[name]
+    return VLLM(asked) if name == "vllm" else SGLang(asked)
+
+
 def _computed_by(url: str, prompt: list[int]) -> object:
     """Has a server compute a prompt; what another one needs to know to get its KV."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": 1, "ignore_eos": True}
     return post_json(f"{url}/v1/completions", body | {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}})["kv_transfer_params"]
 
 
-def _counter(url: str, name: str) -> float:
-    return sum(float(line.rpartition(" ")[2]) for line in get_text(f"{url}/metrics").splitlines() if line.startswith(name))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
+    parser.add_argument("--record", action="store_true", help="note how each run ended in docs/features.json")
     parser.add_argument("--list", action="store_true", help="name the runs, with what each adds to a server")
     given = parser.parse_args()
     if given.list:
@@ -206,9 +224,15 @@ def main() -> None:
                 all_hold &= name not in given.runs
                 continue
             scratch.mkdir()
-            outcome = served.outcome(run, scratch)
-            all_hold &= outcome.holds
-            print(f"{name}: {outcome}", flush=True)
+            try:
+                outcome = served.outcome(run, scratch)
+                holds, says = outcome.holds, str(outcome)
+            except (ServerError, RuntimeError) as error:
+                holds, says = False, str(error).partition("\n")[0]
+            all_hold &= holds
+            print(f"{name}: {says}", flush=True)
+            if given.record:
+                record(name, run.engine, holds, "" if holds else says.replace(folder, "FOLDER"))
     sys.exit(int(not all_hold))
 
 

@@ -1,113 +1,146 @@
-"""Which of the engines' features work with this backend, and what shows it: the matrix of docs/engines.md."""
+"""Which of the engines' features work with this backend: the matrix of docs/engines.md. It is made of how tests and servers ended when they last ran
+(integration/features/outcomes.py).
+
+python -m integration.features.table            # prints it
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from integration.features.outcomes import ENGINE_NAMES, Seen, read_outcomes
+
 ADAPTERS = "tests/adapters"
 TINY_MODELS = "tests/integration/test_tiny_models_cpu.py::test_answers_are_those_of_the_reference"
 DRAFTS = "tests/integration/test_serving_cpu.py::test_drafts_change_no_token"
-NO_OPTION = "has no such option"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    Attributes:
+        shown: what shows it: runs of `integration.features.serve`, and tests (FILE::NAME).
+        says: what is said of it when all of these ended well; where nothing is named, in any case.
+    """
+
+    shown: tuple[str, ...] = ()
+    says: str = "works"
 
 
 @dataclass(frozen=True)
 class Feature:
-    """
-    Attributes:
-        vllm, sglang: "works", "refused", "not run", ... and what is to be said of it.
-        vllm_shown, sglang_shown: what shows it: tests (FILE::NAME), runs of `integration.features.serve`, or programs that are run by hand (FILE).
-    """
-
     name: str
-    vllm: str
-    sglang: str
-    vllm_shown: tuple[str, ...] = ()
-    sglang_shown: tuple[str, ...] = ()
+    vllm: Cell
+    sglang: Cell
+
+    def cell(self, engine: str) -> Cell:
+        return self.vllm if engine == "vllm" else self.sglang
+
+
+NO_OPTION = Cell(says="has no such option")
 
 
 FEATURES = (
-    Feature("tensor parallel 2", "works", "works", ("vllm-tensor-parallel",), ("sglang-tensor-parallel",)),
-    Feature("pipeline parallel 2", "works; on a CPU not with `--enforce-eager`", "works", ("vllm-pipeline",), ("sglang-pipeline",)),
-    Feature("data parallel 2", "works", "works", ("vllm-data-parallel",), ("sglang-data-parallel",)),
+    Feature("tensor parallel 2", Cell(("vllm-tensor-parallel",)), Cell(("sglang-tensor-parallel",))),
+    Feature("pipeline parallel 2", Cell(("vllm-pipeline",), "works; on a CPU not with `--enforce-eager`"), Cell(("sglang-pipeline",))),
+    Feature("data parallel 2", Cell(("vllm-data-parallel",)), Cell(("sglang-data-parallel",))),
     Feature(
         "decode context parallel 2",
-        "works in the adapter; refused on CPUs",
-        "refused",
-        (f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_random_batches", f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused"),
-        (f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",),
+        Cell(
+            (f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_random_batches", f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused"),
+            "works in the adapter; refused on CPUs",
+        ),
+        Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
     ),
-    Feature("multi-item scoring", NO_OPTION, "works", (), (TINY_MODELS,)),
-    Feature("LoRA", "works", "tried once on a CPU (below)", ("vllm-tensor-parallel",)),
+    Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,))),
+    Feature("LoRA", Cell(("vllm-tensor-parallel",)), Cell(("sglang-lora",))),
     Feature(
         "KV in host memory (OffloadingConnector, HiCache)",
-        "not run: vLLM cannot on a CPU",
-        "works in the adapter; SGLang cannot on a CPU",
-        (),
-        (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded",),
+        Cell(says="not run: vLLM cannot on a CPU"),
+        Cell(
+            (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded",),
+            "works in the adapter; SGLang cannot on a CPU",
+        ),
     ),
-    Feature("KV connector to a folder (ExampleConnector)", "works", NO_OPTION, ("vllm-pipeline",)),
+    Feature("KV connector to a folder (ExampleConnector)", Cell(("vllm-pipeline",)), NO_OPTION),
     Feature(
         "prefill and decode on two servers (PD)",
-        "works, through NIXL",
-        "not run: SGLang cannot on a CPU, whose transfers want memory of a GPU",
-        ("vllm-nixl",),
+        Cell(("vllm-nixl",), "works, through NIXL"),
+        Cell(says="not run: SGLang cannot on a CPU, whose transfers want memory of a GPU"),
     ),
     Feature(
         "halves of a step that overlap (DBO, TBO)",
-        "works in the adapter; vLLM cannot on a CPU",
-        "works in the adapter",
-        (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_halves_of_a_step_that_overlap",),
-        (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_halves_of_a_step_that_overlap",),
+        Cell((f"{ADAPTERS}/vllm/test_vllm_attention.py::test_halves_of_a_step_that_overlap",), "works in the adapter; vLLM cannot on a CPU"),
+        Cell((f"{ADAPTERS}/sglang/test_sglang_backend.py::test_halves_of_a_step_that_overlap",), "works in the adapter"),
     ),
     Feature(
         "full CUDA graphs",
-        "works, any batch",
-        "works: decode, verify and draft steps",
-        (f"{ADAPTERS}/vllm/test_vllm_backend.py::test_every_batch_may_be_a_full_cuda_graph",),
-        (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_captured_decode",),
+        Cell((f"{ADAPTERS}/vllm/test_vllm_backend.py::test_every_batch_may_be_a_full_cuda_graph",), "works, any batch"),
+        Cell((f"{ADAPTERS}/sglang/test_sglang_backend.py::test_captured_decode",), "works: decode, verify and draft steps"),
     ),
     Feature(
         "piecewise CUDA graphs",
-        "works",
-        "works",
-        (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_padding_of_a_piecewise_graph",),
-        (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_writes_into_the_buffer_that_the_engine_gives", "integration/sglang_attention_kit.py"),
+        Cell((f"{ADAPTERS}/vllm/test_vllm_attention.py::test_padding_of_a_piecewise_graph",)),
+        Cell((f"{ADAPTERS}/sglang/test_sglang_backend.py::test_writes_into_the_buffer_that_the_engine_gives",)),
     ),
     Feature(
         "`--disable-cascade-attn`",
-        "says nothing: it is vLLM's default. `ATTN_BACKEND_CASCADE=0` is ours",
-        "`ATTN_BACKEND_CASCADE=0`",
-        (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_what_the_environment_says",),
-        (f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",),
+        Cell(
+            (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_what_the_environment_says",),
+            "says nothing: it is vLLM's default. `ATTN_BACKEND_CASCADE=0` is ours",
+        ),
+        Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",), "`ATTN_BACKEND_CASCADE=0`"),
     ),
-    Feature("n-gram drafts", "works", "works, as trees", ("vllm-tensor-parallel",), (DRAFTS,)),
-    Feature("draft models", "works", "works", ("vllm-draft-model",), (DRAFTS,)),
+    Feature("n-gram drafts", Cell(("vllm-tensor-parallel",)), Cell((DRAFTS,), "works, as trees")),
+    Feature("draft models", Cell(("vllm-draft-model",)), Cell((DRAFTS, "sglang-standalone"))),
+    Feature("EAGLE chains", Cell(("vllm-eagle",)), Cell(("sglang-eagle", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model"))),
+    Feature("MTP chains", Cell(("vllm-mtp",)), Cell(says="not run")),
     Feature(
-        "EAGLE and MTP chains",
-        "works: EAGLE; MTP not run",
-        "works in the adapter",
-        ("vllm-eagle",),
-        (f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model",),
+        "trees of drafts",
+        Cell(says="has none"),
+        Cell((DRAFTS, f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified")),
     ),
-    Feature("trees of drafts", "has none", "works", (), (DRAFTS, f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified")),
     Feature(
         "verification by `chain_speculative_sampling`",
-        "not used: vLLM's rejection sampler verifies",
-        "not used: SGLang verifies by itself",
-        (f"{ADAPTERS}/vllm/test_vllm_sampler.py::test_v1_warm_up_and_speculative_decoding_stay_vllms",),
+        Cell(
+            (f"{ADAPTERS}/vllm/test_vllm_sampler.py::test_v1_warm_up_and_speculative_decoding_stay_vllms",),
+            "not used: vLLM's rejection sampler verifies",
+        ),
+        Cell(says="not used: SGLang verifies by itself"),
     ),
 )
 
 
-def matrix() -> str:
-    """The features as a Markdown table, with what shows them."""
+def named(engine: str) -> list[str]:
+    """What shows a feature of the engine, once each."""
+    return list(dict.fromkeys(one for feature in FEATURES for one in feature.cell(engine).shown))
+
+
+def matrix(outcomes: dict[str, Seen]) -> str:
+    """The features as a Markdown table, with what shows them and with which release."""
     lines = ["| feature | vLLM | shown by | SGLang | shown by |", "|---|---|---|---|---|"]
     for feature in FEATURES:
-        cells = (feature.name, feature.vllm, _names(feature.vllm_shown), feature.sglang, _names(feature.sglang_shown))
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [part for engine in ENGINE_NAMES for part in (_says(feature.cell(engine), outcomes), _shown(feature.cell(engine), outcomes))]
+        lines.append(f"| {' | '.join([feature.name, *cells])} |")
     return "\n".join(lines)
 
 
-def _names(shown: tuple[str, ...]) -> str:
-    """Tests by their names alone, which say more than their files do."""
-    return ", ".join(f"`{name.rpartition('::')[2]}`" for name in shown)
+def _says(cell: Cell, outcomes: dict[str, Seen]) -> str:
+    if any(one not in outcomes for one in cell.shown):
+        return "not run"
+    failed = [outcomes[one] for one in cell.shown if not outcomes[one].ok]
+    return f"failed: {failed[0].reason}" if failed else cell.says
+
+
+def _shown(cell: Cell, outcomes: dict[str, Seen]) -> str:
+    """Tests by their names alone, which say more than their files do; each release once, behind the last that ran with it."""
+    shown = []
+    for index, one in enumerate(cell.shown):
+        seen, behind = outcomes.get(one), outcomes.get(cell.shown[index + 1]) if index + 1 < len(cell.shown) else None
+        is_last = seen is not None and (behind is None or seen.when != behind.when)
+        shown.append(f"`{one.rpartition('::')[2]}`{f' ({seen.when})' if seen is not None and is_last else ''}")
+    return ", ".join(shown)
+
+
+if __name__ == "__main__":
+    print(matrix(read_outcomes()))

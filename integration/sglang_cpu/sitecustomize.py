@@ -1,23 +1,31 @@
 """Lets SGLang start without a GPU: put this folder on PYTHONPATH, for its server and for its clients.
 
 The package index has torchvision for CUDA only. Beside a torch for CPUs it fails at import, because operators that its compiled part would define are missing;
-SGLang needs it importable and nothing more. So the operators are declared just before torchvision is imported. `sgl_kernel`, in this folder, stands in for
-SGLang's compiled kernels.
+SGLang needs it importable and nothing more. So the operators are declared just before torchvision is imported. LoRA pins memory, for which torch wants a
+GPU: just before SGLang's code for LoRA in torch is imported, torch is made to leave memory as it is. `sgl_kernel`, in this folder, stands in for SGLang's
+compiled kernels.
 """
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any
 
 
-class _BeforeTorchvision(MetaPathFinder):
+class _Before(MetaPathFinder):
+    """Does something just before a module is imported."""
+
+    def __init__(self, module: str, action: Callable[[], None]) -> None:
+        self.module, self.action = module, action
+
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname == "torchvision":
+        if fullname == self.module:
             sys.meta_path.remove(self)
-            _declare_operators()
+            self.action()
         return None  # the ordinary finders go on
 
 
@@ -34,4 +42,22 @@ def _declare_operators() -> None:
                 torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-sys.meta_path.insert(0, _BeforeTorchvision())
+def _leave_memory_unpinned() -> None:
+    import torch
+
+    if torch.version.cuda is not None:
+        return
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def without(*given: Any, pin_memory: bool = False, **named: Any) -> Any:
+            return make(*given, **named)
+
+        return without
+
+    for name in ("tensor", "arange", "empty", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,method-assign,return-value]
+
+
+sys.meta_path[:0] = [_Before("torchvision", _declare_operators), _Before("sglang.srt.lora.backend.torch_backend", _leave_memory_unpinned)]

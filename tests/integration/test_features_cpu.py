@@ -12,13 +12,14 @@ pytest.importorskip("transformers", reason="needs the environment of `make test`
 pytest.importorskip("safetensors", reason="needs the environment of `make test`")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from integration.features.outcomes import ENGINE_NAMES, Seen, read_junit, read_outcomes, record
 from integration.features.serve import RUNS, Outcome, Served, compare
-from integration.features.table import FEATURES, matrix
+from integration.features.table import FEATURES, Cell, Feature, matrix, named
 from integration.tiny_models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_CI = ("vllm-tensor-parallel", "vllm-pipeline", "sglang-tensor-parallel")  # the others: python -m integration.features.serve
-SHOWN = [(feature.name, says, shown) for feature in FEATURES for says, shown in ((feature.vllm, feature.vllm_shown), (feature.sglang, feature.sglang_shown))]
+NAMED = [(engine, name) for engine in ENGINE_NAMES for name in named(engine)]
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +46,73 @@ def test_differences_are_seen():
         assert not wrong.holds
 
 
-def test_the_matrix_of_the_documentation_is_the_table():
-    assert f"\n\n{matrix()}\n\n" in (ROOT / "docs" / "engines.md").read_text()
+def test_the_matrix_of_the_documentation_is_made_of_what_ran():
+    assert f"\n\n{matrix(read_outcomes())}\n\n" in (ROOT / "docs" / "engines.md").read_text(), "python -m integration.features.table prints what belongs there"
 
 
-@pytest.mark.parametrize(("name", "shown"), [(name, one) for name, _, shown in SHOWN for one in shown])
-def test_what_the_table_names_is_there(name, shown):
-    file, _, function = shown.partition("::")
+@pytest.mark.parametrize(("engine", "name"), NAMED)
+def test_what_the_table_names_is_there(engine, name):
+    file, _, function = name.partition("::")
     if function:
-        defined = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
-        assert function in defined, name
+        assert function in {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
     else:
-        assert shown in RUNS or (ROOT / file).is_file(), name
+        assert RUNS[name].engine == engine
 
 
 def test_nothing_is_claimed_that_nothing_shows():
-    for name, says, shown in SHOWN:
-        assert shown or says.startswith(("not ", "has no", "tried once")), name
-    assert {one for _, _, shown in SHOWN for one in shown} >= set(RUNS)
+    for cell in (feature.cell(engine) for feature in FEATURES for engine in ENGINE_NAMES):
+        assert cell.shown or cell.says.startswith(("not ", "has no")), cell
+    names = [name for _, name in NAMED]
+    assert len(set(names)) == len(names)
+    assert set(names) >= set(RUNS)
     assert "items" in FAMILIES  # what shows multi-item scoring
+
+
+def test_what_is_recorded_is_named_in_the_table():
+    engines = {name: engine for engine, name in NAMED}
+    outcomes = read_outcomes()
+    assert outcomes
+    assert {name: seen.engine for name, seen in outcomes.items()} == {name: engines.get(name) for name in outcomes}
+
+
+def test_cells_say_how_runs_ended(monkeypatch):
+    features = (Feature("drafts", Cell(("one", "a/b.py::two"), "works, somehow"), Cell(says="has none")),)
+    monkeypatch.setattr("integration.features.table.FEATURES", features)
+
+    def line(**outcomes):
+        return matrix({name.replace("two", "a/b.py::two"): seen for name, seen in outcomes.items()}).splitlines()[-1]
+
+    well, later, badly = (
+        Seen("vllm", "0.32.0", True, "2026-01-02"),
+        Seen("vllm", "0.33.0", True, "2026-02-03"),
+        Seen("vllm", "0.33.0", False, "2026-02-03", "died"),
+    )
+    assert line(one=well, two=well) == "| drafts | works, somehow | `one`, `two` (0.32.0, 2026-01-02) | has none |  |"
+    assert line(one=well, two=later) == "| drafts | works, somehow | `one` (0.32.0, 2026-01-02), `two` (0.33.0, 2026-02-03) | has none |  |"
+    assert line(one=well, two=badly).startswith("| drafts | failed: died | ")
+    assert line(one=well) == "| drafts | not run | `one` (0.32.0, 2026-01-02), `two` | has none |  |"
+
+
+def test_an_outcome_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
+    file = tmp_path / "features.json"
+    file.write_text("{}")
+    monkeypatch.setattr("integration.features.outcomes.version", lambda engine: {"vllm": "0.32.0+cpu", "sglang": "0.5.23"}[engine])
+    record("b", "sglang", True, file=file)
+    record("a", "vllm", True, file=file)
+    record("b", "sglang", False, "died", file=file)
+    seen = read_outcomes(file)
+    assert list(seen) == ["a", "b"]
+    assert (seen["a"].version, seen["a"].ok) == ("0.32.0", True)
+    assert (seen["b"].version, seen["b"].ok, seen["b"].reason) == ("0.5.23", False, "died")
+
+
+def test_how_a_test_ended(tmp_path):
+    """A case that fails decides, and skipped ones show nothing."""
+    cases = {"good[1]": "", "good[2]": "<skipped/>", "bad[1]": "", "bad[2]": '<failure message="no&#10;more"/>', "skipped": "<skipped/>"}
+    report = tmp_path / "report.xml"
+    lines = [f'<testcase classname="tests.a.b" name="{name}">{inside}</testcase>' for name, inside in cases.items()]
+    report.write_text(f"<testsuite>{''.join(lines)}</testsuite>")
+    assert read_junit(report, "tests/a/b.py::good") == (True, "")
+    assert read_junit(report, "tests/a/b.py::bad") == (False, "no")
+    for nothing in ("tests/a/b.py::skipped", "tests/a/b.py::absent", "tests/a/c.py::good"):
+        assert read_junit(report, nothing) == (False, "no case was run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -117,3 +118,25 @@ def test_slots_are_read_before_any_is_written(kernels):
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.uint64)
     kernels.copy_all_layer_kv_cache_cpu(addresses, torch.tensor([16, 4]), target, source)
     assert all(torch.equal(buffer, other) for buffer, other in zip(buffers, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that pins memory")
+def test_memory_for_lora_is_left_unpinned(monkeypatch):
+    """From the moment on at which SGLang imports its code for LoRA in torch."""
+    monkeypatch.setattr(sys, "meta_path", [])
+    for name in ("tensor", "arange", "empty", "zeros"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))  # put back in the end
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)
+    runpy.run_path(str(Path(__file__).parents[2] / "integration" / "sglang_cpu" / "sitecustomize.py"))
+    finders = list(sys.meta_path)
+    for finder in finders:
+        finder.find_spec("sglang.srt.lora", None)
+    with pytest.raises(RuntimeError):
+        torch.tensor([1, 2], pin_memory=True)
+    for finder in finders:
+        finder.find_spec("sglang.srt.lora.backend.torch_backend", None)
+    assert len(sys.meta_path) == len(finders) - 1
+    assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True).tolist() == [1, 2]
+    assert torch.arange(1, 3, pin_memory=True).tolist() == [1, 2]
+    assert torch.zeros(2, pin_memory=True).pin_memory().tolist() == [0, 0]
+    assert torch.empty((3, 2), pin_memory=True, device="cpu").shape == (3, 2)

@@ -1,0 +1,91 @@
+"""What showed a feature of an engine when it last ran, and how that ended: docs/features.json, of which the matrix of docs/engines.md is made.
+
+    python -m integration.features.outcomes [NAME ...]          # runs the tests that the matrix names (default: all) and notes how they ended
+    python -m integration.features.serve --record [RUN ...]     # the same for servers
+    python -m integration.features.table                        # prints the matrix, for the page
+
+A test's NAME is FILE::FUNCTION. Exit status: 1 if one did not end well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+from integration.environment import REPOSITORY
+
+FILE = REPOSITORY / "docs" / "features.json"
+ENGINE_NAMES = ("vllm", "sglang")
+BY_HAND = "noted by hand"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well; or BY_HAND, of what ran before outcomes were recorded."""
+
+    engine: str
+    version: str
+    ok: bool
+    date: str
+    reason: str = ""
+
+    @property
+    def when(self) -> str:
+        return f"{self.version}, {self.date}{f', {BY_HAND}' if self.reason == BY_HAND else ''}"
+
+
+def read_outcomes(file: Path = FILE) -> dict[str, Seen]:
+    """By the names of tests and servers."""
+    return {name: Seen(**seen) for name, seen in json.loads(file.read_text()).items()}
+
+
+def record(name: str, engine: str, ok: bool, reason: str = "", file: Path = FILE) -> None:
+    """Notes it, with the release that is installed and the day, in the place of what was known of it."""
+    outcomes = read_outcomes(file) | {name: Seen(engine, version(engine).partition("+")[0], ok, time.strftime("%Y-%m-%d"), reason)}
+    file.write_text(json.dumps({key: asdict(outcomes[key]) for key in sorted(outcomes)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_junit(report: Path, name: str) -> tuple[bool, str]:
+    """Whether at least one case of a test passed and none failed, and if not, the first reason. Skipped cases do not count."""
+    file, _, function = name.partition("::")
+    module = file.removesuffix(".py").replace("/", ".")
+    cases = [case for case in ElementTree.parse(report).iter("testcase") if case.get("classname") == module]
+    cases = [case for case in cases if case.get("name", "").partition("[")[0] == function]
+    wrong = [element for case in cases for element in case if element.tag in ("failure", "error")]
+    if wrong:
+        return False, wrong[0].get("message", "").partition("\n")[0][:200]
+    passed = any(all(element.tag != "skipped" for element in case) for case in cases)
+    return passed, "" if passed else "no case was run"
+
+
+def main() -> None:
+    from integration.features.table import named
+
+    tests = {name: engine for engine in ENGINE_NAMES for name in named(engine) if "::" in name}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in tests]:
+        parser.error(f"NAME: {', '.join(unknown)}; must be of {', '.join(tests)}")
+    names, all_ok = given.names or list(tests), True
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *names], check=False, cwd=REPOSITORY)
+        for name in names:
+            ok, reason = read_junit(report, name)
+            record(name, tests[name], ok, reason)
+            all_ok &= ok
+            print(f"{name}: {'ok' if ok else reason}")
+    sys.exit(int(not all_ok))
+
+
+if __name__ == "__main__":
+    main()
