@@ -29,7 +29,7 @@ BY_HAND = "noted by hand"
 
 @dataclass(frozen=True)
 class Seen:
-    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well; or BY_HAND, of what ran before outcomes were recorded."""
+    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well, or BY_HAND: it ran before outcomes were recorded."""
 
     engine: str
     version: str
