@@ -1,8 +1,8 @@
-"""Are drafts verified as with the engine's own backend, and do they change no answer? ShareGPT prompts, to one server after another.
+r"""Are drafts verified as with the engine's own backend, and do they change no answer? ShareGPT prompts, to one server after another.
 
-    python -m integration.compare_speculation --engine vllm --sampling temperature=0.8,top_p=0.95 \\
-        --server-args "--speculative-config '{\\"method\\": \\"ngram\\", \\"num_speculative_tokens\\": 4, \\"prompt_lookup_max\\": 4}'"
-    python -m integration.compare_speculation --engine sglang --reference triton --model llama-3.1-8b \\
+    python -m integration.compare_speculation --engine vllm --sampling temperature=0.8,top_p=0.95 \
+        --server-args "--speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4, \"prompt_lookup_max\": 4}'"
+    python -m integration.compare_speculation --engine sglang --reference triton --model llama-3.1-8b \
         --server-args "--speculative-algorithm NGRAM --speculative-num-draft-tokens 8"
 
 Options of --server-args that begin with --spec are those of speculation. The servers: `backend` and `reference` have all options, and the backends of those

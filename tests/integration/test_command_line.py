@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from integration import compare_sampling, compare_tokens, serve_benchmark
+from integration import compare_sampling, compare_speculation, compare_tokens, serve_benchmark
 from integration.benchmark import Load
 from integration.command_line import Comparison, exit_with, results_folder
 from integration.model import REPOSITORY
 from integration.tokenizer import write_word_tokenizer
 
-TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling}
+TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling, "speculation": compare_speculation}
 
 
 @pytest.fixture
