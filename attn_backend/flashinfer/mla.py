@@ -178,13 +178,14 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if self._rows is not None and q_nope.shape[0] != self._rows:
             self._joined(q_nope, q_pe, ckv_cache, kpe_cache, ckv_scale)  # refuses it
         wants_lse = return_lse or lse is not None
+        q_rope = q_pe if q_pe.shape[-1] else None
         found = self._planned.run(
-            q_nope, ckv_cache, None, self._scales(), q_rope=q_pe, k_rope=kpe_cache, kv_scale=ckv_scale, join=self._joined,
+            q_nope, ckv_cache, None, self._scales(), q_rope=q_rope, k_rope=kpe_cache, kv_scale=ckv_scale, join=self._joined,
             out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e,
         )  # fmt: skip
         return found[0] if wants_lse and not return_lse else found
 
-    def _joined(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, scale: float | None) -> tuple[Tensor, KVCache]:
+    def _joined(self, q_nope: Tensor, q_pe: Tensor | None, ckv_cache: Tensor, kpe_cache: Tensor, scale: float | None) -> tuple[Tensor, KVCache]:
         """Q and the cache as Attention.run takes them, copied where the parts lie apart.
 
         Raises:
@@ -192,6 +193,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """
         dims, dtype, kv_dtype = self._heads.head_dims, self._heads.dtype, self._heads.kv_dtype
         of_cache = dtype if kv_dtype is None else kv_dtype
+        q_pe = q_nope[..., :0] if q_pe is None else q_pe
         is_planned = q_nope.dtype == q_pe.dtype == dtype and ckv_cache.dtype == kpe_cache.dtype == of_cache
         if not is_planned or (*q_nope.shape[2:], *q_pe.shape[2:], *ckv_cache.shape[2:], *kpe_cache.shape[2:]) != (dims.v, dims.qk - dims.v) * 2:
             _refuse_columns(dims, dtype, of_cache, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)

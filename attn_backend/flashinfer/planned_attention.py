@@ -31,7 +31,7 @@ _ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU: reading it would wait for t
 _KEPT_PER_THREAD = 32
 
 Args = Mapping[str, Tensor | float | int]
-Join = Callable[[Tensor, Tensor, Tensor, Tensor, "float | None"], tuple[Tensor, KVCache]]
+Join = Callable[[Tensor, "Tensor | None", Tensor, Tensor, "float | None"], tuple[Tensor, KVCache]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,7 +297,7 @@ class PlannedAttention:
                     return made if lse is None else (made, lse)
             except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
                 pass  # as what is below says
-        if join is not None and q_rope is not None and k_rope is not None:
+        if join is not None and k_rope is not None:
             q, kv = join(q, q_rope, k, k_rope, kv_scale)
         else:
             assert v is not None
