@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES, Scale
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import check_plain, check_types, explain_failure, refuse
 from . import compiled
 from .attention_config import DTYPE_NAMES
@@ -93,9 +93,12 @@ def append_qkv(
         return compiled.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
     try:
-        _launch(
-            q=q, k=k, v=v, out=out, k_cache=kv.k, v_cache=kv.v, slots=slots, rotary=rotary, positions=positions, q_norm=q_norm, k_norm=k_norm,
-            norm_eps=norm_eps, norm_offset=norm_offset, k_scale=kv.k_scale, v_scale=kv.v_scale,
+        k_cache = kv.k
+        table, is_interleaved = _check((q, k, v, out, slots, positions, q_norm, k_norm), rotary, positions, norm_eps)
+        by_name("append_qkv")(
+            q=q, k=k, v=v, out=out, k_cache=k_cache, v_cache=kv.v, slots=slots, file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype),
+            norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
+            k_scale=kv.k_scale, v_scale=kv.v_scale,
         )  # fmt: skip
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
         check_types(KVCache, "a KVCache", kv=kv)
@@ -135,9 +138,10 @@ def rotate_qk(
     try:
         if k_out.shape != k.shape or q_out.shape[0] < q.shape[0]:
             refuse("k_out", k_out, f"of k's shape {list(k.shape)}, and q_out of no fewer rows than q")
-        _launch(
-            q=q, k=k, out=q_out, k_cache=k_out.unsqueeze(1), rotary=rotary, positions=positions, q_norm=q_norm, k_norm=k_norm,
-            norm_eps=norm_eps, norm_offset=norm_offset,
+        table, is_interleaved = _check((q, k, None, q_out, None, positions, q_norm, k_norm), rotary, positions, norm_eps)
+        by_name("append_qkv")(
+            q=q, k=k, out=q_out, k_cache=k_out.unsqueeze(1), file=qkv_kernel_file(q.device, q.dtype, k_out.dtype),
+            norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
         )  # fmt: skip
     except (AttributeError, OverflowError, RuntimeError, TypeError):
         check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
@@ -151,30 +155,21 @@ def rotate_qk(
 _NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
 
 
-def _launch(
-    *, q: Tensor, k: Tensor, out: Tensor, k_cache: Tensor, rotary: Rotary | None, positions: Tensor | None,
-    q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, norm_offset: float,
-    v: Tensor | None = None, v_cache: Tensor | None = None, slots: Tensor | None = None, k_scale: Scale = None, v_scale: Scale = None,
-) -> None:  # fmt: skip
-    tensors = (q, k, v, out, slots, positions, q_norm, k_norm)
+def _check(tensors: tuple[Tensor | None, ...], rotary: Rotary | None, positions: Tensor | None, norm_eps: float) -> tuple[Tensor | None, bool]:
+    """What the library does not check. tensors: those of _NAMES. Returns the rotary embedding's table, and whether it is interleaved."""
     for tensor in tensors:
         if tensor is not None and (tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())):
             for name, found in zip(_NAMES, tensors, strict=True):
                 if found is tensor:
                     check_plain(name, tensor)
-    table, is_interleaved = None, False
-    if rotary is not None:
-        if not isinstance(rotary, Rotary):
-            refuse("rotary", rotary, "a Rotary or None")
-        if positions is None:
-            refuse("positions", positions, "a tensor [tokens] with a rotary embedding")
-        table, is_interleaved = rotary.table, rotary.interleaved
-    elif positions is not None:
-        refuse("positions", positions, "None without a rotary embedding")
     if not norm_eps >= 0:
         refuse("norm_eps", norm_eps, "0 or above")
-    by_name("append_qkv")(
-        q=q, k=k, v=v, out=out, k_cache=k_cache, v_cache=v_cache, slots=slots, file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype),
-        norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    if rotary is None:
+        if positions is not None:
+            refuse("positions", positions, "None without a rotary embedding")
+        return None, False
+    if not isinstance(rotary, Rotary):
+        refuse("rotary", rotary, "a Rotary or None")
+    if positions is None:
+        refuse("positions", positions, "a tensor [tokens] with a rotary embedding")
+    return rotary.table, rotary.interleaved

@@ -77,7 +77,9 @@ def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: An
                 continue
             if value.is_neg() or (records_gradients and value.requires_grad):
                 explain_failure((name, tensor) for name, tensor in _by_callers_names(arguments) if isinstance(tensor, torch.Tensor))
-        by_name(function)(file=kernel[0], max_ctas=kernel[1], row_ctas=row_ctas, **arguments)
+        arguments["file"], arguments["max_ctas"] = kernel
+        arguments["row_ctas"] = row_ctas
+        by_name(function)(**arguments)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         for name, value in _by_callers_names(arguments):
             if isinstance(value, torch.Tensor):
@@ -99,7 +101,7 @@ def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: An
 def _by_callers_names(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     """The arguments of a call as its caller knows them."""
     of_values = "probs" if arguments.get("of_probs") else "logits"
-    return [(of_values if name == "values" else name, value) for name, value in arguments.items()]
+    return [(of_values if name == "values" else name, value) for name, value in arguments.items() if name != "file"]
 
 
 def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
