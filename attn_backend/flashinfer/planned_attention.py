@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -93,13 +92,6 @@ def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> 
 
 
 @lru_cache(maxsize=64)
-def _with_plain_cache(heads: Heads) -> Heads:
-    instead = "keys that are rotated before they are cached need none of it"
-    warnings.warn(f"RoPE over K and V of {heads.kv_dtype}: each run copies all of them to {heads.dtype}; {instead}", stacklevel=2)
-    return replace(heads, kv_dtype=None, float8_q=False)
-
-
-@lru_cache(maxsize=64)
 def logits_of(variant: Variant) -> Logits:
     """What a variant does, and nothing beside it."""
     return Logits(own=variant)
@@ -142,7 +134,6 @@ class PlannedAttention:
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
-        self._widens = False  # the cache, before each run: kernels do not turn keys of 8 bits
 
     @property
     def max_rows(self) -> int:
@@ -177,9 +168,6 @@ class PlannedAttention:
             num_levels, batch = len(composition.levels), max(level.batch_size for level in composition.levels)
         variant = logits.variant(heads, self._with_scales)
         planned = composition, heads, logits, batch_invariant
-        self._widens = heads.kv_dtype is not None and logits.pos.rope is not None
-        if self._widens:
-            heads = _with_plain_cache(heads)
         made_for = (heads, variant, self._with_sinks, num_levels, batch_invariant)
         attention = self._attention
         if attention is None or self._made_for != made_for or batch > attention.max_batch or (rows or 0) > attention.max_rows:
@@ -249,8 +237,6 @@ class PlannedAttention:
         attention = self._attention
         if attention is None or self._planned is None:
             raise ValueError("run() before a successful plan()")
-        if self._widens:
-            q, kv, scales = _widened(q, kv, scales, attention.dtype)
         rows, params, needs_sinks = q.shape[0], scales.params, sinks is not None and not self._with_sinks
         if rows > attention.max_rows or needs_sinks or not self._with_scales.issuperset(params):
             attention = self._plan_again(rows, needs_sinks, scales)
@@ -283,15 +269,6 @@ class PlannedAttention:
         self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
         assert self._attention is not None
         return self._attention
-
-
-def _widened(q: Tensor, kv: KVCache, scales: Scales, dtype: torch.dtype) -> tuple[Tensor, KVCache, Scales]:
-    """Copies without 8-bit numbers: K times the scales that kernels would take."""
-    k = kv.k.to(dtype)
-    for scale in (scales.q, scales.k):
-        if scale is not None:
-            k *= scale[:, None]
-    return q.to(dtype), KVCache.unchecked(k, kv.v.to(dtype)), scales._replace(q=None, k=None)
 
 
 def _with_scales(kv: KVCache, k_scale: Tensor | None, v_scale: Scale | None) -> tuple[KVCache, Scale | None]:

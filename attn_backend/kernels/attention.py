@@ -343,6 +343,8 @@ class Attention:
             else:
                 if sinks is not None and (sinks.is_neg() or (is_grad_enabled() and sinks.requires_grad)):
                     check_plain("sinks", sinks)
+                if self._variant is not None:
+                    self._variant.check_scales(kv, self._levels, self._config.cascade is not False and not self.batch_invariant)
                 of_q = (None, 1.0) if q_scale is None else scale_parts("q_scale", q_scale)
                 of_out = (None, 0.0) if out_scale is None else scale_parts("out_scale", out_scale)
                 of_selection = (None, None, None, None, 1, 1) if selected is None else selected.for_library()
