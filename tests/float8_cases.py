@@ -14,7 +14,7 @@ import oracle
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("number", "tensor", "head", "request", "request and head")
@@ -132,12 +132,25 @@ class Float8Case:
         spec = self.case.spec
         return self._q_scale is not None and self.dtype == torch.float8_e4m3fn and spec.head_dim == spec.columns_of_v and spec.head_dim in (64, 128)
 
-    def check(self, out: Tensor, lse: Tensor | None, kernel: str | None = None) -> None:
-        """Compares with the oracle; rows of padding must still be NaN. kernel: that ran; None: the CPU's, or on a GPU any."""
-        expected = self.expected()
-        is_multiplied = self.is_multiplied() and (kernel == "hopper" or (kernel is None and out.is_cuda and attention_kernels.is_available("hopper")))
+    def check(self, out: Tensor, lse: Tensor | None, kernel: str | None = None, variant: oracle.Variant | None = None) -> None:
+        """Compares with the oracle; rows of padding must still be NaN. kernel: that ran; None: the CPU's, or on a GPU any. variant: one that transforms Q, K or
+        V."""
+        expected = self.expected(variant=variant)
+        is_multiplied = (
+            variant is None and self.is_multiplied() and (kernel == "hopper" or (kernel is None and out.is_cuda and attention_kernels.is_available("hopper")))
+        )
         tolerance, tolerances = (MULTIPLIED_TOLERANCE, (MULTIPLIED_TOLERANCE, MULTIPLIED_LSE_TOLERANCE)) if is_multiplied else (TOLERANCE, ())
         case_tensors.check(self.case, out, lse, expected, *tolerances)
         error = (out[: self.case.rows].double() - expected[0]).norm()
         assert error <= tolerance * expected[0].norm(), f"{float(error / expected[0].norm()):.2e} > {tolerance}\n{self.case.spec}"
         case_tensors.check_padding(self.case)
+
+
+def rounding(of: oracle.Variant, variant: Variant, dtype: torch.dtype) -> oracle.Variant:
+    """`of`, what `variant` means, with the rows that it transforms rounded to Q's dtype, as kernels multiply them."""
+
+    def rounds(hook: str) -> Any:
+        transform = getattr(of, hook)
+        return lambda rows, at: transform(rows, at).to(dtype).double()
+
+    return replace(of, **{hook: rounds(hook) for hook in ("query", "key", "value") if getattr(variant, f"has_{hook}")})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -77,13 +76,6 @@ def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> 
 
 
 @lru_cache(maxsize=64)
-def _with_plain_cache(heads: Heads) -> Heads:
-    instead = "keys that are rotated before they are cached need none of it"
-    warnings.warn(f"RoPE over K and V of {heads.kv_dtype}: each run copies all of them to {heads.dtype}; {instead}", stacklevel=2)
-    return replace(heads, kv_dtype=None, float8_q=False)
-
-
-@lru_cache(maxsize=64)
 def logits_of(variant: Variant) -> Logits:
     """What a variant does, and nothing beside it."""
     return Logits(own=variant)
@@ -126,7 +118,6 @@ class PlannedAttention:
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
-        self._widens = False  # the cache, before each run: kernels do not turn keys of 8 bits
         self._is_direct = False  # runs need nothing that Attention.run does besides
         self._is_float8 = self._out_has_qs_dtype = self._out_is_like_q = False
         self._like_lse: Tensor | None = None  # of the last lse's shape
@@ -165,9 +156,6 @@ class PlannedAttention:
             num_levels, batch = len(composition.levels), max([level.batch_size for level in composition.levels])
         variant = logits.variant(heads, self._with_scales)
         planned = composition, heads, logits, batch_invariant
-        self._widens = heads.kv_dtype is not None and logits.pos.rope is not None
-        if self._widens:
-            heads = _with_plain_cache(heads)
         made_for = (heads, variant, self._with_sinks, num_levels, batch_invariant)
         attention = self._attention
         if attention is None or self._made_for != made_for or batch > attention.max_batch or (rows or 0) > attention.max_rows:
@@ -268,7 +256,7 @@ class PlannedAttention:
             args = self._args
         if params:
             args = {**args, **params} if args else params
-        is_direct = self._is_direct and not self._widens and not (_needs_check(q) or (out is not None and _needs_check(out)))
+        is_direct = self._is_direct and not (_needs_check(q) or (out is not None and _needs_check(out)))
         if sinks is not None and _needs_check(sinks):
             is_direct = False
         if not return_lse:
@@ -308,8 +296,6 @@ class PlannedAttention:
         self, attention: Attention, q: Tensor, kv: KVCache, scales: Scales, out: Tensor | None, lse: Tensor | None, v_scale: Scale | None,
         sinks: Tensor | None, args: Args | None, lse_to_base_2: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        if self._widens:
-            q, kv, scales = _widened(q, kv, scales, attention.dtype)
         of_v, after = (None, None) if v_scale is None else scale_of_v(v_scale, kv.k.dtype in FLOAT8_DTYPES, kv.num_kv_heads)
         if of_v is not None or scales.k is not None:
             kv = kv.with_scales(scales.k, of_v)
@@ -343,15 +329,6 @@ class PlannedAttention:
 def _needs_check(tensor: Tensor) -> bool:
     """Whether its handle would not tell the library all of it: that a sign is still to be changed, or a gradient is wanted."""
     return tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())
-
-
-def _widened(q: Tensor, kv: KVCache, scales: Scales, dtype: torch.dtype) -> tuple[Tensor, KVCache, Scales]:
-    """Copies without 8-bit numbers: K times the scales that kernels would take."""
-    k = kv.k.to(dtype)
-    for scale in (scales.q, scales.k):
-        if scale is not None:
-            k *= scale[:, None]
-    return q.to(dtype), KVCache.unchecked(k, kv.v.to(dtype)), scales._replace(q=None, k=None)
 
 
 def _room(wanted: int, least: int) -> int:

@@ -336,6 +336,8 @@ class Attention:
             else:
                 if sinks is not None and (sinks.is_neg() or (is_grad_enabled() and sinks.requires_grad)):
                     check_plain("sinks", sinks)
+                if self._variant is not None:
+                    self._variant.check_scales(kv, self._levels, self._config.cascade is not False and not self.batch_invariant)
                 run = self._run_with_options if selected is None else partial(by_name("run"), **selected.for_library())
                 errors = run(
                     handle=self._handle, q=q, k=kv.k, v=kv.v, out=out, lse=lse, sm_scale=scale, logits_soft_cap=logits_soft_cap, after_append=after_append,

@@ -31,8 +31,7 @@ class AttentionVariant:
     None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits.
 
     Raises:
-        ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim, or one that transforms K or V, of a
-            float8 cache.
+        ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim.
     """
 
     def __init__(
@@ -50,8 +49,6 @@ class AttentionVariant:
         dims = manifest.HeadDims.of(head_dim)
         variant.check_head_dim(*dims)
         self._kv_element = KV_DTYPE_NAMES.get(kv_dtype) if kv_dtype is not None else None
-        if self._kv_element is not None and (variant.has_key or variant.has_value):
-            refuse("kv_dtype", kv_dtype, f"{dtype} under variant {variant.name}, which transforms K or V")
         self._float8_q, self._float8_out = float8_q, float8_out
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
@@ -132,6 +129,18 @@ class AttentionVariant:
         causal = self.variant.causal or (self._is_causal_by_default if view.causal is None else view.causal)
         windows = [window for window in (view.window_left, self.variant.window_left) if window >= 0]
         return causal, min(windows, default=-1)
+
+    def check_scales(self, kv: KVCache, levels: Sequence[BSRView], is_shared: bool) -> None:
+        """Refuses scales of requests where a transform sees a token for several: it sees numbers times their scale. is_shared: plan looks for prefixes.
+
+        Raises:
+            ValueError: such scales of a tensor that the variant transforms.
+        """
+        is_shared = (is_shared and not self.variant.tells_requests_apart) or len(levels) > 1 or levels[0].requests is not None
+        for name, scale, transforms in (("K", kv.k_scale, self.variant.has_key), ("V", kv.v_scale, self.variant.has_value)):
+            if is_shared and transforms and isinstance(scale, Tensor) and scale.ndim == 2 and scale.shape[0] > 1:
+                instead = "[], [1] or [num_kv_heads], or the Attention made with cascade=False and planned with one level without requests"
+                refuse(f"kv.{name.lower()}_scale.shape", list(scale.shape), f"{instead}: variant {self.variant.name} transforms {name}")
 
     def can_plan_with(self, args: VariantArgs | None) -> bool:
         """Whether the mask can be asked: all of its parameters are known."""

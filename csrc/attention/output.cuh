@@ -150,7 +150,7 @@ struct OutputPlace {
 template <class Element_, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
   using Element = Element_;
-  static constexpr bool kHasScales = Variant::kHasScales;
+  static constexpr bool kHasScales = Variant::kHasScales && !VariantHooks<Variant>::kValue;
   static constexpr bool kIsOf8Bits = Element::kBytes == 1;
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/head_shape.h"
+#include "attention/variants.h"
 #include "common/elements.cuh"
 #include "common/type_traits.h"
 
@@ -23,7 +24,12 @@ struct Traits {
   /// those of wide heads on the way from the cache to KV tiles.
   static constexpr bool kWidensOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
   static constexpr bool kWidens = kIsOf8Bits && !kWidensOnLoad;
-  static constexpr bool kIsLatent = is_latent(Shape::kDims);                            // Q may be two tensors
+  static constexpr bool kIsLatent = is_latent(Shape::kDims);  // Q may be two tensors
+  static constexpr bool kTransformsCache = VariantHooks<Variant>::kKey || VariantHooks<Variant>::kValue;
+  /// Rows that a variant transforms are widened in shared memory first; mma.sync then multiplies them as it does 16-bit
+  /// elements. Others it widens in registers.
+  static constexpr bool kStages = kWidens && kTransformsCache;
+  static constexpr bool kWidensInRegisters = kWidens && !kStages;
   using KvElement = typename Conditional<kWidensOnLoad, Element, StoredElement>::Type;  // of KV tiles
   /// The loader also multiplies by a scale, one for K and V: V lies in K's bytes.
   static constexpr bool kLoadsScaled = Variant::kLoadsScaled;

@@ -1,6 +1,7 @@
 // Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there.
 //
-// A thread keeps to its columns, and goes through the rows.
+// A thread keeps to its columns, and goes through the rows. Those of 8 bits lie there widened; here they are multiplied
+// by their scale first: a hook sees what the numbers stand for.
 #pragma once
 
 #include "attention/kv_tokens.h"
@@ -9,29 +10,46 @@
 
 namespace attn {
 
-// What the three hooks have in common.
+// What the three hooks have in common. They keep a reference to the variant.
 template <class Variant_>
 struct QueryTransform {
   using Variant = Variant_;
   using Place = ScoreRow;
   static constexpr bool kExists = VariantHooks<Variant>::kQuery;
   static constexpr PairLayout kPairs = Variant::kQueryPairs;
+  static constexpr bool kScales = kExists && Variant::kHasQueryScale;
 
-  __device__ __forceinline__ static Pair apply(const Variant& variant, Pair x, int32_t first, int32_t second,
-                                               const ScoreRow& row) {
+  const Variant& variant;
+  float scale = 1.0f;  // if kScales
+
+  __device__ __forceinline__ explicit QueryTransform(const Variant& variant_) : variant(variant_) {
+    if constexpr (kScales) scale = variant.scales.q.of(0, variant.kv_head);
+  }
+
+  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const ScoreRow& row) const {
+    if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
     return variant.query(x, first, second, row);
   }
 };
 
+/// `tokens`: those whose rows are transformed.
 template <class Variant_>
 struct KeyTransform {
   using Variant = Variant_;
   using Place = KvToken;
   static constexpr bool kExists = VariantHooks<Variant>::kKey;
   static constexpr PairLayout kPairs = Variant::kKeyPairs;
+  static constexpr bool kScales = kExists && Variant::kHasScales;
 
-  __device__ __forceinline__ static Pair apply(const Variant& variant, Pair x, int32_t first, int32_t second,
-                                               const KvToken& token) {
+  const Variant& variant;
+  float scale = 1.0f;  // if kScales
+
+  __device__ __forceinline__ KeyTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
+    if constexpr (kScales) scale = variant.scales.k.of(tokens.first.request, variant.kv_head);
+  }
+
+  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const KvToken& token) const {
+    if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
     return variant.key(x, first, second, token);
   }
 };
@@ -42,9 +60,17 @@ struct ValueTransform {
   using Place = KvToken;
   static constexpr bool kExists = VariantHooks<Variant>::kValue;
   static constexpr PairLayout kPairs = Variant::kValuePairs;
+  static constexpr bool kScales = kExists && Variant::kHasScales;
 
-  __device__ __forceinline__ static Pair apply(const Variant& variant, Pair x, int32_t first, int32_t second,
-                                               const KvToken& token) {
+  const Variant& variant;
+  float scale = 1.0f;  // if kScales
+
+  __device__ __forceinline__ ValueTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
+    if constexpr (kScales) scale = variant.scales.v.of(tokens.first.request, variant.kv_head);
+  }
+
+  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const KvToken& token) const {
+    if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
     return variant.value(x, first, second, token);
   }
 };
@@ -63,6 +89,20 @@ struct RowPiece<2> {
   using Stored = uint2;
 };
 
+/// Multiplies columns [kFirst, kEnd) of rows [first_row, end_row) of a tile by `scale`; `thread` of kThreads.
+template <class Tile, class Element, int kFirst, int kEnd, int kThreads>
+__device__ __forceinline__ void scale_columns(char* tile, int first_row, int end_row, int thread, float scale) {
+  constexpr int kWordColumns = 4 / Element::kBytes, kChunkWords = 4;
+  constexpr int kWords = (kEnd - kFirst) / kWordColumns;
+#pragma unroll 1
+  for (int i = thread; i < (end_row - first_row) * kWords; i += kThreads) {
+    const int word = kFirst / kWordColumns + i % kWords;
+    char* const chunk = tile + Tile::offset(first_row + i / kWords, word / kChunkWords);
+    uint32_t& pair = reinterpret_cast<uint32_t*>(chunk)[word % kChunkWords];
+    pair = Element::pack(Element::unpack(pair) * scale, Element::unpack(pair >> 16) * scale);
+  }
+}
+
 /// Rewrites rows [first_row, end_row) of a tile, a multiple of kMultiple; `thread` of kThreads. `find(row, place)`:
 /// where a row of the tile is; false: it does not exist, and is left alone. kColumns: of the head. A thread has pieces
 /// of kWords words in registers, one or, where pairs lie apart, two of a row, of kRows rows at a time. It keeps to its
@@ -70,7 +110,7 @@ struct RowPiece<2> {
 template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kMultiple, int kRows, int kWords,
           class Find>
 __device__ __forceinline__ void transform_rows(char* tile, int first_row, int end_row, int thread,
-                                               const typename Transform::Variant& variant, const Find& find) {
+                                               const Transform& transform, const Find& find) {
   constexpr int kWordColumns = 4 / Element::kBytes;
   constexpr int kPieceColumns = kWords * kWordColumns;
   constexpr int kChunkPieces = 4 / kWords;  // of 16 bytes
@@ -84,6 +124,9 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
   constexpr int kUnits = ceil_div(kPairs.columns, kPieces * kPieceColumns);
   constexpr int kPassRows = kThreads / kUnits;
   constexpr bool kWholePasses = kMultiple % (kRows * kPassRows) == 0;
+  constexpr int kPieceEnd = round_up(kPairs.columns, kPieceColumns);  // of the columns that are visited below
+  if constexpr (Transform::kScales && kPieceEnd < kColumns)
+    scale_columns<Tile, Element, kPieceEnd, kColumns, kThreads>(tile, first_row, end_row, thread, transform.scale);
   if (kThreads % kUnits != 0 && thread >= kPassRows * kUnits) return;
   // Unsigned: divisions by constants are shifts.
   const uint32_t unit = static_cast<uint32_t>(thread) % kUnits;
@@ -118,20 +161,32 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       const int32_t first = static_cast<int32_t>(column) + word * kWordColumns;
-      if (kPairs.columns % kPieceColumns != 0 && first >= kPairs.columns) break;
+      if (kPairs.columns % kPieceColumns != 0 && first >= kPairs.columns) {
+        if constexpr (Transform::kScales) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            uint32_t& left_alone = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
+            left_alone = Element::pack(Element::unpack(left_alone) * transform.scale,
+                                       Element::unpack(left_alone >> 16) * transform.scale);
+          }
+          continue;
+        } else {
+          break;
+        }
+      }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         uint32_t& low = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
         if constexpr (kNeighbours) {
-          const Pair changed = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(low >> 16)}, first,
-                                                first + 1, place[r]);
+          const Pair changed =
+              transform.apply(Pair{Element::unpack(low), Element::unpack(low >> 16)}, first, first + 1, place[r]);
           low = Element::pack(changed.first, changed.second);
         } else {
           uint32_t& high = reinterpret_cast<uint32_t*>(&pieces[r][kPieces - 1])[word];
-          const Pair even = Transform::apply(variant, Pair{Element::unpack(low), Element::unpack(high)}, first,
-                                             first + kPairs.distance, place[r]);
-          const Pair odd = Transform::apply(variant, Pair{Element::unpack(low >> 16), Element::unpack(high >> 16)},
-                                            first + 1, first + 1 + kPairs.distance, place[r]);
+          const Pair even = transform.apply(Pair{Element::unpack(low), Element::unpack(high)}, first,
+                                            first + kPairs.distance, place[r]);
+          const Pair odd = transform.apply(Pair{Element::unpack(low >> 16), Element::unpack(high >> 16)}, first + 1,
+                                           first + 1 + kPairs.distance, place[r]);
           low = Element::pack(even.first, odd.first);
           high = Element::pack(even.second, odd.second);
         }

@@ -365,12 +365,12 @@ __device__ __forceinline__ void transform_logits(const Variant& variant, float s
   });
 }
 
-/// Multiplies scores by K's scales where requests have their own; others are part of score_scale(). `requests`: of the
-/// tile's rows; `first_row`: of the warp.
+/// Multiplies scores by K's scales where requests have their own; others are part of score_scale(), and a variant that
+/// transforms K has multiplied its rows. `requests`: of the tile's rows; `first_row`: of the warp.
 template <class Variant, int kRowBlocks, int kBlocks>
 __device__ __forceinline__ void scale_scores(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
                                              const int32_t* requests, int first_row) {
-  if constexpr (Variant::kHasScales) {
+  if constexpr (Variant::kHasScales && !VariantHooks<Variant>::kKey) {
     if (!variant.scales.k.is_of_requests()) return;
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
@@ -388,11 +388,13 @@ __device__ __forceinline__ void scale_scores(const Variant& variant, float (&s)[
   }
 }
 
-/// What all scores of a KV head are multiplied by.
+/// What all scores of a KV head are multiplied by: what scales a row of Q or K that is transformed is part of it.
 template <class Variant>
 __device__ __forceinline__ float score_scale(const Variant& variant, float sm_scale) {
-  if constexpr (Variant::kHasQueryScale) sm_scale *= variant.scales.q.of_all_requests(variant.kv_head);
-  if constexpr (Variant::kHasScales) return sm_scale * variant.scales.k.of_all_requests(variant.kv_head);
+  if constexpr (Variant::kHasQueryScale && !VariantHooks<Variant>::kQuery)
+    sm_scale *= variant.scales.q.of_all_requests(variant.kv_head);
+  if constexpr (Variant::kHasScales && !VariantHooks<Variant>::kKey)
+    return sm_scale * variant.scales.k.of_all_requests(variant.kv_head);
   return sm_scale;
 }
 

@@ -138,7 +138,8 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   for (const int32_t cta : order) {
     emulation::run_cta(cta, params.num_ctas, design.threads, seed,
                        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); });
-    if (std::any_of(shared + bytes, std::end(shared), [](char byte) { return byte != emulation::kUnwritten; }))
+    if (std::any_of(shared + bytes, std::end(shared) - emulation::static_bytes,
+                    [](char byte) { return byte != emulation::kUnwritten; }))
       emulation::fail("more shared memory is used than asked for");
   }
   if (params.schedule.header->queue_head != 0) emulation::fail("the work queue's counter is not 0 at the end");

@@ -17,7 +17,7 @@ import pytest
 import torch
 from compositions import Shape
 from device_attention import CACHES, DeviceAttention
-from variant_fuzz.catalogue import Entry, Sizes, entries
+from variant_fuzz.catalogue import Entry, Sizes, entry_of
 
 from attn_backend.kernels import cpp_compiler, cubins, manifest
 from attn_backend.kernels.build import fault
@@ -40,10 +40,6 @@ FORMS = {
     "scaled": (torch.bfloat16, 256),
     "by_request": (torch.float16, 64),
 }
-
-
-def entry_of(name: str) -> Entry:
-    return next(entry for entry in entries() if entry.name == name)
 
 
 def check_case(folder: Path, entry: Entry, spec: cases.Spec, kernel: str) -> DeviceAttention:
@@ -115,9 +111,11 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
 
 
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("kv_element", [None, "e4m3"])
 @pytest.mark.parametrize("design", ["sm80", "sm90"])
-def test_they_compile_into_each_kernel(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = manifest.variant_text(builtin.rope(builtin.rope_frequencies(128))) + manifest.attention_source(design, "bf16", 128, manifest.USER_VARIANT)
+def test_they_compile_into_each_kernel(design: str, kv_element: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = manifest.attention_source(design, "bf16", 128, manifest.USER_VARIANT, kv_element)
+    text = manifest.variant_text(builtin.rope(builtin.rope_frequencies(128))) + source
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"rope": text})
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     assert fault(cubins.compile_kernel("rope", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"

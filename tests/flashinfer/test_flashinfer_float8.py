@@ -124,15 +124,16 @@ def test_float8_queries_of_sparse_blocks(device: str) -> None:
     close(sparse.run(batch.q, batch.k, batch.v, *scales, return_lse=True), meaning.expected(masks=[mask]), device)  # type: ignore[arg-type]
 
 
-def test_float8_queries_under_rope() -> None:
-    batch, meaning, scales = make_float8_q([1, 1], [7, 30], DTYPES[0], "cpu", "of KV heads")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
-    with pytest.warns(UserWarning, match="each run copies all of them to torch.bfloat16"):
-        wrapper.plan(
-            *batch.tables(), *batch.shape, batch.page_size, "ROPE_LLAMA", q_data_type=DTYPES[0], kv_data_type=DTYPES[0], o_data_type="bfloat16", rope_theta=5e3
-        )
-    expected = meaning.expected(causal=True, rope=(1.0, 5e3))
-    check(wrapper.run(batch.q, batch.cache, *scales[:2], 1.0, return_lse=True), (expected[0] / torch.tensor([2.0, 2.0, 0.5, 0.5])[:, None], expected[1]), 3e-2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_float8_queries_under_rope(device: str) -> None:
+    batch, meaning, scales = make_float8_q([1, 1], [7, 30], DTYPES[0], device, "of KV heads")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(
+        *batch.tables(), *batch.shape, batch.page_size, "ROPE_LLAMA", q_data_type=DTYPES[0], kv_data_type=DTYPES[0], o_data_type="bfloat16", rope_theta=5e3
+    )
+    o, lse = meaning.expected(causal=True, rope=(1.0, 5e3))
+    o = o / torch.tensor([2.0, 2.0, 0.5, 0.5], device=device)[:, None]  # without the scale of V
+    check(wrapper.run(batch.q, batch.cache, *scales[:2], 1.0, return_lse=True), (o, lse), 3e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,12 +165,17 @@ def test_append(device: str) -> None:
             assert torch.equal(at, torch.stack([k[token], v[token]]).to(DTYPES[0]).float())
 
 
-def test_rope_copies_the_cache() -> None:
-    batch, meaning = make_float8([1, 1], [7, 30], DTYPES[0], "cpu")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
-    with pytest.warns(UserWarning, match="each run copies all of them to torch.float16"):
-        wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, pos_encoding_mode="ROPE_LLAMA", kv_data_type=DTYPES[0], rope_theta=5e3)
-    check(wrapper.run(batch.q, batch.cache, return_lse=True, **SCALES), meaning.expected(causal=True, rope=(1.0, 5e3)))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope(device: str, dtype: torch.dtype) -> None:
+    """Keys are turned where they are read, with scales of all and of each head."""
+    batch, meaning = make_float8([1, 1], [7, 30], dtype, device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, pos_encoding_mode="ROPE_LLAMA", kv_data_type=dtype, rope_theta=5e3)
+    expected = meaning.expected(causal=True, rope=(1.0, 5e3))
+    check(wrapper.run(batch.q, batch.cache, return_lse=True, **SCALES), expected)
+    of_heads = {name: torch.full((2,), scale, device=device) for name, scale in SCALES.items()}
+    check(wrapper.run(batch.q, batch.cache, return_lse=True, **of_heads), expected)
 
 
 def test_scales_that_kernels_do_not_take() -> None:

@@ -13,7 +13,6 @@ from float8_cases import DTYPES, MULTIPLIED_LSE_TOLERANCE, MULTIPLIED_TOLERANCE,
 from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_qkv
-from attn_backend.variants.builtin import rope, rope_frequencies
 
 HEAD_DIMS = (64, 72, 128, 256)
 
@@ -405,8 +404,3 @@ def test_refusals(device: torch.device) -> None:
         append_kv(
             *(torch.zeros(1, 3, 64, dtype=torch.bfloat16, device=device),) * 2, KVCache.from_pair(k, v, k_scale=torch.ones(5, 3, device=device)), lens[:1]
         )
-
-
-def test_variants_that_transform_the_cache_are_refused(device: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e5m2, must be torch.bfloat16 under variant .*, which transforms K or V"):
-        Attention(2, 2, 64, kv_dtype=torch.float8_e5m2, device=device, max_rows=4, max_batch=4, variant=rope(rope_frequencies(64)))

@@ -82,6 +82,10 @@ def entries() -> tuple[Entry, ...]:
     return (*_functions(), *_builtins(), *_combinations(), *_cpp())
 
 
+def entry_of(name: str) -> Entry:
+    return next(entry for entry in entries() if entry.name == name)
+
+
 def _entry(name: str, variant: Variant, args: Callable[[numpy.random.Generator, Sizes], Args] | None = None, **more: Any) -> Entry:
     return Entry(name, variant, args or (lambda _rng, _sizes: {}), lambda given: by_reference(variant, given), **more)
 

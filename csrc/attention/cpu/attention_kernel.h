@@ -204,7 +204,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
           Element transformed[kMaxHeadDim];
           const ScoreRow row = score_row(r);
           Rows::transform_row(
-              q, dims_.qk, Variant::kQueryPairs, transformed,
+              q, dims_.qk, Variant::kQueryPairs, query_scale(), transformed,
               [&](const Pair& x, int32_t first, int32_t second) { return variant_.query(x, first, second, row); });
           engine_.load_query(r, transformed);
           continue;
@@ -245,15 +245,15 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   }
 
   /// Transforms rows [begin, end) of the block, some of which may not exist. `token`: the block's first; `rows`: their
-  /// addresses, which become those of the results.
+  /// addresses, which become those of the results, and may be those already; `scale`: of 8-bit numbers.
   template <class Change>
   void transform_tokens(const char** rows, int columns, const TokenRange& part, int32_t token, const PairLayout& pairs,
-                        TransformedRows& transformed, const Change& change) const {
+                        float scale, TransformedRows& transformed, const Change& change) const {
     const KvTokens tokens(group_, item_.head);
     for (int i = part.begin; i < part.end; ++i) {
       Element* to = transformed.rows[i - part.begin];
       const KvToken at = tokens.at(token + i);
-      Rows::transform_row(reinterpret_cast<const Element*>(rows[i]), columns, pairs, to,
+      Rows::transform_row(reinterpret_cast<const Element*>(rows[i]), columns, pairs, scale, to,
                           [&](const Pair& x, int32_t first, int32_t second) { return change(x, first, second, at); });
       rows[i] = reinterpret_cast<const char*>(to);
     }
@@ -263,13 +263,13 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   void transform_cache(TokenRows& tokens, const TokenRange& part, int32_t token, TransformedRows& keys,
                        TransformedRows& values) const {
     if constexpr (VariantHooks<Variant>::kKey) {
-      transform_tokens(tokens.keys, dims_.qk, part, token, Variant::kKeyPairs, keys,
+      transform_tokens(tokens.keys, dims_.qk, part, token, Variant::kKeyPairs, key_scale(group_.request), keys,
                        [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                          return variant_.key(x, first, second, at);
                        });
     }
     if constexpr (VariantHooks<Variant>::kValue) {
-      transform_tokens(tokens.values, dims_.v, part, token, Variant::kValuePairs, values,
+      transform_tokens(tokens.values, dims_.v, part, token, Variant::kValuePairs, value_scale(group_.request), values,
                        [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                          return variant_.value(x, first, second, at);
                        });
@@ -297,21 +297,34 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
   }
 
-  /// sm_scale, and the scales of Q and of K of a row of the tile.
-  float score_scale(int row) const {
-    if constexpr (kWidens)
-      return params_.sm_scale * variant_.scales.q.of(0, item_.head) *
-             variant_.scales.k.of(scale_request(variant_.scales.k, row), item_.head);
-    else
-      return params_.sm_scale;
+  // Scales of Q and of the cache; 1 where there are none.
+  float query_scale() const {
+    if constexpr (kWidens) return variant_.scales.q.of(0, item_.head);
+    return 1.0f;
+  }
+  float key_scale(int32_t request) const {
+    if constexpr (kWidens) return variant_.scales.k.of(request, item_.head);
+    return 1.0f;
+  }
+  float value_scale(int32_t request) const {
+    if constexpr (kWidens) return variant_.scales.v.of(request, item_.head);
+    return 1.0f;
   }
 
-  /// What a row of outputs is multiplied by: `factor`, and V's scale.
+  /// sm_scale, and the scales of Q and of K of a row of the tile; without those of rows that a variant has transformed,
+  /// which are multiplied by them.
+  float score_scale(int row) const {
+    float scale = params_.sm_scale;
+    if constexpr (kWidens && !VariantHooks<Variant>::kQuery) scale *= query_scale();
+    if constexpr (kWidens && !VariantHooks<Variant>::kKey) scale *= key_scale(scale_request(variant_.scales.k, row));
+    return scale;
+  }
+
+  /// What a row of outputs is multiplied by: `factor`, and V's scale, if no variant has transformed V.
   float output_scale(float factor, int row) const {
-    if constexpr (kWidens)
-      return factor * variant_.scales.v.of(scale_request(variant_.scales.v, row), item_.head);
-    else
-      return factor;
+    if constexpr (kWidens && !VariantHooks<Variant>::kValue)
+      factor *= value_scale(scale_request(variant_.scales.v, row));
+    return factor;
   }
 
   int32_t scale_request(const KvScale& scale, int row) const {
@@ -327,7 +340,6 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
       const int end = min_of(begin + Rows::kPackTokens, padded);
       prefetch(next, begin, end == padded ? next.count : min_of(end, next.count));
       TransformedRows keys, values;
-      static_assert(!kWidens || !kTransforms, "an 8-bit cache is not transformed");
       widen_cache(tokens, TokenRange{begin, min_of(end, tokens.count)}, keys, values);
       if constexpr (kTransforms)
         transform_cache(tokens, TokenRange{begin, min_of(end, tokens.count)}, block.begin, keys, values);

@@ -13,12 +13,15 @@ namespace attn::cpu {
 /// Isa: vectors of float. Element: what the engine multiplies.
 template <class Isa, class Element>
 struct CacheRows {
-  /// Applies `change` to the pairs of a row of Q, K or V.
+  /// Applies `change` to the pairs of a row of Q, K or V, whose numbers are multiplied by `scale` before.
   template <class Change>
-  static void transform_row(const Element* row, int columns, const PairLayout& pairs, Element* transformed,
+  static void transform_row(const Element* row, int columns, const PairLayout& pairs, float scale, Element* transformed,
                             const Change& change) {
     alignas(64) float values[kMaxHeadDim];
     for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
+    if (scale != 1.0f) {
+      for (int i = 0; i < columns; ++i) values[i] *= scale;
+    }
     const PairLayout layout = pairs.of_head(columns);
     for (int32_t begin = 0; begin < layout.columns; begin += 2 * layout.distance) {
       for (int32_t first = begin; first < begin + layout.distance; ++first) {

@@ -15,12 +15,14 @@
 #include "attention/transform_tile.cuh"
 #include "attention/variants.h"
 #include "attention/warp_state.cuh"
+#include "attention/widened_tile.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
+#include "common/ptx/static_shared.cuh"
 
 namespace attn::sm80 {
 
@@ -33,9 +35,9 @@ struct WholeBlock {
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.
-template <int kKind, int kKvTile, bool kIsWide, bool kWidens>
+template <int kKind, int kKvTile, bool kIsWide, bool kWidensInRegisters>
 struct WarpLayout {
-  static constexpr bool kFours = kWidens;  // as in stage_rows()
+  static constexpr bool kFours = kWidensInRegisters;  // as in stage_rows()
   static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
   static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
   static constexpr int kRowBlocks = kRows / 16;
@@ -115,15 +117,54 @@ template <class Transform, class Tile, class Element, class Layout, int kColumns
 __device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
                                                  const typename Transform::Variant& variant, const TileTokens& find) {
   if constexpr (Transform::kExists) {
+    const Transform transform(variant, find.tokens);
     if constexpr (Layout::kKvWarps == kWarps) {
       transform_rows<Transform, Tile, Element, kColumns, 32, Layout::kTokens, 2, 4>(
-          tile, warp.first_token, warp.first_token + Layout::kTokens, ptx::lane_id(), variant, find);
+          tile, warp.first_token, warp.first_token + Layout::kTokens, ptx::lane_id(), transform, find);
       __syncwarp();
     } else {
       transform_rows<Transform, Tile, Element, kColumns, kThreads, kKvTile, 1, 4>(tile, 0, kKvTile, threadIdx.x,
-                                                                                  variant, find);
+                                                                                  transform, find);
       __syncthreads();
     }
+  }
+}
+
+/// A tile of K or of V where it is widened: beside the memory of SharedLayout, so that only kernels that stage have it.
+template <class Traits>
+__device__ __forceinline__ char* staged_tile() {
+  constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
+  constexpr int kBytes = kTuning.kv_tile * tile_row_bytes(Traits::Shape::kDims.widest(), Traits::Element::kBytes);
+  static_assert(kBytes + kLayout<Traits>.bytes <= 99 * 1024, "what a block may have on every GPU since Ampere");
+  return ptx::static_shared<kBytes>();
+}
+
+// Where a tile of the ring is multiplied: there, or where it is staged.
+template <class Traits>
+__device__ __forceinline__ char* multiplied_tile(char* tile) {
+  if constexpr (Traits::kStages) return staged_tile<Traits>();
+  return tile;
+}
+template <class Traits>
+__device__ __forceinline__ uint32_t multiplied_address(uint32_t tile) {
+  if constexpr (Traits::kStages) return ptx::shared_address(staged_tile<Traits>());
+  return tile;
+}
+
+/// Widens the tokens of a KV tile that a warp multiplies, by those that transform_tokens() takes. Then these may read
+/// them.
+template <class Traits, class Stored, class Staged, class Layout, int kKvTile>
+__device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp) {
+  using Element = typename Traits::Element;
+  using KvElement = typename Traits::KvElement;
+  const TokenRange all{0, kKvTile};  // the loader has put tokens that are seen where there are none
+  if constexpr (Layout::kKvWarps == kWarps) {
+    widen_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32>(tile, warp.first_token, staged,
+                                                                             warp.first_token, ptx::lane_id(), all);
+    __syncwarp();
+  } else {
+    widen_tile_rows<Stored, Staged, Element, KvElement, kKvTile, kThreads>(tile, 0, staged, 0, threadIdx.x, all);
+    __syncthreads();
   }
 }
 
@@ -144,10 +185,11 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   constexpr int kKvTile = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_tile;
   constexpr bool kIsWide = is_wide(Shape::kDims);
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
-  using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kWidens>;
+  using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kWidensInRegisters>;
   using Query = QTile<Traits>;
-  using Keys = KTile<Traits>;
-  using Values = VTile<Traits>;
+  // As they are multiplied.
+  using Keys = typename Conditional<Traits::kStages, StagedKTile<Traits>, KTile<Traits>>::Type;
+  using Values = typename Conditional<Traits::kStages, StagedVTile<Traits>, VTile<Traits>>::Type;
   using Output = OTile<Traits>;
   constexpr SharedLayout layout = kLayout<Traits>;
   constexpr int kSlots = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_slots;
@@ -172,7 +214,6 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
 
   using Keyed = KeyTransform<Variant>;
   using Valued = ValueTransform<Variant>;
-  static_assert(!Traits::kIsOf8Bits || (!Keyed::kExists && !Valued::kExists), "an 8-bit cache is not transformed");
   const auto start_of = [&](int32_t kv_tile) {
     return kv_tile_start<Variant::kSkipsTiles>(params.schedule, row_tile.group, row_tile.kv_begin, kv_tile, kKvTile);
   };
@@ -190,10 +231,10 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     if constexpr (QueryTransform<Variant>::kExists) {
       __syncthreads();
       transform_rows<QueryTransform<Variant>, Query, Element, Shape::kQk, kThreads, 16, 1, 4>(
-          shared + layout.q, 0, tile_rows(kKind), threadIdx.x, variant,
+          shared + layout.q, 0, tile_rows(kKind), threadIdx.x, QueryTransform<Variant>(variant),
           TileRows<RowTileRows<kManyLevels>>{params, rows, row_tile.group, cursor.now.head});
     }
-    if constexpr (Keyed::kExists || Valued::kExists) {
+    if constexpr (Traits::kTransformsCache) {
       const TokenRange all{0, params.num_pages > 0 ? row_tile.kv_end : 0};
       tokens.readable = visibility().seen_by_any(rows.position(0, params.group_size),
                                                  rows.position(rows.count - 1, params.group_size), all);
@@ -208,7 +249,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
       cursor.now.head, warp.first_row);
   if constexpr (Variant::kSkipsTiles) lane_rows.template enter<kKvTile>(first);
   const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes +
-                     (Traits::kWidens ? Query::four_columns(lane) : Query::rows_first(lane));
+                     (Traits::kWidensInRegisters ? Query::four_columns(lane) : Query::rows_first(lane));
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
   const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
@@ -224,9 +265,12 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     __syncthreads();  // K has arrived, and all warps have read the V slot before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
-    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk, kKvTile>(keys, warp, variant, tokens);
-    const uint32_t k = k_slot + first_key + Keys::columns_first(lane);
-    if constexpr (Traits::kWidens) {
+    if constexpr (Traits::kStages)
+      stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(keys, staged_tile<Traits>(), warp);
+    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk, kKvTile>(multiplied_tile<Traits>(keys), warp, variant,
+                                                                        tokens);
+    const uint32_t k = multiplied_address<Traits>(k_slot) + first_key + Keys::columns_first(lane);
+    if constexpr (Traits::kWidensInRegisters) {
       state.template widened_scores<Shape::kQkMultiplied, Layout::kTokens, Keys, typename Traits::KvElement>(
           s, [&](int b, int d, uint32_t (&a)[4]) { load_query<Query>(a, q, b, d); }, k);
     } else {
@@ -249,10 +293,14 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // V has arrived, and all warps have read the K slot
     loader.load_k(ring.tile + kPairs, ring.pair);
-    transform_tokens<Valued, Values, Element, Layout, Shape::kV, kKvTile>(keys + layout.k_slot_bytes, warp, variant,
-                                                                          tokens);
-    const uint32_t v = k_slot + layout.k_slot_bytes + first_value + Values::rows_first(lane);
-    if constexpr (Traits::kWidens)
+    if constexpr (Traits::kStages)
+      stage_tokens<Traits, VTile<Traits>, Values, Layout, kKvTile>(keys + layout.k_slot_bytes, staged_tile<Traits>(),
+                                                                   warp);
+    transform_tokens<Valued, Values, Element, Layout, Shape::kV, kKvTile>(
+        multiplied_tile<Traits>(keys + layout.k_slot_bytes), warp, variant, tokens);
+    const uint32_t v =
+        multiplied_address<Traits>(k_slot + layout.k_slot_bytes) + first_value + Values::rows_first(lane);
+    if constexpr (Traits::kWidensInRegisters)
       state.template widened_accumulate<Layout::kTokens, Values, typename Traits::KvElement>(p, v);
     else
       state.template accumulate<Layout::kTokens, Values>(p, v);

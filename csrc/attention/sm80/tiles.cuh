@@ -28,4 +28,11 @@ using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;
 template <class Traits>
 using VTile = SharedTile<typename Traits::KvElement, Traits::Shape::kV>;
 
+// As they are multiplied, where they are staged (Traits::kStages).
+template <class Traits>
+using StagedKTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
+
+template <class Traits>
+using StagedVTile = SharedTile<typename Traits::Element, Traits::Shape::kV>;
+
 }  // namespace attn::sm80

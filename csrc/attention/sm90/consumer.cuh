@@ -15,7 +15,8 @@
 //
 // K and V of an 8-bit cache are widened into tiles of their own before wgmma takes them: both warpgroups widen half of
 // what is multiplied next, in every item of such row tiles, whether they multiply it or not. They wait for each other
-// before, until nobody reads what was there, and behind. For mma.sync they are widened in registers.
+// before, until nobody reads what was there, and behind. Where a variant transforms K or V it does so there, half by
+// half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
 #include "attention/sm90/mma_consumer.cuh"
@@ -93,13 +94,13 @@ struct Consumer : MmaConsumer<Traits> {
   /// Frees the KV tiles of an item that the other warpgroup computes alone.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     if constexpr (kWidens) {
-      widen_tiles(item, kv, kv, item.kv_begin, false, true);
+      widen_tiles(item, kv, kv, item.kv_begin, false, true, 0);
       for (int left = item.num_kv_tiles, token = first_start(item).token; left > 0;
            --left, token = kSkips ? next_start(item, token, left).token : token + kTokens) {
         next_tile();
         const typename Shared::KvPlace values = kv;
         next_tile();
-        widen_tiles(item, values, kv, token, true, left > 1);
+        widen_tiles(item, values, kv, token, true, left > 1, left - 1);
       }
     } else {
       for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
@@ -259,7 +260,8 @@ struct Consumer : MmaConsumer<Traits> {
         const int32_t tile_row = first_row + half * 8 + lane / 4;
         inverse[half] = target.end_row_with_sink(state.maximum[0][half] * state.scale, sum, tile_row).factor;
       }
-      if constexpr (kWidens) inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
+      if constexpr (Target::kHasScales)
+        inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
     }
     stage_rows<Output>(state, target, 0, inverse, first_row, shared.q(slot));
     ptx::fence_async_proxy();

@@ -90,11 +90,11 @@ struct ConsumerBase {
   using OfQuery = QueryTransform<Variant>;
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;
-  static constexpr bool kTransformsCache = OfKey::kExists || OfValue::kExists;
+  /// In the ring. What is widened first is transformed where it then lies.
+  static constexpr bool kTransformsRing = Traits::kTransformsCache && !kWidens;
   /// Not where the ring may have fewer than four tiles in use (Tuning::mma_parts): early needs two behind those that
   /// are multiplied. There registers are scarce, too.
   static constexpr bool kTransformsEarly = Shared::kParts > 1;
-  static_assert(!kWidens || !kTransformsCache, "an 8-bit cache is not transformed");
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -139,6 +139,11 @@ struct ConsumerBase {
       return KvTileStart{token + kTokens, false};
   }
 
+  /// Of the same: its first token.
+  __device__ __forceinline__ int32_t token_behind(const WorkItem& item, int32_t token, int32_t left) const {
+    return next_start(item, token, left).token;
+  }
+
   /// Goes on to a KV tile: its first token.
   __device__ __forceinline__ static int32_t enter(const KvTileStart& kv_tile, Rows& rows) {
     if constexpr (kSkips) rows.template enter<kTokens>(kv_tile);
@@ -167,12 +172,12 @@ struct ConsumerBase {
   __device__ __forceinline__ char* wide_keys(int slot) const { return kWidens ? shared.widened(0) : shared.kv(slot); }
   __device__ __forceinline__ char* wide_values(int slot) const { return kWidens ? shared.widened(1) : shared.kv(slot); }
 
-  /// Widens what is multiplied together: the V tile from `token` on, and the K tile behind it; `has_values`,
-  /// `has_keys`: those that there are. Both warpgroups call it, with the same, when they have no products under way.
-  /// Frees the parts.
+  /// Widens what is multiplied together, and transforms it: the V tile from `token` on, and the K tile behind it;
+  /// `has_values`, `has_keys`: those that there are; `left`: KV tiles of the item behind the V tile. Both warpgroups
+  /// call it, with the same, when they have no products under way. Frees the parts.
   __device__ __forceinline__ void widen_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
                                               const typename Shared::KvPlace& keys, int32_t token, bool has_values,
-                                              bool has_keys) const {
+                                              bool has_keys, int32_t left) const {
     if constexpr (kWidens) {
       if (has_values) wait_for_tile(values);
       if (has_keys) wait_for_tile(keys);
@@ -184,10 +189,32 @@ struct ConsumerBase {
       if (has_keys)
         widen_rows<StoredKeys, Keys, Traits>(shared.kv(keys.slot), shared.widened(0), first_row,
                                              TokenRange{0, kTokens});
+      if constexpr (Traits::kStages) {
+        sync_warpgroup();
+        if (has_values)
+          transform_widened<OfValue, Values, Traits::Shape::kV>(item, shared.widened(1), first_row, token);
+        if (has_keys)
+          transform_widened<OfKey, Keys, Traits::Shape::kQk>(
+              item, shared.widened(0), first_row,
+              has_values ? token_behind(item, token, left) : first_start(item).token);
+      }
       ptx::fence_async_proxy();
       if (has_values) free_tile(values);
       if (has_keys) free_tile(keys);
       Consumers::sync();
+    }
+  }
+
+  /// Transforms this warpgroup's half of a widened tile, whose first token is `token`.
+  template <class Transform, class Tile, int kColumns>
+  __device__ __forceinline__ void transform_widened(const WorkItem& item, char* tile, int first_row,
+                                                    int32_t token) const {
+    if constexpr (Transform::kExists) {
+      constexpr int kRowsAtOnce = kVColumns <= 128 ? 2 : 1;  // wide outputs leave few registers
+      const TileTokens find = tokens_of(item, token);
+      transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, kTokens / 2, kRowsAtOnce, 2>(
+          tile, first_row, first_row + kTokens / 2, consumer_thread() % kWarpgroupThreads,
+          Transform(variant(item.kv_head), find.tokens), find);
     }
   }
 
@@ -202,7 +229,7 @@ struct ConsumerBase {
   __device__ __forceinline__ void transform_query(const WorkItem& item, int slot, int first_row, int end_row,
                                                   int thread) const {
     transform_rows<OfQuery, Query, Element, Traits::Shape::kQk, kLanes, kWarpRows, 1, 2>(
-        shared.q(slot), first_row, end_row, thread, variant(item.kv_head),
+        shared.q(slot), first_row, end_row, thread, OfQuery(variant(item.kv_head)),
         TileRows<RowTileRows<true>>{params, item.rows, item.group, item.kv_head});
     ptx::fence_async_proxy();
   }
@@ -211,27 +238,28 @@ struct ConsumerBase {
   template <class Transform, class Tile, int kColumns>
   __device__ __forceinline__ void transform_share(const WorkItem& item, const typename Shared::KvPlace& place,
                                                   int32_t first_token) const {
-    if constexpr (Transform::kExists) {
+    if constexpr (Transform::kExists && kTransformsRing) {
       const bool is_half = item.kind == kMaxKind;
       const int first_row = is_half ? warpgroup() * (kTokens / 2) : 0;
+      const TileTokens find = tokens_of(item, first_token);
       wait_for_tile(place);
       transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, kTokens / 2, 2, 2>(
           shared.kv(place.slot), first_row, first_row + (is_half ? kTokens / 2 : kTokens),
-          consumer_thread() % kWarpgroupThreads, variant(item.kv_head), tokens_of(item, first_token));
+          consumer_thread() % kWarpgroupThreads, Transform(variant(item.kv_head), find.tokens), find);
       ptx::fence_async_proxy();
     }
   }
 
   /// Says that this warp's part of the shares is done.
   __device__ __forceinline__ void arrive_transformed(const WorkItem& item) const {
-    if constexpr (kTransformsCache) {
+    if constexpr (kTransformsRing) {
       if (item.kind == kMaxKind) shared.arrive_transformed();
     }
   }
 
   /// Waits for the shares of all that multiply the item.
   __device__ __forceinline__ void wait_transformed(const WorkItem& item) {
-    if constexpr (kTransformsCache) {
+    if constexpr (kTransformsRing) {
       if (item.kind != kMaxKind) return sync_warpgroup();
       shared.wait_transformed(transformed_parity);
       transformed_parity ^= 1;
@@ -246,12 +274,12 @@ struct ConsumerBase {
                                          consumer_thread() % kWarpgroupThreads);
       sync_warpgroup();
     }
-    if constexpr (OfKey::kExists) {
+    if constexpr (OfKey::kExists && kTransformsRing) {
       transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv, first_start(item).token);
       arrive_transformed(item);
       wait_transformed(item);
     }
-    widen_tiles(item, kv, kv, item.kv_begin, false, true);
+    widen_tiles(item, kv, kv, item.kv_begin, false, true, 0);
   }
 
   /// Transforms this warpgroup's share of what is multiplied together: the V tile from `token` on, and the K tile
@@ -260,9 +288,7 @@ struct ConsumerBase {
                                                   const typename Shared::KvPlace& keys, int32_t token, bool has_keys,
                                                   int32_t left) const {
     transform_share<OfValue, Values, Traits::Shape::kV>(item, values, token);
-    if (has_keys)
-      transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys,
-                                                       kSkips ? next_start(item, token, left).token : token + kTokens);
+    if (has_keys) transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys, token_behind(item, token, left));
     arrive_transformed(item);
   }
 
@@ -270,15 +296,15 @@ struct ConsumerBase {
   /// work.
   __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys,
                                                   int32_t left) const {
-    if constexpr (kTransformsCache && kTransformsEarly)
+    if constexpr (kTransformsRing && kTransformsEarly)
       transform_tiles(item, kv.behind(Shared::kParts), kv.behind(2 * Shared::kParts), token, has_keys, left);
   }
 
   /// Just before they are multiplied; or waits for what was transformed early.
   __device__ __forceinline__ void transform_late(const WorkItem& item, const typename Shared::KvPlace& values,
                                                  int32_t token, bool has_keys, int32_t left) {
-    if constexpr (kTransformsCache && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys, left);
-    widen_tiles(item, values, kv, token, true, has_keys);
+    if constexpr (kTransformsRing && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys, left);
+    widen_tiles(item, values, kv, token, true, has_keys, left);
     wait_transformed(item);
   }
 

@@ -1,8 +1,12 @@
 // Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
 // warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
+//
+// Over an 8-bit cache, a warp widens its tokens in registers. Where a variant transforms them it first widens them into
+// rows of its own in one of the tiles that wgmma reads in larger row tiles, and there transforms and multiplies them.
 #pragma once
 
 #include "attention/sm90/consumer_base.cuh"
+#include "attention/widened_tile.cuh"
 
 namespace attn::sm90 {
 
@@ -16,7 +20,6 @@ struct MmaConsumer : ConsumerBase<Traits> {
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
-  using Base::kWidens;
   using Base::next_start;
   using Base::params;
   using Base::scale;
@@ -40,21 +43,41 @@ struct MmaConsumer : ConsumerBase<Traits> {
 
   using Base::Base;
 
+  static constexpr bool kStages = Traits::kStages;
+  static constexpr bool kWidensInRegisters = Traits::kWidensInRegisters;
+
   /// Transforms the rows of a KV tile that only this warp multiplies.
   template <class Transform, class Tile, int kColumns>
-  __device__ __forceinline__ void transform_own(const WorkItem& item, int slot, int row, int32_t token) const {
+  __device__ __forceinline__ void transform_own(const WorkItem& item, char* tile, int row, int32_t token) const {
     if constexpr (Transform::kExists) {
-      transform_rows<Transform, Tile, Element, kColumns, 32, kMmaTokens, 2, 4>(
-          shared.kv(slot), row, row + kMmaTokens, ptx::lane_id(), variant(item.kv_head), tokens_of(item, token - row));
+      constexpr int kRowsAtOnce = kStages && kVColumns > 128 ? 1 : 2;  // wide outputs leave few registers
+      const TileTokens find = tokens_of(item, token - row);
+      transform_rows<Transform, Tile, Element, kColumns, 32, kMmaTokens, kRowsAtOnce, 4>(
+          tile, row, row + kMmaTokens, ptx::lane_id(), Transform(variant(item.kv_head), find.tokens), find);
       ptx::fence_async_proxy();  // before TMA writes it again
       __syncwarp();
     }
   }
 
+  /// Widens the rows of a KV tile that only this warp multiplies, from `row` on, to rows of `staged` from `to_row` on.
+  template <class Stored, class Wide>
+  __device__ __forceinline__ void stage_own(const char* tile, int row, char* staged, int to_row,
+                                            const TokenRange& readable) const {
+    __syncwarp();  // all of the warp have multiplied what was there
+    widen_tile_rows<Stored, Wide, Element, typename Traits::KvElement, kMmaTokens, 32>(tile, row, staged, to_row,
+                                                                                       ptx::lane_id(), readable);
+    __syncwarp();
+  }
+
+  /// Where this warp multiplies its rows of the KV tile at `place`.
+  __device__ __forceinline__ char* own_tile(const typename Shared::KvPlace& place) const {
+    return kStages ? shared.widened(warpgroup()) : shared.kv(place.slot);
+  }
+
   /// How the warps share an item: all have the same 16 rows, and 16 tokens each of a part of a KV tile.
   struct MmaLayout {
-    static constexpr int kKvWarps = kConsumerWarps;  // all share the rows
-    static constexpr bool kFours = kWidens;          // as in stage_rows()
+    static constexpr int kKvWarps = kConsumerWarps;     // all share the rows
+    static constexpr bool kFours = kWidensInRegisters;  // as in stage_rows()
     static constexpr int first_row = 0;
     int32_t first_token;  // of the part
     int32_t kv_warp;
@@ -64,8 +87,10 @@ struct MmaConsumer : ConsumerBase<Traits> {
   static constexpr int kMmaTokens = Shared::kPartTokens / 4;
 
   using Held = HeldQuery<Element, Query, kQkColumns, kVColumns>;
-  using MmaElement = typename Conditional<kWidens, typename Held::Multiplied, Element>::Type;
+  using MmaElement = typename Conditional<kWidensInRegisters, typename Held::Multiplied, Element>::Type;
   using MmaState = WarpState<MmaElement, kVColumns, 1>;
+  using MultipliedKeys = typename Conditional<kStages, Keys, StoredKeys>::Type;
+  using MultipliedValues = typename Conditional<kStages, Values, StoredValues>::Type;
 
   __device__ __forceinline__ void run_mma_item(const WorkItem& item, int q_slot) {
     const int lane = ptx::lane_id();
@@ -75,17 +100,19 @@ struct MmaConsumer : ConsumerBase<Traits> {
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     Rows rows(params, item.rows, item.group, item.kv_head, 0);
     const TokenRange unmasked = unmasked_tokens(params, item, 0, kWarpRows);
-    const uint32_t q = ptx::shared_address(shared.q(q_slot)) + (kWidens ? Held::offset(lane) : Query::rows_first(lane));
+    const uint32_t q =
+        ptx::shared_address(shared.q(q_slot)) + (kWidensInRegisters ? Held::offset(lane) : Query::rows_first(lane));
     constexpr int kParts = Shared::kParts;
     const int part = kParts == 2 ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
+    const int own_row = kStages ? warp.first_token : row;  // where this warp multiplies its rows, in own_tile()
 
     if constexpr (OfQuery::kExists) {
       this->template transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
-      Consumers::sync();
     }
+    if constexpr (OfQuery::kExists || kStages) Consumers::sync();  // nobody multiplies what is in the widened tiles
     Held held;
-    if constexpr (kWidens) held.load(q);
+    if constexpr (kWidensInRegisters) held.load(q);
     int32_t token = Base::enter(first_start(item), rows) + row;
     KvTileStart next{token, false};  // the next KV tile
     for (int tile = 0; tile < item.num_kv_tiles;
@@ -102,17 +129,19 @@ struct MmaConsumer : ConsumerBase<Traits> {
         continue;
       }
       shared.wait_kv_full(keys);
-      transform_own<OfKey, Keys, Traits::Shape::kQk>(item, keys.slot, row, token);
+      if constexpr (kStages)
+        stage_own<StoredKeys, Keys>(shared.kv(keys.slot), row, own_tile(keys), own_row, TokenRange{0, kTokens});
+      transform_own<OfKey, Keys, Traits::Shape::kQk>(item, own_tile(keys), own_row, token);
       float s[1][kMmaTokens / 8][4];
       uint32_t p[1][kMmaTokens / 8][2];
-      const uint32_t k =
-          ptx::shared_address(shared.kv(keys.slot)) + row * StoredKeys::kRowBytes + StoredKeys::columns_first(lane);
-      if constexpr (kWidens) {
-        state.template widened_scores<kQkColumns, kMmaTokens, StoredKeys, typename Traits::KvElement>(
+      const uint32_t k = ptx::shared_address(own_tile(keys)) + own_row * MultipliedKeys::kRowBytes +
+                         MultipliedKeys::columns_first(lane);
+      if constexpr (kWidensInRegisters) {
+        state.template widened_scores<kQkColumns, kMmaTokens, MultipliedKeys, typename Traits::KvElement>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
         held.finish(s);
       } else {
-        state.template scores<kQkColumns, kMmaTokens, Query, StoredKeys>(s, q, k);
+        state.template scores<kQkColumns, kMmaTokens, Query, MultipliedKeys>(s, q, k);
       }
       shared.free_kv(keys, 2);
       finish_scores(item, s, 0, token, unmasked, rows);
@@ -122,18 +151,21 @@ struct MmaConsumer : ConsumerBase<Traits> {
         MmaState::pack_weights(s, p);
 
       shared.wait_kv_full(values);
-      transform_own<OfValue, Values, Traits::Shape::kV>(item, values.slot, row, token);
-      if (token < item.readable.begin || token + kMmaTokens > item.readable.end) {
+      if constexpr (kStages)
+        stage_own<StoredValues, Values>(shared.kv(values.slot), row, own_tile(values), own_row,
+                                        TokenRange{item.readable.begin - token + row, item.readable.end - token + row});
+      transform_own<OfValue, Values, Traits::Shape::kV>(item, own_tile(values), own_row, token);
+      if (!kStages && (token < item.readable.begin || token + kMmaTokens > item.readable.end)) {
         zero_rows<StoredValues, 32>(shared.kv(values.slot), row, row + kMmaTokens, item.readable.begin - token + row,
                                     item.readable.end - token + row, lane);
         __syncwarp();
       }
-      const uint32_t v =
-          ptx::shared_address(shared.kv(values.slot)) + row * StoredValues::kRowBytes + StoredValues::rows_first(lane);
-      if constexpr (kWidens)
-        state.template widened_accumulate<kMmaTokens, StoredValues, typename Traits::KvElement>(p, v);
+      const uint32_t v = ptx::shared_address(own_tile(values)) + own_row * MultipliedValues::kRowBytes +
+                         MultipliedValues::rows_first(lane);
+      if constexpr (kWidensInRegisters)
+        state.template widened_accumulate<kMmaTokens, MultipliedValues, typename Traits::KvElement>(p, v);
       else
-        state.template accumulate<kMmaTokens, StoredValues>(p, v);
+        state.template accumulate<kMmaTokens, MultipliedValues>(p, v);
       shared.free_kv(values, 2);
     }
 

@@ -41,7 +41,7 @@ struct WideConsumer : Consumer<Traits> {
   using OutElement = typename Traits::OutElement;
   using Half = SwizzledTile<OutElement, kColumns, kRows>;  // of O, where Q was
   static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQSlots == 1);
-  static_assert(!Base::OfQuery::kExists && !Base::kTransformsCache, "there is no time for transforms of wide rows");
+  static_assert(!Base::OfQuery::kExists && !Traits::kTransformsCache, "there is no time for transforms of wide rows");
 
   RingPlace<1> published;  // the next probabilities, or the states at the end of an item
 

@@ -32,6 +32,9 @@ namespace emulation {
 extern char* const shared_memory;
 extern const size_t shared_bytes;
 
+/// Of them the last, which a kernel has as static shared memory (static_shared.cuh).
+inline size_t static_bytes = 0;
+
 /// The calling thread has written this, in shared memory.
 void wrote_shared(const void* memory, size_t bytes);
 

@@ -1,0 +1,13 @@
+// Shared memory whose size a kernel knows itself.
+#pragma once
+
+namespace attn::ptx {
+
+/// So many bytes beside a launch's dynamic shared memory: the same ones wherever a kernel asks for them.
+template <int kBytes>
+__device__ __forceinline__ char* static_shared() {
+  static __shared__ __align__(1024) char memory[kBytes];
+  return memory;
+}
+
+}  // namespace attn::ptx
