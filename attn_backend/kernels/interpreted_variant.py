@@ -59,8 +59,8 @@ def run(
     variant: Variant, args: Mapping[str, Any], levels: Sequence[BSRView], visibilities: Sequence[tuple[bool, int]],
     q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, q_scale: Scale, out_scale: Scale,
 ) -> None:  # fmt: skip
-    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of each level. Scales multiply scores before the
-    variant sees them, and sums of values.
+    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of each level. Scales multiply rows that the
+    variant transforms, before it does; others multiply scores before the variant sees them, and sums of values.
 
     Raises:
         ValueError: a page id beyond the cache, or levels of which the variant's functions would have to know more.
@@ -71,6 +71,10 @@ def run(
     states = _States(out, variant.uses_softmax)
     functions = variant.reference()
     assert functions is not None
+    # Of rows that are transformed, and of others.
+    k_scales = (kv.k_scale, None) if variant.has_key else (None, kv.k_scale)
+    v_scales = (kv.v_scale, None) if variant.has_value else (None, kv.v_scale)
+    q_scales = (q_scale, None) if variant.has_query else (None, q_scale)
     heads, kv_heads = torch.arange(q.shape[1])[:, None, None], torch.arange(kv.num_kv_heads)[None, :]
     for view, (causal, window_left) in zip(levels, visibilities, strict=True):
         if len(levels) > 1 and variant.causal and not causal and view.positions is None:
@@ -81,21 +85,24 @@ def run(
                 page, place = pairs.slots[tokens] // kv.page_size, pairs.slots[tokens] % kv.page_size
                 token, kv_len = pairs.kv_offset + tokens, torch.tensor(pairs.kv_len)
                 of_tokens = (torch.tensor(pairs.request), kv_heads, token[:, None], args)
-                k = functions.key(kv.k[page, place].double(), *of_tokens, kv_len=kv_len)
-                v = functions.value(kv.v[page, place].double(), *of_tokens, kv_len=kv_len)
+                k_scale, v_scale = (_of_heads(scales[0], of_tokens[0][None], kv.num_kv_heads)[0, :, None] for scales in (k_scales, v_scales))
+                k = functions.key(kv.k[page, place].double() * k_scale, *of_tokens, kv_len=kv_len)
+                v = functions.value(kv.v[page, place].double() * v_scale, *of_tokens, kv_len=kv_len)
                 token = token[None, None, :]
                 for tile in row_tiles:
                     rows, position = pairs.rows[tile], pairs.positions[tile][None, :, None]
                     request, index = pairs.requests[tile][None, :, None], pairs.indices[tile][None, :, None]
                     of_rows = (request[0], heads[:, 0, 0], position[0], args)
-                    queries = functions.query(q[rows].double(), *of_rows, row=rows[:, None], kv_len=kv_len)
-                    k_scale, v_scale, of_q = (_of_heads(scale, pairs.requests[tile], kv.num_kv_heads) for scale in (kv.k_scale, kv.v_scale, q_scale))
-                    products = _scores(queries, k) * sm_scale * (k_scale * of_q).repeat_interleave(q.shape[1] // kv.num_kv_heads, 1).T[:, :, None]
+                    of_rows_scales = (*q_scales, k_scales[1], v_scales[1])
+                    own_q, of_q, of_k, of_v = (_of_heads(scale, pairs.requests[tile], kv.num_kv_heads) for scale in of_rows_scales)
+                    own_q = own_q.repeat_interleave(q.shape[1] // kv.num_kv_heads, 1)[:, :, None]
+                    queries = functions.query(q[rows].double() * own_q, *of_rows, row=rows[:, None], kv_len=kv_len)
+                    products = _scores(queries, k) * sm_scale * (of_k * of_q).repeat_interleave(q.shape[1] // kv.num_kv_heads, 1).T[:, :, None]
                     scores = functions.logits(products, request, heads, position, token, args)
                     distance = pairs.places[tile][:, None] - tokens[None, :]
                     seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
                     seen = seen & ((distance >= 0) | (not causal)) & ((distance <= window_left) | (window_left < 0))
-                    states.add(rows, scores, seen, v, v_scale)
+                    states.add(rows, scores, seen, v, of_v)
     states.finish(out, lse, sinks, out_scale)
 
 

@@ -83,6 +83,7 @@ LatentAttentionParams passed_attention(const ScheduleConfig& config, void* works
   params.k = KvTensor{passed.k, s[4], s[5], s[6]};
   params.v = KvTensor{passed.v, s[7], s[8], s[9]};
   params.lse = passed.lse;
+  params.lse_unit = 1.0f;
   params.partial_o = passed.partial_o;
   params.partial_lse = passed.partial_lse;
   params.num_rows = static_cast<int32_t>(passed.sizes[0]);

@@ -67,6 +67,20 @@ def test_caches_of_8_bits(q_form: str | None) -> None:
         case_tensors.check(case, case.out, case.lse, problem.expected(variant=by_reference(variant, args), sinks=sinks))
 
 
+@pytest.mark.parametrize("q_form", [None, "head"])
+def test_transforms_of_caches_of_8_bits(q_form: str | None) -> None:
+    """They see numbers times their scale, each token with that of its own request."""
+    variant = builtin.rope(builtin.rope_frequencies(32))
+    for seed, k_form in enumerate(float8_cases.SCALES):
+        spec = cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed)
+        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % 2], k_form, float8_cases.SCALES[seed - 2], q_form)
+        case = problem.case
+        attention = case.attention(variant=variant, cascade=False, **problem.options)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse, **problem.run_options)
+        case_tensors.check(case, case.out, case.lse, problem.expected(variant=by_reference(variant, {})))
+
+
 def indptr(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
