@@ -16,7 +16,9 @@ struct TensorOrNumber {
   double number;
 
   TensorOrNumber(const char* name, const AnyView& given, double otherwise) : number(otherwise) {
-    if (given == nullptr || (tensor = given.try_cast<TensorView>())) return;
+    if (given == nullptr) return;
+    tensor = given.try_cast<TensorView>();
+    if (tensor) return;
     const std::optional<double> read = given.try_cast<double>();
     if (!read)
       TVM_FFI_THROW(TypeError) << name << " is of type " << given.GetTypeKey() << ", must be a number or a tensor";

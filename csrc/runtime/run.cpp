@@ -91,7 +91,7 @@ KvScale checked_q_scale(const AnyView& given, const Attention& attention) {
   if (!has_8_bits(config.q_dtype) && (scale.tensor || scale.number != 1.0))
     refuse("q_scale", text_of(scale), "None: q is not of 8 bits");
   const KvScale made = kv_scale("q_scale", given, config.dl_device(), config.num_kv_heads);
-  if (made.is_of_requests())
+  if (scale.tensor && made.is_of_requests())
     refuse("q_scale.shape", shape_of(*scale.tensor),
            "[], [1] or [num_kv_heads = " + std::to_string(config.num_kv_heads) + "]");
   return made;

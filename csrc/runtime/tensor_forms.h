@@ -52,13 +52,8 @@ class TensorForm {
 
   /// Ends with this object.
   TensorView view() const {
-    DLTensor tensor{};
-    tensor.data = data_;
-    tensor.device = device_;
-    tensor.ndim = dims_;
-    tensor.dtype = dtype_;
-    tensor.shape = const_cast<int64_t*>(shape_);
-    tensor.strides = const_cast<int64_t*>(strides_);
+    const DLTensor tensor{data_, device_, dims_, dtype_, const_cast<int64_t*>(shape_), const_cast<int64_t*>(strides_),
+                          0};
     return TensorView(&tensor);
   }
 
