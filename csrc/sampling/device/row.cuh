@@ -203,9 +203,9 @@ struct Row {
     }
     reader.start();
     if (threadIdx.x == 0) {
-      const PendingInt seed = params.seed.load(row), position = params.position.load(row);
       shared.settings = row_settings(params, row);
-      shared.draw = Draw{settings.scale, settings.floor, seed.value(), position.value() + ahead, settings.greedy};
+      shared.draw =
+          Draw{settings.scale, settings.floor, params.seed[row], params.position[row] + ahead, settings.greedy};
       shared.board.reset(settings.valid);
       shared.decision = Decision{0, false, params.num_top_logprobs == 0};
       shared.best_key = shared.bound = 0;
