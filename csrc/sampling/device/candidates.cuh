@@ -106,7 +106,7 @@ struct Candidates {
         for (; chosen != 0; chosen &= chosen - 1) {
           const int32_t i = __ffs(static_cast<int32_t>(chosen)) - 1, at = atomicAdd(&shared.num_listed, 1);
           if (at >= room) return;
-          put(at, ranked(order_key(pick(v, i)), lane_token<Source>(segment, i)));
+          put(at, ranked(order_key(pick(v, i)), lane_token(segment, i)));
         }
       }
     }

@@ -77,7 +77,7 @@ struct RowSampler : Row<Source> {
 #pragma unroll
         for (int32_t i = 0; i < kLaneTokens; ++i) {
           const uint32_t key = order_key(v[i]);
-          const int32_t token = lane_token<Source>(segment, i);
+          const int32_t token = lane_token(segment, i);
           if (key > kExcludedKey && ranked(key, token) < last &&
               (best_key == 0 || ranked(key, token) > ranked(best_key, best_token))) {
             best_key = key;

@@ -119,33 +119,17 @@ struct ApproximateShare<ProbWeights> {
 /// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.
 __device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
 
-/// The first bits of what this lane has of a segment; tokens i and i + 1 share a word.
-template <class Source>
+/// The first bits of what this lane has of a segment; tokens i and i + 1 share a word, eight tokens a block.
 __device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32_t segment,
                                            uint32_t (&words)[kLaneTokens / 2]) {
-  constexpr int32_t kUnrolled = Source::kVectorTokens == 4 ? kPhiloxRounds : 2;
+  uint32_t a[4], b[4];
+  set_counter(a, position, race_block(lane_token(segment, 0)), kDrawStream);
+  set_counter(b, position, race_block(lane_token(segment, 8)), kDrawStream);
+  philox_pair<kPhiloxRounds>(seed, a, b);
 #pragma unroll
-  for (int32_t i = 0; i < kLaneTokens; i += Source::kVectorTokens == 4 ? kLaneTokens : 8) {
-    uint32_t a[4], b[4];
-    const int32_t next = i + (Source::kVectorTokens == 4 ? 8 : 4);
-    set_counter(a, position, race_block(lane_token<Source>(segment, i)), kDrawStream);
-    set_counter(b, position, race_block(lane_token<Source>(segment, next)), kDrawStream);
-    philox_pair<kUnrolled>(seed, a, b);
-    if constexpr (Source::kVectorTokens == 4) {  // a block's tokens are in two of this lane's vectors
-
-#pragma unroll
-      for (int32_t w = 0; w < 4; ++w) {
-        words[w] = a[w];
-        words[4 + w] = b[w];
-      }
-    } else {  // in vectors of two lanes
-
-      const bool is_first = race_word(lane_token<Source>(segment, i)) == 0;
-      words[i / 2] = is_first ? a[0] : a[2];
-      words[i / 2 + 1] = is_first ? a[1] : a[3];
-      words[i / 2 + 2] = is_first ? b[0] : b[2];
-      words[i / 2 + 3] = is_first ? b[1] : b[3];
-    }
+  for (int32_t w = 0; w < 4; ++w) {
+    words[w] = a[w];
+    words[4 + w] = b[w];
   }
 }
 
@@ -220,7 +204,7 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
         rest = fmaxf(rest, v[i]);
       }
       most = rest;
-      const int32_t entered = lane_token<Source>(segment, max_of(index, 0));
+      const int32_t entered = lane_token(segment, max_of(index, 0));
       const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
       if (own.beats(best)) best = own;
       of_lane = order_key(__double2float_rd(value_of(own)));
@@ -231,7 +215,6 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
 }
 
 /// Replaces `best` by this lane's largest of the segment, if that is better; the first one among equals.
-template <class Source>
 __device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[kLaneTokens], Racer& best) {
   float most = v[0];
   int32_t index = 0;
@@ -242,7 +225,7 @@ __device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[k
       index = i;
     }
   }
-  const Racer own{static_cast<uint64_t>(order_key(most)) << 32, lane_token<Source>(segment, index), order_key(most)};
+  const Racer own{static_cast<uint64_t>(order_key(most)) << 32, lane_token(segment, index), order_key(most)};
   if (most > kMinusInfinity && own.beats(best)) best = own;
 }
 
@@ -278,14 +261,14 @@ __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, co
   uint32_t words[kLaneTokens / 2] = {};
   reader.for_each(
       [&](int32_t segment) {
-        if (!draw.greedy) first_bits<Source>(draw.seed, draw.position, segment, words);
+        if (!draw.greedy) first_bits(draw.seed, draw.position, segment, words);
       },
       [&](int32_t segment, float (&v)[kLaneTokens]) {
         const uint32_t lane_key = lane_max_key(v);
         if (lane_key >= kInfiniteKey) board.is_invalid = true;
         racing.look(v);
         if (draw.greedy) {
-          take_largest<Source>(segment, v, best);
+          take_largest(segment, v, best);
           return;
         }
         const uint32_t key = ptx::warp_max(lane_key);

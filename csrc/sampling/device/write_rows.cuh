@@ -33,7 +33,7 @@ __device__ __forceinline__ void write_rows(const SamplingParams& params, const S
   row.reader.for_each([&](int32_t segment, const float (&v)[kLaneTokens]) {
 #pragma unroll
     for (int32_t i = 0; i < kLaneTokens; ++i) {
-      const int32_t token = lane_token<Source>(segment, i);
+      const int32_t token = lane_token(segment, i);
       if (token >= params.vocab) continue;
       const bool survives = is_valid && v[i] >= least;
       if (masks)
