@@ -277,8 +277,7 @@ struct Candidates {
     for (int32_t i = static_cast<int32_t>(threadIdx.x) % kPairThreads; i < count; i += kPairThreads) {
       const uint32_t key = all.keys[i];
       if (threadIdx.x >= kPairThreads) {
-        all.racers[i] =
-            enter_race<kPhiloxRounds>(weights, shared.draw.seed, shared.draw.position, all.tokens[i], key_value(key));
+        all.racers[i] = enter_race(weights, shared.draw.seed, shared.draw.position, all.tokens[i], key_value(key));
         continue;
       }
       int32_t ahead = 0;

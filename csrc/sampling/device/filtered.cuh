@@ -59,7 +59,7 @@ struct RowSampler : Row<Source> {
 
   /// The race of the whole row, as it is read first. False: the row is not valid.
   __device__ __forceinline__ bool race_all() const {
-    const RaceResult result = this->race(Everything{});
+    const RaceResult result = this->race(kMinusInfinity);
     take(result);
     return !result.is_invalid && result.best.token < params.vocab;
   }
@@ -169,7 +169,7 @@ struct RowSampler : Row<Source> {
     if (!has_token) {
       const uint32_t threshold = this->find_threshold(false).key;
       this->start_again();
-      take(this->race(Survivors{key_value(threshold)}));
+      take(this->race(key_value(threshold)));
     }
     if (!shared.decision.has_top) write_top_again();
     return true;

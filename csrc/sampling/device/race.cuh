@@ -37,14 +37,13 @@ __device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint
   }
 }
 
-/// kUnrolled: rounds of Philox that are written out. All of them is faster and more code.
-template <int32_t kUnrolled = 1, class Weights>
+template <class Weights>
 __device__ __forceinline__ Racer enter_race(const Weights& weights, int64_t seed, int64_t position, int32_t token,
                                             float value) {
   uint32_t block[4], tail[4];
   set_counter(block, position, race_block(token), kDrawStream);
   set_counter(tail, position, static_cast<uint32_t>(token), kDrawTailStream);
-  philox_pair<kUnrolled>(seed, block, tail);
+  philox_pair<1>(seed, block, tail);
   const uint32_t which = race_word(token);
   const uint32_t word = which == 0 ? block[0] : which == 1 ? block[1] : which == 2 ? block[2] : block[3];
   const uint64_t random = static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | tail[0];
@@ -57,21 +56,16 @@ __device__ __forceinline__ double value_of(const Racer& racer) {
       static_cast<int64_t>((racer.order >> 63) != 0 ? racer.order & ~(1ull << 63) : ~racer.order));
 }
 
-/// The best of the lanes' racers, in all lanes. Mostly the upper halves of their orders tell: a reduction of a warp
-/// costs some hundred cycles.
-__device__ __forceinline__ Racer best_of_warp(const Racer& own) {
-  const uint32_t high = static_cast<uint32_t>(own.order >> 32), low = static_cast<uint32_t>(own.order);
-  uint32_t best = __ballot_sync(ptx::kAllLanes, high == ptx::warp_max(high));
-  if ((best & (best - 1)) != 0) {
-    const uint32_t of_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
-    const uint32_t token = of_low == ptx::warp_max(of_low) && (best >> ptx::lane_id() & 1) != 0
-                               ? static_cast<uint32_t>(own.token)
-                               : 0xffffffffu;
-    best = __ballot_sync(ptx::kAllLanes, token == ptx::warp_min(token));
+/// The best of the lanes' racers, in all lanes.
+__device__ __forceinline__ Racer best_of_warp(Racer best) {
+#pragma unroll 1
+  for (int32_t step = 16; step > 0; step /= 2) {
+    const Racer other{__shfl_xor_sync(ptx::kAllLanes, best.order, step),
+                      __shfl_xor_sync(ptx::kAllLanes, best.token, step),
+                      __shfl_xor_sync(ptx::kAllLanes, best.key, step)};
+    if (other.beats(best)) best = other;
   }
-  const int32_t lane = __ffs(static_cast<int32_t>(best)) - 1;
-  return Racer{__shfl_sync(ptx::kAllLanes, own.order, lane), __shfl_sync(ptx::kAllLanes, own.token, lane),
-               __shfl_sync(ptx::kAllLanes, own.key, lane)};
+  return best;
 }
 
 /// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
@@ -236,26 +230,11 @@ struct Draw {
   bool greedy;
 };
 
-/// Every token that can be drawn races.
-struct Everything {
-  static constexpr bool kHasLeast = false;
-  __device__ __forceinline__ float least() const { return kMinusInfinity; }
-  __device__ __forceinline__ void look(const float (&)[kLaneTokens]) const {}
-};
-
-/// Tokens with values from `from` on race.
-struct Survivors {
-  static constexpr bool kHasLeast = true;
-  float from;
-  __device__ __forceinline__ float least() const { return from; }
-  __device__ __forceinline__ void look(const float (&)[kLaneTokens]) const {}
-};
-
-/// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. racing.look() sees all
-/// values, those below racing.least() do not race. After board.reset() and a barrier.
-template <class Source, class Racing>
+/// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. look() sees all values,
+/// those below `least` do not race. After board.reset() and a barrier.
+template <class Source, class Look>
 __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, const Draw& draw, RaceBoard& board,
-                                         const Racing& racing, Racer& best) {
+                                         float least, const Look& look, Racer& best) {
   using Weights = typename Source::Weights;
   best = no_racer();
   uint32_t words[kLaneTokens / 2] = {};
@@ -266,20 +245,25 @@ __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, co
       [&](int32_t segment, float (&v)[kLaneTokens]) {
         const uint32_t lane_key = lane_max_key(v);
         if (lane_key >= kInfiniteKey) board.is_invalid = true;
-        racing.look(v);
+        look(v);
         if (draw.greedy) {
           take_largest(segment, v, best);
           return;
         }
         const uint32_t key = ptx::warp_max(lane_key);
-        if (!is_drawable(key) || key_value(key) < racing.least()) return;
-        if constexpr (Racing::kHasLeast) {
+        if (!is_drawable(key) || key_value(key) < least) return;
+        if (least > kMinusInfinity) {
 #pragma unroll
-          for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= racing.least() ? v[i] : kMinusInfinity;
+          for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= least ? v[i] : kMinusInfinity;
         }
         race_segment(reader.source, Weights(key_value(key), draw.scale, draw.floor), draw.seed, draw.position, segment,
                      words, v, board, best);
       });
 }
+
+/// A race that looks at nothing else.
+struct LookAtNothing {
+  __device__ __forceinline__ void operator()(const float (&)[kLaneTokens]) const {}
+};
 
 }  // namespace attn

@@ -357,11 +357,11 @@ struct Row {
   }
 
   /// The race of a read. After reader.start().
-  template <class Racing>
-  __device__ __forceinline__ RaceResult race(const Racing& racing) const {
+  template <class Look = LookAtNothing>
+  __device__ __forceinline__ RaceResult race(float least, const Look& look = {}) const {
     LaneRace& own = lane_race();
     own.masses = BandMasses();
-    race_row(reader, shared.draw, shared.board, racing, own.best);
+    race_row(reader, shared.draw, shared.board, least, look, own.best);
     return exchange(own.best, own.masses);
   }
 

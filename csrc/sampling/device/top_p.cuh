@@ -16,16 +16,14 @@ __device__ __forceinline__ float value_at(const ProbWeights& weights, float dept
   return weights.reference * ptx::ex2(-depth);
 }
 
-/// What races in a read, and the masses of this thread.
+/// Adds what a lane has of a segment to the masses of a thread.
 template <class Weights>
-struct BandRace {
-  static constexpr bool kHasLeast = true;
+struct SumBands {
   const Bands& bands;
   const ApproximateShare<Weights> share;
   BandMasses& masses;
 
-  __device__ __forceinline__ float least() const { return bands.low; }
-  __device__ __forceinline__ void look(const float (&v)[kLaneTokens]) const {
+  __device__ __forceinline__ void operator()(const float (&v)[kLaneTokens]) const {
     float of_all = 0.0f, of_low = 0.0f, of_high = 0.0f;
 #pragma unroll
     for (int32_t i = 0; i < kLaneTokens; ++i) {
@@ -66,7 +64,8 @@ struct TopP {
 #pragma unroll 1
     for (int32_t read = 0; read < kMostReads; ++read) {
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
-      const RaceResult result = row.race(BandRace<Weights>{shared.bands, share, row.lane_race().masses});
+      const RaceResult result =
+          row.race(shared.bands.low, SumBands<Weights>{shared.bands, share, row.lane_race().masses});
       if (result.is_invalid) return Found::kInvalid;
       if (threadIdx.x == 0) shared.verdict = verdict_of(result);
       __syncthreads();
