@@ -139,8 +139,8 @@ def check_states(shape: Shape, rows: list[int], out: Tensor, lse: Tensor, o_ref:
 
 def make_attention(shape: Shape, device: torch.device, **room: object) -> Attention:
     heads = shape.num_kv_heads * shape.group_size
-    options = {"num_ctas": shape.num_ctas, "kernel": attention_kernels.kernel_of(device, shape.seed)} | room
-    return Attention(heads, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device, head_dim_v=shape.head_dim_v, **options)
+    options = {"dtype": shape.dtype, "num_ctas": shape.num_ctas, "kernel": attention_kernels.kernel_of(device, shape.seed)} | room
+    return Attention(heads, shape.num_kv_heads, shape.head_dim, device=device, head_dim_v=shape.head_dim_v, **options)
 
 
 def prefix_sum(lengths: list[int]) -> list[int]:

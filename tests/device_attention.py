@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.kernels import manifest
-from attn_backend.kernels.attention_config import DTYPES, KV_DTYPES
+from attn_backend.kernels.attention_config import DTYPES, KV_DTYPES, kv_element_of
 from attn_backend.kernels.structs import values_of
 
 KERNELS = ("generic", "hopper")
@@ -100,7 +100,7 @@ def library(
         text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
     else:
         text, variant_type, name = "", manifest.VARIANTS[variant], variant
-    kv_element = None if kv_dtype is None else manifest.KV_ELEMENT_NAMES.get(str(kv_dtype).removeprefix("torch."))
+    kv_element = kv_element_of(kv_dtype, dtype)
     cubins = design.cubins_for(head_dim, kv_element)
     for cubin, stem in cubins.items():
         source = manifest.attention_source(stem, element, head_dim, variant_type, kv_element, float8_q, float8_out)

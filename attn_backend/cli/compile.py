@@ -18,6 +18,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _EPILOG = """examples:
   attn-backend compile                                                            # the standard kernels, where the wheel has none (needs nvcc)
   attn-backend compile --arch sm_90a --head-dim 80                                # those of another head_dim
+  attn-backend compile --arch sm_90a --dtype float16 --kv-dtype bfloat16          # those over caches of another dtype than Q
   attn-backend compile --variant my_module:variant --arch sm_90a --dtype bfloat16 --head-dim 128
   attn-backend compile --variant attn_backend.variants.builtin:alibi --arch cpu --dtype float32
 """
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
-    variant.add_argument("--kv-dtype", choices=manifest.KV_ELEMENT_NAMES, help="of the cache; default: dtype. Also without --variant")
+    variant.add_argument("--kv-dtype", choices=manifest.CACHE_ELEMENT_NAMES, help="of the cache; default: dtype. Also without --variant")
     variant.add_argument("--float8-q", action="store_true", help="Q has the dtype of the cache, too. Also without --variant")
     variant.add_argument("--float8-out", action="store_true", help="also the kernels of an Attention with float8_out=True. Also without --variant")
     what = "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without --variant: the standard kernels for these heads"
@@ -52,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
             _compile_variants(arguments)
             return 0
         _check_archs(arguments.arch or [], [*manifest.ARCHS])
-        if arguments.float8_q and not arguments.kv_dtype:
-            raise ValueError("--float8-q is given, must come with --kv-dtype")
+        if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
+            raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
             return build.run(arguments)
         _compile_head_dims(arguments)
@@ -88,7 +89,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
 def _compile_head_dims(arguments: argparse.Namespace) -> None:
     """The standard kernels for other head dims, or caches, than those in the package."""
     head_dims = arguments.head_dim or (manifest.SHIPPED_FLOAT8_HEAD_DIMS if arguments.kv_dtype else manifest.SHIPPED_FLOAT8_OUT_HEAD_DIMS)
-    kv_element = manifest.KV_ELEMENT_NAMES.get(arguments.kv_dtype)
+    kv_element = manifest.CACHE_ELEMENT_NAMES.get(arguments.kv_dtype)
     for head_dim in head_dims:
         if not head_dim.runs_on_cuda:
             raise ValueError(f"--head-dim is {head_dim}, must be {manifest.CUDA_HEAD_DIMS_TEXT}")
@@ -97,7 +98,11 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         if arguments.float8_q and not head_dim.runs_over(kv_element, float8_q=True):
             raise ValueError(f"--float8-q is given, must not be: q_dtype must be {manifest.FLOAT8_Q_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
+    elements = [element for element in elements if element != kv_element]  # a cache of another type than Q's
     for arch in arguments.arch or manifest.ARCHS:
+        for element in elements:
+            if kv_element in manifest.CUDA_ELEMENTS:
+                print(cubins.compile_kernel(manifest.append_qkv_name(element, kv_element), arch)[0], flush=True)
         for head_dim in head_dims:
             for element in elements:
                 for float8_out in sorted({False, arguments.float8_out}):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.attention_config import DTYPE_NAMES
 from ..metadata import KVCache, PageTable
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
@@ -34,7 +35,7 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
 
 
 def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> tuple[torch.dtype, torch.dtype | None, bool]:
-    """The type of the output, which is that of Q if Q has 16 bits or more; that of K and V if it is an 8-bit one, else None; whether Q has that type, too.
+    """The type of the output, which is that of Q if Q has 16 bits or more; that of K and V if it is another one, else None; whether Q has that type, of 8 bits.
 
     Raises:
         NotImplementedError: other types that differ, or one that the kernels do not have.
@@ -45,13 +46,14 @@ def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_
     float8_q = q_type in FLOAT8_DTYPES
     if q_type.itemsize == 1 and not float8_q:
         not_supported(f"q_data_type = {q_type}")
-    if kv_type != q_type and (float8_q or kv_type not in FLOAT8_DTYPES):
+    is_mixed = {q_type, kv_type} == DTYPE_NAMES.keys()
+    if kv_type != q_type and not is_mixed and (float8_q or kv_type not in FLOAT8_DTYPES):
         not_supported(f"kv_data_type = {kv_type} with q_data_type = {q_type}")
     if o_type.itemsize == 1:
         not_supported(f"o_data_type = {o_type}")
     if o_type != q_type and not float8_q:
         not_supported(f"o_data_type = {o_type} with q_data_type = {q_type}")
-    return o_type, kv_type if kv_type in FLOAT8_DTYPES else None, float8_q
+    return o_type, kv_type if is_mixed or kv_type in FLOAT8_DTYPES else None, float8_q
 
 
 def check_kv_layout(kv_layout: object) -> str:

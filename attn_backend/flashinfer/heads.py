@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.attention_config import KV_DTYPE_NAMES, MAX_CPU_HEAD_DIM
 from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
+from ..metadata.kv_cache import FLOAT8_DTYPES
 from .arguments import DType, element_types
 from .features import not_supported
 
@@ -20,9 +21,14 @@ class Heads:
     num_qo_heads: int
     num_kv_heads: int
     head_dims: HeadDims
-    dtype: torch.dtype  # of the output, and of Q and of K and V that do not have 8 bits
-    kv_dtype: torch.dtype | None = None  # of 8 bits; None: dtype
+    dtype: torch.dtype  # of the output, and of Q that does not have 8 bits
+    kv_dtype: torch.dtype | None = None  # of 8 bits, or the other 16-bit one; None: dtype
     float8_q: bool = False  # Q has kv_dtype, too
+
+    @property
+    def is_over_float8(self) -> bool:
+        """Whether K and V have 8 bits."""
+        return self.kv_dtype in FLOAT8_DTYPES
 
     @cached_property
     def default_scale(self) -> float:

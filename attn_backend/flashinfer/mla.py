@@ -174,7 +174,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
         self._check_planned()
         if ckv_scale is not None or kpe_scale is not None:
-            _check_scales(self._heads.kv_dtype, ckv_scale, kpe_scale)
+            _check_scales(self._heads.is_over_float8, ckv_scale, kpe_scale)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             self._joined(q_nope, q_pe, ckv_cache, kpe_cache, ckv_scale)  # refuses it
         wants_lse = return_lse or lse is not None
@@ -239,8 +239,8 @@ class Kernels:
         return []
 
 
-def _check_scales(kv_dtype: torch.dtype | None, ckv_scale: float | None, kpe_scale: float | None) -> None:
-    if kv_dtype is None:
+def _check_scales(is_float8: bool, ckv_scale: float | None, kpe_scale: float | None) -> None:
+    if not is_float8:
         refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
     if (1.0 if ckv_scale is None else ckv_scale) != (1.0 if kpe_scale is None else kpe_scale):
         not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale}: a row has one scale")

@@ -202,7 +202,7 @@ class PlannedAttention:
         )
         self._made_for = made_for
         self._like_lse = None
-        self._is_float8 = heads.kv_dtype is not None
+        self._is_float8 = heads.is_over_float8
         is_interpreted = self._attention._variant is not None and self._attention._variant.is_interpreted
         self._is_direct = type(self._attention) is Attention and not is_interpreted
         self._out_has_qs_dtype = not heads.float8_q

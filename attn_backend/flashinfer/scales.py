@@ -59,7 +59,7 @@ def scaled(heads: Heads, sm_scale: Scale | None, q_scale: Scale | None = None, k
             q = factor
         elif name == "q_scale" and heads.float8_q and count == heads.num_qo_heads:
             of_query_heads = factor
-        elif name == "k_scale" and heads.kv_dtype is not None and count in (1, heads.num_kv_heads):
+        elif name == "k_scale" and heads.is_over_float8 and count in (1, heads.num_kv_heads):
             k = factor
         elif count == 1 or (name == "sm_scale" and scale.ndim == 1):
             of_requests = factor if of_requests is None else of_requests * factor

@@ -14,6 +14,7 @@ from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import check_types, explain_failure
 from . import compiled
 from .append_qkv import qkv_kernel_file
+from .attention_config import DTYPE_NAMES
 from .kernel_files import kernel_file
 from .library import library
 from .named_calls import by_name
@@ -35,12 +36,13 @@ _launchers = _Launchers()
 def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
     """Writes token i of k and v to slot `slots[i]` of the cache: page `slots[i] // page_size`, token `slots[i] % page_size` in it.
 
-    Capturable in a CUDA graph; never synchronises. Into a float8 cache k and v of another dtype are divided by its scales, rounded to the nearest number (to
-    even among equals), and limited to the largest that there is.
+    Capturable in a CUDA graph; never synchronises. Into a cache of another dtype numbers are rounded to the nearest (to even among equals), into a float8 cache
+    divided by its scales before. What is beyond the largest number of float8 or float16 becomes that one.
 
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
-        kv: the cache of one layer, same device, same dtype or float8; its scales are one for all, or one for each head.
+        kv: the cache of one layer, same device, same dtype, or float8, whose scales are one for all, or one for each head. Under bfloat16 it may be float16,
+            and under float16 bfloat16, with heads of multiples of 8 columns up to 512.
         slots: int32 or int64 [tokens]; a negative slot, or one beyond the cache, is skipped.
 
     Raises:
@@ -52,7 +54,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         if k.is_neg() or v.is_neg() or slots.is_neg() or (is_grad_enabled() and (k.requires_grad or v.requires_grad)):
             explain_failure((("k", k), ("v", v), ("slots", slots)))
         k_cache = kv.k
-        if k.dtype is not k_cache.dtype and k_cache.dtype in FLOAT8_DTYPES:
+        if k.dtype is not k_cache.dtype and (k_cache.dtype in FLOAT8_DTYPES or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()):
             file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype)
             by_name("append_kv_rounded")(k=k, v=v, k_cache=k_cache, v_cache=kv.v, slots=slots, file=file, k_scale=kv.k_scale, v_scale=kv.v_scale)
             return

@@ -15,9 +15,13 @@ from .append import append_kv
 from .kernel_files import kernel_file
 from .library import library
 
-_NARROW_DTYPES = (*FLOAT8_DTYPES, SCALED_LATENT_DTYPE)
-# What such caches are made from.
-_SOURCE_DTYPES = {dtype: (dtype, torch.bfloat16, torch.float16, torch.float32) for dtype in FLOAT8_DTYPES} | {SCALED_LATENT_DTYPE: (torch.bfloat16,)}
+# What caches are made from that take other dtypes than theirs.
+_SOURCE_DTYPES = {
+    SCALED_LATENT_DTYPE: (torch.bfloat16,),
+    torch.bfloat16: (torch.bfloat16, torch.float16),
+    torch.float16: (torch.float16, torch.bfloat16),
+    **{dtype: (dtype, torch.bfloat16, torch.float16, torch.float32) for dtype in FLOAT8_DTYPES},
+}
 
 
 @cache
@@ -29,15 +33,15 @@ def _latent_kernel(device: torch.device) -> str:
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
     """Writes token i to slot `slots[i]` of a cache of MLA (DeepSeek-V2, arXiv 2405.04434): its latent and, behind it, the part of the key that was rotated.
 
-    Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow. Into a float8 cache latent and rope of another dtype are
-    divided by its scale and rounded, as `append_kv` does. Into rows with scales of their own (uint8) go the latent, each 128 columns divided by their largest
-    magnitude / 448, which is their scale (not rounded to a power of two), and rope as it is.
+    Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow. Into a cache of another dtype latent and rope are rounded,
+    into a float8 cache divided by its scale before, as `append_kv` does. Into rows with scales of their own (uint8) go the latent, each 128 columns divided by
+    their largest magnitude / 448, which is their scale (not rounded to a power of two), and rope as it is.
 
     Args:
         latent: [tokens, width of the latent], tokens >= len(slots), last dimension contiguous: 512 columns in DeepSeek's models.
         rope: [tokens, width of the rotated part], as latent: 64 columns there.
-        kv: the cache of one layer, as `KVCache.from_latent` makes it: one KV head, whose V is the first columns of K's bytes. Same device, same dtype, or
-            float8 with one scale for all; or uint8 for bfloat16.
+        kv: the cache of one layer, as `KVCache.from_latent` makes it: one KV head, whose V is the first columns of K's bytes. Same device, same dtype, the
+            other one of bfloat16 and float16, or float8 with one scale for all; or uint8 for bfloat16.
         slots: int32 or int64 [tokens], as `append_kv` takes them: a negative slot, or one beyond the cache, is skipped.
 
     Raises:
@@ -48,7 +52,7 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
     try:
         k, v = kv.k, kv.v
         width = v.shape[3]
-        if k.data_ptr() != v.data_ptr() or (k.dtype != latent.dtype and k.dtype not in _NARROW_DTYPES) or latent.dtype != rope.dtype:
+        if k.data_ptr() != v.data_ptr() or (k.dtype != latent.dtype and k.dtype not in _SOURCE_DTYPES) or latent.dtype != rope.dtype:
             _explain(latent, rope, kv, slots)
         if k.dtype == SCALED_LATENT_DTYPE:
             _check_plain(latent, rope)

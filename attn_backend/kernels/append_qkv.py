@@ -13,7 +13,7 @@ from ..metadata import KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import check_plain, check_types, explain_failure, refuse
 from . import compiled
-from .attention_config import DTYPE_NAMES
+from .attention_config import DTYPE_NAMES, kv_element_of
 from .kernel_files import kernel_file
 from .manifest import append_qkv_name
 from .named_calls import by_name
@@ -46,7 +46,9 @@ class Rotary:
 @cache
 def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which are refused."""
-    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_dtype in FLOAT8_DTYPES), device) if dtype in DTYPE_NAMES else ""
+    if dtype not in DTYPE_NAMES or kv_dtype not in (*FLOAT8_DTYPES, *DTYPE_NAMES):
+        return ""
+    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element_of(kv_dtype, dtype)), device)
 
 
 def append_qkv(
@@ -67,13 +69,14 @@ def append_qkv(
     """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and K, rotates them, writes K and V to the cache.
 
     A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as Qwen 3 and Gemma 3 have it for each head), then is
-    rotated. All in float32, rounded once; a float8 cache gets K and V divided by its scales, limited to its largest number. Capturable in a CUDA graph; never
-    synchronises. `Attention.run(after_append=True)` may follow.
+    rotated. All in float32, rounded once, to the dtype of out or of the cache. A float8 cache gets K and V divided by its scales; what is beyond its largest
+    number becomes that one, as in a float16 cache under bfloat16 heads. Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may
+    follow.
 
     Args:
         q: [tokens, num_qo_heads, head_dim], k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to 256;
             slices of the projection's output as they are. bfloat16 or float16, on a CPU also float32.
-        kv: the cache of one layer, same device, same dtype or float8; its scales are one for all, or one for each head.
+        kv: the cache of one layer, same device, same dtype, the other one of bfloat16 and float16, or float8; its scales are one for all, or one for each head.
         slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache gets nothing; the token's Q is written.
         rotary: None: no rotation.
         positions: int32 or int64 [at least tokens], for rotary: where the tokens stand in their requests.
@@ -140,7 +143,7 @@ def rotate_qk(
             refuse("k_out", k_out, f"of k's shape {list(k.shape)}, and q_out of no fewer rows than q")
         table, is_interleaved = _check((q, k, None, q_out, None, positions, q_norm, k_norm), rotary, positions, norm_eps)
         by_name("append_qkv")(
-            q=q, k=k, out=q_out, k_cache=k_out.unsqueeze(1), file=qkv_kernel_file(q.device, q.dtype, k_out.dtype),
+            q=q, k=k, out=q_out, k_cache=k_out.unsqueeze(1), file=qkv_kernel_file(q.device, q.dtype, q.dtype),
             norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
         )  # fmt: skip
     except (AttributeError, OverflowError, RuntimeError, TypeError):

@@ -107,10 +107,15 @@ class AttentionConfig:
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
             names[f"{prefix}merge"] = manifest.merge_name(out_element)
             if variant is None:
-                kv_element = KV_DTYPE_NAMES.get(self.kv_dtype)
+                kv_element = kv_element_of(self.kv_dtype, self.dtype)
                 which = self.dims, "sinks" if self.sinks else "standard", kv_element, self.q_dtype != self.dtype, prefix != ""
                 names |= {prefix + kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(self.dims, kv_element).items()}
         return {kernel: kernel_file(name, self.device) for kernel, name in names.items() if kernel not in files} | files
+
+
+def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | None:
+    """manifest.kv_element_of()."""
+    return manifest.kv_element_of(None if kv_dtype is None else str(kv_dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
 
 
 def check_heads(
@@ -144,8 +149,9 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manif
     if kv_dtype is None:
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
-    if kv_dtype != dtype and kv_dtype not in KV_DTYPES:
-        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, torch.float8_e4m3fn, torch.float8_e5m2 or torch.uint8")
+    if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
+        others = ["torch.float8_e4m3fn", "torch.float8_e5m2", "torch.uint8", *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype)]
+        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != manifest.MLA_HEAD_DIMS or dtype != torch.bfloat16):
         refuse("kv_dtype", kv_dtype, f"{manifest.LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
     return kv_dtype

@@ -17,7 +17,7 @@ from ..metadata.kv_cache import Scale
 from ..metadata.structure import refuse
 from ..settings import Settings
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
-from .attention_config import KV_DTYPE_NAMES
+from .attention_config import kv_element_of
 from .library import library
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class AttentionVariant:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
         dims = manifest.HeadDims.of(head_dim)
         variant.check_head_dim(*dims)
-        self._kv_element = KV_DTYPE_NAMES.get(kv_dtype) if kv_dtype is not None else None
+        self._kv_element = kv_element_of(kv_dtype, dtype)
         self._float8_q, self._float8_out = float8_q, float8_out
         self.variant = variant
         self._dtype = str(dtype).removeprefix("torch.")
@@ -91,8 +91,9 @@ class AttentionVariant:
     def _library_file(self) -> dict[str, str]:
         isa, jit = library().current_isa(), Settings.read().jit
         try:
-            widens = self._kv_element is not None
-            return {"variant": str(variant_kernels.find_library(self.variant, isa, self._dtype, self._dims, self._command(jit), jit, widens))}
+            of_products = manifest.multiplied_dtype(self._dtype, self._kv_element)
+            widens = self._kv_element in manifest.CUDA_KV_ELEMENTS
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, of_products, self._dims, self._command(jit), jit, widens))}
         except RuntimeError as error:
             if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
                 raise

@@ -55,7 +55,7 @@ extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_
 # One kernel of an append_qkv cubin; ctas: that share a multiprocessor, as many as fit without spilled registers.
 APPEND_QKV = Template("""
 extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas) void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises>(params);
+  attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises, attn::$cache_element>(params);
 }
 """)
 

@@ -19,9 +19,10 @@ ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-# Elements of a cache that differ from Q's. latent: rows of MLA with scales of their own.
+# Elements of a cache that have scales: narrower than Q's, unless Q has them, too. latent: rows of MLA with scales of their own.
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
+CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output is of 8 bits
 LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")  # of a variant they are compiled only when a cache needs them
@@ -58,7 +59,7 @@ class HeadDims(NamedTuple):
         return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self in _WIDE_HEAD_DIMS
 
     def runs_over(self, kv_element: str | None, float8_q: bool = False) -> bool:
-        """Whether there are CUDA kernels for it over caches of these elements, one of CUDA_KV_ELEMENTS; None: Q's. float8_q: Q has the cache's."""
+        """Whether there are CUDA kernels for it over caches of these elements, of kv_element_of(). float8_q: Q has the cache's."""
         if float8_q and (kv_element == "latent" or self in _WIDE_HEAD_DIMS):
             return False
         if kv_element == "latent":
@@ -104,7 +105,7 @@ class Design:
 
     def cubins_for(self, dims: HeadDims, kv_element: str | None) -> dict[str, str]:
         """The part of `cubins` for such heads and caches. Where rows are widened as they are loaded, one kernel serves all caches."""
-        return dict([*self.cubins.items()][:1]) if dims in _WIDE_HEAD_DIMS and kv_element is not None else self.cubins
+        return dict([*self.cubins.items()][:1]) if dims in _WIDE_HEAD_DIMS and kv_element in CUDA_KV_ELEMENTS else self.cubins
 
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
@@ -127,15 +128,25 @@ def attention_name(
     design: str, element: str, head_dim: int | HeadDims, variant: str = "standard", kv_element: str | None = None, float8_q: bool = False,
     float8_out: bool = False,
 ) -> str:  # fmt: skip
-    """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, one of CUDA_KV_ELEMENTS; None: it is element. float8_q: Q has the
-    type of the cache, too. float8_out: O is of 8 bits."""
+    """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, of kv_element_of(); None: it is element. float8_q: Q has the type
+    of the cache, too. float8_out: O is of 8 bits."""
     elements = element if kv_element is None else f"{element}_{kv_element}{'_q' if float8_q else ''}"
     return f"attention_{design}_{elements}{f'_to_{OUT_ELEMENT}' if float8_out else ''}_d{HeadDims.of(head_dim)}_{variant}"
 
 
-def kv_dtype_of(kv_element: str) -> str:
-    """torch's name of one of CUDA_KV_ELEMENTS."""
-    return next(dtype for dtype, element in KV_ELEMENT_NAMES.items() if element == kv_element)
+def kv_element_of(kv_dtype: str | None, dtype: str) -> str | None:
+    """The element of a cache of another type than Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit one. By torch's names; None: the cache has dtype."""
+    return None if kv_dtype in (None, dtype) else CACHE_ELEMENT_NAMES[kv_dtype]
+
+
+def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
+    """What products take, by torch's names: Q's dtype, to which a cache of 8 bits is widened, or that of another 16-bit cache, to which Q is converted."""
+    return kv_dtype_of(kv_element) if kv_element in CUDA_ELEMENTS else dtype
+
+
+def kv_dtype_of(kv_element: str | None) -> str:
+    """torch's name of an element of kv_element_of()."""
+    return next(dtype for dtype, element in CACHE_ELEMENT_NAMES.items() if element == kv_element)
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -143,9 +154,10 @@ def merge_name(element: str, variant: str = "") -> str:
     return f"merge_{element}_{variant}".rstrip("_")
 
 
-def append_qkv_name(element: str, quantises: bool = False) -> str:
-    """quantises: to a float8 cache."""
-    return f"append_qkv_{element}_float8" if quantises else f"append_qkv_{element}"
+def append_qkv_name(element: str, kv_element: str | None = None) -> str:
+    """element: of heads. kv_element: of a cache of another type, of kv_element_of(); one kernel writes those of 8 bits."""
+    of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
+    return f"append_qkv_{element}_{of_cache}" if of_cache else f"append_qkv_{element}"
 
 
 def merge_states_name(element: str) -> str:
@@ -222,20 +234,21 @@ def attention_source(
 ) -> str:
     """design: of Design.cubins. kv_element, float8_q, float8_out: as in attention_name()."""
     dims = HeadDims.of(head_dim)
-    kv_type = CUDA_ELEMENTS[element] if kv_element is None else CUDA_KV_ELEMENTS[kv_element]
-    variant, q_type = f"attn::{variant_type}", f", attn::{kv_type}" if float8_q else ""
-    if kv_element is not None:
+    has_8_bits = kv_element in CUDA_KV_ELEMENTS
+    # A cache of 8 bits is widened to Q's type; Q of another 16-bit type is converted to the cache's.
+    elements = [element if has_8_bits else kv_element, kv_element, kv_element if float8_q else element, OUT_ELEMENT if float8_out else element]
+    variant = f"attn::{variant_type}"
+    if has_8_bits:
         wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
         variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
-    if float8_out:
-        q_type = f"{q_type or f', attn::{CUDA_ELEMENTS[element]}'}, attn::{CUDA_KV_ELEMENTS[OUT_ELEMENT]}"
-    traits = f"attn::Traits<attn::{CUDA_ELEMENTS[element]}, attn::{kv_type}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}{q_type}>"
+    of_products, of_cache, of_q, of_out = (f"attn::{(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[of or element]}" for of in elements)
+    traits = f"attn::Traits<{of_products}, {of_cache}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}, {of_q}, {of_out}>"
     template, copier = {
         "sm80": (templates.SM80_ATTENTION, ""),
         "sm90": (templates.SM90_ATTENTION, "BoxCopier"),
         "sm90_gather": (templates.SM90_ATTENTION, "RowCopier"),
     }[design]
-    if copier and dims in _WIDE_HEAD_DIMS and kv_element is not None:
+    if copier and dims in _WIDE_HEAD_DIMS and has_8_bits:
         copier = "WideningCopier"
     return template.substitute(traits=traits, copier=copier)
 
@@ -271,13 +284,26 @@ class _KernelShape(NamedTuple):
 
 
 def _shape_of(name: str) -> _KernelShape | None:
-    elements = rf"({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS)})(_q)?)?(_to_{OUT_ELEMENT})?"
-    shape = re.fullmatch(rf"attention_.*_{elements}_d(\d+(?:_\d+)?)_.*", name)
-    return None if shape is None else _KernelShape(shape[1], shape[2], shape[3] is not None, shape[4] is not None, HeadDims.parse(shape[5]))
+    elements = rf"({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)})(_q)?)?(_to_{OUT_ELEMENT})?"
+    shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
+    return (
+        None
+        if shape is None or shape[1] == shape[2]
+        else _KernelShape(shape[1], shape[2], shape[3] is not None, shape[4] is not None, HeadDims.parse(shape[5]))
+    )
+
+
+def _mixed_append(name: str) -> tuple[str, str] | None:
+    """Elements of heads and of a cache of another 16-bit type, of an append_qkv_name()."""
+    pairs = ((element, of_cache) for element in CUDA_ELEMENTS for of_cache in CUDA_ELEMENTS if of_cache != element)
+    return next((pair for pair in pairs if append_qkv_name(*pair) == name), None)
 
 
 def compile_options(name: str) -> str:
-    """Of `attn-backend compile`, for an attention kernel that is not built ahead of time."""
+    """Of `attn-backend compile`, for a kernel that is not built ahead of time."""
+    append = _mixed_append(name)
+    if append is not None:
+        return f" --kv-dtype {kv_dtype_of(append[1])}"
     shape = _shape_of(name)
     if shape is None:
         return ""
@@ -294,6 +320,9 @@ def source_of(name: str, arch: str) -> str | None:
     """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel for this arch."""
     if name in kernels(arch):
         return kernels(arch)[name].source
+    append = _mixed_append(name)
+    if append is not None:
+        return append_qkv_kernel(*append).source
     shape = _shape_of(name)
     if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
         return None
@@ -351,11 +380,17 @@ def _sampling_kernels() -> list[Kernel]:
     return made
 
 
-def _append_qkv_source(element: str, quantises: bool) -> str:
+def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
+    """As append_qkv_name(). Of two 16-bit types it is not built ahead of time."""
+    quantises, element_type = kv_element in CUDA_KV_ELEMENTS, CUDA_ELEMENTS[element]
+    of_cache = CUDA_ELEMENTS.get(kv_element or "", element_type)
     text = '#include "cache/append_qkv.cuh"\n' + ('#include "cache/append_rounded.cuh"\n' if quantises else "")
     for name, kernel, ctas in (("plain", "kPlain", 8 if quantises else 9), ("normed", "kNormed", 7), ("general", "kGeneral", 8)):
-        text += templates.APPEND_QKV.substitute(name=name, kernel=kernel, ctas=ctas, element=element, quantises=str(quantises).lower())
-    return text + (templates.APPEND_ROUNDED.substitute(element=element) if quantises else "")
+        text += templates.APPEND_QKV.substitute(
+            name=name, kernel=kernel, ctas=ctas, element=element_type, quantises=str(quantises).lower(), cache_element=of_cache
+        )
+    text += templates.APPEND_ROUNDED.substitute(element=element_type) if quantises else ""
+    return Kernel(append_qkv_name(element, kv_element), ARCHS, text)
 
 
 _ALL = (
@@ -363,11 +398,7 @@ _ALL = (
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
     Kernel("append_latent", ARCHS, templates.APPEND_LATENT),
     Kernel("selected_slots", ARCHS, templates.SELECTED_SLOTS),
-    *(
-        Kernel(append_qkv_name(name, quantises), ARCHS, _append_qkv_source(element, quantises))
-        for name, element in CUDA_ELEMENTS.items()
-        for quantises in (False, True)
-    ),
+    *(append_qkv_kernel(element, kv_element) for element in CUDA_ELEMENTS for kv_element in (None, "e4m3")),
     *_attention_kernels(),
     *(Kernel(merge_states_name(name), ARCHS, templates.MERGE_STATES.substitute(element=element)) for name, element in STATE_ELEMENTS.items()),
     *_sampling_kernels(),

@@ -197,10 +197,13 @@ def compile_ahead(
         RuntimeError: one does not compile, or cannot be kept.
     """
     entries = []
-    kv_element = None if kv_dtype is None else manifest.KV_ELEMENT_NAMES.get(kv_dtype)
+    kv_element = manifest.kv_element_of(kv_dtype, dtype)
+    if kv_element in manifest.CUDA_ELEMENTS and dtype not in manifest.ELEMENT_NAMES:
+        raise ValueError(f"kv_dtype is {kv_dtype}, must be {dtype} or of 8 bits")
     for target in targets:
         if target == "cpu":
-            entries.append(find_library(variant, isa, dtype, head_dim, "", True, kv_element is not None))
+            of_products = manifest.multiplied_dtype(dtype, kv_element)
+            entries.append(find_library(variant, isa, of_products, head_dim, "", True, kv_element in manifest.CUDA_KV_ELEMENTS))
             continue
         arch = arch_of(target)
         if dtype not in manifest.ELEMENT_NAMES or not manifest.HeadDims.of(head_dim).runs_on_cuda:

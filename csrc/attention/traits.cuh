@@ -9,7 +9,8 @@
 namespace attn {
 
 /// Element_: the type that products take. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
-/// QElement_: of Q; may be StoredElement_, of 8 bits. OutElement_: of O; may be Float8E4M3.
+/// QElement_: of Q; may be StoredElement_, of 8 bits, or the other 16-bit type. OutElement_: of O; as Q's, or
+/// Float8E4M3.
 template <class Element_, class StoredElement_, class Shape_, class Variant_, class QElement_ = Element_,
           class OutElement_ = Element_>
 struct Traits {
@@ -37,7 +38,10 @@ struct Traits {
                     StoredElement::kBytes == (kIsOf8Bits ? 1 : Element::kBytes),
                 "a cache of another type has 8-bit elements, which have scales");
   static_assert(kLoadsScaled || !is_same<StoredElement, ScaledLatent>, "rows of latents");
-  static constexpr bool kHasFloat8Query = !is_same<Element, QElement>;
+  static constexpr bool kHasFloat8Query = QElement::kBytes == 1;
+  /// Q of another 16-bit type than the cache becomes Element before it is multiplied: it is read once for many tokens.
+  static constexpr bool kConvertsQuery = !kHasFloat8Query && !is_same<Element, QElement>;
+  static_assert(!kConvertsQuery || !kIsOf8Bits, "Element is then the cache's");
   static_assert(kHasFloat8Query == Variant::kHasQueryScale && (!kHasFloat8Query || is_same<QElement, KvElement>),
                 "Q of 8 bits has the type of the cache, and a scale");
 };

@@ -1,4 +1,5 @@
-// Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there.
+// Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there; and the
+// conversion of Q to the cache's type.
 //
 // A thread keeps to its columns, and goes through the rows. Those of 8 bits lie there widened; here they are multiplied
 // by their scale first: a hook sees what the numbers stand for.
@@ -100,6 +101,17 @@ __device__ __forceinline__ void scale_columns(char* tile, int first_row, int end
     char* const chunk = tile + Tile::offset(first_row + i / kWords, word / kChunkWords);
     uint32_t& pair = reinterpret_cast<uint32_t*>(chunk)[word % kChunkWords];
     pair = Element::pack(Element::unpack(pair) * scale, Element::unpack(pair >> 16) * scale);
+  }
+}
+
+/// Makes Element of rows [first_row, end_row) of a tile of another 16-bit type, where they lie; `thread` of kThreads.
+template <class Tile, class Element, class Other, int kThreads>
+__device__ __forceinline__ void convert_rows(char* tile, int first_row, int end_row, int thread) {
+  constexpr int kChunks = Tile::kRowChunks;
+#pragma unroll 2
+  for (int i = thread; i < (end_row - first_row) * kChunks; i += kThreads) {
+    uint4& pairs = *reinterpret_cast<uint4*>(tile + Tile::offset(first_row + i / kChunks, i % kChunks));
+    pairs = converted<Element, Other>(pairs);
   }
 }
 

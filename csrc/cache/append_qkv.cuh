@@ -128,8 +128,9 @@ __device__ __forceinline__ void add_over_lanes(float (&x)[kCount], int32_t lanes
   }
 }
 
-/// kKernel: what kernel_for() says. kQuantises: the cache is of 8 bits. The grid has append_qkv_ctas() CTAs.
-template <class Element, QkvKernel kKernel, bool kQuantises>
+/// kKernel: what kernel_for() says. kQuantises: the cache is of 8 bits. CacheElement: of a cache that is not. The grid
+/// has append_qkv_ctas() CTAs.
+template <class Element, QkvKernel kKernel, bool kQuantises, class CacheElement = Element>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalises = kKernel != QkvKernel::kPlain;
@@ -228,6 +229,9 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       if (is_quantised) {
         bytes.set(j, a[0], a[1], divisor, p.scales.element);
         bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
+      } else if (!is_same<Element, CacheElement> && is_cached) {
+        x[i].words[j] = pack_finite<CacheElement>(a[0], a[1]);
+        x[i].words[kSize / 2 + j] = pack_finite<CacheElement>(b[0], b[1]);
       } else {
         x[i].words[j] = Element::pack(a[0], a[1]);
         x[i].words[kSize / 2 + j] = Element::pack(b[0], b[1]);

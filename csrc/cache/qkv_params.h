@@ -24,8 +24,8 @@ enum class RotaryTable : int32_t {
 };
 
 /// Takes what a projection made of each token: normalises the heads of Q and K (RMS), rotates them (RoPE), writes Q to
-/// q_out, K and V to the slots slots[token] of the cache (divided by its scales and rounded, if it is of 8 bits); a
-/// slot that is negative or beyond the cache gets neither.
+/// q_out, K and V to the slots slots[token] of the cache (rounded to its type, if it has another, and divided by the
+/// scales of one of 8 bits); a slot that is negative or beyond the cache gets neither.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q
@@ -49,7 +49,7 @@ struct QkvParams {
   int32_t num_kv_heads;
   int32_t head_dim;
   FastDivisor page_size;
-  KvScales scales;              // of an 8-bit cache, none of them of requests
+  KvScales scales;              // of an 8-bit cache, none of them of requests; its type, of any
   FastDivisor groups_of_token;  // set by divide_work(), for the kernels
   int32_t lane_bits;            // log2 of the lanes that have a head
 };

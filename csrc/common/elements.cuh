@@ -32,6 +32,26 @@ struct Float16 {
   }
 };
 
+/// As pack(), but what is beyond the largest float16 becomes that one, not infinity: a product with it would be NaN.
+template <class Element>
+__device__ __forceinline__ uint32_t pack_finite(float low, float high) {
+  const uint32_t pair = Element::pack(low, high);
+  if constexpr (is_same<Element, Float16>) return ptx::finite_f16(pair);
+  return pair;
+}
+
+/// Two elements of one 16-bit type as two of another.
+template <class Element, class Other>
+__device__ __forceinline__ uint32_t converted(uint32_t pair) {
+  return pack_finite<Element>(Other::unpack(pair), Other::unpack(pair >> 16));
+}
+
+template <class Element, class Other>
+__device__ __forceinline__ uint4 converted(const uint4& pairs) {
+  return make_uint4(converted<Element, Other>(pairs.x), converted<Element, Other>(pairs.y),
+                    converted<Element, Other>(pairs.z), converted<Element, Other>(pairs.w));
+}
+
 // Of 8 bits: four elements a word, which are widened before they are multiplied.
 
 struct Float8E4M3 {

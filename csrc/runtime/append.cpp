@@ -133,10 +133,12 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
   return made;
 }
 
-/// The element type of a cache, of 8 bits or `dtype`.
+/// The element type of a cache that heads of `dtype` are written to: of 8 bits, or of 16 if these are; else `dtype`.
 DataType cache_dtype(const TensorView& cache, DataType dtype) {
-  for (const DataType known : {DataType::kFloat8E4M3, DataType::kFloat8E5M2}) {
-    if (cache.dtype().code == dl_dtype(known).code && cache.dtype().bits == 8) return known;
+  for (const DataType known : {DataType::kFloat8E4M3, DataType::kFloat8E5M2, DataType::kBFloat16, DataType::kFloat16}) {
+    const bool is_writable = has_8_bits(known) || dtype != DataType::kFloat32;
+    const DLDataType its = dl_dtype(known);
+    if (is_writable && cache.dtype().code == its.code && cache.dtype().bits == its.bits) return known;
   }
   return dtype;
 }
@@ -251,7 +253,7 @@ ATTN_ARGUMENTS(AppendQkvArguments, ATTN_ARGUMENT(q), ATTN_ARGUMENT(k), ATTN_ARGU
                ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table), ATTN_ARGUMENT(q_norm), ATTN_ARGUMENT(k_norm),
                ATTN_ARGUMENT(k_scale), ATTN_ARGUMENT(v_scale));
 
-/// append_kv into an 8-bit cache, for which numbers are rounded: append_qkv without Q.
+/// append_kv into a cache of another type, to which numbers are rounded: append_qkv without Q.
 struct AppendKvRoundedArguments {
   TensorView k;
   TensorView v;

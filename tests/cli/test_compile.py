@@ -137,6 +137,17 @@ def test_kernels_of_other_heads_are_compiled(fake: FakeKernels, capsys: Capture,
         assert f"--head-dim is {wrong}, must be a multiple of 8 up to 256" in capsys.readouterr().err
 
 
+def test_kernels_of_caches_of_the_other_16_bit_type_are_compiled(fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["compile", "--kv-dtype", "bfloat16", "--head-dim", "64", "--arch", "sm_80"]) == 0
+    names = [Path(line).name.split("-")[0] for line in capsys.readouterr().out.split()]
+    assert names == ["append_qkv_f16_bf16", "attention_sm80_f16_bf16_d64_standard", "attention_sm80_f16_bf16_d64_sinks"]
+    monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
+    assert all(cubins.find_kernel(name, "sm_80").exists() for name in names)
+    for name, options in {"append_qkv_bf16_f16": "--kv-dtype float16", "attention_sm80_bf16_f16_d80_sinks": "--head-dim 80 --kv-dtype float16"}.items():
+        with pytest.raises(RuntimeError, match=rf"`attn-backend compile --arch sm_80 {options}` compiles it ahead"):
+            cubins.find_kernel(name, "sm_80")
+
+
 def test_kernels_of_8_bit_caches_are_compiled(fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["compile", "--kv-dtype", "float8_e5m2", "--head-dim", "192_128", "--arch", "sm_80", "--dtype", "float16"]) == 0
     names = [Path(line).name.split("-")[0] for line in capsys.readouterr().out.split()]
@@ -148,6 +159,8 @@ def test_kernels_of_8_bit_caches_are_compiled(fake: FakeKernels, capsys: Capture
         cubins.find_kernel("attention_sm80_f16_e4m3_d192_standard", "sm_80")
     with pytest.raises(ValueError, match="must be one of"):
         cubins.find_kernel("attention_sm80_f16_latent_d512_standard", "sm_80")
+    assert main(["compile", "--kv-dtype", "float16", "--float8-q"]) == 1
+    assert "--float8-q is given, must come with --kv-dtype of 8 bits" in capsys.readouterr().err
     assert main(["compile", "--float8-q"]) == 1
     assert "--float8-q is given, must come with --kv-dtype" in capsys.readouterr().err
     assert main(["compile", "--kv-dtype", "float8_e4m3fn", "--float8-q", "--head-dim", "576_512"]) == 1

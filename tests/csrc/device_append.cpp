@@ -10,8 +10,12 @@ attn::QkvParams launched;
 
 template <class Element, attn::QkvKernel kKernel>
 void append() {
+  constexpr bool kIsBf16 = attn::is_same<Element, attn::BFloat16>;
+  using Other = typename attn::Conditional<kIsBf16, attn::Float16, attn::BFloat16>::Type;
   if (attn::has_8_bits(launched.scales.element))
     attn::append_qkv<Element, kKernel, true>(launched);
+  else if (launched.scales.element == (kIsBf16 ? attn::DataType::kFloat16 : attn::DataType::kBFloat16))
+    attn::append_qkv<Element, kKernel, false, Other>(launched);
   else
     attn::append_qkv<Element, kKernel, false>(launched);
 }

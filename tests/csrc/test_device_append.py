@@ -10,10 +10,11 @@ import emulation
 import numpy
 import pytest
 import torch
-from append_problems import HEADS, Problem, empty_cache, frequencies, random_problem
+from append_problems import HEADS, Problem, check, empty_cache, expected, frequencies, random_problem
 from device_attention import KvScale, KvScales
 from float8_cases import DTYPES
 from host_planner import COMPILER, ROOT
+from mixed_cases import MIXTURES
 from tiers import mostly_slow
 from torch import Tensor
 
@@ -177,6 +178,30 @@ def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], 
         library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16)
         for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
             assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
+def test_caches_of_the_other_16_bit_type(library: ctypes.CDLL, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """K normalised and rotated; V, with numbers beyond float16, the same bits as on a CPU."""
+    for seed in range(16):
+        problem = random_problem(seed, dtypes[0], torch.device("cpu"))
+        problem.v.mul_(torch.logspace(-9, 7, len(problem.qkv))[:, None, None])
+        problem.before = problem.qkv.clone()
+        written = [KVCache.from_pair(*(torch.zeros(problem.kv.k.shape, dtype=dtypes[1]) for _ in range(2))) for _ in range(2)]
+        append_kv(problem.k, problem.v, written[0], problem.slots)
+        params = _params(problem)
+        params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
+        element = values_of("DataType")["kBFloat16" if dtypes[1] == torch.bfloat16 else "kFloat16"]
+        params.scales = KvScales(KvScale.of(None), KvScale.of(None), element)
+        library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, dtypes[0] == torch.bfloat16)
+        assert torch.equal(written[0].v, written[1].v)
+        tokens, q_heads, norm = len(problem.slots), problem.num_qo_heads, (problem.norm_eps, problem.norm_offset)
+        check(problem.written_q[:tokens], expected(problem.before[:tokens, :q_heads], problem.positions, problem.rotary, problem.q_norm, *norm))
+        k = expected(problem.before[:tokens, q_heads : q_heads + HEADS], problem.positions, problem.rotary, problem.k_norm, *norm)
+        for i, slot in enumerate(problem.slots.tolist()):
+            if 0 <= slot < problem.kv.num_pages * problem.kv.page_size:
+                check(written[1].k[divmod(slot, problem.kv.page_size)], k[i])
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -199,8 +199,8 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match=r"len\(kv_len_arr\) is 3, must be 2"):
         flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"), True, *(torch.zeros(n, dtype=torch.int32) for n in (3, 3, 9, 3)))
     tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
-    with pytest.raises(NotImplementedError, match=r"kv_data_type = torch\.float16"):
-        wrapper.plan(*tables, 16, LATENT, ROPE, 4, True, SCALE, torch.bfloat16, torch.float16)
+    with pytest.raises(NotImplementedError, match=r"kv_data_type = torch\.float32"):
+        wrapper.plan(*tables, 16, LATENT, ROPE, 4, True, SCALE, torch.bfloat16, torch.float32)
     with pytest.raises(NotImplementedError, match="head_dim"):
         wrapper.plan(*tables, 16, 1024, ROPE, 4, True, SCALE, torch.bfloat16, torch.bfloat16)
     batch.plan(wrapper, True)

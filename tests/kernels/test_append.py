@@ -95,7 +95,8 @@ def test_refuses(device: torch.device) -> None:
     slots = torch.zeros(3, dtype=torch.int32, device=device)
     transposed = torch.zeros(3, 64, HEADS, dtype=torch.bfloat16, device=device).transpose(1, 2)
     for argument, arguments in [
-        ("k", (good.half(), good, kv, slots)),
+        ("k", (good.float(), good, kv, slots)),
+        ("v", (good.half(), good, kv, slots)),
         ("v", (good, good.half(), kv, slots)),
         ("k", (good[:, :2], good, kv, slots)),
         ("v", (good, good[:, :2], kv, slots)),

@@ -88,7 +88,8 @@ def test_refuses(device: torch.device) -> None:
     apart = KVCache(kv.k, torch.zeros(4, 4, 1, LATENT, dtype=torch.bfloat16, device=device))
     two_heads = torch.zeros(4, 4, 2, 576, dtype=torch.bfloat16, device=device)
     for argument, arguments in [
-        ("latent", (latent.half(), rope, kv, slots)),
+        ("latent", (latent.float(), rope.float(), kv, slots)),
+        ("rope", (latent.half(), rope, kv, slots)),
         ("latent", (latent[:, :256], rope, kv, slots)),
         ("latent", (latent[:, None], rope, kv, slots)),
         ("latent", (None, rope, kv, slots)),

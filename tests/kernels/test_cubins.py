@@ -37,11 +37,21 @@ def test_names_say_what_kernels_are_for() -> None:
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q"
     source = manifest.source_of(name, "sm_90a")
     assert source is not None
-    assert "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, attn::Float8E4M3>" in source
+    assert "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, attn::Float8E4M3, attn::BFloat16>" in source
     assert manifest.compile_options(name.replace("_q_", "_")) == " --head-dim 72 --kv-dtype float8_e4m3fn"
     name = "attention_sm90_bf16_e4m3_q_to_e4m3_d72_standard"
     assert manifest.attention_name("sm90", "bf16", 72, kv_element="e4m3", float8_q=True, float8_out=True) == name
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q --float8-out"
+    name = "attention_sm90_gather_bf16_f16_d72_standard"
+    assert manifest.attention_name("sm90_gather", "bf16", 72, kv_element="f16") == name
+    assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float16"
+    source = manifest.source_of(name, "sm_90a")
+    assert source is not None
+    assert "attn::Float16, attn::Float16, attn::HeadShape<72, 72>, attn::StandardVariant, attn::BFloat16, attn::BFloat16>" in source
+    assert manifest.compile_options("append_qkv_f16_bf16") == " --kv-dtype bfloat16"
+    assert manifest.source_of("append_qkv_f16_bf16", "sm_80") is not None
+    for nothing in ("attention_sm80_bf16_bf16_d64_standard", "append_qkv_bf16_bf16", "attention_sm90_bf16_f16_d64_standard"):
+        assert manifest.source_of(nothing, "sm_80") is None
 
 
 def test_arch_of_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ class SGLangAttentionBackend(AttentionBackend):
         warn_if_untried(self.device, logger)
 
         self._is_float8 = self.kv_dtype in FLOAT8_DTYPES
+        self._appended_dtypes = (self.dtype, self.kv_dtype)  # of K and V that are written to the pool without it
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
         if self._has_latents:
@@ -242,7 +243,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _write(self, k: Tensor, k_rope: Tensor | None, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor) -> bool:
         """Writes a layer's new tokens. Returns whether append_kv wrote them: run() may then start before they are in the cache."""
-        if self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype == kv.dtype):  # the pool converts others
+        if self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype in self._appended_dtypes):  # the pool converts others
             slots = slots.contiguous()  # those of a draft step are a column of a table
             if self._has_latents:
                 append_latents(k, k_rope, kv, slots)
@@ -279,7 +280,7 @@ class SGLangAttentionBackend(AttentionBackend):
         in_window_pool = self._window is not None and self._window.holds(layer.layer_id)
         chunk = self._attention_chunk_size
         key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, **self._spans)
-        if self._is_float8 and not key.of_this_step:  # whose keys and values are in no cache
+        if self.kv_dtype != self.dtype and not key.of_this_step:  # whose keys and values are in no cache
             key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)
         if plan is None:

@@ -46,7 +46,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   static constexpr float kMaxGrowth = 8.0f;
 
  public:
-  static void run(const LatentAttentionParams& params, HeadDims dims, const WorkItem& item, const WorkItem* next,
+  static void run(const CpuAttentionParams& params, HeadDims dims, const WorkItem& item, const WorkItem* next,
                   Scratch& scratch) {
     if (count_rows(params, item) == 0) return;
     AttentionKernel kernel(params, dims, item, scratch);
@@ -92,7 +92,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     list.count = listed_count(count);
   }
 
-  AttentionKernel(const LatentAttentionParams& params, HeadDims dims, const WorkItem& item, Scratch& scratch)
+  AttentionKernel(const CpuAttentionParams& params, HeadDims dims, const WorkItem& item, Scratch& scratch)
       : params_(params),
         item_(item),
         s_(scratch),
@@ -214,7 +214,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
   }
 
-  /// A row of Q; of two parts, or of 8 bits: made in `made`.
+  /// A row of Q; of two parts, or of another type: made in `made`.
   const Element* row_of_q(const RowPlace& place, Element* made) const {
     const QueryPart q{params_.q, params_.q_row_stride, params_.q_head_stride};
     const QueryPart& rope = params_.q_rope;
@@ -228,18 +228,22 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     return made;
   }
 
-  /// Columns of a row of Q; of 8 bits: widened into `wide`.
-  const Element* part_of_q(const QueryPart& part, const RowPlace& place, int columns, Element* wide) const {
+  /// Columns of a row of Q; of another type: as Element in `made`.
+  const Element* part_of_q(const QueryPart& part, const RowPlace& place, int columns, Element* made) const {
     const int64_t element = place.row * part.row_stride + place.head * part.head_stride;
     if constexpr (kWidens) {
       if (has_8_bits(variant_.scales.q_element)) {
         const uint8_t* const bytes = static_cast<const uint8_t*>(part.data) + element;
         if (variant_.scales.q_element == DataType::kFloat8E4M3)
-          Rows::widen_row(reinterpret_cast<const Float8E4M3*>(bytes), columns, wide);
+          Rows::widen_row(reinterpret_cast<const Float8E4M3*>(bytes), columns, made);
         else
-          Rows::widen_row(reinterpret_cast<const Float8E5M2*>(bytes), columns, wide);
-        return wide;
+          Rows::widen_row(reinterpret_cast<const Float8E5M2*>(bytes), columns, made);
+        return made;
       }
+    }
+    if (params_.is_mixed) {
+      Rows::convert_row(static_cast<const typename OtherElementOf<Element>::Type*>(part.data) + element, columns, made);
+      return made;
     }
     return static_cast<const Element*>(part.data) + element;
   }
@@ -552,7 +556,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     const Float scale = Isa::splat(output_scale(end.factor, row));
     if (is_complete) {
       const RowOut out = row_out(params_, place);
-      if (VariantHooks<Variant>::kOutput || params_.has_out_scale()) {
+      if (VariantHooks<Variant>::kOutput || params_.has_out_scale() || params_.is_mixed) {
         float finished[kMaxHeadDim];
         for (int i = 0; i < dims_.v; i += Isa::kWidth)
           Isa::store(finished + i, Isa::mul(engine_.output(row, i), scale));
@@ -576,7 +580,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
   }
 
-  const LatentAttentionParams& params_;
+  const CpuAttentionParams& params_;
   const WorkItem& item_;
   Scratch& s_;
   const RowTile& tile_;

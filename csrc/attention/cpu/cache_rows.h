@@ -6,6 +6,7 @@
 #include "cache/scaled_latent.h"
 #include "common/cpu/elements.h"
 #include "common/cpu/scalar_elements.h"
+#include "common/type_traits.h"
 #include "planner/schedule.h"
 
 namespace attn::cpu {
@@ -47,6 +48,16 @@ struct CacheRows {
   static void widen_row(const Narrow* row, int columns, Element* to) {
     alignas(64) float values[kMaxHeadDim];
     for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  }
+
+  /// A row of Q of the other 16-bit type. Beyond the largest float16 is that one, as on a GPU.
+  static void convert_row(const typename OtherElementOf<Element>::Type* row, int columns, Element* to) {
+    alignas(64) float values[kMaxHeadDim];
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store(values + j, Isa::load_elements(row + j, columns - j));
+    if constexpr (is_same<Element, Half>) {
+      for (int j = 0; j < columns; ++j) values[j] = ScalarElements::finite_half(values[j]);
+    }
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 

@@ -72,7 +72,7 @@ class CtaInterval {
   const Position end_;
 };
 
-void run_cta(const LatentAttentionParams& params, const Kernels& kernels, HeadDims dims, int32_t cta) {
+void run_cta(const CpuAttentionParams& params, const Kernels& kernels, HeadDims dims, int32_t cta) {
   CtaInterval interval(params, cta);
   WorkItem item, next;
   for (bool more = interval.next(item); more; item = next) {
@@ -135,9 +135,11 @@ void append_token(const AppendParams& params, int32_t token) {
 
 }  // namespace
 
-void run_attention(const LatentAttentionParams& params, DataType dtype, DataType kv_dtype, HeadDims dims,
+void run_attention(const LatentAttentionParams& given, DataType dtype, DataType kv_dtype, HeadDims dims,
                    const Kernels* of_variant) {
-  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(dtype, has_8_bits(kv_dtype), dims);
+  const bool widens = has_8_bits(kv_dtype);
+  const CpuAttentionParams params{given, !widens && kv_dtype != dtype};
+  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(widens ? dtype : kv_dtype, widens, dims);
   const bool use_threads = estimate_work(params, dims) >= kMinThreadedWork;
   auto run = [&](int32_t cta) { run_cta(params, kernels, dims, cta); };
   parallel_for(params.num_ctas, use_threads, run);

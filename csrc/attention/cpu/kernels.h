@@ -66,11 +66,15 @@ struct alignas(64) Scratch {
   int64_t states[kMaxCtas + kMaxLinks];  // rows of partial_o that are being merged
 };
 
+/// What the kernels take.
+struct CpuAttentionParams : LatentAttentionParams {
+  bool is_mixed;  // Q and O have the other 16-bit type than the cache, which products take
+};
+
 /// Runs an item; `next`, if there is one, is what this thread will run after it.
-using RunWorkItem = void (*)(const LatentAttentionParams&, HeadDims dims, const WorkItem&, const WorkItem* next,
-                             Scratch&);
-using MergePair = void (*)(const AttentionParams&, HeadDims dims, const SplitPair&, Scratch&);
-using MergeRow = void (*)(const AttentionParams&, HeadDims dims, int32_t row, Scratch&);
+using RunWorkItem = void (*)(const CpuAttentionParams&, HeadDims dims, const WorkItem&, const WorkItem* next, Scratch&);
+using MergePair = void (*)(const CpuAttentionParams&, HeadDims dims, const SplitPair&, Scratch&);
+using MergeRow = void (*)(const CpuAttentionParams&, HeadDims dims, int32_t row, Scratch&);
 
 using FindRowRanges = void (*)(const RowRangeParams&);
 
@@ -81,7 +85,7 @@ struct Kernels {
   FindRowRanges find_row_ranges;  // of a variant with a mask; else nullptr
 };
 
-// The kernels of each instruction set for a dtype. `widens`: over an 8-bit cache.
+// The kernels of each instruction set for the dtype that products take. `widens`: over an 8-bit cache.
 Kernels baseline_kernels(DataType dtype, bool widens);
 Kernels avx2_kernels(DataType dtype, bool widens);
 Kernels avx512_kernels(DataType dtype, bool widens);

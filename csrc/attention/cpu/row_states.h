@@ -18,9 +18,10 @@ class RowStates {
   using Isa = typename Engine::Isa;
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
+  using OtherElement = typename OtherElementOf<Element>::Type;
 
  public:
-  static void merge_pair(const AttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
+  static void merge_pair(const CpuAttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
     const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
     const int rows = count_rows(params, item);
     const int parts = pair.last_cta - pair.first_cta + 1;
@@ -36,7 +37,7 @@ class RowStates {
   }
 
   /// All heads of row number `merge_row` among those that are in several row groups.
-  static void merge_row(const AttentionParams& params, HeadDims dims, int32_t merge_row, Scratch& scratch) {
+  static void merge_row(const CpuAttentionParams& params, HeadDims dims, int32_t merge_row, Scratch& scratch) {
     const ScheduleHeader& header = *params.schedule.header;
     const int32_t group_size = params.group_size.divisor;
     for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
@@ -70,7 +71,8 @@ class RowStates {
 
  protected:
   struct RowOut {
-    Element* o;  // unless it is of 8 bits
+    Element* o;  // unless it is one of these
+    OtherElement* other;
     Float8E4M3* float8;
     float* lse;
   };
@@ -118,18 +120,24 @@ class RowStates {
   static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
     const int64_t element = place.row * params.o_row_stride + place.head * params.o_head_stride;
     const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
-    return RowOut{static_cast<Element*>(params.o) + element, static_cast<Float8E4M3*>(params.o) + element,
+    return RowOut{static_cast<Element*>(params.o) + element, static_cast<OtherElement*>(params.o) + element,
+                  static_cast<Float8E4M3*>(params.o) + element,
                   params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
   }
 
   /// Writes a complete row of outputs.
-  static void store_output(const AttentionParams& params, const float* o, int32_t columns, const RowOut& out) {
+  static void store_output(const CpuAttentionParams& params, const float* o, int32_t columns, const RowOut& out) {
     if (params.has_out_scale()) {
       const float factor = params.out_factor();
       for (int32_t i = 0; i < columns; ++i) ScalarElements::from_float(o[i] * factor, out.float8[i]);
       return;
     }
-    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(out.o + i, Isa::load(o + i), columns - i);
+    for (int i = 0; i < columns; i += Isa::kWidth) {
+      if (params.is_mixed)
+        Isa::store_elements(out.other + i, Isa::load(o + i), columns - i);
+      else
+        Isa::store_elements(out.o + i, Isa::load(o + i), columns - i);
+    }
   }
 
   /// What ends a row: what its sum of values is multiplied by, and its lse.
@@ -164,7 +172,7 @@ class RowStates {
   }
 
   /// Merges the first `count` of scratch.states. `group`: a row group that the row is in.
-  static void merge_states(const AttentionParams& params, int32_t columns, int count, int32_t group,
+  static void merge_states(const CpuAttentionParams& params, int32_t columns, int count, int32_t group,
                            const RowPlace& place, Scratch& scratch) {
     const RowOut out = row_out(params, place);
     float largest = -INFINITY;

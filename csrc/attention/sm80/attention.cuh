@@ -65,7 +65,8 @@ struct WarpLayout<0, kKvTile, true, false> {
   __device__ __forceinline__ explicit WarpLayout(int /*warp*/) {}
 };
 
-/// Gathers the rows of Q that a row tile packs, and widens those of 8 bits; rows that do not exist become zeros.
+/// Gathers the rows of Q that a row tile packs, and makes Element of those of another type; rows that do not exist
+/// become zeros.
 template <class Traits, int kRows, bool kManyLevels>
 __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const RowTileRows<kManyLevels>& rows,
                                        int32_t kv_head, char* shared_q) {
@@ -104,6 +105,8 @@ __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const Row
       uint4& to = *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk));
       if constexpr (Traits::kHasFloat8Query) {
         to = widen_eight<typename Traits::Element, typename Traits::QElement>(values[i]);
+      } else if constexpr (Traits::kConvertsQuery) {
+        to = converted<typename Traits::Element, typename Traits::QElement>(values[i]);
       } else {
         to = values[i];
       }

@@ -34,6 +34,16 @@ __device__ __forceinline__ void sync_warpgroup() {
   ptx::barrier_sync(kWarpgroupBarrier + warpgroup(), kWarpgroupThreads);
 }
 
+/// Of this warpgroup, or of both.
+template <int kLanes>
+__device__ __forceinline__ void sync_consumers() {
+  static_assert(kLanes == kWarpgroupThreads || kLanes == kConsumerThreads);
+  if constexpr (kLanes == kWarpgroupThreads)
+    sync_warpgroup();
+  else
+    Consumers::sync();
+}
+
 /// Zeroes rows of a V tile that lie outside [first, last): what the ring or the cache holds there (NaN, perhaps) must
 /// not reach the output. `lane` of kLanes threads.
 template <class Tile, int kLanes>
@@ -88,6 +98,8 @@ struct ConsumerBase {
   using Rows = LaneRows<Variant, 1>;
   using Target = OutputTarget<typename Traits::OutElement, true, Variant>;
   using OfQuery = QueryTransform<Variant>;
+  /// Q is rewritten in shared memory before it is multiplied.
+  static constexpr bool kRewritesQuery = Traits::kConvertsQuery || OfQuery::kExists;
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;
   /// In the ring. What is widened first is transformed where it then lies.
@@ -224,14 +236,22 @@ struct ConsumerBase {
     return TileTokens{KvTokens(params.schedule.groups[item.group], item.kv_head), item.readable, first_token};
   }
 
-  /// Transforms rows [first_row, end_row) of the Q tile; `thread` of kLanes. Then these may read them.
+  /// Converts and transforms rows [first_row, end_row) of the Q tile, by kLanes consumer threads: this warpgroup, or
+  /// both. Behind it these may read them.
   template <int kLanes>
-  __device__ __forceinline__ void transform_query(const WorkItem& item, int slot, int first_row, int end_row,
-                                                  int thread) const {
-    transform_rows<OfQuery, Query, Element, Traits::Shape::kQk, kLanes, kWarpRows, 1, 2>(
-        shared.q(slot), first_row, end_row, thread, OfQuery(variant(item.kv_head)),
-        TileRows<RowTileRows<true>>{params, item.rows, item.group, item.kv_head});
+  __device__ __forceinline__ void rewrite_query(const WorkItem& item, int slot, int first_row, int end_row) const {
+    const int thread = consumer_thread() % kLanes;
+    if constexpr (Traits::kConvertsQuery) {
+      convert_rows<Query, Element, typename Traits::QElement, kLanes>(shared.q(slot), first_row, end_row, thread);
+      if constexpr (OfQuery::kExists) sync_consumers<kLanes>();
+    }
+    if constexpr (OfQuery::kExists) {
+      transform_rows<OfQuery, Query, Element, Traits::Shape::kQk, kLanes, kWarpRows, 1, 2>(
+          shared.q(slot), first_row, end_row, thread, OfQuery(variant(item.kv_head)),
+          TileRows<RowTileRows<true>>{params, item.rows, item.group, item.kv_head});
+    }
     ptx::fence_async_proxy();
+    sync_consumers<kLanes>();
   }
 
   /// Transforms this warpgroup's share of a KV tile of an item.
@@ -268,11 +288,9 @@ struct ConsumerBase {
 
   /// Transforms what the first product of an item takes: its Q tile, and its first K tile, at `kv`.
   __device__ __forceinline__ void transform_first(const WorkItem& item, int q_slot) {
-    if constexpr (OfQuery::kExists) {
+    if constexpr (kRewritesQuery) {
       const int first_row = warpgroup() * 64;
-      transform_query<kWarpgroupThreads>(item, q_slot, first_row, first_row + 64,
-                                         consumer_thread() % kWarpgroupThreads);
-      sync_warpgroup();
+      rewrite_query<kWarpgroupThreads>(item, q_slot, first_row, first_row + 64);
     }
     if constexpr (OfKey::kExists && kTransformsRing) {
       transform_share<OfKey, Keys, Traits::Shape::kQk>(item, kv, first_start(item).token);

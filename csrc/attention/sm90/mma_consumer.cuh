@@ -29,7 +29,6 @@ struct MmaConsumer : ConsumerBase<Traits> {
   using typename Base::Element;
   using typename Base::Keys;
   using typename Base::OfKey;
-  using typename Base::OfQuery;
   using typename Base::OfValue;
   using typename Base::Output;
   using typename Base::Query;
@@ -107,10 +106,10 @@ struct MmaConsumer : ConsumerBase<Traits> {
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
     const int own_row = kStages ? warp.first_token : row;  // where this warp multiplies its rows, in own_tile()
 
-    if constexpr (OfQuery::kExists) {
-      this->template transform_query<kConsumerThreads>(item, q_slot, 0, kWarpRows, consumer_thread());
-    }
-    if constexpr (OfQuery::kExists || kStages) Consumers::sync();  // nobody multiplies what is in the widened tiles
+    if constexpr (Base::kRewritesQuery)
+      this->template rewrite_query<kConsumerThreads>(item, q_slot, 0, kWarpRows);
+    else if constexpr (kStages)
+      Consumers::sync();  // nobody multiplies what is in the widened tiles
     Held held;
     if constexpr (kWidensInRegisters) held.load(q);
     int32_t token = Base::enter(first_start(item), rows) + row;

@@ -123,6 +123,7 @@ struct WideConsumer : Consumer<Traits> {
   // --- the leader
 
   __device__ __forceinline__ void lead(const WorkItem& item, State& state) {
+    if constexpr (Base::kRewritesQuery) this->template rewrite_query<kWarpgroupThreads>(item, 0, 0, kRows);
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
     Rows rows(params, item.rows, item.group, item.kv_head, first_row());
     const ptx::MatrixDescriptor query = this->query(0);

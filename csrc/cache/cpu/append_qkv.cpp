@@ -5,6 +5,7 @@
 
 #include "common/cpu/parallel.h"
 #include "common/cpu/scalar_elements.h"
+#include "common/type_traits.h"
 
 namespace attn::cpu {
 namespace {
@@ -15,8 +16,10 @@ constexpr int64_t kMinThreadedElements = 1 << 16;
 template <class Element>
 class TokenWriter {
  public:
-  explicit TokenWriter(const QkvParams& params)
+  /// dtype: Element.
+  TokenWriter(const QkvParams& params, DataType dtype)
       : p_(params),
+        converts_(params.scales.element != dtype && !has_8_bits(params.scales.element)),
         head_(static_cast<size_t>(params.head_dim)),
         cosines_(static_cast<size_t>(params.rotary_dim / 2)),
         sines_(cosines_.size()) {}
@@ -98,6 +101,7 @@ class TokenWriter {
   }
 
   void store_cached(const void* data, int64_t at, float scale) {
+    if (converts_) return store_converted(data, at);
     if (!has_8_bits(p_.scales.element)) return store(data, at);
     uint8_t* to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
     for (size_t i = 0; i < head_.size(); ++i) {
@@ -106,20 +110,31 @@ class TokenWriter {
     }
   }
 
+  /// As the other 16-bit type. Beyond the largest float16 is that one, as on a GPU.
+  void store_converted(const void* data, int64_t at) {
+    using Other = typename OtherElementOf<Element>::Type;
+    Other* to = static_cast<Other*>(const_cast<void*>(data)) + at;
+    for (size_t i = 0; i < head_.size(); ++i) {
+      const float x = is_same<Other, Half> ? ScalarElements::finite_half(head_[i]) : head_[i];
+      ScalarElements::from_float(x, to[i]);
+    }
+  }
+
   static float to_float(const Element* x) { return ScalarElements::to_float(*x); }
   static void from_float(float x, Element* to) { ScalarElements::from_float(x, *to); }
 
   const QkvParams& p_;
+  const bool converts_;  // K and V to the other 16-bit type
   std::vector<float> head_;
   std::vector<float> cosines_;
   std::vector<float> sines_;
 };
 
 template <class Element>
-void append(const QkvParams& params) {
+void append(const QkvParams& params, DataType dtype) {
   constexpr int32_t kChunk = 16;  // tokens that a thread takes at a time
   auto write_chunk = [&](int32_t chunk) {
-    TokenWriter<Element> writer(params);
+    TokenWriter<Element> writer(params, dtype);
     const int32_t end = min_of(params.num_tokens, (chunk + 1) * kChunk);
     for (int32_t token = chunk * kChunk; token < end; ++token) writer.write(token);
   };
@@ -133,11 +148,11 @@ void append(const QkvParams& params) {
 void append_qkv(const QkvParams& params, DataType dtype) {
   switch (dtype) {
     case DataType::kFloat32:
-      return append<float>(params);
+      return append<float>(params, dtype);
     case DataType::kFloat16:
-      return append<Half>(params);
+      return append<Half>(params, dtype);
     case DataType::kBFloat16:
-      return append<BFloat16>(params);
+      return append<BFloat16>(params, dtype);
     case DataType::kFloat8E4M3:
     case DataType::kFloat8E5M2:
     case DataType::kScaledLatent:

@@ -21,4 +21,18 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
+/// The other 16-bit type; of float, itself.
+template <class Element>
+struct OtherElementOf {
+  using Type = Element;
+};
+template <>
+struct OtherElementOf<Half> {
+  using Type = BFloat16;
+};
+template <>
+struct OtherElementOf<BFloat16> {
+  using Type = Half;
+};
+
 }  // namespace attn::cpu

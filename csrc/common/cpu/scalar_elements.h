@@ -54,6 +54,12 @@ struct ScalarElements {
     result.bits = static_cast<uint8_t>(e5m2_bits(x));
   }
 
+  /// Limited to the finite numbers of Half; NaN stays NaN.
+  [[gnu::always_inline]] static inline float finite_half(float x) {
+    constexpr float kLargest = 65504.0f;
+    return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x;
+  }
+
   // Rounds to nearest even.
   [[gnu::always_inline]] static inline void from_float(float x, float& result) { result = x; }
   [[gnu::always_inline]] static inline void from_float(float x, BFloat16& result) {

@@ -33,6 +33,14 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return d;
 }
 
+/// Both halves limited to the finite numbers; NaN stays NaN.
+__device__ __forceinline__ uint32_t finite_f16(uint32_t pair) {
+  constexpr uint32_t kLargest = 0x7bff7bff, kSmallest = 0xfbfffbff;
+  asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kLargest));
+  asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kSmallest));
+  return pair;
+}
+
 __device__ __forceinline__ float float_of_f16(uint16_t bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));

@@ -19,6 +19,10 @@ inline uint32_t f16_of(float x) { return static_cast<uint32_t>(emulation::to_bit
 
 inline uint32_t pack_bf16(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
 inline uint32_t pack_f16(float low, float high) { return f16_of(high) << 16 | f16_of(low); }
+inline uint32_t finite_f16(uint32_t pair) {
+  const auto finite = [](uint32_t bits) { return (bits & 0x7fff) == 0x7c00 ? bits - 1 : bits; };
+  return finite(pair >> 16) << 16 | finite(pair & 0xffff);
+}
 inline float float_of_f16(uint16_t bits) { return emulation::from_bits<_Float16>(bits); }
 
 inline const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
