@@ -194,7 +194,7 @@ def alibi_slopes_on(num_heads: int, device: torch.device) -> Tensor:
 
 def rows_of(qo_indptr: Tensor) -> int | None:
     """Where qo_indptr ends; None if that would wait for a device."""
-    return int(qo_indptr.numpy().item(-1)) if qo_indptr.is_cpu else None  # by numpy, in a third of the time
+    return qo_indptr.numpy().item(-1) if qo_indptr.is_cpu else None  # by numpy, in a third of the time
 
 
 def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
@@ -203,7 +203,7 @@ def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tenso
 
 def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
     """Where an indptr on the host starts, and the same from 0. One on a device is taken to start at 0: nothing waits for it."""
-    first = int(indptr.numpy().item(0)) if indptr.is_cpu else 0
+    first = indptr.numpy().item(0) if indptr.is_cpu else 0
     return first, indptr - first if first else indptr
 
 
