@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -164,7 +165,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 latent and rotated part as one row.
             out: [rows, num_heads, head_dim_ckv], lse: float32 [rows, num_heads], written.
             kv_len, page_table: of FlashInfer's backend "cutlass"; not used.
-            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; the same for both.
+            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by. Where they differ, q_pe is multiplied by the second over the first, and
+                rounded.
 
         Returns:
             out; with return_lse also lse, to base 2, or e with return_lse_base_on_e.
@@ -177,7 +179,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if not self._is_planned:
             self._check_planned()
         if ckv_scale is not None or kpe_scale is not None:
-            _check_scales(self._heads.kv_dtype, ckv_scale, kpe_scale)
+            q_pe, ckv_scale = self._with_one_scale(q_pe, ckv_scale, kpe_scale)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
         wants_lse = return_lse or lse is not None
@@ -200,6 +202,19 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             raise
         return found[0] if wants_lse and not return_lse else found
 
+    def _with_one_scale(self, q_pe: Tensor, ckv_scale: float | None, kpe_scale: float | None) -> tuple[Tensor, float]:
+        """q_pe and the scale of a whole row of the cache: what the scale of kpe differs by multiplies q_pe, whose products are the same then."""
+        if self._heads.kv_dtype is None:
+            refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+        of_ckv, of_kpe = 1.0 if ckv_scale is None else float(ckv_scale), 1.0 if kpe_scale is None else float(kpe_scale)
+        if of_ckv == of_kpe:
+            return q_pe, of_ckv
+        if self._heads.float8_q:
+            not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale} under q_data_type = {self._heads.q_dtype}")
+        if not (0.0 < of_ckv < math.inf and 0.0 < of_kpe < math.inf):
+            refuse("(ckv_scale, kpe_scale)", (ckv_scale, kpe_scale), "above 0 and finite")
+        return q_pe * (of_kpe / of_ckv), of_ckv
+
     def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V as pages [pages, page_size, 1, columns]: views of the caches, or of a copy where these lie apart."""
         self._refuse_columns(ckv_cache=ckv_cache, kpe_cache=kpe_cache)
@@ -221,7 +236,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         dims = self._heads.head_dims
         for name, tensor in tensors.items():
             columns = dims.v if name in ("q_nope", "ckv_cache") else dims.qk - dims.v
-            dtype = self._of_cache if name.endswith("cache") else self._heads.dtype
+            dtype = self._of_cache if name.endswith("cache") else self._heads.q_dtype
             if not isinstance(tensor, Tensor) or tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
                 refuse(name, tensor, f"a {dtype_name(dtype)} tensor [..., ..., {columns}], as planned")
 
@@ -251,13 +266,6 @@ class Kernels:
         wrapper._rows, wrapper._causal = rows_of(qo_indptr_host), bool(causal)
         wrapper._plan_buffers()
         return []
-
-
-def _check_scales(kv_dtype: torch.dtype | None, ckv_scale: float | None, kpe_scale: float | None) -> None:
-    if kv_dtype is None:
-        refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
-    if (1.0 if ckv_scale is None else ckv_scale) != (1.0 if kpe_scale is None else kpe_scale):
-        not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale}: a row has one scale")
 
 
 def _joined(left: Tensor, right: Tensor) -> Tensor | None:

@@ -118,9 +118,9 @@ class PlannedAttention:
         self._args: Args | None = None
         self._soft_cap = 0.0
         self.is_direct = False  # runs need nothing that Attention.run does besides
-        self._is_float8 = self._out_has_qs_dtype = self._out_is_like_q = False
+        self._is_float8 = self._has_float8_out = self._out_has_qs_dtype = self._out_is_like_q = False
         self._like_lse: Tensor | None = None  # of the last lse's shape
-        self._library_run = by_name("run", last="k_rope")
+        self._library_run = by_name("run", last="out_scale")
 
     @property
     def max_rows(self) -> int:
@@ -129,8 +129,9 @@ class PlannedAttention:
 
     def zeros(self, q: Tensor) -> Tensor:
         """An output for q, of zeros."""
-        assert self._attention is not None
-        return torch.zeros((*q.shape[:2], self._attention.head_dim_v), dtype=self._attention.dtype, device=q.device)
+        assert self._planned is not None
+        heads = self._planned[1]
+        return torch.zeros((*q.shape[:2], heads.head_dims.v), dtype=heads.o_dtype, device=q.device)
 
     def with_sinks(self) -> None:
         """Runs will be given sinks."""
@@ -189,7 +190,7 @@ class PlannedAttention:
             head_dim_v=heads.head_dims.v,
             dtype=heads.dtype,
             kv_dtype=heads.kv_dtype,
-            q_dtype=heads.kv_dtype if heads.float8_q else None,
+            q_dtype=heads.q_dtype,
             device=self.device,
             kernel="generic" if transforms and heads.head_dims.v > MAX_TRANSFORMED_HEAD_DIM else None,
             max_rows=max_rows,
@@ -198,14 +199,16 @@ class PlannedAttention:
             batch_invariant=batch_invariant,
             variant=variant,
             sinks=self._with_sinks,
+            float8_out=heads.float8_out,
         )
         self._made_for = made_for
         self._like_lse = None
         self._is_float8 = heads.kv_dtype is not None
         is_interpreted = self._attention._variant is not None and self._attention._variant.is_interpreted
         self.is_direct = type(self._attention) is Attention and not is_interpreted
-        self._out_has_qs_dtype = not heads.float8_q
-        self._out_is_like_q = not heads.float8_q and heads.head_dims.v == heads.head_dims.qk
+        self._has_float8_out = heads.float8_out
+        self._out_has_qs_dtype = heads.q_dtype == heads.o_dtype
+        self._out_is_like_q = self._out_has_qs_dtype and heads.head_dims.v == heads.head_dims.qk
         return self._attention
 
     def run(
@@ -257,6 +260,11 @@ class PlannedAttention:
         of_k: Scale | None = scales.k
         if kv_scale is not None:
             of_k = of_v = kv_scale
+        out_scale: Scale | None = None
+        if self._has_float8_out:  # is divided by it, before it is rounded
+            if after is not None and not isinstance(after, Tensor) and after <= 0.0:
+                refuse("v_scale", after, "above 0 with outputs of float8_e4m3fn")
+            out_scale, after = 1.0 if after is None else 1.0 / after, None
         made = out
         try:
             if _needs_check(q):
@@ -273,7 +281,7 @@ class PlannedAttention:
                 check_plain("lse", lse)
             if made is None:
                 is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
-                made = torch.empty_like(q) if is_like_q else attention._new_out(q, None)
+                made = torch.empty_like(q) if is_like_q else attention._new_out(q, out_scale)
             elif _needs_check(made):
                 check_plain("out", made)
             if self.is_direct:
@@ -282,6 +290,7 @@ class PlannedAttention:
                 errors = self._library_run(
                     handle=attention._handle, q=q, k=k, v=v, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, after_append=False,
                     k_scale=of_k, v_scale=of_v, q_scale=scales.q, sinks=sinks, lse_to_base_2=lse_to_base_2, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope,
+                    out_scale=out_scale,
                 )  # fmt: skip
                 if errors:
                     refuse_run(errors, attention._levels, k.shape[1 if is_hnd else 0])
@@ -290,7 +299,7 @@ class PlannedAttention:
                 kv = KVCache.as_given(k, v) if k.ndim == 4 else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
                 attention.run(
                     q, kv.with_scales(of_k, of_v), q_rope=q_rope, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap,
-                    variant_args=args, sinks=sinks, q_scale=scales.q,
+                    variant_args=args, sinks=sinks, q_scale=scales.q, out_scale=out_scale,
                 )  # fmt: skip
                 if lse is not None and lse_to_base_2:
                     lse.mul_(LOG2_E)

@@ -169,7 +169,7 @@ def test_names_a_page_beyond_the_cache() -> None:
 def test_runs_again_once_a_late_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of variants that only some plans need come with the first run that asks for them."""
     run = decode("NHD", "one", pos_encoding_mode="ALIBI")
-    expected, library_run, missing = run(), by_name("run", last="k_rope"), ["attention_late"]
+    expected, library_run, missing = run(), by_name("run", last="out_scale"), ["attention_late"]
 
     def late(**given: Any) -> Any:
         if missing:
