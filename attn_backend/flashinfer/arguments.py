@@ -34,8 +34,17 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
     return found
 
 
-def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> tuple[torch.dtype, torch.dtype | None, bool]:
-    """The type of the output, which is that of Q if Q has 16 bits or more; that of K and V if it is another one, else None; whether Q has that type, of 8 bits.
+class ElementTypes(NamedTuple):
+    """Of a plan: dtype: what has 16 bits or more of Q, of K and V, and of the output. kv_dtype: of K and V where it is another one, else None."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None
+    float8_q: bool = False  # Q has kv_dtype, too
+    float8_out: bool = False  # the output is float8_e4m3fn
+
+
+def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> ElementTypes:
+    """What a plan says of element types.
 
     Raises:
         NotImplementedError: other types that differ, or one that the kernels do not have.
@@ -43,17 +52,18 @@ def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_
     q_type = dtype_of("q_data_type", q_data_type)
     kv_type = q_type if kv_data_type is None else dtype_of("kv_data_type", kv_data_type)
     o_type = q_type if o_data_type is None else dtype_of("o_data_type", o_data_type)
-    float8_q = q_type in FLOAT8_DTYPES
+    float8_q, float8_out = q_type in FLOAT8_DTYPES, o_type == torch.float8_e4m3fn
     if q_type.itemsize == 1 and not float8_q:
         not_supported(f"q_data_type = {q_type}")
     is_mixed = {q_type, kv_type} == DTYPE_NAMES.keys()
     if kv_type != q_type and not is_mixed and (float8_q or kv_type not in FLOAT8_DTYPES):
         not_supported(f"kv_data_type = {kv_type} with q_data_type = {q_type}")
-    if o_type.itemsize == 1:
+    if o_type.itemsize == 1 and not float8_out:
         not_supported(f"o_data_type = {o_type}")
-    if o_type != q_type and not float8_q:
+    if o_type != q_type and not float8_q and not float8_out:
         not_supported(f"o_data_type = {o_type} with q_data_type = {q_type}")
-    return o_type, kv_type if is_mixed or kv_type in FLOAT8_DTYPES else None, float8_q
+    dtype = q_type if not float8_q else torch.bfloat16 if float8_out else o_type
+    return ElementTypes(dtype, kv_type if is_mixed or kv_type in FLOAT8_DTYPES else None, float8_q, float8_out)
 
 
 def check_kv_layout(kv_layout: object) -> str:
@@ -196,7 +206,7 @@ def alibi_slopes_on(num_heads: int, device: torch.device) -> Tensor:
 
 def rows_of(qo_indptr: Tensor) -> int | None:
     """Where qo_indptr ends; None if that would wait for a device."""
-    return int(qo_indptr.numpy().item(-1)) if qo_indptr.is_cpu else None  # by numpy, in a third of the time
+    return qo_indptr.numpy().item(-1) if qo_indptr.is_cpu else None  # by numpy, in a third of the time
 
 
 def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
@@ -205,7 +215,7 @@ def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tenso
 
 def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
     """Where an indptr on the host starts, and the same from 0. One on a device is taken to start at 0: nothing waits for it."""
-    first = int(indptr.numpy().item(0)) if indptr.is_cpu else 0
+    first = indptr.numpy().item(0) if indptr.is_cpu else 0
     return first, indptr - first if first else indptr
 
 

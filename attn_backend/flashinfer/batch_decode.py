@@ -123,7 +123,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             window_left: tokens that a query sees before its own; -1: all.
             logits_soft_cap: cap * tanh(logit / cap) if above 0.
             sm_scale: default head_dim ** -0.5. A tensor of one element, or of one for each request, is read when a run's kernel runs.
-            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then, with an o_data_type of 16 bits.
+            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then.
+            o_data_type: that of Q (None), or float8_e4m3fn; under float8 Q also one of 16 bits.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             q_len_per_req: queries of each request, its last tokens; they see each other as causal attention does.
             block_tables, seq_lens: not used.

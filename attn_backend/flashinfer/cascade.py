@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import BSRView, Composition, PageTable
 from ..metadata.structure import refuse
-from .arguments import NO_POS_ENCODING, DType, PagedKV, Scale, check_kv_layout, copy_if_other, from_zero, on_device, paged_cache, pos_encoding, rows_of
+from .arguments import NO_POS_ENCODING, DType, PagedKV, Scale, check_kv_layout, copy_if_other, from_zero, paged_cache, pos_encoding, rows_of
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported
 from .heads import heads_of
@@ -25,6 +27,9 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
 ]
+
+
+_ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")  # of a cascade's plan
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,13 +135,8 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         Raises:
             ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
         """
-        arrays = {
-            "qo_indptr_arr": qo_indptr_arr,
-            "paged_kv_indptr_arr": paged_kv_indptr_arr,
-            "paged_kv_indices_arr": paged_kv_indices_arr,
-            "paged_kv_last_page_len": paged_kv_last_page_len,
-        }
-        for name, array in arrays.items():
+        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        for name, array in zip(_ARRAYS, arrays, strict=True):
             if len(array) != self._num_levels:
                 refuse(f"len({name})", len(array), f"num_levels = {self._num_levels}")
         pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
@@ -147,16 +147,16 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         self._rows = rows_of(qo_indptr_arr[-1])
         if self._rows is None and self._use_cuda_graph and not self._is_planned:
             self._rows = int(qo_indptr_arr[-1][-1])  # waits for the device, once: the workspace is made for so many rows
-        levels, window_left, last = [], max(window_left, -1), self._num_levels - 1
-        for level, parts in enumerate(zip(*arrays.values(), strict=True)):
-            qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, *parts)
+        levels, window_left = [], max(window_left, -1)
+        for level, parts in enumerate(zip(*arrays, strict=True)):
+            qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, parts)
             table = PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size)
-            levels.append(BSRView(qo_indptr, table, causal and level == last, window_left))
+            levels.append(BSRView(qo_indptr, table, causal and level == self._num_levels - 1, window_left))
         self._plan_view(Composition(levels), plain_logits(logits_soft_cap, pos))
 
     begin_forward = plan
 
-    def _on_device(self, level: int, *parts: Tensor) -> tuple[Tensor, ...]:
+    def _on_device(self, level: int, parts: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The tensors of a level: its buffers, filled, if there are CUDA graphs."""
         if self._use_cuda_graph:
             for buffer, part in zip(self._buffers[level], parts, strict=True):
@@ -169,8 +169,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         if first:
             kv_indices = kv_indices[first:]
         device = self.device
-        of_pages = on_device(kv_indptr, device, True), on_device(kv_indices, device, True), on_device(last_page_len, device, True)
-        return on_device(qo_indptr, device, True), *of_pages
+        return [part if part.device == device else part.to(device, non_blocking=True) for part in (qo_indptr, kv_indptr, kv_indices, last_page_len)]
 
     def run(self, q: Tensor, paged_kv_cache: PagedKV) -> Tensor:
         """Runs the last plan: q [rows, num_qo_heads, head_dim]. May be captured in a CUDA graph; never waits for the device.

@@ -21,9 +21,18 @@ class Heads:
     num_qo_heads: int
     num_kv_heads: int
     head_dims: HeadDims
-    dtype: torch.dtype  # of the output, and of Q that does not have 8 bits
-    kv_dtype: torch.dtype | None = None  # of 8 bits, or the other 16-bit one; None: dtype
-    float8_q: bool = False  # Q has kv_dtype, too
+    dtype: torch.dtype  # this and what follows: ElementTypes
+    kv_dtype: torch.dtype | None = None
+    float8_q: bool = False
+    float8_out: bool = False
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        return self.kv_dtype if self.float8_q and self.kv_dtype is not None else self.dtype
+
+    @property
+    def o_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.float8_out else self.dtype
 
     @property
     def is_over_float8(self) -> bool:
@@ -46,10 +55,10 @@ def heads_of(
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
     """
-    dims, (dtype, kv_dtype, float8_q) = check_head_dims(head_dim_qk, head_dim_vo, device), element_types(q_data_type, kv_data_type, o_data_type)
-    if kv_dtype is not None and float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[kv_dtype], float8_q):
-        not_supported(f"q_data_type = {kv_dtype} with head_dim = {dims} on CUDA")
-    return Heads(num_qo_heads, num_kv_heads, dims, dtype, kv_dtype, float8_q)
+    dims, types = check_head_dims(head_dim_qk, head_dim_vo, device), element_types(q_data_type, kv_data_type, o_data_type)
+    if types.kv_dtype is not None and types.float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[types.kv_dtype], types.float8_q):
+        not_supported(f"q_data_type = {types.kv_dtype} with head_dim = {dims} on CUDA")
+    return Heads(num_qo_heads, num_kv_heads, dims, *types)
 
 
 def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.manifest import HeadDims
-from ..metadata import BSRView, KVCache, PageTable
-from ..metadata.structure import dtype_name, refuse
+from ..metadata import BSRView, PageTable
+from ..metadata.structure import check_plain, dtype_name, refuse
 from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
 from .features import missing, not_supported, refuse_given
 from .heads import heads_of
@@ -128,6 +128,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             self._kv_indices_buf = on_device(kv_indices, self.device, True)
             self._kv_len_arr_buf = on_device(kv_len_arr, self.device, True)
         self._heads, self._page_size, self._causal, self._sm_scale = heads, page_size, bool(causal), sm_scale
+        self._of_cache = heads.kv_dtype or heads.dtype
+        self._has_rope = head_dim_kpe > 0
+        self._latent_bytes = head_dim_ckv * self._of_cache.itemsize
         self._plan_buffers()
 
     def _plan_buffers(self) -> None:
@@ -162,7 +165,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 latent and rotated part as one row.
             out: [rows, num_heads, head_dim_ckv], lse: float32 [rows, num_heads], written.
             kv_len, page_table: of FlashInfer's backend "cutlass"; not used.
-            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; the same for both.
+            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by. Where they differ, q_pe is multiplied by the second over the first, and
+                rounded.
 
         Returns:
             out; with return_lse also lse, to base 2, or e with return_lse_base_on_e.
@@ -172,44 +176,69 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """
         if profiler_buffer is not None or o_scale is not None or ckv_scale_arr is not None:
             refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
-        self._check_planned()
+        if not self._is_planned:
+            self._check_planned()
         if ckv_scale is not None or kpe_scale is not None:
-            _check_scales(self._heads.is_over_float8, ckv_scale, kpe_scale)
-        if self._rows is not None and q_nope.shape[0] != self._rows:
-            self._joined(q_nope, q_pe, ckv_cache, kpe_cache, ckv_scale)  # refuses it
-        wants_lse = return_lse or lse is not None
-        q_rope = q_pe if q_pe.shape[-1] else None
-        found = self._planned.run(
-            q_nope, ckv_cache, None, self._scales(), q_rope=q_rope, k_rope=kpe_cache, kv_scale=ckv_scale, join=self._joined,
-            out=out, lse=lse, return_lse=wants_lse, lse_to_base_2=not return_lse_base_on_e,
-        )  # fmt: skip
-        return found[0] if wants_lse and not return_lse else found
-
-    def _joined(self, q_nope: Tensor, q_pe: Tensor | None, ckv_cache: Tensor, kpe_cache: Tensor, scale: float | None) -> tuple[Tensor, KVCache]:
-        """Q and the cache as Attention.run takes them, copied where the parts lie apart.
-
-        Raises:
-            ValueError: they are not as planned.
-        """
-        dims, dtype, kv_dtype = self._heads.head_dims, self._heads.dtype, self._heads.kv_dtype
-        of_cache = dtype if kv_dtype is None else kv_dtype
-        q_pe = q_nope[..., :0] if q_pe is None else q_pe
-        is_planned = q_nope.dtype == q_pe.dtype == dtype and ckv_cache.dtype == kpe_cache.dtype == of_cache
-        if not is_planned or (*q_nope.shape[2:], *q_pe.shape[2:], *ckv_cache.shape[2:], *kpe_cache.shape[2:]) != (dims.v, dims.qk - dims.v) * 2:
-            _refuse_columns(dims, dtype, of_cache, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+            q_pe, ckv_scale = self._with_one_scale(q_pe, ckv_scale, kpe_scale)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
+        wants_lse = return_lse or lse is not None
+        try:
+            if self._has_rope:
+                # Without pages both addresses are 0. Parts that are not as planned may pass, and are refused by the run.
+                q_rope, is_one = q_pe, kpe_cache.data_ptr() - ckv_cache.data_ptr() == self._latent_bytes
+            else:
+                self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)
+                q_rope, is_one = None, ckv_cache.shape[0] > 0
+            k, v, k_rope = (ckv_cache, None, kpe_cache) if is_one and self._planned.is_direct else (*self._joined(ckv_cache, kpe_cache), None)
+            found = self._planned.run(
+                q_nope, k, v, self._scales(), q_rope=q_rope, k_rope=k_rope, kv_scale=ckv_scale, out=out, lse=lse, return_lse=wants_lse,
+                lse_to_base_2=not return_lse_base_on_e,
+            )  # fmt: skip
+        except (AttributeError, ValueError):
+            self._refuse_columns(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+            check_plain("q_nope", q_nope)
+            check_plain("q_pe", q_pe)
+            raise
+        return found[0] if wants_lse and not return_lse else found
+
+    def _with_one_scale(self, q_pe: Tensor, ckv_scale: float | None, kpe_scale: float | None) -> tuple[Tensor, float]:
+        """q_pe and the scale of a whole row of the cache: what the scale of kpe differs by multiplies q_pe, whose products are the same then."""
+        if not self._heads.is_over_float8:
+            refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+        of_ckv, of_kpe = 1.0 if ckv_scale is None else float(ckv_scale), 1.0 if kpe_scale is None else float(kpe_scale)
+        if of_ckv == of_kpe:
+            return q_pe, of_ckv
+        if self._heads.float8_q:
+            not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale} under q_data_type = {self._heads.q_dtype}")
+        if not (0.0 < of_ckv < math.inf and 0.0 < of_kpe < math.inf):
+            refuse("(ckv_scale, kpe_scale)", (ckv_scale, kpe_scale), "above 0 and finite")
+        return q_pe * (of_kpe / of_ckv), of_ckv
+
+    def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as pages [pages, page_size, 1, columns]: views of the caches, or of a copy where these lie apart."""
+        self._refuse_columns(ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        dims = self._heads.head_dims
         cache = _joined(ckv_cache, kpe_cache)
         if ckv_cache.shape[0] == 0:  # kernels want a page, also where no request has a token
             cache = ckv_cache.new_zeros(1, ckv_cache.shape[1], 1, dims.qk)
         if cache is None:
             if not self._has_warned:
                 way_out = "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its two parts"
-                warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=4)
+                warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=3)
                 self._has_warned = True
             as_bytes = [part.contiguous().view(torch.uint8) for part in (ckv_cache, kpe_cache)]
             cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype).unsqueeze(2)
-        return (q_nope if dims.qk == dims.v else torch.cat((q_nope, q_pe), -1)), _latent_cache(cache, dims.v, scale)
+        return cache, cache.as_strided((*cache.shape[:3], dims.v), cache.stride())
+
+    def _refuse_columns(self, **tensors: Tensor) -> None:
+        """Refuses parts of Q and of the cache that are not as planned."""
+        dims = self._heads.head_dims
+        for name, tensor in tensors.items():
+            columns = dims.v if name in ("q_nope", "ckv_cache") else dims.qk - dims.v
+            dtype = self._of_cache if name.endswith("cache") else self._heads.q_dtype
+            if not isinstance(tensor, Tensor) or tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
+                refuse(name, tensor, f"a {dtype_name(dtype)} tensor [..., ..., {columns}], as planned")
 
 
 class Kernels:
@@ -237,27 +266,6 @@ class Kernels:
         wrapper._rows, wrapper._causal = rows_of(qo_indptr_host), bool(causal)
         wrapper._plan_buffers()
         return []
-
-
-def _check_scales(is_float8: bool, ckv_scale: float | None, kpe_scale: float | None) -> None:
-    if not is_float8:
-        refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
-    if (1.0 if ckv_scale is None else ckv_scale) != (1.0 if kpe_scale is None else kpe_scale):
-        not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale}: a row has one scale")
-
-
-def _refuse_columns(dims: HeadDims, of_q: torch.dtype, of_cache: torch.dtype, **tensors: Tensor) -> NoReturn:
-    for (name, tensor), columns in zip(tensors.items(), (dims.v, dims.qk - dims.v) * 2, strict=True):
-        dtype = of_cache if name.endswith("cache") else of_q
-        if tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
-            refuse(name, tensor, f"a {dtype_name(dtype)} tensor [..., ..., {columns}], as planned")
-    raise AssertionError("one of them is another")
-
-
-def _latent_cache(latents: Tensor, columns: int, scale: float | None) -> KVCache:
-    """KVCache.from_latent of [pages, page_size, 1, width], in less time: Attention.run checks what it is given."""
-    pages, page_size, _, _ = latents.shape
-    return KVCache.as_given(latents, latents.as_strided((pages, page_size, 1, columns), latents.stride()), scale, scale)
 
 
 def _joined(left: Tensor, right: Tensor) -> Tensor | None:

@@ -112,7 +112,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             paged_kv_indptr: int32 [batch_size + 1], paged_kv_indices: int32 [pages], paged_kv_last_page_len: int32 [batch_size]: the page tables.
             custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request from a byte of its own. With a mask `causal` does not count.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: of multi-item scoring; max_item_len_ptr is not needed.
-            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then, with an o_data_type of 16 bits.
+            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then.
+            o_data_type: that of Q (None), or float8_e4m3fn; under float8 Q also one of 16 bits.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch. fixed_split_size -1: none, as None.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Attention
+from ..kernels.attention_config import refuse_run
 from ..kernels.manifest import MAX_TRANSFORMED_HEAD_DIM
 from ..kernels.named_calls import by_name
 from ..metadata import BSRView, Composition, KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES
-from ..metadata.structure import refuse
+from ..metadata.structure import check_plain, explain_failure, refuse
 from ..variants import Variant, builtin
 from .arguments import NO_POS_ENCODING, PosEncoding, Scale, alibi_slopes_on, ragged_cache
 from .heads import Heads
@@ -30,7 +30,6 @@ _ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU: reading it would wait for t
 _KEPT_PER_THREAD = 32
 
 Args = Mapping[str, Tensor | float | int]
-Join = Callable[[Tensor, "Tensor | None", Tensor, Tensor, "float | None"], tuple[Tensor, KVCache]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +117,10 @@ class PlannedAttention:
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
-        self._is_direct = False  # runs need nothing that Attention.run does besides
-        self._is_float8 = self._out_has_qs_dtype = self._out_is_like_q = False
+        self.is_direct = False  # runs need nothing that Attention.run does besides
+        self._is_float8 = self._has_float8_out = self._out_has_qs_dtype = self._out_is_like_q = False
         self._like_lse: Tensor | None = None  # of the last lse's shape
-        self._library_run = by_name("run", last="k_rope")
+        self._library_run = by_name("run", last="out_scale")
 
     @property
     def max_rows(self) -> int:
@@ -130,8 +129,9 @@ class PlannedAttention:
 
     def zeros(self, q: Tensor) -> Tensor:
         """An output for q, of zeros."""
-        assert self._attention is not None
-        return torch.zeros((*q.shape[:2], self._attention.head_dim_v), dtype=self._attention.dtype, device=q.device)
+        assert self._planned is not None
+        heads = self._planned[1]
+        return torch.zeros((*q.shape[:2], heads.head_dims.v), dtype=heads.o_dtype, device=q.device)
 
     def with_sinks(self) -> None:
         """Runs will be given sinks."""
@@ -190,7 +190,7 @@ class PlannedAttention:
             head_dim_v=heads.head_dims.v,
             dtype=heads.dtype,
             kv_dtype=heads.kv_dtype,
-            q_dtype=heads.kv_dtype if heads.float8_q else None,
+            q_dtype=heads.q_dtype,
             device=self.device,
             kernel="generic" if transforms and heads.head_dims.v > MAX_TRANSFORMED_HEAD_DIM else None,
             max_rows=max_rows,
@@ -199,14 +199,16 @@ class PlannedAttention:
             batch_invariant=batch_invariant,
             variant=variant,
             sinks=self._with_sinks,
+            float8_out=heads.float8_out,
         )
         self._made_for = made_for
         self._like_lse = None
         self._is_float8 = heads.is_over_float8
         is_interpreted = self._attention._variant is not None and self._attention._variant.is_interpreted
-        self._is_direct = type(self._attention) is Attention and not is_interpreted
-        self._out_has_qs_dtype = not heads.float8_q
-        self._out_is_like_q = not heads.float8_q and heads.head_dims.v == heads.head_dims.qk
+        self.is_direct = type(self._attention) is Attention and not is_interpreted
+        self._has_float8_out = heads.float8_out
+        self._out_has_qs_dtype = heads.q_dtype == heads.o_dtype
+        self._out_is_like_q = self._out_has_qs_dtype and heads.head_dims.v == heads.head_dims.qk
         return self._attention
 
     def run(
@@ -220,7 +222,6 @@ class PlannedAttention:
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
         kv_scale: float | None = None,
-        join: Join | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -229,15 +230,14 @@ class PlannedAttention:
         args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan: by one call of the library, which takes tensors as they are given, or else by Attention.run, which says what is wrong.
+        """Runs the last plan: by one call of the library, which takes tensors as they are given; by Attention.run where that does more (is_direct).
 
         Args:
             k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens, num_kv_heads, head_dim], with is_hnd
-                [num_kv_heads, tokens, head_dim]. Of MLA k is the latents, and v is None.
+                [num_kv_heads, tokens, head_dim]. With k_rope, which only direct runs take, k is the latents of MLA, and v is None.
             scales: of Q, K and logits.
-            q_rope, k_rope: the last columns of MLA's Q and K.
+            q_rope, k_rope: the last columns of MLA's Q and K; those of K right behind the others.
             kv_scale: of latents.
-            join: makes Q and a cache of MLA's parts, where they do not lie side by side.
             args: of a variant of the caller's.
 
         Returns:
@@ -256,55 +256,68 @@ class PlannedAttention:
             args = self._args
         if params:
             args = {**args, **params} if args else params
-        is_direct = self._is_direct and not (_needs_check(q) or (out is not None and _needs_check(out)))
-        if sinks is not None and _needs_check(sinks):
-            is_direct = False
-        if not return_lse:
-            lse = None
-        elif lse is None:
-            lse = self._new_lse(rows)
-        elif _needs_check(lse):
-            is_direct = False
-        if is_direct:
-            of_v, after = (None, None) if v_scale is None else scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
-            made = out
-            try:
-                if made is None:
-                    is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
-                    made = torch.empty_like(q) if is_like_q else attention._new_out(q, None)
+        of_v, after = (None, None) if v_scale is None else scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
+        of_k: Scale | None = scales.k
+        if kv_scale is not None:
+            of_k = of_v = kv_scale
+        out_scale: Scale | None = None
+        if self._has_float8_out:  # is divided by it, before it is rounded
+            if after is not None and not isinstance(after, Tensor) and after <= 0.0:
+                refuse("v_scale", after, "above 0 with outputs of float8_e4m3fn")
+            out_scale, after = 1.0 if after is None else 1.0 / after, None
+        made = out
+        try:
+            if _needs_check(q):
+                check_plain("q", q)
+            if q_rope is not None and _needs_check(q_rope):
+                check_plain("q_rope", q_rope)
+            if sinks is not None and _needs_check(sinks):
+                check_plain("sinks", sinks)
+            if not return_lse:
+                lse = None
+            elif lse is None:
+                lse = self._new_lse(rows)
+            elif _needs_check(lse):
+                check_plain("lse", lse)
+            if made is None:
+                is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
+                made = torch.empty_like(q) if is_like_q else attention._new_out(q, out_scale)
+            elif _needs_check(made):
+                check_plain("out", made)
+            if self.is_direct:
                 if args is not None or attention._variant is not None:
                     attention._bind(args)
                 errors = self._library_run(
                     handle=attention._handle, q=q, k=k, v=v, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, after_append=False,
-                    k_scale=scales.k if kv_scale is None else kv_scale, v_scale=of_v if kv_scale is None else kv_scale, q_scale=scales.q, sinks=sinks,
-                    lse_to_base_2=lse_to_base_2, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope,
+                    k_scale=of_k, v_scale=of_v, q_scale=scales.q, sinks=sinks, lse_to_base_2=lse_to_base_2, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope,
+                    out_scale=out_scale,
                 )  # fmt: skip
-                if not errors:
-                    if after is not None:
-                        made.mul_(after)
-                    return made if lse is None else (made, lse)
-            except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
-                pass  # as what is below says
-        if join is not None and k_rope is not None:
-            q, kv = join(q, q_rope, k, k_rope, kv_scale)
-        else:
-            assert v is not None
-            kv = KVCache.as_given(k, v) if k.ndim == 4 else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
-        return self._run_checked(attention, q, kv, scales, out, lse, v_scale, sinks, args, lse_to_base_2)
-
-    def _run_checked(
-        self, attention: Attention, q: Tensor, kv: KVCache, scales: Scales, out: Tensor | None, lse: Tensor | None, v_scale: Scale | None,
-        sinks: Tensor | None, args: Args | None, lse_to_base_2: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        of_v, after = (None, None) if v_scale is None else scale_of_v(v_scale, kv.k.dtype in FLOAT8_DTYPES, kv.num_kv_heads)
-        if of_v is not None or scales.k is not None:
-            kv = kv.with_scales(scales.k, of_v)
-        out = attention.run(q, kv, out=out, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, variant_args=args, sinks=sinks, q_scale=scales.q)
+                if errors:
+                    refuse_run(errors, attention._levels, k.shape[1 if is_hnd else 0])
+            else:
+                assert v is not None
+                kv = KVCache.as_given(k, v) if k.ndim == 4 else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
+                attention.run(
+                    q, kv.with_scales(of_k, of_v), q_rope=q_rope, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap,
+                    variant_args=args, sinks=sinks, q_scale=scales.q, out_scale=out_scale,
+                )  # fmt: skip
+                if lse is not None and lse_to_base_2:
+                    lse.mul_(LOG2_E)
+        except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:  # looked into only here: a layer's call has no time for it
+            if attention._variant is not None and attention._variant.loads_missing_kernel(attention._handle, error):
+                return self.run(
+                    q, k, v, scales, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope, kv_scale=kv_scale, out=made, lse=lse, return_lse=return_lse,
+                    v_scale=v_scale, sinks=sinks, args=args, lse_to_base_2=lse_to_base_2,
+                )  # fmt: skip
+            if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 3:
+                ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
+            if not isinstance(error, ValueError):
+                given = {"q": q, "k": k, "v": v, "out": made, "lse": lse, "sinks": sinks, "q_rope": q_rope, "k_rope": k_rope}
+                explain_failure((name, tensor) for name, tensor in given.items() if tensor is not None)
+            raise
         if after is not None:
-            out.mul_(after)
-        if lse is None:
-            return out
-        return out, lse.mul_(LOG2_E) if lse_to_base_2 else lse
+            made.mul_(after)
+        return made if lse is None else (made, lse)
 
     def _new_lse(self, rows: int) -> Tensor:
         """float32 [rows, num_qo_heads]: by a tensor of that shape, in half the time."""

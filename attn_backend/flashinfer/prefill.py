@@ -66,7 +66,7 @@ def single_prefill_with_kv_cache(
         q: [qo_len, num_qo_heads, head_dim].
         k, v: NHD [kv_len, num_kv_heads, head_dim], HND [num_kv_heads, kv_len, head_dim].
         scale_q, scale_k, scale_v: what numbers of float8 are multiplied by: float32 [1] or [heads]. k_scale, v_scale: the same under other names.
-        o_dtype: of the output: q's, or of float8 Q float16 or bfloat16.
+        o_dtype: of the output: q's (None), or float8_e4m3fn; of float8 Q also float16 or bfloat16.
         custom_mask: bool [qo_len, kv_len]; packed_custom_mask: uint8, its bits, the first the lowest. With a mask `causal` does not count.
         use_fp16_qk_reduction: not used: sums are float32.
 

@@ -12,7 +12,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..metadata import BSRView, Composition, KVCache
-from ..metadata.checks import check_page_ids, check_values
+from ..metadata.checks import check_values
 from ..metadata.kv_cache import Scale, checked_scale
 from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
 from ..settings import Settings
@@ -27,10 +27,11 @@ from .attention_config import (
     check_room,
     choose_design,
     explain_failed_run,
+    refuse_run,
 )
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import forget_kernels
-from .errors import InUseError, MissingKernelError
+from .errors import InUseError
 from .level_options import level_options, levels_of, positions_of, tensors_of
 from .library import library
 from .named_calls import by_name
@@ -345,17 +346,14 @@ class Attention:
                     out_scale=checked_scale("out_scale", out_scale),
                 )  # fmt: skip
         except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
-            if self._variant is not None and isinstance(error, MissingKernelError):
-                self._library.load_attention_kernel(self._handle, str(error), self._variant.file_of(str(error)))
+            if self._variant is not None and self._variant.loads_missing_kernel(self._handle, error):
                 given: dict[str, Any] = {"out": out, "lse": lse, "return_lse": return_lse, "sm_scale": sm_scale, "after_append": after_append}
                 given |= {"q_rope": q_rope, "variant_args": variant_args, "sinks": sinks, "q_scale": q_scale, "out_scale": out_scale, "selected": selected}
                 return Attention.run(self, q, kv, **given)  # not a subclass's: it is in the middle of its own
             explain_failed_run(q, q_rope, kv, out, lse, sinks, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, selected)
             raise
         if errors:
-            for view in self._levels:
-                check_page_ids(view.with_slots_counted(), kv.num_pages)
-            raise ValueError(describe_errors(errors))
+            refuse_run(errors, self._levels, kv.num_pages)
         if self._variant is not None and self._variant.is_interpreted:
             whole_q = q if q_rope is None else torch.cat((q, q_rope), -1)
             self._variant.interpret(self._levels, whole_q, kv, out, lse, scale, sinks, q_scale, out_scale)

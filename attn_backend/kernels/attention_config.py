@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..metadata import BSRView
+from ..metadata.checks import check_page_ids
 from ..metadata.composition import MAX_LEVELS
 from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, explain_failure, refuse
 from . import manifest
 from .kernel_files import arch_on, kernel_file
+from .schedule import describe_errors
 from .selection import SelectedTokens
 from .structs import pack, values_of
 
@@ -230,3 +234,10 @@ def explain_failed_run(
         if abs(number) > _MAX_FLOAT:
             refuse(name, number, "a number that a float32 holds")
     check_types(bool, "True or False", after_append=after_append)
+
+
+def refuse_run(errors: int, levels: Sequence[BSRView], num_pages: int) -> NoReturn:
+    """Raises ValueError: what a run on a CPU has found wrong in the planned tensors."""
+    for view in levels:
+        check_page_ids(view.with_slots_counted(), num_pages)
+    raise ValueError(describe_errors(errors))

@@ -18,6 +18,7 @@ from ..metadata.structure import refuse
 from ..settings import Settings
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
 from .attention_config import kv_element_of
+from .errors import MissingKernelError
 from .library import library
 
 if TYPE_CHECKING:
@@ -109,6 +110,13 @@ class AttentionVariant:
         """
         jit = Settings.read().jit
         return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._command(jit), jit))
+
+    def loads_missing_kernel(self, handle: int, error: Exception) -> bool:
+        """Whether a run of the Attention with this handle has failed for want of one of manifest.LATE_KERNELS. It is loaded now: the run may be tried again."""
+        if not isinstance(error, MissingKernelError):
+            return False
+        library().load_attention_kernel(handle, str(error), self.file_of(str(error)))
+        return True
 
     def visibility(self, view: BSRView, num_levels: int) -> tuple[bool, int]:
         """causal and window_left of what a view and the variant both let through.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ class BSRView:
     @property
     def batch_size(self) -> int:
         """Requests."""
-        return self.qo_indptr.shape[0] - 1
+        return self.qo_indptr.numel() - 1
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +143,7 @@ class Composition:
     """
 
     levels: Sequence[BSRView]
+    page_size: int = field(init=False)  # tokens of the smallest pages: those of the cache
 
     @classmethod
     def cascade(
@@ -250,23 +250,21 @@ class Composition:
 
     def __post_init__(self) -> None:
         _check_sequence("levels", self.levels)
-        object.__setattr__(self, "levels", tuple(self.levels))
-        if len(self.levels) > MAX_LEVELS:
-            refuse("len(levels)", len(self.levels), f"at most {MAX_LEVELS}")
-        for i, level in enumerate(self.levels):
+        levels = tuple(self.levels)
+        if len(levels) > MAX_LEVELS:
+            refuse("len(levels)", len(levels), f"at most {MAX_LEVELS}")
+        for i, level in enumerate(levels):
             if not isinstance(level, BSRView):
                 refuse(f"levels[{i}]", level, "a BSRView")
-            if level.device != self.levels[0].device:
-                check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", self.levels[0].device)
-        page_size = self.page_size
-        for i, level in enumerate(self.levels):
-            if level.table.page_size % page_size != 0:
-                refuse(f"levels[{i}].table.page_size", level.table.page_size, f"a multiple of {page_size}, the smallest of the levels")
-
-    @cached_property
-    def page_size(self) -> int:
-        """Tokens of the smallest pages: those of the cache."""
-        return min([level.table.page_size for level in self.levels])
+            if level.device != levels[0].device:
+                check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", levels[0].device)
+        page_sizes = [level.table.page_size for level in levels]
+        page_size = min(page_sizes)
+        for i, size in enumerate(page_sizes):
+            if size % page_size != 0:
+                refuse(f"levels[{i}].table.page_size", size, f"a multiple of {page_size}, the smallest of the levels")
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "page_size", page_size)
 
 
 def _int32(values: list[int], table: PageTable) -> Tensor:

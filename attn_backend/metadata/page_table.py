@@ -119,7 +119,7 @@ class PageTable:
     def batch_size(self) -> int:
         """Requests."""
         if self.indptr is not None:
-            return self.indptr.shape[0] - 1
+            return self.indptr.numel() - 1
         assert self.kv_lens is not None
         return self.kv_lens.shape[0]
 
@@ -152,11 +152,12 @@ def _check_csr(table: PageTable) -> None:
     indptr = indptr_tensor("kv_indptr", table.indptr)
     indices = index_tensor("kv_indices", table.indices, INT32, "[pages]")
     name, lengths = ("kv_last_page_len", table.last_page_len) if table.kv_lens is None else ("kv_lens", table.kv_lens)
-    lengths = index_tensor(name, lengths, INT32_OR_INT64, "[batch]", indptr.shape[0] - 1)
+    lengths = index_tensor(name, lengths, INT32_OR_INT64, "[batch]", indptr.numel() - 1)
     if table.kv_lens is not None and table.last_page_len is not None:
         refuse("kv_last_page_len", table.last_page_len, "None where kv_lens is given")
-    check_same_device("kv_indices", indices, "kv_indptr", indptr.device)
-    check_same_device(name, lengths, "kv_indptr", indptr.device)
+    device = indptr.device
+    check_same_device("kv_indices", indices, "kv_indptr", device)
+    check_same_device(name, lengths, "kv_indptr", device)
 
 
 def _check_block_table(table: PageTable) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 MAX_INT32 = 2**31 - 1
 INT32 = (torch.int32,)
 INT32_OR_INT64 = (torch.int32, torch.int64)
+_STRIDED = torch.strided
 
 
 def refuse(name: str, value: object, must_be: str) -> NoReturn:
@@ -112,10 +113,10 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
         not isinstance(tensor, Tensor)
         or tensor.dtype not in dtypes
         or tensor.ndim != 1
-        or tensor.layout is not torch.strided
+        or tensor.layout is not _STRIDED
         or tensor.is_nested
         or not tensor.is_contiguous()
-        or (size is not None and tensor.shape[0] != size)
+        or (size is not None and tensor.numel() != size)
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
@@ -125,7 +126,7 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
 def indptr_tensor(name: str, tensor: object) -> Tensor:
     """Refuses what is not a contiguous int32 or int64 vector [batch + 1]."""
     indptr = index_tensor(name, tensor, INT32_OR_INT64, "[batch + 1]")
-    if indptr.shape[0] == 0:
+    if indptr.numel() == 0:
         refuse(name, tensor, "of at least one element: [batch + 1]")
     return indptr
 

@@ -3,9 +3,10 @@
 CHECKOUT is FlashInfer's source (github.com/flashinfer-ai/flashinfer, commit fb28d724); nothing of it is kept. On a CPU (--device cpu) the device is replaced,
 too, and cases that capture CUDA graphs are skipped; take a sample of the cases, and leave the large ones out:
 
-    python -m integration.flashinfer_suite ../flashinfer --device cpu --sample 40 --max-tokens 2048
+    python -m integration.flashinfer_suite ../flashinfer --device cpu --sample 40 --max-tokens 2048 --timeout 60 --markdown table.md
 
-The table has a line for each file: cases that passed, failed, need what attn_backend.flashinfer refuses by name, or were skipped by their own conditions.
+The table has a line for each file: cases that passed, failed, need what attn_backend.flashinfer refuses by name, were skipped by their own conditions (on a
+CPU also for want of memory), or did not run before the time limit. With --markdown it is that of docs/flashinfer.md.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from integration.processes import own_modules
 from .layout import FILES, lay_out, missing_files
 
 OUTCOMES = ("passed", "failed", "not supported", "skipped")
+COLUMNS = ("file", "cases", "taken", *OUTCOMES, "not run")
 
 
 def run_file(folder: Path, name: str, options: dict[str, object], timeout: float, pytest_arguments: list[str]) -> dict[str, object]:
@@ -45,14 +47,28 @@ def run_file(folder: Path, name: str, options: dict[str, object], timeout: float
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     counts = Counter(line["outcome"] for line in lines if "outcome" in line)
     taken = next((line for line in lines if "taken" in line), {"cases": 0, "taken": 0})
-    return {"file": name, **taken, **{outcome: counts[outcome] for outcome in OUTCOMES}, "ended": ended, "lines": lines, "output": output}
+    outcomes = {outcome: counts[outcome] for outcome in OUTCOMES}
+    not_run = taken["taken"] - sum(outcomes.values())
+    return {"file": name, **taken, **outcomes, "not run": not_run, "ended": ended, "lines": lines, "output": output}
+
+
+def rows_of(results: list[dict[str, object]]) -> list[tuple[str, ...]]:
+    """The table: its head, a row for each file, and the sums."""
+    rows = [tuple(str(result[column]) for column in COLUMNS) for result in results]
+    return [COLUMNS, *rows, ("all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, len(COLUMNS))))]
+
+
+def markdown(results: list[dict[str, object]]) -> str:
+    """The table as in docs/flashinfer.md."""
+    head, *rows = rows_of(results)
+    rule = ("---", *("---:" for _ in head[1:]))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *((f"`{row[0]}`" if row is not rows[-1] else row[0], *row[1:]) for row in rows)))
 
 
 def table(results: list[dict[str, object]]) -> str:
-    head = ("file", "cases", "taken", *OUTCOMES)
-    rows = [head] + [tuple(str(result[column]) for column in head) for result in results]
-    rows.append(("all", *(str(sum(int(str(result[column])) for result in results)) for column in head[1:])))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    """The table for a terminal."""
+    rows = rows_of(results)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     return "\n".join(
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows
     )
@@ -68,6 +84,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=0, help="leave out cases with more tokens (requests times longest length); 0: none")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each file")
     parser.add_argument("--json", type=Path, help="every case with its outcome")
+    parser.add_argument("--markdown", type=Path, help="the table of docs/flashinfer.md")
     parser.add_argument("--output", type=Path, help="what pytest printed")
     parser.add_argument("--pytest", default="", help="more arguments for pytest, as in a shell")
     given = parser.parse_args()
@@ -83,6 +100,8 @@ def main() -> int:
                 results.append(run_file(folder, file, options, given.timeout, shlex.split(given.pytest)))
                 print(f"{file}: {', '.join(f'{results[-1][outcome]} {outcome}' for outcome in OUTCOMES)}; ended {results[-1]['ended']}", flush=True)
     print(table(results))
+    if given.markdown:
+        given.markdown.write_text(markdown(results))
     if given.output:
         given.output.write_text("\n".join(str(result["output"]) for result in results))
     if given.json:

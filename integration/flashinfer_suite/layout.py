@@ -47,7 +47,7 @@ _DECLARATIONS = "flashinfer/jit/attention/variants.py"
 _IMPORT = re.compile(r"^(\s*)import flashinfer(\.[\w.]+)?( as \w+)?\s*$", re.MULTILINE)
 _FROM = re.compile(r"^(\s*)from flashinfer\b", re.MULTILINE)
 _DEVICES = (
-    (re.compile(r"""(["'])cuda(?::\d)?\1"""), '"cpu"'),
+    (re.compile(r"""(["'])cuda(?::\d)?\1(?!, "cutile")"""), '"cpu"'),  # not the backend of that name
     (re.compile(r'f"cuda:\{\w+\}"'), '"cpu"'),
     (re.compile(r"torch\.cuda\.current_device\(\)"), "0"),
     (re.compile(r"\.cuda\(\)"), ""),

@@ -11,7 +11,11 @@ from flashinfer_oracle import make_batch, workspace
 from torch import Tensor
 
 from attn_backend import flashinfer
-from attn_backend.flashinfer.planned_attention import PlannedAttention
+from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.attention_variant import AttentionVariant
+from attn_backend.kernels.errors import MissingKernelError
+from attn_backend.kernels.library import library
+from attn_backend.kernels.named_calls import by_name
 
 Run = Callable[..., Any]
 LATENT = 512
@@ -69,24 +73,25 @@ RUNS: dict[str, tuple[Callable[[], Run], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options = RUNS[name]
+    torch.manual_seed(0)
     run = make()
     run(return_lse=True, **options)  # makes what it has to make
-    checked = PlannedAttention._run_checked
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("not by one call")
 
-    monkeypatch.setattr(PlannedAttention, "_run_checked", refused)
-    out, lse = run(return_lse=True, **options)
-    assert torch.equal(run(**options), out)
-    given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    run(return_lse=True, out=given[0], lse=given[1], **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "run", refused)
+        out, lse = run(return_lse=True, **options)
+        assert torch.equal(run(**options), out)
+        given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+        run(return_lse=True, out=given[0], lse=given[1], **options)
     assert torch.equal(given[0], out)
     assert torch.equal(given[1], lse)
 
-    monkeypatch.setattr(PlannedAttention, "_run_checked", checked)
-    monkeypatch.setattr(PlannedAttention, "_is_direct", False, raising=False)
-    monkeypatch.setattr("attn_backend.flashinfer.planned_attention._needs_check", lambda _: True)
+    monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")  # whose Attention is another, so that runs are Attention.run
+    torch.manual_seed(0)
+    run = make()
     wanted, wanted_lse = run(return_lse=True, **options)
     assert torch.equal(out, wanted)
     torch.testing.assert_close(lse, wanted_lse)
@@ -113,3 +118,67 @@ def test_refuses_what_a_handle_does_not_tell(name: str) -> None:
         changed = given | {name: change(given[name])}
         with pytest.raises(ValueError, match=f"^{name} is .*(resolve_neg|gradient)"):
             wrapper.run(changed.pop("q"), batch.cache, return_lse=True, **changed)
+
+
+@pytest.mark.parametrize("make", [lambda: decode("NHD", "one"), lambda: ragged("NHD"), mla], ids=["decode", "ragged", "MLA"])
+def test_an_error_of_the_one_call_is_the_error_of_the_run(make: Callable[[], Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(**_: Any) -> None:
+        raise RuntimeError("an error that no argument explains")
+
+    monkeypatch.setattr("attn_backend.flashinfer.planned_attention.by_name", lambda *_, **__: failing)
+    with pytest.raises(RuntimeError, match="an error that no argument explains"):
+        make()()
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (decode, {"out": torch.empty(3, 4, 32)}, r"out\.dtype is float32, must be float16"),
+        (decode, {"out": [1.0]}, r"out is \[1\.0\], must be a tensor"),
+        (decode, {"lse": torch.empty(2, 4)}, r"lse\.shape is \[2, 4\], must be \[rows = 3, num_qo_heads = 4\]"),
+        (decode, {"sinks": torch.zeros(4).to_sparse()}, r"sinks is a sparse_coo tensor, must be a dense tensor"),
+        (mla, {"out": torch.empty(2, 16, 512)}, r"out\.dtype is float32, must be bfloat16"),
+    ],
+)
+def test_names_what_is_wrong(make: Any, given: dict[str, Any], message: str) -> None:
+    run = make("NHD", "one") if make is decode else make()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run(return_lse=True, **given)
+
+
+@pytest.mark.parametrize("name", ["q_nope", "q_pe"])
+def test_refuses_parts_of_q_whose_sign_is_to_be_changed(name: str) -> None:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+    indptr = torch.arange(3, dtype=torch.int32)
+    wrapper.plan(indptr, indptr, indptr[:2], indptr[1:], 16, LATENT, 64, 4, True, 0.1, torch.bfloat16, torch.bfloat16)
+    parts = dict(zip(("q_nope", "q_pe"), torch.randn(2, 16, 576).bfloat16().split((LATENT, 64), -1), strict=True))
+    caches = torch.randn(2, 4, 576).bfloat16().split((LATENT, 64), -1)
+    parts[name] = torch._neg_view(parts[name])
+    with pytest.raises(ValueError, match=f"^{name} is .*resolve_neg"):
+        wrapper.run(parts["q_nope"], parts["q_pe"], *caches)
+
+
+def test_names_a_page_beyond_the_cache() -> None:
+    batch = make_batch([1] * 3, [7, 12, 5])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size)
+    with pytest.raises(ValueError, match="kv_indices"):
+        wrapper.run(batch.q, batch.cache[:1])
+
+
+def test_runs_again_once_a_late_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of variants that only some plans need come with the first run that asks for them."""
+    run = decode("NHD", "one", pos_encoding_mode="ALIBI")
+    expected, library_run, missing = run(), by_name("run", last="out_scale"), ["attention_late"]
+
+    def late(**given: Any) -> Any:
+        if missing:
+            raise MissingKernelError(missing[0])
+        return library_run(**given)
+
+    monkeypatch.setattr("attn_backend.flashinfer.planned_attention.by_name", lambda *_, **__: late)
+    run = decode("NHD", "one", pos_encoding_mode="ALIBI")
+    monkeypatch.setattr(AttentionVariant, "file_of", lambda _, name: f"{name}.cubin")
+    monkeypatch.setattr(library(), "load_attention_kernel", lambda _, name, file: missing.remove(name) if file == f"{name}.cubin" else None)
+    assert torch.equal(run(), expected)
+    assert not missing

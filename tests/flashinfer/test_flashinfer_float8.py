@@ -194,9 +194,10 @@ def test_what_there_is_not() -> None:
     batch, _ = make_float8([1], [7], DTYPES[0], "cpu")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     for options, message in (
-        ({"q_data_type": DTYPES[0]}, "o_data_type = torch.float8_e4m3fn"),  # Q's, as in FlashInfer
+        ({"q_data_type": DTYPES[1], "kv_data_type": DTYPES[1]}, "o_data_type = torch.float8_e5m2"),  # Q's, as in FlashInfer
         ({"q_data_type": DTYPES[1], "o_data_type": torch.float16}, "kv_data_type = torch.float8_e4m3fn with q_data_type = torch.float8_e5m2"),
-        ({"q_data_type": torch.float16, "o_data_type": DTYPES[0]}, "o_data_type = torch.float8_e4m3fn"),
+        ({"q_data_type": torch.float16, "o_data_type": DTYPES[1]}, "o_data_type = torch.float8_e5m2"),
+        ({"q_data_type": torch.float16, "o_data_type": torch.bfloat16}, "o_data_type = torch.bfloat16 with q_data_type = torch.float16"),
     ):
         with pytest.raises(NotImplementedError, match=message):
-            wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, kv_data_type=DTYPES[0], **options)
+            wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, **({"kv_data_type": DTYPES[0]} | options))

@@ -144,8 +144,12 @@ def test_caches_of_8_bits(device: str, dtype: torch.dtype, in_one: bool) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error" if in_one else "ignore")
         check(wrapper.run(*parts, return_lse=True, ckv_scale=0.5, kpe_scale=0.5), batch.expected(True), 2e-2)
-    with pytest.raises(NotImplementedError, match=r"ckv_scale = 0\.5 with kpe_scale = None"):
-        wrapper.run(*parts, ckv_scale=0.5)
+    batch.rows = [torch.cat((row[:, :LATENT], row[:, LATENT:] * 4), -1) for row in batch.rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if in_one else "ignore")
+        check(wrapper.run(*parts, return_lse=True, ckv_scale=0.5, kpe_scale=2.0), batch.expected(True), 2e-2)
+    with pytest.raises(ValueError, match=r"^\(ckv_scale, kpe_scale\) is \(0\.5, -1\.0\), must be above 0"):
+        wrapper.run(*parts, ckv_scale=0.5, kpe_scale=-1.0)
     with pytest.raises(ValueError, match=r"^ckv_cache is .*, must be a float8"):
         wrapper.run(*parts[:2], *(part.bfloat16() for part in caches))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integration.flashinfer_suite.__main__ import run_file, table
+from integration.flashinfer_suite.__main__ import markdown, run_file, table
 from integration.flashinfer_suite.layout import FILES, HELPERS, lay_out, missing_files, redirected
 
 TEST = """
@@ -36,6 +36,24 @@ def test_wrong():
 
 def test_graph():
     torch.cuda.CUDAGraph()
+
+
+def test_memory():
+    torch.empty(2**40, device="cuda")
+"""
+ALL_LARGE = """
+import os
+import pytest
+
+
+@pytest.mark.parametrize("kv_len", [5000, 300, 400])
+def test_large(kv_len):
+    assert kv_len == 300
+
+
+@pytest.mark.parametrize("kv_len", [300])
+def test_end(kv_len):
+    os._exit(3)
 """
 
 
@@ -45,6 +63,7 @@ def checkout_with(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     (folder / FILES[0]).write_text(TEST)
+    (folder / FILES[1]).write_text(ALL_LARGE)
     return folder
 
 
@@ -55,6 +74,7 @@ def test_imports_and_devices_are_replaced() -> None:
         'x = torch.empty(1, device="cpu").to("cpu")\n'
     )
     assert '"cuda:0"' in redirected('device="cuda:0"', "cuda")
+    assert redirected('["cuda", "cutile"], "cuda"', "cpu") == '["cuda", "cutile"], "cpu"'
 
 
 def test_outcomes_are_counted(tmp_path: Path) -> None:
@@ -63,16 +83,30 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     lay_out(checkout, folder, "cpu")
     options: dict[str, object] = {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}
     result = run_file(folder, FILES[0], options, 300, [])
-    assert {key: result[key] for key in ("cases", "taken", "passed", "failed", "not supported", "skipped", "ended")} == {
-        "cases": 6,
-        "taken": 5,
+    assert {key: result[key] for key in ("cases", "taken", "passed", "failed", "not supported", "skipped", "not run", "ended")} == {
+        "cases": 7,
+        "taken": 6,
         "passed": 2,
         "failed": 1,
         "not supported": 1,
-        "skipped": 1,
+        "skipped": 2,
+        "not run": 0,
         "ended": "in time",
     }, result["output"]
-    assert table([result]).splitlines()[-1].split() == ["all", "6", "5", "2", "1", "1", "1"]
+    assert table([result]).splitlines()[-1].split() == ["all", "7", "6", "2", "1", "1", "2", "0"]
+    assert markdown([result]).splitlines()[1:] == [
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| `{FILES[0]}` | 7 | 6 | 2 | 1 | 1 | 2 | 0 |",
+        "| all | 7 | 6 | 2 | 1 | 1 | 2 | 0 |",
+    ]
+
+
+def test_takes_the_smallest_where_all_are_too_large(tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    lay_out(checkout_with(tmp_path / "checkout"), folder, "cpu")
+    result = run_file(folder, FILES[1], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}, 300, [])
+    assert (result["cases"], result["taken"], result["passed"], result["not run"]) == (4, 2, 1, 1), result["output"]
+    assert result["ended"] == "with exit status 3"
 
 
 def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
