@@ -28,7 +28,11 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
     """A parser with the options of every tool that starts servers. `results`: the default of --results, for its help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
-    parser.add_argument("--model", default="smollm2", help="smollm2, a folder, or a name in integration/models; without weights in the folder they are random")
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        help="smollm2, smollm2-4-kv-heads, a folder, or a name in integration/models; without weights in the folder they are random",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="have the engine launch every kernel by itself")
     parser.add_argument("--start-timeout", dest="start_timeout_s", type=float, default=900, help="seconds a server may take to come up")

@@ -1,7 +1,8 @@
 """Do two backends generate the same tokens? Greedy answers to ShareGPT prompts, through the engine's server, compared token by token.
 
     python -m integration.compare_tokens --engine vllm --backend attn_backend --reference stock --dtype float32 --num-prompts 64 --max-tokens 64
-    python -m integration.compare_tokens --engine vllm --model FOLDER --tensor-parallel-size 2 --reference-tensor-parallel-size 1
+    python -m integration.compare_tokens --engine vllm --model smollm2-4-kv-heads --reference attn_backend --tensor-parallel-size 2 \\
+        --reference-tensor-parallel-size 1 --side-by-side --server-args='--gpu-memory-utilization 0.2'
     python -m integration.compare_tokens --engine vllm --model llama-3.1-8b-1-kv-head --reference attn_backend --tensor-parallel-size 2 \\
         --server-args='--decode-context-parallel-size 2' --reference-args=''
 
@@ -10,6 +11,7 @@ either way: every first difference of an answer is printed with its logit gap, w
 reference, and the other way round in the backend. After the first difference the contexts differ, and nothing is compared.
 
 Random weights (a shape of integration/models) are others for another number of GPUs: both sides must then have the same --tensor-parallel-size.
+With --side-by-side both servers start at once, on the same GPUs: they must be told (--server-args) to take their share of the memory.
 
 Exit status: 0 when all answers are equal or every first difference is a near tie (16 bits only), 1 otherwise.
 """
@@ -20,13 +22,14 @@ import argparse
 import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from integration.command_line import Comparison, comparison_parser, exit_with
 from integration.engines import ENGINES, Engine, Launch, Token
 from integration.engines.base import STOCK
-from integration.server import free_port, running_server
+from integration.server import Server, ServerError, free_port, print_tail, running_server
 
 ALTERNATIVES = 10
 
@@ -77,6 +80,26 @@ def serve_and_generate(engine: Engine, launch: Launch, prompts: list[list[int]],
     return answers
 
 
+def serve_side_by_side(
+    servers: list[tuple[Engine, Launch, Path]], prompts: list[list[int]], max_tokens: int, timeout_s: float = 900
+) -> list[list[list[Token]]]:
+    """As serve_and_generate, of each (engine, launch, log): all start at once, and then answer one after another."""
+    with ExitStack() as stack:
+        started: list[Server] = []
+        for engine, launch, log in servers:
+            started.append(Server(engine, replace(launch, cache=log.with_suffix(".cache")), log))
+            stack.callback(started[-1].stop)
+        answers = []
+        for server in started:
+            try:
+                server.wait_until_ready(timeout_s)
+                answers.append(generate_all(server.engine, server.url, prompts, max_tokens, server.launch.max_num_seqs))
+            except (ServerError, RuntimeError):
+                print_tail(server.log)
+                raise
+        return answers
+
+
 def compare(reference: list[list[Token]], backend: list[list[Token]]) -> Outcome:
     """Compare two lists of answers to the same prompts."""
     equal, compared, largest = 0, 0, 0.0
@@ -118,6 +141,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--reference-tensor-parallel-size", type=int, help="of the reference; default: the same")
     parser.add_argument("--reference-args", type=shlex.split, help="server arguments of the reference, in the place of --server-args; default: the same")
+    parser.add_argument("--side-by-side", action="store_true", help="start both servers at once, see above")
     parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
     return parser.parse_args()
 
@@ -140,10 +164,14 @@ def launches(given: argparse.Namespace, launch: Launch) -> dict[str, tuple[Engin
 
 def run(given: argparse.Namespace) -> bool:
     setup = Comparison.make(given, "tokens")
-    answers = []
-    for role, (engine, launch) in launches(given, setup.launch).items():
-        log = setup.results / f"server-{role}-{engine.name}-{launch.backend}.log"
-        answers.append(serve_and_generate(engine, replace(launch, port=free_port()), setup.prompts, given.max_tokens, log, given.start_timeout_s))
+    servers = [
+        (engine, replace(launch, port=free_port()), setup.results / f"server-{role}-{engine.name}-{launch.backend}.log")
+        for role, (engine, launch) in launches(given, setup.launch).items()
+    ]
+    if given.side_by_side:
+        answers = serve_side_by_side(servers, setup.prompts, given.max_tokens, given.start_timeout_s)
+    else:
+        answers = [serve_and_generate(engine, launch, setup.prompts, given.max_tokens, log, given.start_timeout_s) for engine, launch, log in servers]
     outcome = compare(answers[0], answers[1])
     print_outcome(outcome, given.near_tie)
     is_exact = setup.launch.dtype == "float32"

@@ -1,4 +1,4 @@
-"""Which model a server loads: a folder, the name `smollm2`, or a folder that holds only a config (random weights)."""
+"""Which model a server loads: a folder, `smollm2`, `smollm2-4-kv-heads`, or a folder that holds only a config (random weights)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 from integration.cache import cache_folder, cached_folder
 from integration.environment import REPOSITORY
-from integration.smollm2 import CACHE_NAME as SMOLLM2_CACHE_NAME
+from integration.smollm2 import KV_HEADS, WITH_MORE_HEADS, cache_name
 from integration.tokenizer import write_word_tokenizer
 
+SMOLLM2_KV_HEADS = {"smollm2": KV_HEADS, f"smollm2-{WITH_MORE_HEADS}-kv-heads": WITH_MORE_HEADS}
 TOKENIZER_SOURCE = REPOSITORY / "integration" / "tokenizer.py"
 
 
@@ -29,28 +30,29 @@ class Model:
 
 
 def resolve_model(model: str, python: str) -> Model:
-    """Find or make the model `model`: `smollm2`, a folder, or the name of a folder in integration/models.
+    """Find or make the model `model`: `smollm2`, `smollm2-4-kv-heads`, a folder, or the name of a folder in integration/models.
 
     `python` is the engine's interpreter; it converts SmolLM2. Raises ValueError when there is no such model.
     """
-    if model.lower() == "smollm2":
-        return Model("SmolLM2-135M-Instruct", _make_smollm2(python), random_weights=False)
+    if kv_heads := SMOLLM2_KV_HEADS.get(model.lower()):
+        name = "SmolLM2-135M-Instruct" if kv_heads == KV_HEADS else f"SmolLM2-135M-Instruct, {kv_heads} KV heads"
+        return Model(name, _make_smollm2(python, kv_heads), random_weights=False)
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         folder = REPOSITORY / "integration" / "models" / model
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model: {model!r} is neither `smollm2`, nor a folder with a config.json, nor one of integration/models")
+        raise ValueError(f"model: {model!r} is neither {' nor '.join(SMOLLM2_KV_HEADS)}, nor a folder with a config.json, nor one of integration/models")
     folder = folder.resolve()
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return Model(folder.name, folder, random_weights=False)
     return Model(folder.name, folder if (folder / "tokenizer.json").is_file() else _add_tokenizer(folder), random_weights=True)
 
 
-def _make_smollm2(python: str) -> Path:
-    folder = cache_folder() / SMOLLM2_CACHE_NAME
+def _make_smollm2(python: str, kv_heads: int) -> Path:
+    folder = cache_folder() / cache_name(kv_heads)
     if not folder.is_dir():
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
-        if subprocess.run([python, "-m", "integration.smollm2"], check=False, cwd=REPOSITORY, env=environment).returncode != 0:
+        if subprocess.run([python, "-m", "integration.smollm2", "--kv-heads", str(kv_heads)], check=False, cwd=REPOSITORY, env=environment).returncode != 0:
             raise RuntimeError("SmolLM2 could not be prepared (see above)")
     return folder
 

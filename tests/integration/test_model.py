@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from integration.model import REPOSITORY, resolve_model
+from integration.smollm2 import add_heads
 
 
 def test_a_config_without_weights_gets_a_tokenizer(tmp_path, monkeypatch):
@@ -30,3 +31,19 @@ def test_the_llama_shape_ships():
 def test_an_unknown_model_is_refused():
     with pytest.raises(ValueError, match="model: 'no-such-model'"):
         resolve_model("no-such-model", sys.executable)
+
+
+def test_added_heads_change_no_logits(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "model")
+    add_heads(tmp_path / "model", tmp_path / "more", 4)
+    more = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "more")
+    assert (more.config.num_attention_heads, more.config.num_key_value_heads, more.config.head_dim) == (8, 4, 8)
+    tokens = torch.randint(100, (2, 17))
+    with torch.no_grad():
+        torch.testing.assert_close(more(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="kv_heads: 2, must be at least the 3 of"):
+        add_heads(tmp_path / "model", tmp_path / "fewer", 2)

@@ -29,6 +29,7 @@ def register() -> None:
     from . import compat, drafts, name_checks
 
     compat.register_backend(NAME, create_backend)
+    compat.register_draft_backend(NAME)
     name_checks.register(NAME)
     drafts.register(NAME)
     if use_sampler():

@@ -38,6 +38,7 @@ from .support import (
     check_runner,
     cuts_spans,
     drafts_are_trees,
+    drafts_in_blocks,
     longest_extend,
     most_requests,
     plan_key,
@@ -92,7 +93,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
         if self._has_latents:
             ask_for_parts(runner)
-        self._spans = {"has_spans": wants_spans(runner), "cuts_spans": cuts_spans(runner)}
+        self._of_model = {"has_spans": wants_spans(runner), "cuts_spans": cuts_spans(runner), "in_blocks": drafts_in_blocks(runner)}
         self._attention_chunk_size: int | None = getattr(runner.model_config, "attention_chunk_size", None)
         self._nodes_of_trees = verified_tokens(runner) if drafts_are_trees() else 0
 
@@ -279,7 +280,7 @@ class SGLangAttentionBackend(AttentionBackend):
     def _remember(self, layer: RadixAttention, parent: Module | None = None) -> Layer:
         in_window_pool = self._window is not None and self._window.holds(layer.layer_id)
         chunk = self._attention_chunk_size
-        key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, **self._spans)
+        key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, **self._of_model)
         if self.kv_dtype != self.dtype and not key.of_this_step:  # whose keys and values are in no cache
             key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)

@@ -42,6 +42,18 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
         server_args.add_deterministic_attention_backend_choices([name])
 
 
+def register_draft_backend(name: str) -> None:
+    """Adds a backend to those that SGLang gives to draft models of DFLASH, which otherwise get FlashInfer's. Registering it again changes nothing.
+
+    Up to 0.5.19 the names are in a tuple of the function that checks them: there, drafts stay with FlashInfer's backend, and this one verifies them.
+    """
+    from sglang.srt import server_args
+
+    choices = getattr(server_args, "DRAFT_ATTENTION_BACKEND_CHOICES", None)
+    if choices is not None and name not in choices:
+        choices.append(name)
+
+
 def register_sampler(name: str, create: Callable[[], Any]) -> None:
     """Adds a sampler to SGLang's registry and to the choices of `--sampling-backend`. Registering the same one again changes nothing.
 

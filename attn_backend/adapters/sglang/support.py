@@ -18,7 +18,8 @@ from . import NAME, compat
 from .mla import has_latents, is_decompressed, is_sparse
 from .mla import unsupported as unsupported_latents
 
-_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+_BLOCKS = "DFLASH"  # drafts a block of tokens in one pass, in which they see each other
+_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", _BLOCKS)
 _GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")  # causal over images unless their configuration says otherwise
 _MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *_GEMMA_4)  # models whose masks this backend knows
 _SINKS = ("sinks", "attention_sink_bias")  # what models call them
@@ -59,6 +60,8 @@ def check_runner(runner: Any) -> None:
     if wants_spans(runner):
         _check_spans(runner)
     _check_settings()
+    if drafts_in_blocks(runner):
+        check_drafts(runner)
 
 
 def _check_kv_dtype(runner: Any) -> None:
@@ -98,9 +101,9 @@ def _check_spans(runner: Any) -> None:
 
 
 def _check_settings() -> None:
-    algorithm = compat.setting("spec.speculative_algorithm", None)
-    if algorithm is not None:
-        _check_speculation(str(algorithm).upper())
+    algorithm = _algorithm()
+    if algorithm:
+        _check_speculation(algorithm)
     for option, path in _REFUSED_OPTIONS.items():
         if compat.setting(path, None):
             raise refuse(option)
@@ -117,8 +120,17 @@ def _check_speculation(algorithm: str) -> None:
 
 def drafts_are_trees() -> bool:
     """Whether the drafts that this server verifies may have branches."""
-    algorithm = str(compat.setting("spec.speculative_algorithm", "")).upper()
+    algorithm = _algorithm()
     return algorithm == "NGRAM" or (algorithm in _SPECULATION and compat.setting("spec.speculative_eagle_topk", 1) > 1)
+
+
+def drafts_in_blocks(runner: Any) -> bool:
+    """Whether this runner's model drafts blocks: each comes whole, in one step, so its layers need not be causal."""
+    return bool(runner.is_draft_worker) and _algorithm() == _BLOCKS
+
+
+def _algorithm() -> str:
+    return str(compat.setting("spec.speculative_algorithm", "")).upper()
 
 
 def verified_tokens(runner: Any) -> int:
@@ -127,7 +139,7 @@ def verified_tokens(runner: Any) -> int:
 
 
 def check_drafts(runner: Any) -> None:
-    """Refuses a draft model whose steps behind one another could not be served.
+    """Refuses a draft model whose steps behind one another, or blocks, could not be served.
 
     Raises:
         ValueError: see the module.
@@ -171,14 +183,21 @@ def longest_extend(runner: Any) -> int:
 
 
 def plan_key(
-    layer: RadixAttention, parent: Module | None = None, *, in_window_pool: bool, attention_chunk_size: int | None, has_spans: bool, cuts_spans: bool = False
+    layer: RadixAttention,
+    parent: Module | None = None,
+    *,
+    in_window_pool: bool,
+    attention_chunk_size: int | None,
+    has_spans: bool,
+    cuts_spans: bool = False,
+    in_blocks: bool = False,
 ) -> PlanKey:
     """What to plan for this layer.
 
     Args:
         parent: the module that the layer is a part of, which has its sinks and its ALiBi slopes.
         attention_chunk_size: of the model: its layers with `use_irope` see only the tokens of the query's own chunk (Llama 4).
-        has_spans: see wants_spans. cuts_spans: see the function.
+        has_spans: see wants_spans. cuts_spans: see the function. in_blocks: see drafts_in_blocks.
 
     Raises:
         ValueError: see the module.
@@ -190,7 +209,7 @@ def plan_key(
     causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
     if layer.is_cross_attention and window_left >= 0:
         raise refuse(f"a sliding window over the tokens of an encoder ({name})")
-    if not causal and not layer.is_cross_attention:
+    if not (causal or in_blocks or layer.is_cross_attention):
         _check_whole_prompts(layer)
     chunk = attention_chunk_size if attention_chunk_size is not None and layer.use_irope else 0
     has_spans = has_spans and causal and (window_left >= 0 or not cuts_spans)
