@@ -204,7 +204,8 @@ class Attention:
         level = -1  # that is looked at
         try:
             levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels, self.max_rows)
-            finds_row_ranges = (self._variant is not None or variant_args is not None) and self._bind_to_plan(variant_args, len(levels))
+            has_variant = self._variant is not None or variant_args is not None
+            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(self._handle, variant_args, len(levels))
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
@@ -365,26 +366,14 @@ class Attention:
             return torch.empty_like(q)
         return q.new_empty((q.shape[0], self.num_qo_heads, self.head_dim_v), dtype=dtype)
 
-    def _bind(self, variant_args: VariantArgs | None, to_plan: bool = False) -> AttentionVariant:
-        """Gives the variant its arguments, for the plan or the run that follows."""
+    def _bind(self, variant_args: VariantArgs | None) -> None:
+        """Gives the variant its arguments, for the run that follows."""
+        self._variant_of(variant_args).bind(self._handle, variant_args)
+
+    def _variant_of(self, variant_args: VariantArgs | None) -> AttentionVariant:
         if self._variant is None:
             refuse("variant_args", variant_args, "None: this Attention has no variant")
-        packed = self._variant.pack_if_new(variant_args)
-        if packed is not None:
-            if not to_plan:
-                self._variant.check_mask(variant_args)
-            self._library.set_variant_params(self._handle, packed)
         return self._variant
-
-    def _bind_to_plan(self, variant_args: VariantArgs | None, num_levels: int) -> bool:
-        """Returns whether the plan asks the variant's mask what each row sees."""
-        if self._variant is not None and not self._variant.can_plan_with(variant_args):
-            self._variant.remember_mask(None)
-            return False
-        variant = self._bind(variant_args, to_plan=True)
-        asks = variant.variant.has_mask and num_levels == 1
-        variant.remember_mask((variant_args or {}) if asks else None)
-        return asks
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronises)."""

@@ -151,15 +151,35 @@ class AttentionVariant:
                 instead = "[], [1] or [num_kv_heads], or the Attention made with cascade=False and planned with one level without requests"
                 refuse(f"kv.{name.lower()}_scale.shape", list(scale.shape), f"{instead}: variant {self.variant.name} transforms {name}")
 
-    def can_plan_with(self, args: VariantArgs | None) -> bool:
-        """Whether the mask can be asked: all of its parameters are known."""
-        return args is not None or all(param.value is not None for param in self.variant.params)
+    def bind(self, handle: int, args: VariantArgs | None) -> None:
+        """Gives the library the arguments of the run that follows. handle: of the Attention.
 
-    def remember_mask(self, args: VariantArgs | None) -> None:
-        """Keeps the arguments with which the plan asked the mask; None: it did not ask."""
-        self._planned_mask = None if args is None else self._of_mask(args)
+        Raises:
+            ValueError: an argument that the variant refuses, or another mask than the plan's.
+        """
+        packed = self._pack_if_new(args)
+        if packed is not None:
+            self._check_mask(args)
+            library().set_variant_params(handle, packed)
 
-    def check_mask(self, args: VariantArgs | None) -> None:
+    def bind_to_plan(self, handle: int, args: VariantArgs | None, num_levels: int) -> bool:
+        """As bind(), for the plan that follows. Returns whether that asks the mask what each row sees, for which all of its parameters must be known.
+
+        Raises:
+            ValueError: an argument that the variant refuses.
+        """
+        self._planned_mask = None
+        if args is None and any(param.value is None for param in self.variant.params):
+            return False
+        packed = self._pack_if_new(args)
+        if packed is not None:
+            library().set_variant_params(handle, packed)
+        asks = self.variant.has_mask and num_levels == 1
+        if asks:
+            self._planned_mask = self._of_mask(args or {})
+        return asks
+
+    def _check_mask(self, args: VariantArgs | None) -> None:
         """Refuses a run with another mask than the plan's: it would not see the KV tiles that the plan's mask hides.
 
         Raises:
@@ -176,7 +196,7 @@ class AttentionVariant:
         values = {name: args[name] for name in self.variant.mask_params}
         return {name: (value.data_ptr(), value.shape, value.stride()) if isinstance(value, Tensor) else value for name, value in values.items()}
 
-    def pack_if_new(self, args: VariantArgs | None) -> bytes | None:
+    def _pack_if_new(self, args: VariantArgs | None) -> bytes | None:
         """The bytes of the variant's Params; None if the arguments are those of the last call: the same tensors, where they were, and equal numbers.
 
         Raises:

@@ -2,11 +2,13 @@
 
 The package index has torchvision for CUDA only. Beside a torch for CPUs it fails at import, because operators that its compiled part would define are missing;
 SGLang needs it importable and nothing more. So the operators are declared just before torchvision is imported. LoRA pins memory, for which torch wants a
-GPU: just before SGLang's code for LoRA in torch is imported, torch is made to leave memory as it is. `sgl_kernel`, in this folder, stands in for SGLang's
-compiled kernels.
+GPU: just before SGLang's code for LoRA in torch is imported, torch is made to leave memory as it is. DFLASH is refused to CPUs by the server's arguments,
+though the worker behind them has a way without kernels: just after the check is imported, it is made to read another device. `sgl_kernel`, in this folder,
+stands in for SGLang's compiled kernels.
 """
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -27,6 +29,28 @@ class _Before(MetaPathFinder):
             sys.meta_path.remove(self)
             self.action()
         return None  # the ordinary finders go on
+
+
+class _After(MetaPathFinder):
+    """Does something to a module just after it has been imported."""
+
+    def __init__(self, module: str, action: Callable[[ModuleType], None]) -> None:
+        self.module, self.action = module, action
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.action(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _declare_operators() -> None:
@@ -60,4 +84,41 @@ def _leave_memory_unpinned() -> None:
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,method-assign,return-value]
 
 
+def _leave_streams_unrecorded() -> None:
+    import torch
+
+    if torch.version.cuda is None:
+        torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment,method-assign]
+
+
+def _allow_dflash(hook: Any) -> None:
+    import torch
+
+    if torch.version.cuda is not None or not hasattr(hook, "resolving_view"):
+        return
+    check, view = hook._handle_dflash, hook.resolving_view
+
+    class OnAnotherDevice:
+        """A server's settings, but for the device."""
+
+        device = "xpu"  # the check asks more of CUDA and of NPUs
+
+        def __init__(self, settings: Any) -> None:
+            self._settings = settings
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._settings, name)
+
+    def check_elsewhere(server_args: Any) -> None:
+        hook.resolving_view = lambda server_args: OnAnotherDevice(view(server_args))
+        try:
+            check(server_args)
+        finally:
+            hook.resolving_view = view
+
+    hook._handle_dflash = check_elsewhere
+
+
 sys.meta_path[:0] = [_Before("torchvision", _declare_operators), _Before("sglang.srt.lora.backend.torch_backend", _leave_memory_unpinned)]
+sys.meta_path.insert(0, _Before("sglang.srt.speculative.dflash_worker_v2", _leave_streams_unrecorded))
+sys.meta_path.insert(0, _After("sglang.srt.arg_groups.speculative_hook", _allow_dflash))
