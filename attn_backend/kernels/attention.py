@@ -57,8 +57,8 @@ class Attention:
         dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
         q_dtype: of Q: dtype (None), or kv_dtype, if that is a float8. The Hopper kernel multiplies float8_e4m3fn as it is (heads of 64 and 128, under softmax,
             row tiles of 32 rows and more) and rounds probabilities to it: outputs are then off by 2.5 %, in the mean of many random ones, instead of 0.3 %.
-        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, whose elements are widened to dtype when they are multiplied. torch.uint8:
-            rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for 576 with 512 and bfloat16.
+        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, which are widened to dtype, or the other one of bfloat16 and float16, to which Q is
+            rounded (float16: limited to 65504). torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for 576 with 512 and bfloat16.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.

@@ -75,6 +75,27 @@ for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("isa", cpu_isa.ISAS)
+def test_caches_of_the_other_16_bit_type(isa: str) -> None:
+    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import cases, mixed_cases, torch
+
+torch.set_num_threads(1)
+for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128) for t in (torch.bfloat16, torch.float16)):
+    spec = cases.Spec((1, 30, 3, 0), (200, 70, 300, 10), head_dim=head_dim, dtype=dtype, num_ctas=5, strided=bool(seed % 4), seed=seed)
+    case = mixed_cases.build(spec, "cpu")
+    attention = case.attention(kv_dtype=case.kv.dtype)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse)
+    mixed_cases.check(case, case.out, case.lse)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(TESTS)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)

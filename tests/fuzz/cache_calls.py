@@ -43,7 +43,7 @@ def append_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
         v = v.contiguous()
     arguments: Arguments = {"k": k, "v": v, "kv": kv, "slots": torch.from_numpy(slots).to(device, torch.int64 if is_int64 else torch.int32)}
     kinds: Kinds = {
-        "k": TensorArgument(others=("kv.k",), dtypes=(spec.dtype,), exact=(1, 2)),
+        "k": TensorArgument(others=("kv.k", "v"), dtypes=(spec.dtype,), exact=(1, 2)),
         "v": TensorArgument(others=("kv.v",), dtypes=(spec.dtype,), exact=(1, 2)),
         "kv": ChoiceArgument(wrong=(k, (kv.k, kv.v))),
         "slots": TensorArgument(dtypes=INDEX),

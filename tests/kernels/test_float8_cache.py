@@ -382,8 +382,10 @@ def test_refusals(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"k_scale is .*meta.*must be"):
         KVCache.from_pair(k, v, k_scale=torch.ones(3, device="meta"))
     shape = {"max_rows": 4, "max_batch": 4, "device": device}
-    with pytest.raises(ValueError, match=r"kv_dtype is torch.float16, must be None, dtype = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2 or"):
-        Attention(6, 3, 64, kv_dtype=torch.float16, **shape)
+    with pytest.raises(
+        ValueError, match=r"kv_dtype is torch.float32, must be None, dtype = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8 or"
+    ):
+        Attention(6, 3, 64, kv_dtype=torch.float32, **shape)
     attention = Attention(6, 3, 64, kv_dtype=torch.float8_e4m3fn, **shape)
     lens = torch.tensor([5, 6], dtype=torch.int32, device=device)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)

@@ -132,7 +132,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             variant = variant_of(key)
             options: dict[str, Any] = {"head_dim_v": key.head_dim_v, "dtype": dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch}
             options |= {"batch_invariant": batch_invariant, "variant": variant, "sinks": key.has_sinks, "float8_out": key.float8_out}
-            of_cache: dict[str, Any] = {"kv_dtype": key.kv_dtype, "q_dtype": key.kv_dtype if key.float8_q else None, "cascade": use_cascade()}
+            kv_dtype = key.kv_dtype if key.of_this_step or has_8_bits(kv_cache_spec) else kv_cache_spec.dtype
+            of_cache: dict[str, Any] = {"kv_dtype": kv_dtype, "q_dtype": key.kv_dtype if key.float8_q else None, "cascade": use_cascade()}
             if self.context_parallel is not None:
                 context = Attention(key.num_qo_heads * self.context_parallel.size, key.num_kv_heads, key.head_dim, **of_cache, **options)
                 new_tokens = Attention(key.num_qo_heads, key.num_kv_heads, key.head_dim, cascade=False, **options)
@@ -219,14 +220,15 @@ def has_8_bits(kv_cache_spec: Any) -> bool:
 
 
 def query_dtype(vllm_config: Any, kv_cache_spec: Any) -> torch.dtype:
-    dtype: torch.dtype = vllm_config.model_config.dtype if has_8_bits(kv_cache_spec) else kv_cache_spec.dtype
+    dtype: torch.dtype = getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
     return dtype
 
 
 def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     """What keeps a KV cache from being read; None if nothing."""
-    model_dtype = getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
-    if kv_cache_spec.dtype != model_dtype and not has_8_bits(kv_cache_spec):
+    model_dtype = query_dtype(vllm_config, kv_cache_spec)
+    is_mixed = {kv_cache_spec.dtype, model_dtype} == {torch.bfloat16, torch.float16}
+    if kv_cache_spec.dtype != model_dtype and not is_mixed and not has_8_bits(kv_cache_spec):
         return f"a KV cache of {kv_cache_spec.dtype} for a model of {model_dtype}"
     return None
 

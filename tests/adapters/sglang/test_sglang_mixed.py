@@ -8,11 +8,14 @@ import torch
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 import test_sglang_backend
+import test_sglang_mla
 from fake_engine import FakeEngine, LayerShape
 from mixed_cases import MIXTURES
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_sglang_backend import WINDOWED, serve
 
 from attn_backend.adapters.sglang import compat
+from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +23,8 @@ def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here does not depend on the release."""
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
     tolerance = test_sglang_backend.TOLERANCE[torch.bfloat16]  # Q is rounded to it
-    monkeypatch.setattr(test_sglang_backend, "TOLERANCE", dict.fromkeys(test_sglang_backend.TOLERANCE, tolerance))
+    for module in (test_sglang_backend, test_sglang_mla):
+        monkeypatch.setattr(module, "TOLERANCE", dict.fromkeys(test_sglang_backend.TOLERANCE, tolerance))
 
 
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
@@ -30,3 +34,14 @@ def test_serving(dtypes: tuple[torch.dtype, torch.dtype], device: str, copies: b
     monkeypatch.setattr(compat, "copies_to_slots", lambda pool: copies)
     layers = (LayerShape(), LayerShape(logit_cap=30.0)) if copies else WINDOWED
     serve(FakeEngine(layers, page_size=16, dtype=dtypes[0], kv_dtype=dtypes[1], device=device))
+
+
+@pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_latents(dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    engine = test_sglang_mla.Engine(16, dtypes[0], device, dtypes[1])
+    backend = SGLangAttentionBackend(engine.runner())
+    assert {(key.of_this_step, key.kv_dtype) for key in backend._plans} == {(False, dtypes[1]), (True, None)}
+    test_sglang_mla.step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    test_sglang_mla.step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])
+    test_sglang_mla.step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
