@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without --variant: the standard kernels for these heads"
     variant.add_argument("--head-dim", action="append", type=manifest.HeadDims.parse, metavar="N[_N]", help=what)
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
+    variant.add_argument("--levels", action="store_true", help="of an Attention with max_levels above 1: a window is a part of the mask")
     variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
 
 
@@ -78,6 +79,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
     isa = library().current_isa()
     for place in arguments.variant:
         variant = _imported(place)
+        variant = variant.across_levels() if arguments.levels else variant
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [manifest.HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)

@@ -32,7 +32,7 @@ from .attention_config import (
 from .attention_variant import AttentionVariant, VariantArgs
 from .cubins import forget_kernels
 from .errors import InUseError
-from .level_options import level_options, levels_of, positions_of, tensors_of
+from .level_options import level_options, levels_of, positions_of, tensors_of, visibility_of
 from .library import library
 from .named_calls import by_name
 from .schedule import Schedule, describe_errors
@@ -134,7 +134,8 @@ class Attention:
             device=device, max_rows=max_rows, max_batch=max_batch, max_levels=max_levels, num_ctas=num_ctas, cascade=cascade,
             batch_invariant=batch_invariant, kernel=kernel, variant=variant, sinks=sinks, float8_out=float8_out,
         )  # fmt: skip
-        self._variant = None if variant is None else AttentionVariant(variant, design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out)
+        kernels = design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out, max_levels
+        self._variant = None if variant is None else AttentionVariant(variant, *kernels)
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
         self._library = library()
@@ -192,8 +193,7 @@ class Attention:
 
         Args:
             variant_args: what the runs will be given, if the variant has a mask: a kernel in front then asks the mask about every token of every row, and
-                neither plan nor runs look at KV tiles that no row of a row tile sees. Without, or in one of several levels, the mask alone hides. A variant
-                whose mask has no parameters needs none.
+                neither plan nor runs look at KV tiles that no row of a row tile sees. Without, the mask alone hides. A mask without parameters needs none.
 
         Raises:
             ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value (page ids beyond the cache: by `run`, which knows it).
@@ -205,11 +205,11 @@ class Attention:
         try:
             levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels, self.max_rows)
             has_variant = self._variant is not None or variant_args is not None
-            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(self._handle, variant_args, len(levels))
+            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(self._handle, variant_args)
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
-                causal, window_left = (view.causal is not False, view.window_left) if self._variant is None else self._variant.visibility(view, len(levels))
+                causal, window_left = visibility_of(view, len(levels), self._variant)
                 has_slots = view.pages_change and view.has_slots and not causal and window_left < 0
                 if has_slots:
                     selection.load(self.device)

@@ -71,6 +71,8 @@ class AttentionConfig:
     def pack(self) -> bytes:
         """AttentionConfig of csrc/."""
         data_types, variant = values_of("DataType"), self.variant
+        if variant is not None and self.max_levels > 1:
+            variant = variant.across_levels()
         design = choose_design(self.kernel, self.device)
         # Under such a variant no token is the same for several requests.
         cascade = False if variant is not None and variant.tells_requests_apart else self.cascade

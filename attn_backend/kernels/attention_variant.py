@@ -19,6 +19,7 @@ from ..settings import Settings
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
 from .attention_config import kv_element_of
 from .errors import MissingKernelError
+from .level_options import window_of_level
 from .library import library
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 class AttentionVariant:
     """A variant in an Attention, of one dtype and one width of heads. design: None on a CPU. sinks: whether runs may be given sinks. kv_dtype: of the cache;
-    None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits.
+    None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits. max_levels: of a composition.
 
     Raises:
         ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim.
@@ -37,7 +38,7 @@ class AttentionVariant:
 
     def __init__(
         self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device,
-        sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False, float8_out: bool = False,
+        sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False, float8_out: bool = False, max_levels: int = 1,
     ) -> None:  # fmt: skip
         from ..variants import Variant
 
@@ -51,7 +52,8 @@ class AttentionVariant:
         variant.check_head_dim(*dims)
         self._kv_element = kv_element_of(kv_dtype, dtype)
         self._float8_q, self._float8_out = float8_q, float8_out
-        self.variant = variant
+        self._given = variant
+        self.variant = variant = variant if max_levels == 1 else variant.across_levels()
         self._dtype = str(dtype).removeprefix("torch.")
         self._dims = dims
         self._device = device
@@ -69,6 +71,7 @@ class AttentionVariant:
             element = manifest.ELEMENT_NAMES[self._dtype]
             self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element, float8_q, float8_out)
             self._options += " --sinks" if sinks else ""
+        self._options += " --levels" if variant is not self._given else ""
         self.is_interpreted = False  # files() finds out
         self._bound: dict[str, Tensor | float | int] | None = None
         self._addresses: list[int] = []
@@ -122,19 +125,18 @@ class AttentionVariant:
         """causal and window_left of what a view and the variant both let through.
 
         Raises:
-            ValueError: there are several levels, and the variant has a window, or transforms K or V by the request, or reads positions that this one does not
-                give.
+            ValueError: there are several levels, and the variant transforms K or V by the request, or reads positions that this one does not give, or has
+                another window than the view's.
         """
         if num_levels > 1:  # a level that is not causal says that its tokens come before its rows
             if self.variant.tells_requests_apart:
                 why = f"1 under variant {self.variant.name}, whose transforms of K and V depend on the request or on its kv_len"
                 refuse("len(composition.levels)", num_levels, why)
-            if self.variant.window_left >= 0:
-                refuse("len(composition.levels)", num_levels, f"1 under variant {self.variant.name}, which has a window")
+            window_left = window_of_level(view, self.variant.window_left, self.variant.name)
             if self.variant.reads_positions and view.kv_offsets is None and view.positions is None:
                 reason = f"variant {self.variant.name} reads positions, and each of several levels has its own"
                 raise ValueError(f"kv_offsets and positions are None, must be given, one of them at least: {reason}")
-            return (self._is_causal_by_default or self.variant.causal) if view.causal is None else view.causal, view.window_left
+            return (self._is_causal_by_default or self.variant.causal) if view.causal is None else view.causal, window_left
         causal = self.variant.causal or (self._is_causal_by_default if view.causal is None else view.causal)
         windows = [window for window in (view.window_left, self.variant.window_left) if window >= 0]
         return causal, min(windows, default=-1)
@@ -162,7 +164,7 @@ class AttentionVariant:
             self._check_mask(args)
             library().set_variant_params(handle, packed)
 
-    def bind_to_plan(self, handle: int, args: VariantArgs | None, num_levels: int) -> bool:
+    def bind_to_plan(self, handle: int, args: VariantArgs | None) -> bool:
         """As bind(), for the plan that follows. Returns whether that asks the mask what each row sees, for which all of its parameters must be known.
 
         Raises:
@@ -174,10 +176,9 @@ class AttentionVariant:
         packed = self._pack_if_new(args)
         if packed is not None:
             library().set_variant_params(handle, packed)
-        asks = self.variant.has_mask and num_levels == 1
-        if asks:
+        if self.variant.has_mask:
             self._planned_mask = self._of_mask(args or {})
-        return asks
+        return self.variant.has_mask
 
     def _check_mask(self, args: VariantArgs | None) -> None:
         """Refuses a run with another mask than the plan's: it would not see the KV tiles that the plan's mask hides.
@@ -238,7 +239,7 @@ class AttentionVariant:
         """The command that compiles the variant ahead, for messages; "" if it is compiled now."""
         if jit:
             return ""
-        place = f"--variant {_place_of(self.variant)} --dtype {self._dtype} --head-dim {self._dims}"
+        place = f"--variant {_place_of(self._given)} --dtype {self._dtype} --head-dim {self._dims}"
         on_gpu = self._target != "cpu"
         place += manifest.float8_options(self._kv_element, self._float8_q and on_gpu, self._float8_out and on_gpu)
         return f"attn-backend compile {place} --arch {self._target}{self._options}"

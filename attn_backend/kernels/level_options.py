@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +13,9 @@ from ..metadata import BSRView, Composition
 from ..metadata.checks import check_values
 from ..metadata.structure import check_plain, refuse
 from .structs import pack
+
+if TYPE_CHECKING:
+    from .attention_variant import AttentionVariant
 
 
 @lru_cache(maxsize=256)
@@ -92,3 +96,33 @@ def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BS
         except ValueError as error:
             raise ValueError(f"levels[{level}]: {error}") from None
     return replace(view, table=view.table.in_pages_of(page_size))
+
+
+def visibility_of(view: BSRView, num_levels: int, variant: AttentionVariant | None) -> tuple[bool, int]:
+    """causal and window_left of a level.
+
+    Raises:
+        ValueError: there are several levels, and the view lacks what they need.
+    """
+    if variant is not None:
+        return variant.visibility(view, num_levels)
+    return view.causal is not False, view.window_left if num_levels == 1 else window_of_level(view)
+
+
+def window_of_level(view: BSRView, of_variant: int = -1, name: str = "") -> int:
+    """window_left of one of several levels: what a plan and the standard kernels know of it, from the level's end on. A window that counts positions is the
+    variant's mask. of_variant: the variant's window.
+
+    Raises:
+        ValueError: the view does not say what positions its window or the variant's counts, or its window is not the variant's.
+    """
+    if of_variant >= 0:
+        for given in ("kv_offsets", "positions"):
+            if getattr(view, given) is None:
+                raise ValueError(f"{given} is None, must be given: variant {name} has a window, which counts positions over all levels")
+    if view.window_left < 0 or view.positions is None:
+        return view.window_left
+    if view.window_left != of_variant:
+        instead = f"-1, or that of the Attention: variant=builtin.sliding_window({view.window_left}), or it combined with another variant"
+        refuse("window_left", view.window_left, instead)
+    return -1

@@ -26,7 +26,8 @@ class BSRView:
         qo_indptr: int32 or int64 [batch + 1], prefix sum of query lengths.
         table: the pages of each request.
         causal: a row sees the tokens up to its position; else all. None: True, but under a variant with a mask of its own False.
-        window_left: a row sees no token more than this many tokens before its position; -1: no limit.
+        window_left: a row sees no token more than this many tokens before its position; -1: no limit. In one of several levels, of those in the level; if
+            `positions` are given, of those of its request in all levels: the window of the Attention's variant.
         rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read and written where it is; a group's rows may be of
             any request and need not be neighbours. No row may appear twice (not checked). None: row j itself.
         kv_offsets: int32 [batch], contiguous: tokens of its request that come before the first one in the table. For variants, which are told where tokens
@@ -153,25 +154,27 @@ class Composition:
         """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one table a level, the most shared level first.
 
         The rows `qo_indptrs[d][i]:qo_indptrs[d][i+1]` see all tokens of request i of `tables[d]`.
-        Only in the last level, the KV that each request has for itself, `causal` and `window_left` count.
+        Only in the last level, the KV that each request has for itself, `causal` counts.
 
         Args:
             qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all should end at the same number of rows (not
                 checked: rows behind a level's end do not see that level).
             tables: for each level its pages.
             causal: of the last level.
-            window_left: of the last level; -1 if there are several: a window would reach into the shared levels, whose positions are their own.
+            window_left: of all levels: a row at position p sees no token before p - window_left. In several levels it needs kv_offsets of each and positions,
+                and an Attention with this window: variant=builtin.sliding_window(window_left). -1: no limit.
             kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants.
 
         Raises:
-            ValueError: sequences of different lengths, a window with several levels, or what BSRView and Composition refuse, with the level's number.
+            ValueError: sequences of different lengths, a window with several levels that do not say where they stand, or what BSRView and Composition refuse,
+                with the level's number.
         """
         _check_sequence("qo_indptrs", qo_indptrs)
         _check_sequence("tables", tables)
         if len(tables) != len(qo_indptrs):
             refuse("len(tables)", len(tables), f"len(qo_indptrs) = {len(qo_indptrs)}")
-        if len(tables) > 1 and check_int("window_left", window_left, -1) != -1:
-            refuse("window_left", window_left, f"-1 for a cascade of {len(tables)} levels")
+        if len(tables) > 1 and check_int("window_left", window_left, -1) != -1 and (kv_offsets is None or positions is None):
+            refuse("window_left", window_left, f"-1 for a cascade of {len(tables)} levels without {'kv_offsets' if kv_offsets is None else 'positions'}")
         if kv_offsets is None:
             kv_offsets = [None] * len(tables)
         _check_sequence("kv_offsets", kv_offsets)

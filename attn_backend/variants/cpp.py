@@ -27,6 +27,7 @@ _MAX_EXPRESSION = 90  # characters; a longer value gets a name
 HOOKS = {
     "logits": ("float", (("float", "logit"), ("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
     "mask": ("bool", (("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
+    "range": ("TokenRange", (("const ScoreRow&", "row"),)),
     "output": ("float", (("float", "value"), ("const ScoreRow&", "row"), ("int32_t", "column"))),
     "query": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const ScoreRow&", "row"))),
     "key": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const KvToken&", "token"))),
@@ -73,16 +74,21 @@ class Body:
     skips_kv_tiles: bool = False
 
     @property
+    def hides(self) -> bool:
+        """Whether it has a mask, or a range, which is one."""
+        return bool(self.hooks & {"mask", "range"})
+
+    @property
     def reads_positions(self) -> bool:
         """Whether results may depend on where rows and tokens stand in their requests. A user's C++ is taken to read what it names."""
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", self.code, flags=re.DOTALL)
         names_token = re.search(r"\b(logits|mask)\s*\([^)]*\bint(32_t)?\s+\w+\s*\)", text)
-        return names_token is not None or re.search(r"\.\s*(position|index|kv_len)\b", text) is not None
+        return names_token is not None or "range" in self.hooks or re.search(r"\.\s*(position|index|kv_len)\b", text) is not None
 
     @property
     def mask_params(self) -> list[str]:
         """Names of the parameters that the mask may read. A user's C++ is taken to read all of them."""
-        if "mask" not in self.hooks:
+        if not self.hides:
             return []
         text = self.code if "#line" in self.code else self.code[self.code.index(" mask(") :]
         return [param.name for param in self.params if re.search(rf"\b{param.cpp_name}\b", text)]
@@ -214,7 +220,8 @@ def source_of(bodies: Sequence[Body]) -> str:
     """The whole file: UserVariant is the one body, or has one part for each of several. Bodies without hooks and parameters, of masks that are intervals, leave
     nothing: alibi() & causal() has the source of alibi()."""
     bodies = [body for body in bodies if body.hooks or body.params] or bodies[:1]
-    text = _struct("UserVariant", bodies[0]) if len(bodies) == 1 else _combined(bodies)
+    is_one = len(bodies) == 1 and "range" not in bodies[0].hooks  # a mask() of its own would know nothing of the range
+    text = _struct("UserVariant", bodies[0]) if is_one else _combined(bodies)
     return f"{INCLUDES}\nnamespace attn {{\n\n{text}\n}}  // namespace attn\n"
 
 
@@ -267,7 +274,7 @@ def _pair_layouts(bodies: Sequence[Body]) -> str:
 
 def _mask_reads_head(body: Body) -> bool:
     """Whether the mask may differ from head to head. A user's C++ is taken to read what it names anywhere."""
-    if "mask" not in body.hooks:
+    if not body.hides:
         return False
     is_users = "#line" in body.code
     return "head" in (body.code if is_users else body.code[body.code.index(" mask(") :])
@@ -295,12 +302,17 @@ def _combined(bodies: Sequence[Body]) -> str:
     text += f"\n  ATTN_HD UserVariant(const Params& {'params' if with_params else '/*params*/'}, int32_t kv_head)\n      : {', '.join(initial)} {{}}\n\n"
     for hook_name, (return_type, arguments) in HOOKS.items():
         having = [name for body, name in parts if hook_name in body.hooks]
-        if not having:
+        if not having and not (hook_name == "mask" and any(body.hides for body in bodies)):
             continue
         passed = [argument for _, argument in arguments]
         text += f"  ATTN_HD {return_type} {hook_name}({', '.join(f'{kind} {argument}' for kind, argument in arguments)}) const {{\n"
         if hook_name == "mask":
-            text += "    return " + " & ".join(f"{name}.mask({', '.join(passed)})" for name in having) + ";\n"
+            in_range = "range(row).contains(kv_position)" if any("range" in body.hooks for body in bodies) else ""
+            masks = " & ".join(f"{name}.mask({', '.join(passed)})" for name in having)
+            text += f"    return {' && '.join(filter(None, (in_range, masks)))};\n"
+        elif hook_name == "range":
+            text += f"    TokenRange seen = {having[0]}.range(row);\n"
+            text += "".join(f"    seen = intersection(seen, {name}.range(row));\n" for name in having[1:]) + "    return seen;\n"
         else:
             text += "".join(f"    {passed[0]} = {name}.{hook_name}({', '.join(passed)});\n" for name in having) + f"    return {passed[0]};\n"
         text += "  }\n"

@@ -34,7 +34,7 @@ class Variant:
         source: the C++ that is compiled: defines attn::UserVariant.
         params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
-        has_logits, has_mask, has_output, has_query, has_key, has_value: which hooks there are.
+        has_logits, has_mask, has_range, has_output, has_query, has_key, has_value: which hooks there are; has_mask is true of a range(), too.
         mask_params: names of those parameters of a run that the mask may read.
         reads_positions: whether hooks may depend on where rows and tokens stand in their requests.
         skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles in which no row of a row tile sees anything.
@@ -52,6 +52,7 @@ class Variant:
     uses_softmax: bool
     has_logits: bool
     has_mask: bool
+    has_range: bool
     has_output: bool
     mask_params: tuple[str, ...]
     reads_positions: bool
@@ -82,6 +83,7 @@ class Variant:
         fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
         for hook_name in HOOKS:
             fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
+        fields["has_mask"] = any(body.hides for body in bodies)
         fields["reads_positions"] = any(body.reads_positions for body in bodies)
         fields["skips_kv_tiles"] = any(body.skips_kv_tiles for body in bodies)
         fields["tells_requests_apart"] = any(body.tells_requests_apart for body in bodies)
@@ -185,6 +187,7 @@ class Variant:
 
             float logits(float logit, const ScoreRow& row, int32_t kv_position) const     the transformed logit
             bool mask(const ScoreRow& row, int32_t kv_position) const                     whether the row attends to the token
+            TokenRange range(const ScoreRow& row) const                                   {begin, end}: it attends to no token outside of them
             float output(float value, const ScoreRow& row, int32_t column) const          the transformed output, once
             Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const  two elements of a row of Q, of columns first and second
             Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const   of K
@@ -260,6 +263,13 @@ class Variant:
     def __and__(self, other: object) -> Variant:
         return Variant.combine(self, other) if isinstance(other, Variant) else NotImplemented
 
+    def across_levels(self) -> Variant:
+        """This variant for compositions of several levels: its mask hides what lies outside of its window, too, by the positions that levels say. An Attention
+        with max_levels above 1 asks for it by itself. Without a window: the variant."""
+        if self.window_left < 0:
+            return self
+        return Variant((self, _window_mask(self.window_left)), causal=self.causal, window_left=self.window_left, name=self.name)
+
     def pack(self, args: Mapping[str, Tensor | float | int], device: torch.device) -> bytes:
         """The bytes of UserVariant::Params. Tensors lie in it as addresses: they must live until the kernels that read them have run.
 
@@ -327,6 +337,16 @@ class Variant:
                 raise ValueError(f"variant_args: {name!r} is unknown; known of variant {self.name} are {', '.join(params) or 'none'}")
         missing = next(param for name, param in params.items() if name not in args)
         raise ValueError(f"variant_args[{missing.name!r}] of variant {self.name} is missing, must be {missing.describe()}")
+
+
+def _window_mask(window_left: int) -> Variant:
+    """q_idx - kv_idx <= window_left as a mask, which it else becomes no more than the interval of."""
+
+    def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx <= window_left
+
+    code = f"  ATTN_HD bool mask(const ScoreRow& row, int32_t kv_position) const {{\n    return row.position - kv_position <= {window_left};\n  }}\n"
+    return Variant(body=Body("window", (), frozenset({"mask"}), True, code), reference=Reference(None, reference))
 
 
 def _checked_pairs(distance: int | None, columns: int | None) -> Pairs:

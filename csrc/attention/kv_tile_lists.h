@@ -1,4 +1,4 @@
-// Which KV tiles the row tiles of a view need under a variant's mask that has holes: those in which some row sees a
+// Which KV tiles the row tiles of a level need under a variant's mask that has holes: those in which some row sees a
 // token, found by asking the mask. Plans then count only these, and kernels go from one to the next. They do not ask
 // again in KV tiles of which all is seen.
 #pragma once
@@ -7,16 +7,16 @@
 
 namespace attn {
 
-/// A row tile of a view, as a plan makes it for the whole request.
-struct TileOfView {
+/// A row tile of a level, as a plan makes it for the whole request.
+struct TileOfLevel {
   RowGroup group;
   RowTile tile;
   int32_t first_row;  // rows [first_row, end_row) of the row group
   int32_t end_row;    // not above first_row: there is no such row tile
 
   /// `list`: number of its list (first_kv_tile_list()).
-  ATTN_HD TileOfView(const PlanParams& p, int32_t list) : tile{}, first_row(0), end_row(0) {
-    const PlanLevel& level = p.levels[0];
+  ATTN_HD TileOfLevel(const PlanParams& p, int32_t level_number, int32_t list) : tile{}, first_row(0), end_row(0) {
+    const PlanLevel& level = p.levels[level_number];
     const auto first_list = [&](int32_t i) {
       const int32_t begin = level.qo_indptr.narrow(level.qo_indptr.words(i));
       return first_kv_tile_list(p.config, i, clamp(begin, 0, level.max_rows));
@@ -30,7 +30,7 @@ struct TileOfView {
         high = middle;
     }
     uint32_t errors = 0;  // the planner reports them
-    group = read_row_group(p, GroupPlace{0, low}, errors);
+    group = read_row_group(p, GroupPlace{level_number, low}, errors);
     const int32_t index = list - first_list(low);
     if (index < 0 || index >= count_row_tiles(p.config, group)) return;
     tile = make_row_tile(p, group, 0, index);
@@ -59,24 +59,26 @@ struct SeenOrHidden {
 /// Asks the mask about a row, with all heads, and the tokens first, first + step, ... of a KV tile. Stops once some are
 /// seen and some hidden.
 template <class Variant>
-ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfView& of_view, int32_t row, TokenRange tokens,
+ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfLevel& of_level, int32_t row, TokenRange tokens,
                              int32_t first, int32_t step) {
   SeenOrHidden answer{false, false};
-  const RangedRow ranged(params.plan, of_view.group, row);
-  const int32_t begin = max_of(tokens.begin, ranged.tokens.begin);
-  const int32_t end = min_of(tokens.end, ranged.tokens.end);
+  const RangedRow ranged(params.plan, of_level.group, row);
+  const TokenRange visible{max_of(tokens.begin, ranged.tokens.begin), min_of(tokens.end, ranged.tokens.end)};
   const int32_t num_heads = heads_of_mask<Variant>(params);
   for (int32_t head = 0; head < num_heads; ++head) {
     const HeadOfRow<Variant> of_head(params, ranged, head);
-    for (int32_t token = begin + first; token < end && !answer.both(); token += step)
+    const TokenRange asked = of_head.narrowed(visible);
+    if (visible.begin < visible.end && (asked.begin > visible.begin || asked.end < visible.end))
+      answer.some_hidden = true;
+    for (int32_t token = asked.begin + first; token < asked.end && !answer.both(); token += step)
       (of_head.sees(token) ? answer.some_seen : answer.some_hidden) = true;
   }
   return answer;
 }
 
 /// The entry of a KV tile in which some row sees a token.
-ATTN_HD ListedKvTile listed(const PlanParams& p, const TileOfView& of_view, int32_t kv_tile, SeenOrHidden answer) {
-  return ListedKvTile::make(of_view.group.kv_offset + of_view.tokens(p, kv_tile).begin, !answer.some_hidden);
+ATTN_HD ListedKvTile listed(const PlanParams& p, const TileOfLevel& of_level, int32_t kv_tile, SeenOrHidden answer) {
+  return ListedKvTile::make(of_level.group.kv_offset + of_level.tokens(p, kv_tile).begin, !answer.some_hidden);
 }
 
 /// KvTileList::count for a list of `kv_tiles` KV tiles.

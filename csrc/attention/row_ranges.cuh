@@ -30,9 +30,9 @@ __device__ __forceinline__ void find_row_ranges(const RowRangeParams& params) {
     if (blockIdx.y == 1) return list_kv_tiles<Variant>(params);
   }
   __shared__ RangeSum of_warps[kRowRangeThreads / 32];
-  const int32_t num_rows = rows_of_view(params.plan);
+  const int32_t num_rows = rows_of_level(params.plan.levels[params.level]);
   for (int32_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
-    const RangedRow row(params.plan, i);
+    const RangedRow row(params.plan, params.level, i);
     const RangeSum sum = sum_of_cta(sum_tokens<Variant>(params, row, threadIdx.x, kRowRangeThreads), of_warps);
     const Holes own = find_holes<Variant>(params, row, sum, threadIdx.x, kRowRangeThreads);
     const RangeSum holes = sum_of_cta(RangeSum{own.first, own.last, 0}, of_warps);

@@ -1,5 +1,6 @@
-// What a variant's mask lets each row of a view see, found by asking it about every token: plans then skip the KV tiles
-// that no row of a row tile sees, and kernels do not ask again inside what all of a warp's rows see.
+// What a variant's mask lets each row of a view see, found by asking it about every token (of the variant's range(), if
+// it has one): plans then skip the KV tiles that no row of a row tile sees, and kernels do not ask again inside what
+// all of a warp's rows see.
 #pragma once
 
 #include "attention/score_row.h"
@@ -12,46 +13,47 @@ constexpr int kRowRangeThreads = 256;  // of a CTA of row_ranges_kernel
 
 /// The arguments of row_ranges_kernel.
 struct RowRangeParams {
-  PlanParams plan;  // of one level
+  PlanParams plan;
+  int32_t level;  // whose rows are asked about
   VariantParams variant;
-  RowRange* row_ranges;  // [rows of the view]
+  RowRange* row_ranges;  // [rows of the level]
   int32_t num_kv_heads;
   KvTileList* kv_tile_lists;  // of a variant that skips KV tiles
   int32_t num_kv_tile_lists;
 };
 
-/// A row of a view, and the tokens of its row group that it may see.
+/// A row of a level, and the tokens of its row group that it may see.
 struct RangedRow {
   RowGroup group;
   int32_t index;  // of the row in it
   int32_t row;    // of Q
   TokenRange tokens;
 
-  /// `row_of_view`: below the last element of qo_indptr. Empty if metadata is wrong there.
-  ATTN_HD RangedRow(const PlanParams& p, int32_t row_of_view) {
-    const PlanLevel& level = p.levels[0];
+  /// `row_of_level`: below the last element of qo_indptr. Empty if metadata is wrong there.
+  ATTN_HD RangedRow(const PlanParams& p, int32_t level_number, int32_t row_of_level) {
+    const PlanLevel& level = p.levels[level_number];
     int32_t low = 0;  // the last row group that begins at or before the row
     for (int32_t high = level.num_groups; high - low > 1;) {
       const int32_t middle = low + (high - low) / 2;
-      if (level.qo_indptr.narrow(level.qo_indptr.words(middle)) <= row_of_view)
+      if (level.qo_indptr.narrow(level.qo_indptr.words(middle)) <= row_of_level)
         low = middle;
       else
         high = middle;
     }
     uint32_t errors = 0;  // the planner reports them
-    group = read_row_group(p, GroupPlace{0, low}, errors);
-    index = row_of_view - group.qo_begin;
-    find_tokens(level, row_of_view);
+    group = read_row_group(p, GroupPlace{level_number, low}, errors);
+    index = row_of_level - group.qo_begin;
+    find_tokens(level, row_of_level);
   }
 
   /// Row number `index_` of a row group.
   ATTN_HD RangedRow(const PlanParams& p, const RowGroup& group_, int32_t index_) : group(group_), index(index_) {
-    find_tokens(p.levels[0], group.qo_begin + index);
+    find_tokens(p.levels[group.level], group.qo_begin + index);
   }
 
  private:
-  ATTN_HD void find_tokens(const PlanLevel& level, int32_t row_of_view) {
-    row = level.rows != nullptr ? level.rows[row_of_view] : row_of_view;
+  ATTN_HD void find_tokens(const PlanLevel& level, int32_t row_of_level) {
+    row = level.rows != nullptr ? level.rows[row_of_level] : row_of_level;
     const int32_t position = group.kv_len - group.qo_len + index;
     tokens = level.visibility.seen_by_any(position, position, TokenRange{0, group.kv_len});
     tokens.begin = max_of(tokens.begin, 0);
@@ -79,12 +81,24 @@ struct HeadOfRow {
   ScoreRow row;
   int32_t kv_offset;
 
-  ATTN_HD HeadOfRow(const RowRangeParams& params, const RangedRow& of_view, int32_t head)
+  ATTN_HD HeadOfRow(const RowRangeParams& params, const RangedRow& of_level, int32_t head)
       : variant(params.variant.as<typename Variant::Params>(), head / params.plan.config.group_size),
-        row(score_row(of_view.group, params.plan.levels[0].positions, of_view.index, of_view.row, head)),
-        kv_offset(of_view.group.kv_offset) {}
+        row(score_row(of_level.group, params.plan.levels[params.level].positions, of_level.index, of_level.row, head)),
+        kv_offset(of_level.group.kv_offset) {}
 
   ATTN_HD bool sees(int32_t token) const { return variant.mask(row, kv_offset + token); }
+
+  /// Those of `tokens` that the variant's range() leaves.
+  ATTN_HD TokenRange narrowed(TokenRange tokens) const {
+    if constexpr (VariantHooks<Variant>::kRange) {
+      const TokenRange range = variant.range(row);
+      const auto inside = [&](int32_t token) {  // 64 bits: a user's bounds may be those of int32
+        return static_cast<int32_t>(clamp<int64_t>(int64_t{token} - kv_offset, tokens.begin, tokens.end));
+      };
+      return TokenRange{inside(range.begin), inside(range.end)};
+    }
+    return tokens;
+  }
 };
 
 /// Asks the mask about tokens first, first + step, ... of a row.
@@ -94,7 +108,8 @@ ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, 
   RangeSum sum{static_cast<int32_t>(kMaxInt32), -1, 0};
   for (int32_t head = 0; head < num_heads; ++head) {
     const HeadOfRow<Variant> of_head(params, row, head);
-    for (int32_t token = row.tokens.begin + first; token < row.tokens.end; token += step) {
+    const TokenRange tokens = of_head.narrowed(row.tokens);
+    for (int32_t token = tokens.begin + first; token < tokens.end; token += step) {
       if (!of_head.sees(token)) continue;
       sum.begin = min_of(sum.begin, token);
       sum.end = max_of(sum.end, token + 1);
@@ -116,6 +131,7 @@ ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, con
                          int32_t step) {
   const int32_t num_heads = heads_of_mask<Variant>(params);
   Holes holes{static_cast<int32_t>(kMaxInt32), -1};
+  if (sum.full == 0) return holes;  // nothing is seen: sum.begin is no token
   if (static_cast<int64_t>(sum.end - sum.begin) * num_heads == sum.full) return holes;
   for (int32_t head = 0; head < num_heads; ++head) {
     const HeadOfRow<Variant> of_head(params, row, head);
@@ -140,9 +156,8 @@ ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const
   return RowRange{sum.begin + offset, sum.end + offset, full.begin + offset, full.end + offset};
 }
 
-/// Rows of the view, as far as there is room for them.
-ATTN_HD int32_t rows_of_view(const PlanParams& p) {
-  const PlanLevel& level = p.levels[0];
+/// Rows of the level, as far as there is room for them.
+ATTN_HD int32_t rows_of_level(const PlanLevel& level) {
   if (level.num_groups == 0) return 0;  // whatever the one element of qo_indptr says: there is no row group to ask
   const int32_t end = level.qo_indptr.narrow(level.qo_indptr.words(level.num_groups));
   return clamp(end, 0, level.max_rows);

@@ -5,6 +5,8 @@
 // - float logits(float logit, const ScoreRow& row, int32_t kv_position) const: the transformed logit; q . k * sm_scale
 //   goes in, natural units in and out;
 // - bool mask(const ScoreRow& row, int32_t kv_position) const: whether the row attends to the token;
+// - TokenRange range(const ScoreRow& row) const, beside a mask() that is false outside of it: plans ask mask() only
+//   about the tokens [begin, end), positions in the row's request;
 // - float output(float value, const ScoreRow& row, int32_t column) const: the transformed output, once, where a row is
 //   complete;
 // - Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const: transforms two elements of a row of
@@ -29,6 +31,7 @@
 #include "cache/kv_scales.h"
 #include "common/math.h"
 #include "common/platform.h"
+#include "planner/visibility.h"
 
 namespace attn {
 
@@ -198,6 +201,14 @@ struct VariantHooks {
     return false;
   }
   template <class V>
+  static constexpr bool has_range(decltype(&V::range)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_range(...) {
+    return false;
+  }
+  template <class V>
   static constexpr bool has_output(decltype(&V::output)*) {
     return true;
   }
@@ -233,6 +244,7 @@ struct VariantHooks {
  public:
   static constexpr bool kLogits = has_logits<Variant>(nullptr);
   static constexpr bool kMask = has_mask<Variant>(nullptr);
+  static constexpr bool kRange = has_range<Variant>(nullptr);
   static constexpr bool kOutput = has_output<Variant>(nullptr);
   static constexpr bool kQuery = has_query<Variant>(nullptr);
   static constexpr bool kKey = has_key<Variant>(nullptr);

@@ -178,7 +178,7 @@ ATTN_HD TokenRange seen_by_any_row(const RowRange* row_ranges, const RowGroup& g
 }
 
 /// Number of the list of KV tiles of a request's first row tile; those of its other row tiles follow. Requests have
-/// lists of their own, and there are no more than max_row_tiles() of a view.
+/// lists of their own, and there are no more than max_row_tiles() of a level.
 ATTN_HD int32_t first_kv_tile_list(const ScheduleConfig& config, int32_t request, int32_t qo_begin) {
   return request + (packed_rows_of(config, qo_begin) >> (4 + config.max_kind));
 }
@@ -223,7 +223,8 @@ ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t i
   tile.kv_begin = first_token - group.kv_offset;
   const bool has_holes = last_token - first_token > (end - 1 - first) * p.config.kv_tile;
   if (!has_holes) return;
-  const ListedKvTile* const memory = reinterpret_cast<const ListedKvTile*>(level.row_ranges);
+  // The lists of all levels lie behind the first one's row ranges.
+  const ListedKvTile* const memory = reinterpret_cast<const ListedKvTile*>(p.levels[0].row_ranges);
   tile.kv_begin = ~static_cast<int32_t>(list.kv_tiles + first - memory);
 }
 

@@ -161,7 +161,7 @@ struct Level {
   const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
   const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
   RowPositions positions;
-  const RowRange* row_ranges;  // [rows of the view]; nullptr: not known; KvTileLists may lie behind, in the same memory
+  const RowRange* row_ranges;  // [its rows]; nullptr: not known; KvTileLists may lie behind, in the same memory
   int64_t num_entries;         // elements of `indices`
   int32_t entry_step;          // see PageTable
   Visibility visibility;

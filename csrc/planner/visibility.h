@@ -10,7 +10,14 @@ namespace attn {
 struct TokenRange {
   int32_t begin;
   int32_t end;
+
+  ATTN_HD bool contains(int32_t token) const { return begin <= token && token < end; }
 };
+
+/// The tokens of both.
+ATTN_HD TokenRange intersection(TokenRange a, TokenRange b) {
+  return TokenRange{max_of(a.begin, b.begin), min_of(a.end, b.end)};
+}
 
 /// A query at position q sees the tokens [q - window_left, q] if causal, else from q - window_left on. Positions are
 /// absolute: query row i of a request with qo_len rows and kv_len tokens stands at kv_len - qo_len + i (below 0 for a

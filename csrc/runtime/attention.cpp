@@ -188,11 +188,12 @@ WorkspaceSize Attention::workspace_size() const {
   const int64_t rows = slot_rows + int64_t{schedule_config_.max_states} * config_.num_qo_heads;
   return WorkspaceSize{layout_.bytes, rows * config_.head_dim_v * static_cast<int64_t>(sizeof(float)),
                        rows * static_cast<int64_t>(sizeof(float)),
-                       row_ranges_bytes() + num_kv_tile_lists() * static_cast<int64_t>(sizeof(KvTileList))};
+                       row_ranges_bytes() + int64_t{config_.max_levels} * num_kv_tile_lists() *
+                                                static_cast<int64_t>(sizeof(KvTileList))};
 }
 
 int64_t Attention::row_ranges_bytes() const {
-  return config_.has_mask ? config_.max_rows * static_cast<int64_t>(sizeof(RowRange)) : 0;
+  return config_.has_mask ? int64_t{config_.max_rows} * config_.max_levels * static_cast<int64_t>(sizeof(RowRange)) : 0;
 }
 
 int32_t Attention::num_kv_tile_lists() const {
@@ -229,14 +230,16 @@ void Attention::abandon_plan() {
   leave();
 }
 
-void Attention::find_row_ranges(driver::Stream stream) {
-  PlanLevel& level = plan_params_.levels[0];
+void Attention::find_row_ranges(int32_t level_number, driver::Stream stream) {
+  PlanLevel& level = plan_params_.levels[level_number];
+  RowRange* const row_ranges = row_ranges_ + int64_t{level_number} * config_.max_rows;
   const int32_t num_lists = num_kv_tile_lists();
-  KvTileList* const lists =
-      num_lists > 0 ? reinterpret_cast<KvTileList*>(reinterpret_cast<char*>(row_ranges_) + row_ranges_bytes())
-                    : nullptr;
-  const RowRangeParams params{plan_params_, variant_params_, row_ranges_, config_.num_kv_heads, lists, num_lists};
-  level.row_ranges = row_ranges_;
+  KvTileList* const all_lists =
+      reinterpret_cast<KvTileList*>(reinterpret_cast<char*>(row_ranges_) + row_ranges_bytes());
+  KvTileList* const lists = num_lists > 0 ? all_lists + int64_t{level_number} * num_lists : nullptr;
+  const RowRangeParams params{plan_params_,         level_number, variant_params_, row_ranges,
+                              config_.num_kv_heads, lists,        num_lists};
+  level.row_ranges = row_ranges;
   level.kv_tile_lists = lists;
   level.num_kv_tile_lists = num_lists;
   if (!config_.on_cuda) return cpu_kernels_.find_row_ranges(params);
@@ -253,8 +256,8 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_p
   params.config = schedule_config_;
   params.schedule = schedule_;
   prepare_plan(params, seeks_prefixes);
-  if (finds_row_ranges && config_.has_mask && has_variant_params_ && num_levels == 1 && !is_interpreted_) {
-    find_row_ranges(stream);
+  if (finds_row_ranges && config_.has_mask && has_variant_params_ && !is_interpreted_) {
+    for (int32_t level = 0; level < num_levels; ++level) find_row_ranges(level, stream);
   }
   uint32_t errors = 0;
   if (config_.on_cuda) {

@@ -62,7 +62,7 @@ struct LevelOptions {
   RowPositions positions;
   int32_t entry_step;  // see PageTable
   bool causal;
-  bool finds_row_ranges;  // of a composition of one level: from the variant's mask
+  bool finds_row_ranges;  // from the variant's mask, of all levels
   bool pages_change;      // the table's page ids may be others in later runs: no prefix is sought in them
   bool has_slots;         // runs pack the table's page ids, and count them
 };
@@ -161,7 +161,7 @@ class Attention {
     KernelCode merge_code{};
   };
 
-  void find_row_ranges(driver::Stream stream);
+  void find_row_ranges(int32_t level, driver::Stream stream);
   PlannedSelection planned_selection(int32_t level) const;
   int64_t row_ranges_bytes() const;
   int32_t num_kv_tile_lists() const;

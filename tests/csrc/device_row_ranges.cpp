@@ -14,16 +14,18 @@ namespace {
 attn::RowRangeParams launched;
 }
 
-/// `memory`: row ranges of config->max_rows rows, and `num_lists` lists behind them. Returns what failed, or nullptr.
+/// Of level number `level`. `row_ranges`: of config->max_rows rows. Returns what failed, or nullptr.
 extern "C" const char* device_row_ranges(const attn::ScheduleConfig* config, void* workspace,
-                                         const attn::PlanLevel* level, const void* variant, size_t variant_bytes,
-                                         char* memory, int32_t num_lists, int32_t ctas, uint32_t seed) {
+                                         const attn::PlanLevel* levels, int32_t num_levels, int32_t level,
+                                         const void* variant, size_t variant_bytes, attn::RowRange* row_ranges,
+                                         attn::KvTileList* lists, int32_t num_lists, int32_t ctas, uint32_t seed) {
   static std::string failure;
-  launched.plan = attn::passed_params(*config, workspace, level, 1);
+  launched.plan = attn::passed_params(*config, workspace, levels, num_levels);
+  launched.level = level;
   std::memcpy(launched.variant.bytes, variant, variant_bytes);
-  launched.row_ranges = reinterpret_cast<attn::RowRange*>(memory);
+  launched.row_ranges = row_ranges;
   launched.num_kv_heads = config->num_kv_heads;
-  launched.kv_tile_lists = reinterpret_cast<attn::KvTileList*>(launched.row_ranges + config->max_rows);
+  launched.kv_tile_lists = lists;
   launched.num_kv_tile_lists = num_lists;
   try {
     gridDim.y = 2;

@@ -53,8 +53,8 @@ def test_random_batches(tmp_path: Path, name: str) -> None:
         packed = variant.pack(arguments, torch.device("cpu"))
         emulation.check(
             library.device_row_ranges(
-                config, ctypes.c_void_p(attention._schedule.data_ptr()), levels.data, packed, ctypes.c_size_t(len(packed)),
-                ctypes.c_void_p(memory.data_ptr()), num_lists, 1 + seed, ctypes.c_uint32(seed),
+                config, ctypes.c_void_p(attention._schedule.data_ptr()), levels.data, 1, 0, packed, ctypes.c_size_t(len(packed)),
+                ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(memory[attention.max_rows * 16 :].data_ptr()), num_lists, 1 + seed, ctypes.c_uint32(seed),
             )
         )  # fmt: skip
         assert torch.equal(memory, expected), seed

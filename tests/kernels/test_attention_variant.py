@@ -198,8 +198,8 @@ def test_plain_and_under_a_mask_a_view_that_does_not_say_is_causal_or_not() -> N
     ]:
         made = AttentionVariant(variant, None, torch.float32, 64, torch.device("cpu"))
         assert made.visibility(BSRView(indptr, table, **view), 1) == expected
-    with pytest.raises(ValueError, match=r"len\(composition.levels\) is 2, must be 1 under variant interval, which has a window"):
-        AttentionVariant(window, None, torch.float32, 64, torch.device("cpu")).visibility(BSRView(indptr, table), 2)
+    with pytest.raises(ValueError, match="kv_offsets is None, must be given: variant interval has a window, which counts positions over all levels"):
+        AttentionVariant(window, None, torch.float32, 64, torch.device("cpu"), max_levels=2).visibility(BSRView(indptr, table), 2)
 
 
 def test_each_of_several_levels_says_where_it_stands_if_the_variant_reads_it() -> None:

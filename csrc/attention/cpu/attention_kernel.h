@@ -53,13 +53,13 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     kernel.compute(next);
   }
 
-  /// Of all rows of a view, one after another.
+  /// Of all rows of a level, one after another.
   static void find_row_ranges(const RowRangeParams& params) {
     using Variant = typename WithoutScales<Variant_>::Variant;
     if constexpr (VariantHooks<Variant>::kMask) {
-      const int32_t num_rows = rows_of_view(params.plan);
+      const int32_t num_rows = rows_of_level(params.plan.levels[params.level]);
       for (int32_t i = 0; i < num_rows; ++i) {
-        const RangedRow row(params.plan, i);
+        const RangedRow row(params.plan, params.level, i);
         const RangeSum sum = sum_tokens<Variant>(params, row, 0, 1);
         params.row_ranges[i] = make_row_range(row, sum, find_holes<Variant>(params, row, sum, 0, 1));
       }
@@ -70,23 +70,23 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   }
 
  private:
-  /// Of a row tile of a view.
+  /// Of a row tile of a level.
   template <class Variant>
   static void list_kv_tiles(const RowRangeParams& params, int32_t number) {
-    const TileOfView of_view(params.plan, number);
-    if (!of_view.exists()) return;
+    const TileOfLevel of_level(params.plan, params.level, number);
+    if (!of_level.exists()) return;
     KvTileList& list = params.kv_tile_lists[number];
     int32_t count = 0;
-    for (int32_t kv_tile = 0; kv_tile < of_view.tile.num_kv_tiles; ++kv_tile) {
-      const TokenRange tokens = of_view.tokens(params.plan, kv_tile);
+    for (int32_t kv_tile = 0; kv_tile < of_level.tile.num_kv_tiles; ++kv_tile) {
+      const TokenRange tokens = of_level.tokens(params.plan, kv_tile);
       SeenOrHidden answer{false, false};
-      for (int32_t row = of_view.first_row; row < of_view.end_row && !answer.both(); ++row) {
-        const SeenOrHidden of_row = ask_row<Variant>(params, of_view, row, tokens, 0, 1);
+      for (int32_t row = of_level.first_row; row < of_level.end_row && !answer.both(); ++row) {
+        const SeenOrHidden of_row = ask_row<Variant>(params, of_level, row, tokens, 0, 1);
         answer.some_seen |= of_row.some_seen;
         answer.some_hidden |= of_row.some_hidden;
       }
       if (!answer.some_seen) continue;
-      if (count < kMostListedKvTiles) list.kv_tiles[count] = listed(params.plan, of_view, kv_tile, answer);
+      if (count < kMostListedKvTiles) list.kv_tiles[count] = listed(params.plan, of_level, kv_tile, answer);
       ++count;
     }
     list.count = listed_count(count);
