@@ -28,10 +28,19 @@ _TENSORS = {
     "int64_t": torch.int64,
     "uint8_t": torch.uint8,
     "int8_t": torch.int8,
+    "int16_t": torch.int16,
+    "uint16_t": torch.uint16,
+    "uint32_t": torch.uint32,
+    "bool": torch.bool,
+    **dict.fromkeys(("half", "__half"), torch.float16),
+    **dict.fromkeys(("nv_bfloat16", "__nv_bfloat16"), torch.bfloat16),
 }
 _SCALARS: dict[str, type[float] | type[int]] = {"double": float, "float": float, "int": int, "int32_t": int, "int64_t": int}
 # What this package has no place for: transforms of Q and K in shared memory, sums of one's own, tiles of CuTe.
-_NO_COUNTERPART = ("REGISTER_QUERY_TRANSFORM", "REGISTER_KEY_TRANSFORM", "REGISTER_M_D_UPDATE", "make_tensor", "auto [")
+_NO_COUNTERPART = ("REGISTER_QUERY_TRANSFORM", "REGISTER_KEY_TRANSFORM", "REGISTER_M_D_UPDATE", "make_tensor")
+_GROUP_SIZE = "group_size"  # query heads of a KV head: a parameter of ours, which only variants that read the KV head have
+_BLOCK_COORD = ("q_tile_idx", "qo_head_idx", "kv_head_idx", "qo_indptr", "kv_indptr", "qo_len", "kv_len", "batch_idx")
+_NOT_KNOWN = ("q_tile_idx", "qo_indptr", "kv_indptr")  # of these
 
 _BEFORE = """
 #if !defined(__CUDACC__)
@@ -53,6 +62,12 @@ _BEFORE = """
   ATTN_HD T OutputTransform(const P& params, T output, uint32_t batch, uint32_t q, uint32_t q_head, M& m, float& d, \\
                             float scale) { __VA_ARGS__ }
 
+  using half = StoredFloat16;
+  using __half = StoredFloat16;
+  using nv_bfloat16 = StoredBFloat16;
+  using __nv_bfloat16 = StoredBFloat16;
+  ATTN_HD static float __half2float(half x) { return x; }
+  ATTN_HD static float __bfloat162float(nv_bfloat16 x) { return x; }
   struct math {
     static constexpr float log2e = 1.44269504088896340736f;
     static constexpr float loge2 = 0.69314718055994530942f;
@@ -99,9 +114,10 @@ class JitVariant:
     variant: Variant
     tensors: tuple[str, ...]
     scalars: tuple[str, ...]
+    reads_kv_head: bool
 
-    def args(self, given: Sequence[Any], of_plan: Mapping[str, Tensor | None]) -> dict[str, Tensor | float | int]:
-        """The variant's arguments. of_plan: tensors that FlashInfer fills in by itself, if the variant names them.
+    def args(self, given: Sequence[Any], of_plan: Mapping[str, Tensor | None], group_size: int) -> dict[str, Tensor | float | int]:
+        """The variant's arguments. of_plan: tensors that FlashInfer fills in by itself, if the variant names them. group_size: query heads of a KV head.
 
         Raises:
             ValueError: another number of arguments.
@@ -115,7 +131,8 @@ class JitVariant:
             if not isinstance(value, Tensor):
                 refuse(name, value, "a tensor")
             values[name] = value.reshape(-1) if value.is_contiguous() else refuse(name, value, "contiguous")
-        return {_param(name): values[name] for name in (*self.tensors, *self.scalars)}
+        args = {_param(name): values[name] for name in (*self.tensors, *self.scalars)}
+        return args | {_GROUP_SIZE: group_size} if self.reads_kv_head else args
 
 
 def has_sinks(jit_args: Sequence[Any] | None) -> bool:
@@ -151,16 +168,46 @@ def _made(
     for part in _NO_COUNTERPART:
         if part in declaration:
             not_supported(f"jit_args of the variant {name!r}, which has {part}")
-    if declaration.count("kv_head_idx") > len(re.findall(r"REGISTER_LOGITS_\w+\([^{]*\bkv_head_idx\b", declaration)):
-        not_supported(f"jit_args of the variant {name!r}, which reads kv_head_idx")
+    bindings = _bindings(name, declaration)
+    reads_kv_head = _reads_kv_head(declaration, bindings)
     params = []
     for names, types, known, what in ((tensor_names, tensor_types, _TENSORS, "tensor"), (scalar_names, scalar_types, _SCALARS, "scalar")):
         for param, kind in zip(names, types, strict=True):
             if kind not in known:
                 not_supported(f"jit_args with a {what} of type {kind!r}")
             params.append(Param(_param(param), known[kind]))
-    source = _BEFORE + _struct_of_params(tensor_names, tensor_types, scalar_names, scalar_types) + declaration + _hooks(name, declaration) + _AFTER
-    return JitVariant(Variant.from_source(source, params, name=f"jit_{name}"), tensor_names, scalar_names)
+    if reads_kv_head:
+        params.append(Param(_GROUP_SIZE, int))
+    source = _BEFORE + _struct_of_params(tensor_names, tensor_types, scalar_names, scalar_types) + declaration
+    source += _hooks(name, declaration, f"row.qo_head / {_GROUP_SIZE}" if reads_kv_head else "0") + _AFTER
+    return JitVariant(Variant.from_source(source, params, name=f"jit_{name}"), tensor_names, scalar_names, reads_kv_head)
+
+
+def _bindings(name: str, declaration: str) -> list[list[str]]:
+    """The names that a Hopper variant gives to the coordinates of its block.
+
+    Raises:
+        NotImplementedError: it reads one that is not known here, or takes something else apart.
+    """
+    bindings = [re.findall(r"\w+", names) for names in re.findall(r"\bauto\s*&?\s*\[([^\]]*)\]\s*=\s*block_coord\b", declaration)]
+    if len(bindings) != len(re.findall(r"\bauto\s*&?\s*\[", declaration)):
+        not_supported(f"jit_args of the variant {name!r}, which has auto [...] of something else than block_coord")
+    for names in bindings:
+        for given, meant in zip(names, _BLOCK_COORD, strict=False):
+            if meant in _NOT_KNOWN and _count(given, declaration) > sum(other.count(given) for other in bindings):
+                not_supported(f"jit_args of the variant {name!r}, which reads {meant} of block_coord, as {given}")
+    return bindings
+
+
+def _reads_kv_head(declaration: str, bindings: list[list[str]]) -> bool:
+    """Whether the name of the KV head, which is the last one of a hook, stands anywhere else than where it is declared."""
+    names = [hook.split(",")[-2].strip() for hook in re.findall(r"REGISTER_LOGITS_(?:TRANSFORM|MASK)\s*\(([^{]*)\{", declaration)]
+    names += [binding[2] for binding in bindings if len(binding) == len(_BLOCK_COORD)]
+    return any(_count(name, declaration) > names.count(name) for name in set(names))
+
+
+def _count(name: str, declaration: str) -> int:
+    return len(re.findall(rf"\b{re.escape(name)}\b", declaration))
 
 
 def _param(name: str) -> str:
@@ -188,16 +235,20 @@ def _struct_of_params(tensor_names: Sequence[str], tensor_types: Sequence[str], 
       return row.index >= 0 && row.index < qo_len && kv_position >= 0 && kv_position < kv_len;
     }}
   }};
+  struct JitBlock {{
+    int32_t q_tile_idx, qo_head_idx, kv_head_idx, qo_indptr, kv_indptr, qo_len, kv_len, batch_idx;
+  }};
   ATTN_HD JitParams jit_params(const ScoreRow& row) const {{ return JitParams(JitValues{{{", ".join(first)}}}, row); }}
 """
 
 
-def _hooks(name: str, declaration: str) -> str:
-    """Rows and tokens that do not exist are not asked about: FlashInfer's variants do not expect them."""
+def _hooks(name: str, declaration: str, kv_head: str) -> str:
+    """kv_head: an expression. Rows and tokens that do not exist are not asked about: FlashInfer's variants do not expect them."""
     on_hopper = "block_coord" in declaration
     uses_softmax = "DefaultUpdater<" not in declaration if on_hopper else not re.search(r"\buse_softmax\s*=\s*false", declaration)
-    made = f"{name} made(params, 0);" if on_hopper else f"{name} made(params, row.request, static_cast<uint8_t*>(nullptr));"
-    coordinates = "row.request, row.index, kv_position, row.qo_head, 0"
+    block = f"JitBlock{{0, row.qo_head, {kv_head}, 0, 0, params.qo_len, params.kv_len, row.request}}"
+    made = f"{name} made(params, {block});" if on_hopper else f"{name} made(params, row.request, static_cast<uint8_t*>(nullptr));"
+    coordinates = f"row.request, row.index, kv_position, row.qo_head, {kv_head}"
     text = "" if uses_softmax else "\n  static constexpr bool kUsesSoftmax = false;\n"
     transformed = f"made.LogitsTransform(params, logit, {coordinates})" if "REGISTER_LOGITS_TRANSFORM" in declaration else "logit"
     text += f"""

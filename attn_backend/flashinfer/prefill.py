@@ -113,9 +113,8 @@ def single_prefill_with_kv_cache_with_jit_module(
     kv = ragged_cache(k, v, check_kv_layout(kv_layout))
     heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
     slopes = {"maybe_alibi_slopes": alibi_slopes_on(heads.num_qo_heads, q.device)}
-    return single_request(
-        q, kv, heads, logits_of(own.variant), mask_mode == MaskMode.CAUSAL.value, window_left, Scales(1.0), return_lse, args=own.args(args, slopes)
-    )
+    given = own.args(args, slopes, heads.num_qo_heads // heads.num_kv_heads)
+    return single_request(q, kv, heads, logits_of(own.variant), mask_mode == MaskMode.CAUSAL.value, window_left, Scales(1.0), return_lse, args=given)
 
 
 def single_request(

@@ -99,7 +99,7 @@ class Wrapper:
     def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> tuple[Tensor | None, Args | None]:
         """What a run is given behind q, K and V, as jit_args want it: (sinks, sm_scale), or the variant's arguments. Returns the sinks and the latter."""
         if self._jit is not None:
-            return sinks, self._jit.args(args, self._tensors_of_plan())
+            return sinks, self._jit.args(args, self._tensors_of_plan(), self._heads.num_qo_heads // self._heads.num_kv_heads)
         if not args:
             return sinks, None
         if not self._has_sinks or len(args) > 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -60,6 +61,29 @@ struct Silu : AttentionVariantBase {
 };
 """
 SCALE = 0.09
+
+
+# A number of 16 bits for each KV head, which the constructor reads, and one for each token.
+OF_KV_HEADS = r"""
+struct OfKvHeads : AttentionVariantBase {
+  float sm_scale_log2, of_head;
+  int qo_len, kv_len;
+
+  template <typename MainloopParams, typename BlockCoord>
+  __device__ __host__ OfKvHeads(const MainloopParams& params, const BlockCoord& block_coord) {
+    auto [_, qo_head_idx, kv_head_idx, ___, ____, qo_len_, kv_len_, batch_idx] = block_coord;
+    sm_scale_log2 = params.additional_params.scale * math::log2e;
+    of_head = params.additional_params.of_heads[kv_head_idx];
+    qo_len = qo_len_;
+    kv_len = kv_len_;
+  }
+
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head, {
+    float bias = __bfloat162float(params.additional_params.bias[(batch_idx * 2 + kv_head) * 64 + kv_idx]);
+    return logits * of_head + (kv_idx < kv_len ? bias : 1e4f);
+  });
+};
+"""
 
 
 def jit_args(names: tuple[list[str], list[str], list[str], list[str]], variant: str, text: str) -> list[Any]:
@@ -137,6 +161,25 @@ def test_single_requests(device: str) -> None:
     check(out, (torch.einsum("hk,khd->hd", torch.nn.functional.silu(logits), v), torch.zeros(0)), 1e-2)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_kv_heads_and_tensors_of_16_bits(device: str) -> None:
+    batch = make_batch([4, 9], [11, 50], device=device)
+    of_heads, bias = torch.tensor([0.5, -1.25], device=device).half(), torch.randn(2, 2, 64).bfloat16().to(device)
+    args = jit_args((["of_heads", "bias"], ["half", "nv_bfloat16"], ["scale"], ["double"]), "OfKvHeads", OF_KV_HEADS)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), jit_args=args)
+    wrapper.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size)
+    out, lse = wrapper.run(batch.q, batch.cache, of_heads, bias, SCALE, return_lse=True)
+    k = batch.k.double().cpu() * of_heads.double().cpu()[:, None]
+    for i in range(2):
+        rows, tokens = slice(*batch.qo_indptr[i : i + 2].tolist()), slice(*batch.kv_indptr[i : i + 2].tolist())
+        q, keys, values = (x.double().cpu() for x in (batch.q[rows], k[tokens], batch.v[tokens]))
+        keys, values = keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)
+        biases = bias[i, :, : keys.shape[0]].double().cpu().repeat_interleave(2, 0)
+        scores = (torch.einsum("qhd,khd->qhk", q, keys) + biases) * SCALE
+        expected = torch.einsum("qhk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1) / math.log(2)
+        check((out[rows], lse[rows]), expected)
+
+
 def test_the_mask_of_a_plan() -> None:
     """Names that FlashInfer fills in by itself."""
     text = EVERY_SECOND.replace("kv_idx % 2 == 0", "(mine[(qo_idx * kv_len + kv_idx) / 8] >> ((qo_idx * kv_len + kv_idx) % 8)) & 1")
@@ -165,8 +208,9 @@ def test_sinks_of_decodes() -> None:
     ("args", "message"),
     [
         (jit_args(SECOND_ARGS, "Mine", EVERY_SECOND + "REGISTER_QUERY_TRANSFORM(params, q, {})"), "'Mine', which has REGISTER_QUERY_TRANSFORM"),
-        (jit_args(SECOND_ARGS, "Mine", EVERY_SECOND.replace("strength[qo_head_idx]", "strength[kv_head_idx]")), "'Mine', which reads kv_head_idx"),
-        (jit_args((["a"], ["half"], [], []), "Mine", EVERY_SECOND), "a tensor of type 'half'"),
+        (jit_args((["a"], ["float4"], [], []), "Mine", EVERY_SECOND), "a tensor of type 'float4'"),
+        (jit_args(([], [], [], []), "Mine", OF_KV_HEADS.replace("[_, ", "[tile, ").replace("= qo_len_", "= qo_len_ + tile")), "reads q_tile_idx .*, as tile"),
+        (jit_args(([], [], [], []), "Mine", OF_KV_HEADS + "auto [a, b] = other;"), "which has auto .* of something else than block_coord"),
     ],
 )
 def test_what_has_no_counterpart(args: list[Any], message: str) -> None:
