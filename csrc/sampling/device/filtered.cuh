@@ -1,13 +1,13 @@
 // Sampling with filters, log-probabilities, or both. The ways to a row's token, all with the same winner:
 //
-//   1. Top-k: the read finds the largest value of each chunk of some tokens. From these follows a bound that the top-k
-//      largest are sure to reach. Their chunks alone are read again, and the few candidates go to the first CTA, which
-//      does the rest (candidates.cuh). Min-p alone needs no bound but its threshold, and no first CTA.
+//   1. Top-k or min-p: the read finds the largest value of each chunk of some tokens. From these follows a bound that
+//      the top-k largest are sure to reach, from the row's largest value min-p's threshold. The chunks that reach it
+//      are read again, alone, and the few candidates go to the first CTA, which does the rest (candidates.cuh).
 //   2. Top-p alone, in long rows: a survey of some segments tells which tokens may survive. These race as the row is
 //      read, and sums of the same read prove that the winner survives (top_p.cuh).
 //   3. No filter: the whole row races as it is read (race.cuh).
-//   4. The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact selection by
-//      the digits of a radix, a read of the row each, then a race of the survivors (row.cuh).
+//   4. The rest (a large top-k, a min-p that leaves many, thousands of equal values): an exact selection by the digits
+//      of a radix, a read of the row each, then a race of the survivors (row.cuh).
 //
 // The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
 // bound, and nothing that is written depends on the order in which threads run. docs/sampling.md has the whole of it.
@@ -102,8 +102,10 @@ struct RowSampler : Row<Source> {
     const Candidates<Source> candidates(*this);
     if (begins_with_candidates()) {
       const uint32_t lane_key = this->read_values(false, false);
-      __syncthreads();  // best_key
-      if (candidates.run(lane_key, true) && is_drawable(shared.decision.best_key)) {
+      const uint32_t bound = this->exchange_best(candidates.bound(lane_key));
+      if (is_drawable(shared.row_best) && candidates.list(lane_key, bound, true)) {
+        if (rank != 0) return;
+        candidates.draw();
         write_token(row);
         return;
       }
@@ -152,26 +154,26 @@ struct RowSampler : Row<Source> {
   __device__ __forceinline__ bool read(bool has_token) const {
     const bool needs_mass = !has_token && settings.has_top_p && this->top_p_of_all();
     const uint32_t lane_key = this->read_values(needs_mass, wants_logprobs());
-    this->exchange_best();
-    if (!settings.valid || !is_drawable(shared.decision.best_key)) return false;
-    if (needs_mass || wants_logprobs()) this->sum_masses(needs_mass, wants_logprobs());
     const Candidates<Source> candidates(*this);
-    if (!has_token && settings.top_k == 0 && !settings.has_top_p) {
-      const uint32_t threshold = min_p_key(this->weights(), settings);
-      const RaceResult result = this->exchange(candidates.race_from(lane_key, threshold), BandMasses());
-      take(result);
-      has_token = !result.is_invalid;
-    }
-    if (!(has_token && shared.decision.has_top) && candidates.suits() && !begins_with_candidates()) {
-      has_token |= candidates.run(lane_key, !has_token);
-      if (!is_drawable(shared.decision.best_key)) return false;
+    const bool lists = candidates.suits() && !(has_token && params.num_top_logprobs == 0) && !begins_with_candidates();
+    const uint32_t bound = this->exchange_best(lists ? candidates.bound(lane_key) : kWholeRow);
+    if (!settings.valid || !is_drawable(shared.row_best)) return false;
+    if (needs_mass || wants_logprobs()) this->sum_masses(needs_mass, wants_logprobs());
+    bool has_top = params.num_top_logprobs == 0;
+    const bool draws = !has_token && candidates.may_draw();
+    if (lists && candidates.list(lane_key, bound, draws)) {
+      if (rank == 0 && draws) candidates.draw();
+      if (rank == 0 && !has_top) candidates.write_top();
+      __syncthreads();  // the lists were read
+      has_token |= draws;
+      has_top = true;
     }
     if (!has_token) {
-      const uint32_t threshold = this->find_threshold(false).key;
+      const uint32_t threshold = this->find_threshold(typename Base::AllTokens{reader}, false).key;
       this->start_again();
       take(this->race(key_value(threshold)));
     }
-    if (!shared.decision.has_top) write_top_again();
+    if (!has_top) write_top_again();
     return true;
   }
 
