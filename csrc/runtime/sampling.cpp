@@ -122,26 +122,22 @@ SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, 
   return params;
 }
 
-void* output(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype, int64_t rows,
-             int64_t columns) {
+/// The memory of a contiguous tensor.
+void* dense(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype,
+            std::initializer_list<Dim> dims) {
   check_tensor(name, tensor, device);
   check_dtype(name, tensor, dtype);
-  if (columns > 0) {
-    check_shape(name, tensor, {{"batch", rows}, {"columns", columns}});
-  } else {
-    check_shape(name, tensor, {{"batch", rows}});
-  }
+  check_shape(name, tensor, dims);
   check_contiguous(name, tensor);
   return tensor.data_ptr();
 }
 
 /// `name`: what the caller of the Python function knows the tensor by.
 void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device,
-                   int64_t columns) {
-  const DLDataType dtype = token_ids.dtype();
-  check_ids(name, dtype);
-  params.token_ids = output(name, token_ids, device, dtype, params.batch, columns);
-  params.token_ids_are_int64 = dtype.bits == 64;
+                   std::initializer_list<Dim> dims) {
+  check_ids(name, token_ids.dtype());
+  params.token_ids = dense(name, token_ids, device, token_ids.dtype(), dims);
+  params.token_ids_are_int64 = token_ids.dtype().bits == 64;
 }
 
 int32_t multiprocessors_of(int32_t device) {
@@ -344,30 +340,25 @@ void sample(const SampleArguments& given) {
     params.token_mask = static_cast<const uint32_t*>(mask.data_ptr());
     params.mask_stride = mask.stride(0);
   }
-  set_token_ids(params, "out", given.out, device, 0);
-  params.valid = static_cast<uint8_t*>(output("valid", given.valid, device, kBool, params.batch, 0));
+  const Dim batch{"batch", params.batch};
+  set_token_ids(params, "out", given.out, device, {batch});
+  params.valid = static_cast<uint8_t*>(dense("valid", given.valid, device, kBool, {batch}));
   if (given.logprobs.has_value())
-    params.logprobs = static_cast<float*>(output("logprobs", given.logprobs.value(), device, kFloat, params.batch, 0));
+    params.logprobs = static_cast<float*>(dense("logprobs", given.logprobs.value(), device, kFloat, {batch}));
   if (given.top_logprobs.has_value() && given.top_token_ids.has_value()) {
-    const int64_t count = given.top_logprobs.value().size(1);
-    if (count > kMaxTopLogprobs) refuse("num_top_logprobs", count, "at most " + std::to_string(kMaxTopLogprobs));
-    params.num_top_logprobs = static_cast<int32_t>(count);
-    params.top_logprobs =
-        static_cast<float*>(output("top_logprobs", given.top_logprobs.value(), device, kFloat, params.batch, count));
-    params.top_token_ids = static_cast<int32_t*>(
-        output("top_token_ids", given.top_token_ids.value(), device, kInt32, params.batch, count));
+    const TensorView &values = given.top_logprobs.value(), &ids = given.top_token_ids.value();
+    const Dim count{"num_top_logprobs", values.size(1)};
+    params.num_top_logprobs = narrow("num_top_logprobs", count.size, 0, kMaxTopLogprobs);
+    params.top_logprobs = static_cast<float*>(dense("top_logprobs", values, device, kFloat, {batch, count}));
+    params.top_token_ids = static_cast<int32_t*>(dense("top_token_ids", ids, device, kInt32, {batch, count}));
   }
   if (given.workspace.has_value()) {
     const TensorView& words = given.workspace.value();
-    check_tensor("workspace", words, device);
-    check_dtype("workspace", words, DLDataType{kDLInt, 64, 1});
-    check_shape("workspace", words, {{"words"}});
-    check_contiguous("workspace", words);
+    params.workspace = dense("workspace", words, device, DLDataType{kDLInt, 64, 1}, {{"words"}});
     if (words.size(0) < kWorkspaceWords)
       refuse("workspace.shape[0]", words.size(0), "at least " + std::to_string(kWorkspaceWords));
-    if (reinterpret_cast<uintptr_t>(words.data_ptr()) % 16 != 0)
+    if (reinterpret_cast<uintptr_t>(params.workspace) % 16 != 0)
       refuse("workspace", "not aligned", "aligned to 16 bytes");
-    params.workspace = words.data_ptr();
   }
   run(params, LaunchOptions(given), given.of_probs, given.values);
 }
@@ -376,48 +367,39 @@ void write_rows(const WriteRowsArguments& given) {
   const auto task = static_cast<RowTask>(narrow("task", given.task));
   SamplingParams params = params_of(task, given.of_probs, given.values, given.temperature, given.top_k, given.top_p);
   const DLDevice device = given.values.device();
-  params.written = static_cast<float*>(output("out", given.out, device, kFloat, params.batch, params.vocab));
+  params.written =
+      static_cast<float*>(dense("out", given.out, device, kFloat, {{"batch", params.batch}, {"vocab", params.vocab}}));
   params.written_stride = params.vocab;
   run(params, LaunchOptions(given), given.of_probs, given.values);
 }
 
 void speculate(const SpeculateArguments& given) {
-  const TensorView &target_probs = given.target_probs, &draft_probs = given.draft_probs;
-  const TensorView& draft_token_ids = given.draft_token_ids;
+  const TensorView &target_probs = given.target_probs, &draft_ids = given.draft_token_ids;
   const DLDevice device = target_probs.device();
-  check_memory("target_probs", target_probs);
-  check_dtype("target_probs", target_probs, kFloat);
-  check_shape("target_probs", target_probs, {{"batch"}, {"drafts + 1"}, {"vocab"}});
-  check_contiguous("target_probs", target_probs);
-  const int64_t batch = target_probs.size(0), drafts = target_probs.size(1) - 1, vocab = target_probs.size(2);
-  check_vocab("target_probs.shape[2] (vocab)", vocab);
-  if (drafts < 0 || drafts > kMaxInt32) refuse("target_probs.shape[1]", drafts + 1, "number of draft tokens + 1");
-  check_tensor("draft_probs", draft_probs, device);
-  check_dtype("draft_probs", draft_probs, kFloat);
-  check_shape("draft_probs", draft_probs, {{"batch", batch}, {"drafts", drafts}, {"vocab", vocab}});
-  check_contiguous("draft_probs", draft_probs);
-  check_tensor("draft_token_ids", draft_token_ids, device);
-  check_shape("draft_token_ids", draft_token_ids, {{"batch", batch}, {"drafts", drafts}});
-  check_contiguous("draft_token_ids", draft_token_ids);
-  const DLDataType id_dtype = draft_token_ids.dtype();
-  check_ids("draft_token_ids", id_dtype);
-  if (batch > kMaxRows) refuse("target_probs.shape[0] (batch)", batch, "at most " + std::to_string(kMaxRows));
   SamplingParams params{};
-  params.values = target_probs.data_ptr();
-  params.batch = static_cast<int32_t>(batch);
-  params.vocab = static_cast<int32_t>(vocab);
+  params.values = dense("target_probs", target_probs, device, kFloat, {{"batch"}, {"drafts + 1"}, {"vocab"}});
+  const Dim batch{"batch", target_probs.size(0)}, drafts{"drafts", target_probs.size(1) - 1};
+  const Dim vocab{"vocab", target_probs.size(2)};
+  check_vocab("target_probs.shape[2] (vocab)", vocab.size);
+  if (drafts.size < 0 || drafts.size > kMaxInt32)
+    refuse("target_probs.shape[1]", drafts.size + 1, "number of draft tokens + 1");
+  if (batch.size > kMaxRows) refuse("target_probs.shape[0] (batch)", batch.size, "at most " + std::to_string(kMaxRows));
+  params.draft_probs =
+      static_cast<const float*>(dense("draft_probs", given.draft_probs, device, kFloat, {batch, drafts, vocab}));
+  check_ids("draft_token_ids", draft_ids.dtype());
+  params.draft_token_ids = dense("draft_token_ids", draft_ids, device, draft_ids.dtype(), {batch, drafts});
+  params.draft_ids_are_int64 = draft_ids.dtype().bits == 64;
+  params.batch = static_cast<int32_t>(batch.size);
+  params.vocab = static_cast<int32_t>(vocab.size);
+  params.num_draft_tokens = static_cast<int32_t>(drafts.size);
   params.task = RowTask::kSpeculate;
   params.temperature.value = 1.0f;
   params.top_p.value = 1.0f;
-  params.seed = row_int("seed", given.seed, device, batch);
-  params.position = row_int("position", given.position, device, batch);
-  params.draft_probs = static_cast<const float*>(draft_probs.data_ptr());
-  params.draft_token_ids = draft_token_ids.data_ptr();
-  params.draft_ids_are_int64 = id_dtype.bits == 64;
-  params.num_draft_tokens = static_cast<int32_t>(drafts);
-  set_token_ids(params, "token_ids", given.token_ids, device, drafts + 1);
-  params.num_accepted = static_cast<int32_t*>(output("num_accepted", given.num_accepted, device, kInt32, batch, 0));
-  params.valid = static_cast<uint8_t*>(output("valid", given.valid, device, kBool, batch, 0));
+  params.seed = row_int("seed", given.seed, device, batch.size);
+  params.position = row_int("position", given.position, device, batch.size);
+  set_token_ids(params, "token_ids", given.token_ids, device, {batch, {"drafts + 1", drafts.size + 1}});
+  params.num_accepted = static_cast<int32_t*>(dense("num_accepted", given.num_accepted, device, kInt32, {batch}));
+  params.valid = static_cast<uint8_t*>(dense("valid", given.valid, device, kBool, {batch}));
   run(params, LaunchOptions(given), true, target_probs);
 }
 

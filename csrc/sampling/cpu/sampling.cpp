@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/cpu/elements.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
+#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {
@@ -38,15 +38,6 @@ struct Scratch {
   std::vector<uint32_t> keys;
   std::vector<std::pair<uint32_t, int32_t>> ranked;
 };
-
-float to_float(float x) { return x; }
-float to_float(BFloat16 x) { return bits_float(static_cast<uint32_t>(x.bits) << 16); }
-float to_float(Half x) {
-  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  const float scaled = bits_float(magnitude << 13) * 5.192296858534828e33f;  // 2^112: subnormals become normal
-  return bits_float(sign | float_bits(scaled));
-}
 
 /// A row's values in float32, -inf for what cannot be drawn.
 template <class Weights>
@@ -317,7 +308,8 @@ template <class Element>
 void sample_elements(const SamplingParams& params) {
   for_rows(params, [&](int32_t row, Scratch& scratch) {
     const Element* logits = static_cast<const Element*>(params.values) + row * params.row_stride;
-    for (int32_t i = 0; i < params.vocab; ++i) scratch.values[static_cast<size_t>(i)] = to_float(logits[i]);
+    for (int32_t i = 0; i < params.vocab; ++i)
+      scratch.values[static_cast<size_t>(i)] = ScalarElements::to_float(logits[i]);
     finish_row<LogitWeights>(params, row, scratch);
   });
 }
