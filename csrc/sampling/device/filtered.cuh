@@ -70,26 +70,17 @@ struct RowSampler : Row<Source> {
     uint64_t last = ~uint64_t{0};
 #pragma unroll 1
     for (int32_t place = 0; place < params.num_top_logprobs; ++place) {
-      uint32_t best_key = 0;
-      int32_t best_token = 0;
+      Racer best = no_racer();  // a race by rank
       reader.start();
       reader.for_each([&](int32_t segment, const float (&v)[kLaneTokens]) {
 #pragma unroll
         for (int32_t i = 0; i < kLaneTokens; ++i) {
-          const uint32_t key = order_key(v[i]);
-          const int32_t token = lane_token(segment, i);
-          if (key > kExcludedKey && ranked(key, token) < last &&
-              (best_key == 0 || ranked(key, token) > ranked(best_key, best_token))) {
-            best_key = key;
-            best_token = token;
-          }
+          const uint64_t own = ranked(order_key(v[i]), lane_token(segment, i));
+          if (v[i] > kMinusInfinity && own < last && own > best.order) best.order = own;
         }
       });
-      // As in a race whose winner is the largest.
-      Racer best = no_racer();
-      if (best_key != 0) best = Racer{static_cast<uint64_t>(best_key) << 32, best_token, best_key};
-      best = this->exchange(best, BandMasses()).best;
-      last = best.key != 0 ? ranked(best.key, best.token) : 0;
+      last = this->exchange(best, BandMasses()).best.order;
+      if (last == no_racer().order) last = 0;
       if (rank == 0 && threadIdx.x == 0) this->store_top(place, last);
     }
   }
