@@ -130,9 +130,9 @@ struct RowSampler : Row<Source> {
       if (!race_all()) return false;
       has_token = true;
     } else if (settings.valid && top_p.suits()) {
-      const typename TopP<Source>::Found found = top_p.run();
-      if (found == TopP<Source>::Found::kInvalid) return false;
-      has_token = found == TopP<Source>::Found::kToken;
+      const Verdict verdict = top_p.run();
+      if (verdict == Verdict::kInvalid) return false;
+      has_token = verdict == Verdict::kToken;
     } else {
       return read(false);
     }

@@ -52,7 +52,7 @@ struct Bands {
   float sure;  // what is at or above it survives
   bool asks;   // whether the winner before survives: `low` is the next value above its
 };
-enum class Verdict : int32_t { kKnown, kReadAgain, kUnknown };
+enum class Verdict : int32_t { kToken, kInvalid, kReadAgain, kUnknown };
 
 struct SamplingShared {
   alignas(16) uint4 staged[2][4][kSamplingThreads];  // segments on their way

@@ -51,29 +51,25 @@ struct TopP {
   static constexpr float kUnit = 524288.0f;         // 2^19: what the reference weighs
   static constexpr int32_t kMostReads = 6;
 
-  enum class Found { kNothing, kToken, kInvalid };
-
   __device__ __forceinline__ bool suits() const {
     const RowSettings& s = row.settings;
     return s.has_top_p && s.top_k == 0 && s.min_p == 0.0f && row.params.vocab >= 4 * kSurveyTokens;
   }
 
-  /// All of it, after reader.start(). The token is then in shared.token.
-  __device__ __forceinline__ Found run() const {
-    if (!survey()) return Found::kNothing;
+  /// All of it, after reader.start(). kToken: it is in shared.token.
+  __device__ __forceinline__ Verdict run() const {
+    if (!survey()) return Verdict::kUnknown;
 #pragma unroll 1
     for (int32_t read = 0; read < kMostReads; ++read) {
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
       const RaceResult result =
           row.race(shared.bands.low, SumBands<Weights>{shared.bands, share, row.lane_race().masses});
-      if (result.is_invalid) return Found::kInvalid;
       if (threadIdx.x == 0) shared.verdict = verdict_of(result);
       __syncthreads();
-      if (shared.verdict == Verdict::kKnown) return Found::kToken;
-      if (shared.verdict == Verdict::kUnknown) break;
+      if (shared.verdict != Verdict::kReadAgain) return shared.verdict;
       row.start_again();
     }
-    return Found::kNothing;
+    return Verdict::kUnknown;
   }
 
  private:
@@ -142,6 +138,7 @@ struct TopP {
   /// What comes of a read with these sums and this winner: the token, or bands for another read. The same in all CTAs;
   /// a thread's part.
   __device__ __forceinline__ Verdict verdict_of(const RaceResult& result) const {
+    if (result.is_invalid) return Verdict::kInvalid;
     Bands& bands = shared.bands;
     const Racer& winner = result.best;
     const BandMasses& masses = result.masses;
@@ -158,18 +155,15 @@ struct TopP {
     if (is_under(masses.high)) bands.sure = min_of(bands.sure, bands.high);
     const float value = key_value(winner.key);
     if (!(masses.all < 1e30) || !(covers || misses)) return Verdict::kUnknown;
-    if (bands.asks && misses) return Verdict::kKnown;
+    if (bands.asks && misses) return Verdict::kToken;
     shared.token = winner.token;
-    if (covers && value >= bands.sure) return Verdict::kKnown;
-    bands.asks = false;
+    if (covers && value >= bands.sure) return Verdict::kToken;
+    bands.asks = covers;
     if (misses) {
       bands.sure = min_of(bands.sure, bands.low);
       bands.low = kMinusInfinity;
-    } else if (masses.high > over && value < bands.high) {
-      bands.low = bands.high;
     } else {  // whether the winner survives is told by the mass above it; if not, those above race
       bands.low = key_value(winner.key + 1);
-      bands.asks = true;
     }
     return Verdict::kReadAgain;
   }
