@@ -163,16 +163,6 @@ struct ProbSource {
   }
 };
 
-/// What this lane has of a segment, outside of a SegmentReader.
-template <class Source>
-__device__ __forceinline__ void load_values(const Source& source, int32_t segment, float (&v)[kLaneTokens]) {
-  typename Source::Vector vectors[kVectors];
-#pragma unroll
-  for (int32_t j = 0; j < kVectors; ++j) vectors[j] = source.reader.load(vector_token(segment, j));
-#pragma unroll
-  for (int32_t j = 0; j < kVectors; ++j) source.values(vector_token(segment, j), vectors[j], v + j * kVectorTokens);
-}
-
 /// Reads those segments of a row that are a warp's: `first` and every `step`-th after it. Each lane copies what it
 /// reads itself to shared memory: two segments are on their way while one is worked on, and no registers are left.
 template <class Source>
@@ -213,6 +203,9 @@ struct SegmentReader {
   __device__ __forceinline__ void for_each(const Body& body) const {
     for_each([](int32_t) {}, body);
   }
+
+  /// What this lane has of any segment.
+  __device__ __forceinline__ void load(int32_t segment, float (&v)[kLaneTokens]) const { take(segment, 0, false, v); }
 
   /// What this lane has of a segment that was read: the last ones are still in shared memory.
   __device__ __forceinline__ void load_again(int32_t round, float (&v)[kLaneTokens]) const {

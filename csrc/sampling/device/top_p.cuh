@@ -82,7 +82,7 @@ struct TopP {
     uint32_t* bins = reinterpret_cast<uint32_t*>(shared.bins);
     for (int32_t i = threadIdx.x; i < kDepthBins; i += kSamplingThreads) bins[i] = 0;
     float v[kLaneTokens];
-    load_values(row.source, row.reader.num_segments() * row.warp() / kSamplingWarps, v);
+    row.reader.load(row.reader.num_segments() * row.warp() / kSamplingWarps, v);
     const uint32_t of_warp = ptx::warp_max(lane_max_key(v));
     if (row.lane() == 0) atomicMax(&shared.bound, of_warp);
     __syncthreads();
