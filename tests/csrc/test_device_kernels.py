@@ -202,6 +202,17 @@ def test_sampling_with_min_p_alone(library: ctypes.CDLL, kind: str) -> None:
             assert_same(DeviceSampling(library).sample(logits, ctas=ctas, **settings, **wanted), sample(logits, **settings, **wanted))
 
 
+def test_most_likely_tokens_below_the_bound(library: ctypes.CDLL) -> None:
+    """More are asked for than reach the bound of pairs of lanes; the other ones are listed because min-p keeps them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.rand(1, 20001, generator=generator) - 3
+    segments, pairs = 512 * torch.arange(8)[:, None], 8 * torch.arange(16)
+    logits[0, (segments + pairs).flatten()] = 5 + torch.rand(128, generator=generator)  # one for each pair of the first CTA's lanes
+    logits[0, 4096 + 8 * torch.arange(100)] = 4 + torch.rand(100, generator=generator)
+    settings: dict[str, Any] = {"min_p": 0.05, "seed": 5, "num_top_logprobs": 128}
+    assert_same(DeviceSampling(library).sample(logits, ctas=4, **settings), sample(logits, **settings))
+
+
 @pytest.mark.parametrize("drafts", [0, 1, 5, 40])
 def test_speculative_sampling(library: ctypes.CDLL, drafts: int) -> None:
     generator = torch.Generator().manual_seed(drafts)

@@ -71,19 +71,18 @@ struct Candidates {
     if (threadIdx.x == 0) shared.token = best.token;
   }
 
-  /// The most likely tokens, in order, by the first CTA after list(). row_bound: as there; as many reach it, or all
-  /// that can be drawn.
-  __device__ __forceinline__ void write_top(uint32_t row_bound) const {
+  /// The most likely tokens, in order, by the first CTA after list(): the lists hold as many, or all that can be drawn.
+  __device__ __forceinline__ void write_top() const {
     const int32_t wanted = row.params.num_top_logprobs;
     int32_t total = 0;
     for (int32_t cta = 0; cta < row.num_ctas; ++cta) total += shared.counts[cta];
     for_each([&](uint64_t candidate) {
-      if (value_of(candidate) < key_value(row_bound)) return;
       int32_t place = 0;
 #pragma unroll 1
-      for (int32_t cta = 0; cta < row.num_ctas && place < wanted; ++cta) {
+      for (int32_t cta = 0; cta < row.num_ctas; ++cta) {
+        const uint64_t* others = shared.list + cta * room();
 #pragma unroll 1
-        for (int32_t i = 0; i < shared.counts[cta]; ++i) place += shared.list[cta * room() + i] > candidate ? 1 : 0;
+        for (int32_t i = 0; i < shared.counts[cta] && place < wanted; ++i) place += others[i] > candidate ? 1 : 0;
       }
       if (place < wanted) row.store_top(place, candidate);
     });

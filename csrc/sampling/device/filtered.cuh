@@ -154,7 +154,7 @@ struct RowSampler : Row<Source> {
     const bool draws = !has_token && candidates.may_draw();
     if (lists && candidates.list(lane_key, bound, draws)) {
       if (rank == 0 && draws) candidates.draw();
-      if (rank == 0 && !has_top) candidates.write_top(bound);
+      if (rank == 0 && !has_top) candidates.write_top();
       __syncthreads();  // the lists were read
       has_token |= draws;
       has_top = true;
