@@ -124,7 +124,7 @@ class Projected:
         return numbers
 
     def difference(self, run: Rows) -> float:
-        """Of a peer's Q or cache to ours, the larger, relative."""
+        """The relative difference of a peer's Q or cache from ours, the larger of the two."""
         pairs = zip(self.written(run), self.written(self.ours()), strict=True)
         return max(float((of_peer - ours).norm() / ours.norm()) for of_peer, ours in pairs)
 

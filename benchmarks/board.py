@@ -57,12 +57,12 @@ def merge(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
     """The lines of all files in the order of the board, and the files' headers.
 
     Raises:
-        ValueError: a file that is no part of a board, files from different GPU models, or a line that the board does not have.
+        ValueError: a file that is not part of a board, files from different GPU models, or a line that the board does not have.
     """
     parts = [json.loads(path.read_text()) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if not isinstance(part, dict) or not {"header", "gpu", "lines"} <= part.keys():
-            raise ValueError(f"{path} is no file that `python -m benchmarks.attention --json` wrote")
+            raise ValueError(f"{path} is not a file that `python -m benchmarks.attention --json` wrote")
         if part["gpu"] != parts[0]["gpu"]:
             raise ValueError(f"{path}: gpu is {part['gpu']!r}, must be {parts[0]['gpu']!r} as in {paths[0]}")
     lines = {line["case"]: line for part in parts for line in part["lines"]}

@@ -132,7 +132,7 @@ def regret_fit(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def mean_regrets(lines: list[dict[str, Any]], squares: dict[str, float], regret: dict[str, Any]) -> dict[str, float]:
-    """Of both fits and of what they are to be compared with."""
+    """The mean regrets of both fits, and of what they are compared with."""
     everything = np.ones(len(lines), dtype=bool)
     better = np.minimum(column(lines, "on"), column(lines, "off"))
     return {
@@ -165,7 +165,7 @@ def first_taken(prefixes: list[int], taken: np.ndarray) -> str:
 
 
 def break_evens(lines: list[dict[str, Any]], regret: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each number of requests and each suffix: measured, and by the regret fit."""
+    """Where cascade breaks even, for each number of requests and each suffix: measured, and by the regret fit."""
     result = []
     by = ("groups", "requests", "suffix")
     ordered = sorted(lines, key=lambda line: [line[name] for name in (*by, "prefix")])

@@ -1,6 +1,6 @@
 """Does the automatic cascade choose well between the levels of a tree?
 
-Decode batches of `groups` groups of `requests` requests: `common` tokens are shared by all, `of_group` behind them by each group, `own` are a request's own.
+Decode batches of `groups` groups of `requests` requests: `common` tokens are shared by all, `of_group` after them by each group, `own` are a request's own.
 They run with hand-made levels: three (common, groups, own), two (groups, which read the common tokens each for itself, and own), none; and with the levels
 that plan() finds. Regret: the automatic time ÷ the best of the hand-made ones, less 1.
 

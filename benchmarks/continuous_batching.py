@@ -182,6 +182,6 @@ class Engine:
         return True
 
     def _fill(self, request: Request) -> None:
-        """Pages that this step fills: whoever is admitted from now on can share them, also in this step."""
+        """Pages that this step fills: requests that are admitted from now on can share them, also in this step."""
         for j in range(request.computed // self.page_size, (request.computed + request.scheduled) // self.page_size):
             self.cache.fill(int(request.pages[j]), request.page_key(j))

@@ -61,7 +61,7 @@ class ShapeCase:
 
     @property
     def sm_scale(self) -> float:
-        """Of MLA: that of its heads before they are absorbed, 128 + 64 columns."""
+        """The softmax scale; of MLA that of its heads before they are absorbed, 128 + 64 columns."""
         return 192**-0.5 if self.v_in_k else self.head_dim**-0.5
 
 
@@ -104,7 +104,7 @@ def all_cases() -> Iterator[ShapeCase]:
 
 
 def stored(k: torch.Tensor, kv: str) -> torch.Tensor:
-    """Of bf16 [pages, page_size, num_kv_heads, columns] what a cache holds."""
+    """What a cache holds of bf16 [pages, page_size, num_kv_heads, columns]."""
     if kv != "latent":
         return k.to(KV_DTYPES[kv])
     rows = torch.empty(*k.shape[:2], 656, dtype=torch.uint8, device=k.device)

@@ -29,7 +29,7 @@ KERNELS = ("hopper", "generic")
 
 
 def parts_of_q(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As layers of MLA make them: the latent's columns out of a product of each head, the rotated ones behind those that it has taken."""
+    """As layers of MLA make them: the latent's columns out of a product of each head, the rotated ones after those that it has taken."""
     latent = q[..., : MLA[1]].transpose(0, 1).contiguous().transpose(0, 1)
     projected = q.new_empty(*q.shape[:2], 192)
     projected[..., 128:] = q[..., MLA[1] :]

@@ -1,4 +1,4 @@
-"""The cost of attention in a layer of a model: new K and V into the cache, then attention, behind a product that takes what caches hold, as a layer's own do.
+"""The cost of attention in a layer of a model: new K and V into the cache, then attention, after a product that takes what caches hold, as a layer's own do.
 
 One CUDA graph holds several layers (product, append, attention); from its time that of a graph of the products alone is taken. Peers write to the cache with
 vLLM's kernel. With an 8-bit cache (e4m3, beside bf16) append rounds K and V. With --rope Q and K are rotated first: by ours in the launch that appends, for
@@ -112,7 +112,7 @@ def measure(case: Case, timer: Timer, machine: Machine, rope: bool = False) -> d
     prepared, float8 = ours(batch), ours(batch, kv_dtype=cache.dtype)
     of_ours = attend(prepared.attention, batch.kv)
     launches: dict[str, list[Launch]] = {"product": [], "8-bit cache": attend(float8.attention, float8_kv), "ours": of_ours} | of_peers(batch, new)
-    runs: list[Launch] = [partial(layers, product, *behind) for behind in launches.values()]
+    runs: list[Launch] = [partial(layers, product, *following) for following in launches.values()]
     times = dict(zip(launches, timer.together(runs), strict=True))
     line: dict[str, Any] = {"case": case.name, "floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6}
     for launch in of_ours:
@@ -161,7 +161,7 @@ def main() -> None:
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = (
-        f"{machine} µs a layer, {'rotary embedding, ' if arguments.rope else ''}append and attention behind a product of {PRODUCT_ROWS[True]} "
+        f"{machine} µs a layer, {'rotary embedding, ' if arguments.rope else ''}append and attention after a product of {PRODUCT_ROWS[True]} "
         f"(prompts: {PRODUCT_ROWS[False]}) x {PRODUCT[0]} x {PRODUCT[1]}, {LAYERS} layers in a CUDA graph less the products alone, median of "
         f"{arguments.repeats}; bf16, 32/8 heads, head_dim 128. Error: one request against float64, relative."
     )

@@ -30,7 +30,7 @@ COLUMNS = ["case", "host", f"{PLANS_IN_GRAPH} plans / {PLANS_IN_GRAPH}", "one pl
 
 @dataclass(frozen=True)
 class Line:
-    """A decode batch of `batch` requests of kv_len tokens: `common` tokens are shared by all, the `of_group` behind them by each of NUM_GROUPS groups."""
+    """A decode batch of `batch` requests of kv_len tokens: `common` tokens are shared by all, the `of_group` after them by each of NUM_GROUPS groups."""
 
     sharing: str
     cascade: bool
@@ -46,7 +46,7 @@ class Line:
         return f"{self.batch} x {self.kv_len}{wide}: {self.sharing}"
 
     def block_table(self) -> torch.Tensor:
-        """int32 [batch, table_tokens / page]: page ids in random order, request i in group i % NUM_GROUPS; zeros behind the last page."""
+        """int32 [batch, table_tokens / page]: page ids in random order, request i in group i % NUM_GROUPS; zeros after the last page."""
         pages = self.kv_len // PAGE_SIZE
         request = torch.arange(self.batch, device="cuda")[:, None]
         page = torch.arange(pages, device="cuda")

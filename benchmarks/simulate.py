@@ -86,7 +86,7 @@ def sharegpt(conversations: list[list[tuple[int, int]]], system_tokens: int = 0,
 
 
 def _conversation_key(number: int, system_tokens: int, end: int | None) -> Callable[[int], tuple[int, int] | None]:
-    """`end`: tokens behind it are this sample's alone."""
+    """`end`: tokens after it are this sample's alone."""
 
     def key(page: int) -> tuple[int, int] | None:
         after = (page + 1) * PAGE_SIZE
@@ -225,7 +225,7 @@ def new_parser() -> argparse.ArgumentParser:
 
 
 def make_workloads(arguments: argparse.Namespace) -> dict[str, Callable[[], list[Request]]]:
-    """By name, functions that make the requests: a replay uses them up."""
+    """Functions that make the requests, by name: a replay uses the requests up."""
     trace = read_trace(TRACE)
     workloads: dict[str, Callable[[], list[Request]]] = {"Mooncake synthetic": lambda: mooncake(trace)}
     if arguments.sharegpt:

@@ -4,7 +4,7 @@
     python -m benchmarks.versions --before /tmp/before [--case TEXT ...] [--repeats N] [--markdown FILE]
 
 Device times are µs of replayed CUDA graphs with a cold L2, the smaller of two medians of which either version has the first turn; of plans those of 20 in one
-graph; in a layer those of append and attention behind a product, as in benchmarks.layer. Host times are µs of a call, medians of 60 rounds that take turns.
+graph; in a layer those of append and attention after a product, as in benchmarks.layer. Host times are µs of a call, medians of 60 rounds that take turns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def load_before(folder: Path) -> ModuleType:
 
 
 def block_table_of(pages: list[int], shared: int, of_group: int, device: torch.device | str) -> torch.Tensor:
-    """int32 [batch, most pages]: shuffled pages. The first `shared` of a request are everybody's, the next `of_group` those of its group."""
+    """int32 [batch, most pages]: shuffled pages. The first `shared` of a request are shared by all, the next `of_group` those of its group."""
     ids = torch.randperm(sum(pages), device=device, generator=torch.Generator(device).manual_seed(1), dtype=torch.int32)
     table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
     for row, own in zip(table, ids.split(pages), strict=True):
@@ -60,7 +60,7 @@ def block_table_of(pages: list[int], shared: int, of_group: int, device: torch.d
 
 
 class Problem:
-    """A batch over a paged cache, planned. `common`: tokens that all requests share; `of_group`: those behind them that each of NUM_GROUPS groups shares."""
+    """A batch over a paged cache, planned. `common`: tokens that all requests share; `of_group`: those after them that each of NUM_GROUPS groups shares."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ def device_times(make: Make, before: ModuleType, timer: Timer) -> tuple[float, f
 
 
 def layer_times(problem: dict[str, Any], before: ModuleType, timer: Timer) -> tuple[float, float]:
-    """Of append and attention in one layer."""
+    """The times of append and attention in one layer."""
     make, rows = in_layers(**problem), PRODUCT_ROWS[max(problem["qo_lens"]) == 1]
     alone = product(rows)
     launches = [make(before), make(attn_backend), lambda: layers(alone)]

@@ -59,7 +59,7 @@ def learn(steps: int) -> Tensor:
 
 
 def check(bias: Tensor) -> float:
-    """3. Largest difference from float64, for a chunk of 7 queries behind 40 tokens, on a CPU."""
+    """3. Largest difference from float64, for a chunk of 7 queries after 40 tokens, on a CPU."""
     q, k, v = torch.randn(7, HEADS, HEAD_DIM), *torch.randn(2, 47, KV_HEADS, HEAD_DIM)
     attention = Attention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32, device="cpu", max_rows=7, max_batch=1, variant=variant)
     attention.plan(BSRView(torch.tensor([0, 7]), PageTable.ragged(torch.tensor([0, 47]))))
@@ -68,7 +68,7 @@ def check(bias: Tensor) -> float:
 
 
 def serve(bias: Tensor, device: str, steps: int) -> float:
-    """4. Largest difference from plain PyTorch over prompts of several lengths and the decodes behind them."""
+    """4. Largest difference from plain PyTorch over prompts of several lengths and the decodes after them."""
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     bias = bias.to(device)
     lengths, pages_each = [5, 33, 100], 8

@@ -44,7 +44,7 @@ class Engine:
         self.model, self.device, self.max_batch, self.max_rows = model, device, max_batch, max_rows
         num_heads, num_kv_heads, head_dim = model.heads
         dtype = model.embedding.dtype
-        # page 0 is nobody's: what the block table's unused entries say
+        # page 0 belongs to no request: unused entries of the block table name it
         shape = (num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim)
         self.caches = [KVCache.from_tensor(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.num_layers)]
         self.attention = Attention(num_heads, num_kv_heads, head_dim, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch, cascade=cascade)

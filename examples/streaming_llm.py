@@ -4,9 +4,9 @@
     python examples/streaming_llm.py --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 10000      # past its context of 8192
     python examples/streaming_llm.py --benchmark            # rotation inside of attention beside rotation of the whole cache, at the shape of Vicuna-13B
 
-The cache has the first page of the text, the sinks, and the last pages of it. When it is full, the oldest page behind the sinks is dropped and used again:
+The cache has the first page of the text, the sinks, and the last pages of it. When it is full, the oldest page after the sinks is dropped and used again:
 the block table loses an entry, nothing is moved. Keys lie in the cache as they came from their projection; `builtin.rope` turns each by its position *in the
-cache*, where attention reads it. Dropping a page changes the positions of all tokens behind it, and costs nothing.
+cache*, where attention reads it. Dropping a page changes the positions of all later tokens, and costs nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def losses(model: llama.Llama, device: str, tokens: list[int], window: int, keep
 
 
 def generate(model: llama.Llama, device: str, prompt: list[int], window: int, count: int) -> list[int]:
-    """Greedy text behind the end of a prompt."""
+    """Greedy text that continues a prompt."""
     stream = Stream(model, device, window)
     for begin in range(0, len(prompt), PAGE_SIZE):
         logits = stream.feed(prompt[begin : begin + PAGE_SIZE])
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--tokens", type=int, default=1024, help="of text")
-    parser.add_argument("--window", type=int, default=256, help="tokens that the cache keeps behind the sinks")
+    parser.add_argument("--window", type=int, default=256, help="tokens that the cache keeps after the sinks")
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="a long text; default: a module of Python's library")
     parser.add_argument("--benchmark", action="store_true")
     parser.add_argument("--batch", type=int, default=8, help="of --benchmark")

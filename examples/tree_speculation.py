@@ -112,7 +112,7 @@ class Verifier:
 
 
 def accepted_path(tree: Tree, choices: list[int]) -> list[int]:
-    """Nodes from the root on of which each is what the model chooses (choices[node]) behind its parent."""
+    """Nodes from the root on of which each is what the model chooses (choices[node]) after its parent."""
     path = [0]
     while True:
         child = next((c for c in range(1, len(tree.tokens)) if tree.parents[c] == path[-1] and tree.tokens[c] == choices[path[-1]]), None)

@@ -148,7 +148,7 @@ class Benchmark:
         return describe(self.workloads[index], self.settings.loads[index].request_rate, self.settings.sampling, self.settings.max_concurrency)
 
     def client(self, launch: Launch, index: int, repeat: int, waits: bool = False) -> Client:
-        """Of load number `index`. `waits`: until it is released."""
+        """The client of load number `index`. `waits`: it waits until it is released."""
         settings = self.settings
         name = f"client-{launch.name}-{index}-{repeat}"
         return Client(

@@ -42,7 +42,7 @@ from integration.two_samples import chi_square, same_mean, zero_mean
 NO_REFERENCE = "none"
 SMALLEST_P = 0.001
 SEEDS_OF_A_SERVER = 1_000_000
-DRAFTED_TOKENS = 64  # at most: room behind the longest answer for what is drafted there
+DRAFTED_TOKENS = 64  # at most: room after the longest answer for what is drafted there
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one server. `drafts` are those of the answers one at a time."""
+    """The answers of one server. `drafts` are those of the answers one at a time."""
 
     one_at_a_time: list[list[Token]]
     at_once: list[list[Token]]
@@ -161,7 +161,8 @@ def check_sampled_lengths(verdict: Verdict, reference: Sampled, backend: Sampled
 
 
 def smallest_p(expected: Sampled, actual: Sampled) -> tuple[float, int]:
-    """Of the chi-square tests for each prompt and position, and the number of these tests; NaN and 0 where no token is frequent enough for one."""
+    """The smallest p of the chi-square tests for each prompt and position, and the number of these tests; NaN and 0 where no token is frequent enough for
+    one."""
     drawn = [
         [[answers[prompt][position] for answers in sampled.answers] for sampled in (expected, actual)]
         for prompt in range(len(actual.answers[0]))

@@ -29,7 +29,7 @@ GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]  # that 
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
 BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-scm>=8"]  # as in pyproject.toml
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
-ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by somebody else
+ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by others
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
 

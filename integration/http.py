@@ -37,7 +37,7 @@ def counter(base_url: str, name: str) -> int:
 
 
 def read_and_leave(url: str, body: dict[str, Any], num_lines: int, timeout_s: float = 600) -> int:
-    """POST `body`, which asks for a stream, and hang up after so many lines of it. Returns how many came. Raises RuntimeError."""
+    """POST `body`, which asks for a stream, and hang up after this many lines of it. Returns how many came. Raises RuntimeError."""
     came = 0
     try:
         with CLIENT.stream("POST", url, json=body, timeout=timeout_s) as answer:

@@ -60,7 +60,7 @@ def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
     """How much the largest sample of the last quarter is above that of the first one, the warm-up left out.
 
     Raises:
-        ValueError: there are fewer than 4 samples behind it.
+        ValueError: there are fewer than 4 samples after it.
     """
     kept = [value for at, value in samples if at >= warm_up_s]
     quarter = len(kept) // 4

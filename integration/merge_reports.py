@@ -2,7 +2,7 @@
 
     python -m integration.merge_reports RESULTS FIRST/report.json SECOND/report.json ...
 
-Runs of different engines, models, machines or software do not belong into one table and are refused. RESULTS gets the same files as a run.
+Runs of different engines, models, machines or software do not belong in one table and are refused. RESULTS gets the same files as a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def merge(folder: Path, reports: list[Path]) -> list[Row]:
     read: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
     for path, report in zip(reports, read, strict=True):
         if not isinstance(report, dict) or not {"title", "settings", "rows"} <= report.keys():
-            raise ValueError(f"{path} is no report.json that `python -m integration.serve_benchmark` wrote")
+            raise ValueError(f"{path} is not a report.json that `python -m integration.serve_benchmark` wrote")
     first = read[0]["settings"]
     for path, report in zip(reports, read, strict=True):
         for name in COMMON:

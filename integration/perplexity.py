@@ -27,13 +27,13 @@ from integration.server import free_port, running_server
 from integration.sharegpt import conversation_texts, sharegpt_file
 
 CONCURRENCY = 4
-ROOM = 32  # tokens of a context behind the text: one is generated, and SGLang keeps some for itself
+ROOM = 32  # tokens of a context after the text: one is generated, and SGLang keeps some for itself
 
 
 def cut_texts(texts: Iterable[list[int]], num_tokens: int, longest: int) -> list[list[int]]:
     """The beginnings of texts (token ids), of at most `longest` tokens, in which `num_tokens` tokens are scored: all but the first of each.
 
-    Raises ValueError when there are not so many.
+    Raises ValueError when there are not that many.
     """
     cut: list[list[int]] = []
     left = num_tokens

@@ -1,4 +1,4 @@
-"""A picture of a benchmark: time to first token, time between tokens and throughput of each backend, one line of panels a load."""
+"""A picture of a benchmark: time to first token, time between tokens and throughput of each backend, one row of panels for each load."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def process_environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 def start(command: list[str], log: Path, environment: dict[str, str], own_session: bool = False) -> psutil.Popen:
-    """Start a process whose output goes to `log`, behind the command. It runs in the log's folder, so that a source tree in ours does not hide installed
+    """Start a process whose output goes to `log`, after the command. It runs in the log's folder, so that a source tree in ours does not hide installed
     packages. With a session of its own it can be signaled with all its workers, and Ctrl-C does not reach it."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
@@ -61,7 +61,7 @@ def start(command: list[str], log: Path, environment: dict[str, str], own_sessio
 
 @contextlib.contextmanager
 def _heard_interrupts() -> Iterator[None]:
-    """What a shell starts in the background ignores INT, and so would its children: stop_group() would wait for them in vain."""
+    """A process that a shell starts in the background ignores INT, and so would its children: stop_group() would wait for them in vain."""
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
     if is_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -113,7 +113,7 @@ class SideBySide:
         print(f"{self.run.engine.name} with {backend}: done {self._seconds():.0f} s after the start", flush=True)
 
     def _start_client(self) -> None:
-        """Of the next turn that has none yet; it prepares its requests and waits."""
+        """Starts the client of the next turn that has none yet; it prepares its requests and waits."""
         turn = next(self._without_client, None)
         if turn is None:
             return

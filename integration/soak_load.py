@@ -1,4 +1,4 @@
-"""The load of a soak: requests of several kinds behind prefixes that change, many at a time, some of which nobody waits for; and what each answer must be."""
+"""The load of a soak: requests of several kinds, with prefixes that change, many at a time, some of whose clients hang up; and what each answer must be."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Requests:
         return Request(number, kind, prompt, max_tokens, draw.getrandbits(31), draw.randint(1, 12))
 
     def _tokens(self, name: str, shortest: int, longest: int) -> list[int]:
-        """The same ones for the same name."""
+        """Random tokens, the same for the same name."""
         with self._lock:
             self._texts.random.seed(name)
             text = self._texts.text(self._texts.random.randint(shortest, longest))
@@ -110,7 +110,7 @@ def check_json(text: str) -> None:
     try:
         person = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"its answer is no JSON ({error}): {text!r}") from None
+        raise ValueError(f"its answer is not JSON ({error}): {text!r}") from None
     fits = isinstance(person, dict) and sorted(person) == ["age", "likes", "name"]
     fits = fits and isinstance(person["name"], str) and len(person["name"]) <= 12 and isinstance(person["age"], int) and 0 <= person["age"] <= 120
     if not (fits and isinstance(person["likes"], list) and len(person["likes"]) <= 3 and set(person["likes"]) <= {"tea", "coffee", "milk"}):

@@ -25,7 +25,7 @@ def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
 
 
 def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling | None) -> None:
-    """Of each load one request alone, then the others at once: what they share is computed first and read from the cache afterwards.
+    """Sends one request of each load alone, then the others at once: what they share is computed first and read from the cache afterwards.
 
     Raises RuntimeError when the server does not answer.
     """
@@ -42,7 +42,7 @@ def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling |
 
 
 def wait_for_turn(folder: Path | None) -> None:
-    """For engines that share a device: leaves `ready` in the folder, if there is one, and waits until somebody leaves `go`."""
+    """For engines that share a device: leaves `ready` in the folder, if there is one, and waits until `go` appears there."""
     if folder is not None:
         (folder / "ready").touch()
         while not (folder / "go").exists():

@@ -1,4 +1,4 @@
-"""The requests of a benchmark: ShareGPT conversations, prompts of prescribed lengths, or prompts behind one shared prefix.
+"""The requests of a benchmark: ShareGPT conversations, prompts of prescribed lengths, or prompts that share one prefix.
 
 A data set is named on the command line as
 
@@ -7,7 +7,7 @@ A data set is named on the command line as
     prefix:PREFIX+SUFFIX    every prompt is the same PREFIX tokens, then SUFFIX tokens of its own
     lengths:FILE.csv        prompt and output lengths from the first two numeric columns of a file with a header
 
-Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times, the copies one right behind another. That is what both engines make
+Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times, the copies one right after another. That is what both engines make
 of `n` themselves: vLLM 0.26.0 turns such a request into n requests with the same prompt (v1/engine/parallel_sampling.py), SGLang 0.5.17 too, after a first one
 that only fills the cache (managers/tokenizer_manager.py), and the n share the prompt's pages through prefix caching, which is on in both. `n` itself cannot be
 measured with their clients: the answers come interleaved in one stream, and neither client looks at whose token a piece is. vLLM's would report the gaps

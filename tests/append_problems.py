@@ -105,7 +105,8 @@ class Problem:
 
 
 def empty_cache(form: str, layout: str, pages: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[KVCache, Tensor]:
-    """A cache of NaN, and the tensor (or the two, as one) behind it, which has one page more: slots beyond the cache must not be written there either."""
+    """A cache of NaN, and the tensor (or the two, as one) that it is a part of, which has one page more: slots beyond the cache must not be written there
+    either."""
 
     def full(*shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
@@ -131,7 +132,7 @@ def random_problem(seed: int, dtype: torch.dtype, device: torch.device) -> Probl
     q_heads, tokens = int(rng.choice([3, 6, 12, 32])), int(rng.integers(0, 30))
     pages, page_size, max_position = 20, int(rng.choice([1, 3, 16])), 300
     kv, storage = empty_cache(["pair", "packed", "tensor", "slots"][seed % 4], ["NHD", "HND"][seed % 2], pages, page_size, head_dim, dtype, device)
-    # One projection's output, sometimes at an odd place; there may be padding behind.
+    # One projection's output, sometimes at an odd place; there may be padding after it.
     offset = int(rng.integers(0, 2)) * int(rng.integers(0, 3))
     qkv = torch.randn(tokens + 2, offset + (q_heads + 2 * HEADS) * head_dim, device=device).to(dtype)[:, offset:].unflatten(1, (-1, head_dim))
     slots = torch.from_numpy(rng.permutation(pages * page_size)[:tokens]).to(torch.int64 if seed % 2 else torch.int32)

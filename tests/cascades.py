@@ -14,7 +14,7 @@ from attn_backend import Attention, Variant
 
 
 class Cascade:
-    """Requests behind shared prefixes. `lens`: of each level, the tokens of its groups; `parents`: of each level but the first, the group above each group;
+    """Requests with shared prefixes. `lens`: of each level, the tokens of its groups; `parents`: of each level but the first, the group above each group;
     `qo_lens`: rows of the groups of the last level, which have at least as many tokens."""
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Tensors of a case. Unused slots of the cache, padding rows of q and what surrounds every tensor are NaN; unused entries of page tables are no valid pages."""
+"""Tensors of a case. Unused slots of the cache, padding rows of q and what surrounds every tensor are NaN; unused entries of page tables are not valid
+pages."""
 
 from __future__ import annotations
 

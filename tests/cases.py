@@ -39,7 +39,7 @@ class Spec:
     sm_scale: float | None = None
     num_ctas: int | None = None
     sharing: float = 0.0  # probability that a request begins with the pages of an earlier one
-    run_pages: int = 1  # so many pages follow one another, then others
+    run_pages: int = 1  # this many pages follow one another, then others
     padding_rows: int = 0  # rows of q and out beyond those of the batch
     strided: bool = False  # q, out, K and V are slices of larger tensors, in any order of dimensions
     aligned: bool = False  # their rows start at multiples of 16 bytes: always so on a GPU

@@ -22,7 +22,7 @@ def compile_object(target: Path, source: Path, options: Sequence[str], includes:
     Args:
         options: of g++.
         includes: folders in which headers are looked for, in this order.
-        header: text of a kernels.h, found behind all others.
+        header: text of a kernels.h, found after all others.
 
     Raises:
         subprocess.CalledProcessError: g++ fails; it has said why.
@@ -74,7 +74,7 @@ def _is_current(entry: Path) -> bool:
 
 @cache
 def _digests() -> dict[str, str]:
-    """Of the files that may be included, by their names; of these names by "", since a new file may be found before another one."""
+    """Digests of the files that may be included, by their names; by "" that of these names, since a new file may be found before another one."""
     folders = (ROOT / "csrc", ROOT / "tests" / "csrc")
     files = {_name(path): path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in (".h", ".cuh", ".cpp", ".cu")}
     return {"": _sha256(json.dumps(list(files)).encode())} | {name: _sha256(path.read_bytes()) for name, path in files.items()}
@@ -85,7 +85,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _name(path: Path) -> str:
-    """The same one in every checkout."""
+    """The name of a file, the same in every checkout."""
     path = path.resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 

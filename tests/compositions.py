@@ -125,8 +125,8 @@ def check_states(shape: Shape, rows: list[int], out: Tensor, lse: Tensor, o_ref:
     tolerance = cases.TOLERANCE[shape.dtype]
     absent = torch.ones(len(out), dtype=torch.bool, device=out.device)
     absent[rows] = False
-    assert out[absent].isnan().all(), f"rows that nobody has were written\n{shape}"
-    assert lse[absent].isnan().all(), f"lse of rows that nobody has was written\n{shape}"
+    assert out[absent].isnan().all(), f"unused rows were written\n{shape}"
+    assert lse[absent].isnan().all(), f"lse of unused rows was written\n{shape}"
     error = out[rows].double() - o_ref
     assert not error.isnan().any(), f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN\n{shape}"
     assert error.norm() <= tolerance * o_ref.norm(), f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e} > {tolerance}\n{shape}"

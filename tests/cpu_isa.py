@@ -22,7 +22,7 @@ int main() { return static_cast<int>(attn::cpu::current_isa()); }
 
 
 def environment(isa: str) -> dict[str, str]:
-    """Of a process that uses `isa`; skips the test where that is not to be had, or cannot be known."""
+    """The environment of a process that uses `isa`; skips the test where this CPU has no `isa`, or that cannot be known."""
     if COMPILER is None:
         pytest.skip("needs g++, to ask for the instruction sets of this CPU")
     if ISAS.index(isa) > ISAS.index(used(ISAS[-1])):

@@ -34,7 +34,7 @@ CACHES = {
 
 
 class KvScale(ctypes.Structure):
-    """Of csrc/cache/kv_scales.h."""
+    """The struct of this name in csrc/cache/kv_scales.h."""
 
     _fields_ = (("data", ctypes.c_void_p), ("value", ctypes.c_float), *((name, ctypes.c_int32) for name in ("head_stride", "request_stride", "num_requests")))
 
@@ -48,13 +48,13 @@ class KvScale(ctypes.Structure):
 
 
 class AttentionScales(ctypes.Structure):
-    """Of csrc/cache/kv_scales.h."""
+    """The struct of this name in csrc/cache/kv_scales.h."""
 
     _fields_ = (("k", KvScale), ("v", KvScale), ("q", KvScale), ("element", ctypes.c_int32), ("q_element", ctypes.c_int32))
 
 
 class KvScales(ctypes.Structure):
-    """Of csrc/cache/kv_scales.h."""
+    """The struct of this name in csrc/cache/kv_scales.h."""
 
     _fields_ = (("k", KvScale), ("v", KvScale), ("element", ctypes.c_int32), ("padding", ctypes.c_int32 * 3))
 

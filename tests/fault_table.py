@@ -257,7 +257,7 @@ FAULTS = (
         SGLANG,
     ),
     Fault(
-        "SGLang: decompressed keys planned behind a prefix, too",
+        "SGLang: decompressed keys planned after a prefix, too",
         "attn_backend/adapters/sglang/backend.py",
         "if plan.key.of_this_step and batch.has_prefixes:",
         "if False:",
@@ -285,7 +285,7 @@ FAULTS = (
         ("tests/csrc/test_latent_kernels.py", "-k", "parts_of_q and hopper"),
     ),
     Fault(
-        "MLA: the generic kernel reads the rotated part of Q behind the latent",
+        "MLA: the generic kernel reads the rotated part of Q after the latent",
         "csrc/attention/sm80/attention.cuh",
         "            q = params.q_rope;\n            column -= Traits::Shape::kV;\n",
         "",

@@ -20,7 +20,7 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
-# Where Q, K, V and probabilities are multiplied in e4m3: these have three bits behind the first, and sums of products 14 in all.
+# Where Q, K, V and probabilities are multiplied in e4m3: these have three bits after the first, and sums of products 14 in all.
 MULTIPLIED_TOLERANCE = 3.5e-2
 MULTIPLIED_LSE_TOLERANCE = 5e-3
 

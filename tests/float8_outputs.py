@@ -21,7 +21,7 @@ def out_of_8_bits(case: case_tensors.Case) -> Tensor:
 
 
 def quantised(out: Tensor, out_scale: Tensor | float) -> Tensor:
-    """What a kernel behind the attention kernel would make of its output."""
+    """What a kernel that follows the attention kernel would make of its output."""
     return (out.float() / out_scale).clamp(-LARGEST, LARGEST).to(DTYPE)
 
 
@@ -46,6 +46,6 @@ def check_like_unfused(out: Tensor, plain: Tensor, out_scale: Tensor | float, wh
 
 
 def scale_for(exact: Tensor, share: float) -> float:
-    """With which this share of the outputs is at the limit."""
+    """The scale with which this share of the outputs is at the limit."""
     sample = exact.abs().flatten()[:: max(exact.numel() // 10**5, 1)]
     return max(float(torch.quantile(sample, 1 - share)) / LARGEST, 1e-6) if sample.numel() else 1.0

@@ -31,7 +31,7 @@ class Batch:
     causal: bool = True
     window_left: int = -1
     copies: tuple[tuple[int, int, int], ...] = ()  # copy-on-write: a page, one that begins with the same tokens, how many of them
-    is_tree: bool = True  # False: two requests may have a page in common behind one that they have not
+    is_tree: bool = True  # False: two requests may have a page in common after one that differs
 
     @property
     def rows(self) -> int:
@@ -62,7 +62,7 @@ class Problem:
     shape: Shape
     batch: Batch
     memory: Memory
-    q: Tensor  # [rows + padding, num_qo_heads, head_dim], NaN behind the batch's rows
+    q: Tensor  # [rows + padding, num_qo_heads, head_dim], NaN after the batch's rows
     out: Tensor  # like q, NaN
     lse: Tensor  # float32 [rows + padding, num_qo_heads], NaN
 
@@ -101,7 +101,7 @@ class Problem:
         )
 
     def check(self, expected: tuple[Tensor, Tensor] | None = None) -> None:
-        """Compares `out` and `lse` with the oracle; rows behind the batch must still be NaN."""
+        """Compares `out` and `lse` with the oracle; rows after the batch must still be NaN."""
         check_states(self.shape, list(range(self.batch.rows)), self.out, self.lse, *(self.expected() if expected is None else expected))
 
 

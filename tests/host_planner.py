@@ -81,7 +81,7 @@ def plan_and_lists_rows(
 
 
 def random_mask(rng: numpy.random.Generator, attention: Attention) -> tuple[Tensor, int]:
-    """Row ranges that narrow nothing, with random lists of KV tiles behind them (KvTileList in csrc/planner/schedule.h), and the number of lists."""
+    """Row ranges that narrow nothing, with random lists of KV tiles after them (KvTileList in csrc/planner/schedule.h), and the number of lists."""
     num_lists = attention.max_batch + attention.max_rows
     ranges = torch.tensor([0, 2**31 - 1, 0, 0], dtype=torch.int32).repeat(attention.max_rows, 1)
     lists = torch.zeros(num_lists, 1024, dtype=torch.int32)
@@ -94,7 +94,7 @@ def random_mask(rng: numpy.random.Generator, attention: Attention) -> tuple[Tens
 
 
 def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
-    """Of a schedule."""
+    """Bytes of the workspace of a schedule."""
     return int(_config_and_layout(library, attention)[1]["bytes"])
 
 

@@ -62,7 +62,7 @@ def parts_of_q(q: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Batch:
-    """Requests over latents of one format. Slots that none uses, and what lies behind the pages, are NaN."""
+    """Requests over latents of one format. Slots that none uses, and what lies beyond the pages, are NaN."""
 
     q: Tensor  # [rows, heads, 576]
     kv: KVCache
@@ -113,7 +113,7 @@ def _sees_tree(tree: Tensor, kv_len: int) -> oracle.Variant:
 
 
 def make_tree_batch(form: str, nodes: list[int], kv_lens: list[int], **options: object) -> Batch:
-    """As make_batch; the queries of each request are a tree, each behind a node that was drawn before."""
+    """As make_batch; the queries of each request are a tree, each below a node that was drawn before."""
     batch = make_batch(form, nodes, kv_lens, causal=False, **options)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(len(nodes))
     batch.trees = []

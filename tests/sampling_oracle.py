@@ -95,7 +95,7 @@ def race_values(logits: torch.Tensor, seed: int, position: int, temperature: flo
     counter, key = [position & mask, position >> 32 & mask], [seed & mask, seed >> 32 & mask]
 
     def bits(token: int) -> int:
-        block = token // 512 * 64 + token // 4 % 32 * 2 + token // 256 % 2  # of eight tokens: four in a row, and four 128 behind them
+        block = token // 512 * 64 + token // 4 % 32 * 2 + token // 256 % 2  # of eight tokens: four in a row, and four 128 after them
         first = philox4x32([*counter, block, 0], key)[token // 2 % 2 + token // 128 % 2 * 2] >> 16 * (token % 2) & 0xFFFF
         return first << 32 | philox4x32([*counter, token, 2], key)[0]
 

@@ -21,7 +21,7 @@ class Case:
     kv_lens: Tensor | None
 
     def expected(self) -> list[list[int]]:
-        """The slots of each row, without -1 behind them."""
+        """The slots of each row, without the -1 that follow them."""
         found = []
         for row, tokens in enumerate(self.indices.tolist()):
             seen = 2**31 if self.kv_lens is None else int(self.kv_lens[row])
@@ -45,7 +45,7 @@ class Case:
 
 
 def random_case(seed: int, device: torch.device, most_topk: int = 3000) -> Case:
-    """Entries that are none in the middle, duplicates, empty rows; pages that are missing, requests that there are not, rows further apart than wide."""
+    """Entries that are none in the middle, duplicates, empty rows; pages that are missing, requests that do not exist, rows further apart than wide."""
     rng = numpy.random.default_rng([seed, 61])
     rows, batch, columns = (int(rng.integers(1, most)) for most in (9, 5, 30))
     topk = int(rng.choice([1, 7, 33, 512, 2047, 2048, 2049, most_topk]))

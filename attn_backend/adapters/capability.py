@@ -17,7 +17,7 @@ def untried(capability: tuple[int, int]) -> str | None:
 
 
 def warn_if_untried(device: torch.device, logger: logging.Logger) -> None:
-    """Called when an engine starts; a process says it once."""
+    """Called when an engine starts; each process warns once."""
     message = untried(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
     if message is not None:
         _warn_once(message, logger)

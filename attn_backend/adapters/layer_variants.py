@@ -44,7 +44,7 @@ def variant_of(key: PlanKey) -> Variant | None:
     if key.window_right >= 0:
         parts.append(_window_right(key.window_right))
     if key.has_spans:
-        # A window of the layer that does not cut spans (Gemma 3) is this mask's, and no view's.
+        # A window that does not cut spans (Gemma 3) belongs to this mask, not to a view.
         params = {"span_begin": torch.int32, "span_end": torch.int32, "window": int}
         parts.append(Variant.from_source(_SPANS, params=params, name="spans"))
     if key.has_items:

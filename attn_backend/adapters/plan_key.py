@@ -12,7 +12,7 @@ class PlanKey(NamedTuple):
 
     Attributes:
         window_left: tokens to the left of the query that stay visible; -1: all.
-        causal: whether a query sees no token behind its own.
+        causal: whether a query sees no token after its own.
         in_window_pool: whether K and V lie in the sliding-window half of SGLang's hybrid pool, which numbers its slots differently.
         of_this_step: whether K and V are those of the step's own tokens, in no cache (vLLM's encoders, decompressed keys of MLA in SGLang).
         of_encoder: whether K and V are those of the request's encoder (SGLang's cross attention).
@@ -22,12 +22,12 @@ class PlanKey(NamedTuple):
         cuts_spans: whether the window also cuts what a token of a span sees of it (Gemma 4).
         has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item scoring).
         has_alibi: whether logits get ALiBi's slopes.
-        temperature_len: position behind which logits grow with the query's (Grok 2); 0: they never do.
+        temperature_len: position after which logits grow with the query's position (Grok 2); 0: they never do.
         has_tree: whether the new tokens are a tree, not a chain (speculative drafts in SGLang).
         has_sinks: whether the softmax has a sink for each head.
         logits_soft_cap: 0: there is none.
         head_dim_v: columns of a head of V; None: head_dim.
-        kv_dtype: of a cache whose elements are not those of the output; None: they are.
+        kv_dtype: of a cache whose elements differ from those of the output; None: they do not.
         float8_q: whether Q has kv_dtype, too.
         float8_out: whether some layers' outputs may be float8_e4m3fn, with a scale.
     """
@@ -57,6 +57,6 @@ class PlanKey(NamedTuple):
 
     @property
     def needs_variant(self) -> bool:
-        """Whether plain attention cannot serve these layers: soft cap, window to the left and sinks it has."""
+        """Whether plain attention cannot serve these layers. It has a soft cap, a window to the left and sinks."""
         masks = self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_tree
         return masks or self.has_alibi or self.temperature_len > 0

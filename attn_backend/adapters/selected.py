@@ -15,8 +15,8 @@ from attn_backend.metadata.kv_cache import KVCache
 
 
 class SelectedAttention:
-    """A plan for the rows of a step, and room for the slots that they attend to. The layers take turns: each run writes its own slots. Entries that are none,
-    and tokens that a row does not see, are left out, wherever they stand.
+    """A plan for the rows of a step, and room for the slots that they attend to. The layers take turns: each run writes its own slots. Negative entries, and
+    tokens that a row does not see, are left out, wherever they stand.
 
     Every tensor that runs read stays where it is, so captured graphs serve later steps. A step of more rows than fit is cut: its parts are planned in each
     layer, when they run, which no graph may capture.
@@ -121,7 +121,7 @@ def count_visible(num_rows: int, requests: Tensor, qo_indptr: Tensor, kv_lens: T
     """How many tokens each row sees under a causal mask. Reads nothing on the host.
 
     Args:
-        num_rows: of the step, padding behind the last request included, which gets 0.
+        num_rows: of the step, padding after the last request included, which gets 0.
         requests: int32 [num_rows], the request of each row.
         qo_indptr: int32 [batch + 1].
         kv_lens: int32 or int64 [batch], tokens of each request, the step's included.

@@ -21,7 +21,7 @@ from ..settings import refusal
 
 TRACE_BLOCK = 512  # tokens that one hash id of a trace stands for
 _MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # of a batch
-_MAX_PREFIXES = 64  # of --shared-prefix, one behind another
+_MAX_PREFIXES = 64  # of --shared-prefix, one after another
 _MAX_HASH_IDS = 1 << 24  # of a trace
 _MAX_TEXT = 1 << 28  # characters of a batch, or of a line of a trace
 _MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
@@ -167,7 +167,7 @@ class TraceRequest:
     Attributes:
         arrival: seconds.
         input_length, output_length: tokens.
-        hash_ids: one for every TRACE_BLOCK tokens of the input, the last ones may be fewer; equal ids stand for equal tokens behind equal prefixes.
+        hash_ids: one for every TRACE_BLOCK tokens of the input, the last ones may be fewer; equal ids stand for equal tokens after equal prefixes.
     """
 
     arrival: float

@@ -198,7 +198,7 @@ def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
             difference = float((launch().float().view_as(out) - out).abs().max())
         except ImportError:
             continue
-        except Exception as error:  # a peer may raise anything, and stops nothing
+        except Exception as error:  # a peer may raise anything; the others are still measured
             print(f"{case.name}: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         if not difference < 0.05:

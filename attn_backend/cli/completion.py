@@ -7,7 +7,7 @@ import shlex
 
 _EPILOG = """examples:
   eval "$(attn-backend completion bash)"                                                     # in ~/.bashrc
-  eval "$(attn-backend completion zsh)"                                                      # in ~/.zshrc, behind compinit
+  eval "$(attn-backend completion zsh)"                                                      # in ~/.zshrc, after compinit
   attn-backend completion fish > ~/.config/fish/completions/attn-backend.fish
 """
 SHELLS = ("bash", "zsh", "fish")

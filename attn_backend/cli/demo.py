@@ -25,7 +25,7 @@ _EPILOG = """examples:
   attn-backend demo --requests 8 --output-len 32 --svg demo.svg
 
 Each server is started, asked, measured and stopped, one after another. The load is some requests at a time with one beginning, which the engine's prefix
-caching shares. The model is downloaded by the engine if it is no folder. For serious measurements see docs/benchmarks.md.
+caching shares. The engine downloads the model if it is not a folder. For serious measurements see docs/benchmarks.md.
 """
 
 QUESTION = "What is the capital of Japan?"

@@ -142,7 +142,7 @@ def _nvrtc() -> Finding:
 
 
 def _count(files: list[Path], fault: Callable[[Path], str]) -> tuple[int, list[str]]:
-    """Of the files that there are, how many are whole, and what is wrong with the others."""
+    """How many of the existing files are whole, and what is wrong with the others."""
     faults = [fault(path) for path in files if os.path.lexists(path)]
     return faults.count(""), [text for text in faults if text]
 

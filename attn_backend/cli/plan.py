@@ -32,12 +32,12 @@ a trace (.jsonl), in Mooncake's form: one object a line, in the order of arrival
   timestamp       ms
   input_length    tokens of the prompt
   output_length   tokens of the answer; a request is drawn in the middle of it
-  hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens behind equal tokens; [first, count] is a run of ids
+  hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens after equal tokens; [first, count] is a run of ids
 
 at most: 8192 requests; 2^24 pages; 2^27 rows of Q times query heads; 256 heads
 
 what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head (a row group's once), the cost of all and of
-  the busiest CTA (in the planner's units, which are no time), and the forest of shared prefixes: what each node saves and adds, and what
+  the busiest CTA (in the planner's units, which are not times), and the forest of shared prefixes: what each node saves and adds, and what
   became of it; a node lies below the one above it.
 """
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("file", nargs="?", type=Path, help="a batch (.json) or a trace (.jsonl)")
     source.add_argument("--decode", metavar="NxDIST:TOKENS", help="N decodes; tokens of KV: const; uniform: half of TOKENS to TOKENS; zipf: of that mean")
     source.add_argument("--prefill", metavar="NxDIST:TOKENS", help="N requests prefill their whole prompts, of such lengths")
-    source.add_argument("--shared-prefix", metavar="NxPREFIX+OWN", help="N decodes behind one prefix; AxBxP+Q+OWN: P tokens shared by all A*B, Q by every B")
+    source.add_argument("--shared-prefix", metavar="NxPREFIX+OWN", help="N decodes that share a prefix; AxBxP+Q+OWN: P tokens shared by all A*B, Q by every B")
     source.add_argument("--mixed", metavar="Nx[ROWS@]TOKENS+...", help="N requests of ROWS rows of Q (1) at TOKENS tokens of KV, and so on")
     parser.add_argument("--batch", type=int, help="requests taken from a trace (32)")
     parser.add_argument("--at", type=float, metavar="SECONDS", help="time of the trace from which they are taken (0)")

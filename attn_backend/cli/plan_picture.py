@@ -136,7 +136,7 @@ def _columns(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _draw_forest(axes: Axes, planned: Planned, slots: Slots) -> None:
-    """Each node over its requests' places and its pages; behind the nodes what each request has for itself."""
+    """Each node over its requests' places and its pages; after the nodes what each request has for itself."""
     order, forest = planned.order(), planned.schedule.forest
     place = {request: i for i, request in enumerate(order)}
     longest = max(map(planned.pages, order))

@@ -90,7 +90,7 @@ def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) 
 
 
 def _intervals(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor, pair_cost: torch.Tensor, kv_tile_cost: torch.Tensor) -> list[Part]:
-    # Positions behind the last row tile are those of CTAs without work: an entry of its own for them.
+    # Positions after the last row tile are those of CTAs without work: an entry of its own for them.
     zero = torch.zeros(1, dtype=torch.int64)
     tile_begins = torch.cat([schedule.cost_begin, (head_cost * num_kv_heads).sum(0, keepdim=True)])
     head_cost, pair_cost, kv_tile_cost = (torch.cat([cost, zero]) for cost in (head_cost, pair_cost, kv_tile_cost))

@@ -1,6 +1,6 @@
 """Modules of FlashInfer's that engines import from when they start, for products, mixtures of experts, communication: their names are there and refuse calls.
 
-A module or name that engines look for and can do without is not there, so that they do without it.
+A module or name that engines treat as optional is left out, so that they work without it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
 
 def dtype_of(name: str, value: DType) -> torch.dtype:
-    """torch.float16 of "float16", or of itself."""
+    """The torch dtype of a name such as "float16", or of a dtype."""
     if isinstance(value, torch.dtype):
         return value
     found = getattr(torch, value, None) if isinstance(value, str) else None
@@ -35,7 +35,7 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
 
 
 class ElementTypes(NamedTuple):
-    """Of a plan: dtype: what has 16 bits or more of Q, of K and V, and of the output. kv_dtype: of K and V where it is another one, else None."""
+    """The types of a plan. dtype: of those of Q, K and V, and the output that have 16 bits or more. kv_dtype: of K and V where it is another one, else None."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype | None = None

@@ -216,8 +216,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
             window_left: None, or that of the plan.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
-            q_scale, k_scale, v_scale: what numbers of float8 are multiplied by: a number, or float32 [1] or [heads]. Of float8 Q also three tensors behind K
-                and V.
+            q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32 [1] or [heads]. If Q is float8, they may also be
+                three tensors given after K and V.
             enable_pdl: not used.
 
         Returns:

@@ -169,7 +169,7 @@ def run_rows(
     return_lse: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """planned.run of the rows of q from first_row on, which is not 0. Those before are no request's: their output is 0."""
+    """planned.run of the rows of q from first_row on, which is not 0. Those before belong to no request: their output is 0."""
     out = planned.zeros(q) if out is None else out
     lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
     planned.run(q[first_row:], k, v, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)

@@ -101,5 +101,5 @@ xqa_batch_decode_with_kv_cache = missing("xqa_batch_decode_with_kv_cache")
 
 
 def _grouped_size_compiled_for_decode_kernels(num_qo_heads: int, num_kv_heads: int) -> bool:
-    """What engines choose use_tensor_cores by, which makes no difference here."""
+    """Engines choose use_tensor_cores by this, which makes no difference here."""
     return num_qo_heads // num_kv_heads in (1, 2, 4, 8)

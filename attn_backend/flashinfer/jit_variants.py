@@ -1,4 +1,4 @@
-"""FlashInfer's variants in C++ (jit_args) as variants of this package: their text is compiled as it is, behind declarations that lead to our hooks.
+"""FlashInfer's variants in C++ (jit_args) as variants of this package: their text is compiled as it is, after declarations that lead to our hooks.
 
 What FlashInfer promises such a struct: its constructor is given the parameters, the request and shared memory (or, on Hopper, the parameters and coordinates
 of a tile); `LogitsTransform` is given q . k, which nothing has scaled; under softmax the member sm_scale_log2 multiplies what it returns; `LogitsMask` says
@@ -145,7 +145,7 @@ def jit_variant(jit_args: Sequence[Any] | None) -> JitVariant | None:
     those of scalars, the struct's name and its text. None without, and for attention sinks.
 
     Raises:
-        ValueError: arguments that are no such list. NotImplementedError: a struct whose parts have no counterpart.
+        ValueError: arguments that are not such a list. NotImplementedError: a struct whose parts have no counterpart.
     """
     if jit_args is None or has_sinks(jit_args):
         return None

@@ -151,7 +151,7 @@ class LogitsPipe:
         input_type: what the first step is given; needed if that takes logits and probabilities.
 
     Raises:
-        ValueError: steps that do not follow on each other, or no input_type. NotImplementedError: rules of one's own.
+        ValueError: steps that do not follow on each other, or no input_type. NotImplementedError: custom rules.
     """
 
     def __init__(

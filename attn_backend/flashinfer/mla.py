@@ -284,7 +284,7 @@ def _joined(left: Tensor, right: Tensor) -> Tensor | None:
     try:
         step = step if page_size > 1 else width
         return left.as_strided((pages, page_size, 1, width), (page_step if pages > 1 else page_size * step, step, width, 1))
-    except RuntimeError:  # left's memory ends: another tensor's lies right behind it
+    except RuntimeError:  # left's memory ends: another tensor's lies right after it
         return None
 
 

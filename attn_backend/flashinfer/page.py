@@ -35,7 +35,7 @@ def get_batch_indices_positions(
     Args:
         append_indptr: int32 or int64 [batch_size + 1], prefix sum of the numbers of new tokens.
         seq_lens: [batch_size], tokens of each request, the new ones among them.
-        nnz: elements of what is returned; those behind the last new token are request -1, position 0.
+        nnz: elements of what is returned; those after the last new token are request -1, position 0.
         batch_indices, positions: int32 [nnz], written; made if None.
 
     Raises:

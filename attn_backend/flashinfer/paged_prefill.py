@@ -179,8 +179,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             window_left: None, or that of the plan.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
-            q_scale, k_scale, v_scale: what numbers of float8 are multiplied by: a number, or float32 [1] or [heads]. Of float8 Q also three tensors behind K
-                and V.
+            q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32 [1] or [heads]. If Q is float8, they may also be
+                three tensors given after K and V.
             enable_pdl, use_fp16_softmax: not used.
 
         Returns:

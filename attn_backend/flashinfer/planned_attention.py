@@ -236,7 +236,7 @@ class PlannedAttention:
             k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens, num_kv_heads, head_dim], with is_hnd
                 [num_kv_heads, tokens, head_dim]. With k_rope, which only direct runs take, k is the latents of MLA, and v is None.
             scales: of Q, K and logits.
-            q_rope, k_rope: the last columns of MLA's Q and K; those of K right behind the others.
+            q_rope, k_rope: the last columns of MLA's Q and K; those of K right after the others.
             kv_scale: of latents.
             args: of a variant of the caller's.
 
@@ -303,7 +303,7 @@ class PlannedAttention:
                 )  # fmt: skip
                 if lse is not None and lse_to_base_2:
                     lse.mul_(LOG2_E)
-        except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:  # looked into only here: a layer's call has no time for it
+        except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:  # examined only on failure: each layer's call would pay for it
             if attention._variant is not None and attention._variant.loads_missing_kernel(attention._handle, error):
                 return self.run(
                     q, k, v, scales, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope, kv_scale=kv_scale, out=made, lse=lse, return_lse=return_lse,
@@ -340,7 +340,7 @@ class PlannedAttention:
 
 
 def _needs_check(tensor: Tensor) -> bool:
-    """Whether its handle would not tell the library all of it: that a sign is still to be changed, or a gradient is wanted."""
+    """Whether the handle of a tensor hides something from the library: a pending change of sign, or that a gradient is required."""
     return tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())
 
 

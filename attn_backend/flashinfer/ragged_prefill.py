@@ -148,8 +148,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             k, v: in kv_layout NHD [kv_indptr[-1], num_kv_heads, head_dim], HND [num_kv_heads, kv_indptr[-1], head_dim].
             args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
-            q_scale, k_scale, v_scale: what numbers of float8 are multiplied by: a number, or float32 [1] or [heads]. Of float8 Q also three tensors behind K
-                and V.
+            q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32 [1] or [heads]. If Q is float8, they may also be
+                three tensors given after K and V.
             enable_pdl: not used.
 
         Returns:

@@ -235,7 +235,7 @@ def chain_speculative_sampling(
         maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int32 [batch]: what is counted is added to them.
 
     Returns:
-        int32 [batch, drafts + 1], -1 behind the last token; and twice int32 [batch], the drafts that were accepted. (FlashInfer's first count goes on behind a
+        int32 [batch, drafts + 1], -1 after the last token; and twice int32 [batch], the drafts that were accepted. (FlashInfer's first count goes on after a
         token that was refused; ours does not.)
 
     Raises:

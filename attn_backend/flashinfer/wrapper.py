@@ -97,7 +97,7 @@ class Wrapper:
         return {"maybe_alibi_slopes": alibi_slopes_on(self._heads.num_qo_heads, self.device)}
 
     def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> tuple[Tensor | None, Args | None]:
-        """What a run is given behind q, K and V, as jit_args want it: (sinks, sm_scale), or the variant's arguments. Returns the sinks and the latter."""
+        """Reads what a run is given after q, K and V, in the order of jit_args: (sinks, sm_scale), or the variant's arguments. Returns sinks and arguments."""
         if self._jit is not None:
             return sinks, self._jit.args(args, self._tensors_of_plan(), self._heads.num_qo_heads // self._heads.num_kv_heads)
         if not args:
@@ -137,7 +137,7 @@ class Wrapper:
     def _take_scales(
         self, args: tuple[Any, ...], q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None
     ) -> tuple[tuple[Any, ...], Scale | None, Scale | None, Scale | None]:
-        """Takes the scales of Q, K and V out of what a run is given behind q, K and V, where 8-bit queries may bring them. Returns the rest and the scales."""
+        """Takes the scales of Q, K and V out of what a run is given after q, K and V, where 8-bit queries may bring them. Returns the rest and the scales."""
         if len(args) != _NUM_SCALES or not self._heads.float8_q or self._jit is not None:
             return args, q_scale, k_scale, v_scale
         return (), one_of(scale_q=args[0], q_scale=q_scale), one_of(scale_k=args[1], k_scale=k_scale), one_of(scale_v=args[2], v_scale=v_scale)

@@ -59,7 +59,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
             by_name("append_kv_rounded")(k=k, v=v, k_cache=k_cache, v_cache=kv.v, slots=slots, file=file, k_scale=kv.k_scale, v_scale=kv.v_scale)
             return
         _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)
-    except (AttributeError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
+    except (AttributeError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it
         check_types(KVCache, "a KVCache", kv=kv)
         explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
         raise

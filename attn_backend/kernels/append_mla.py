@@ -31,7 +31,7 @@ def _latent_kernel(device: torch.device) -> str:
 
 
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
-    """Writes token i to slot `slots[i]` of a cache of MLA (DeepSeek-V2, arXiv 2405.04434): its latent and, behind it, the part of the key that was rotated.
+    """Writes token i to slot `slots[i]` of a cache of MLA (DeepSeek-V2, arXiv 2405.04434): its latent, followed by the rotated part of the key.
 
     Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow. Into a cache of another dtype latent and rope are rounded,
     into a float8 cache divided by its scale before, as `append_kv` does. Into rows with scales of their own (uint8) go the latent, each 128 columns divided by
@@ -61,7 +61,7 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
         # The two parts are K and V of different widths, which lie side by side.
         parts = KVCache.unchecked(k[..., :width], k[..., width:], kv.k_scale, kv.k_scale)
         append_kv(latent.unsqueeze(1), rope.unsqueeze(1), parts, slots)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # looked into only here: a layer's call has no time for it
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # examined only on failure: each layer's call would pay for it
         _explain(latent, rope, kv, slots)
         raise
 

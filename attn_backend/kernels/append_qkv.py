@@ -26,11 +26,11 @@ class Rotary:
     Args:
         table: float32 [rotary_dim / 2]: the angle is position * table[i]. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a
             position's angles, then their sines; a position outside the table takes the nearest one. On the heads' device, last dimension contiguous.
-            rotary_dim: a multiple of 8 up to head_dim; the elements behind are left alone.
+            rotary_dim: a multiple of 8 up to head_dim; the elements after them are left alone.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and Llama.
 
     Raises:
-        ValueError: a table that is no such tensor.
+        ValueError: a table that is not such a tensor.
     """
 
     table: Tensor
@@ -103,7 +103,7 @@ def append_qkv(
             norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
             k_scale=kv.k_scale, v_scale=kv.v_scale,
         )  # fmt: skip
-    except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
+    except (AttributeError, OverflowError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it
         check_types(KVCache, "a KVCache", kv=kv)
         check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
         optional = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm}

@@ -201,7 +201,7 @@ class Attention:
                 so that nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is called here when ATTN_BACKEND_DEBUG=1.
             RuntimeError: another thread uses this object.
         """
-        level = -1  # that is looked at
+        level = -1  # the one being checked
         try:
             levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels, self.max_rows)
             has_variant = self._variant is not None or variant_args is not None
@@ -228,7 +228,7 @@ class Attention:
                 raise ValueError(describe_errors(errors))
         except BaseException as error:
             if isinstance(error, InUseError):
-                raise  # the plan is the other thread's
+                raise  # the plan belongs to the other thread
             self._library.abandon_plan(self._handle)
             if level >= 0 and isinstance(error, RuntimeError):
                 explain_failure(tensors_of(levels[level]))
@@ -314,7 +314,7 @@ class Attention:
             out = compiled.run(self._handle, q, kv, out, variant_args, options | {"q_rope": q_rope, "q_scale": q_scale, "out_scale": out_scale})
             return (out, lse) if return_lse else out  # type: ignore[return-value]
         try:
-            # The library's handles of tensors do not say that a sign is still to be changed, or that a gradient is wanted, which would not come.
+            # The library's handles of tensors show neither a pending change of sign nor that a gradient is required, which is not computed.
             if q.is_neg() or (is_grad_enabled() and q.requires_grad):
                 check_plain("q", q)
             if q_rope is not None and (q_rope.is_neg() or (is_grad_enabled() and q_rope.requires_grad)):
@@ -346,11 +346,11 @@ class Attention:
                     q_rope=q_rope, sinks=sinks, k_scale=kv.k_scale, v_scale=kv.v_scale, q_scale=checked_scale("q_scale", q_scale),
                     out_scale=checked_scale("out_scale", out_scale),
                 )  # fmt: skip
-        except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # looked into only here: a layer's call has no time for it
+        except (AttributeError, OverflowError, RuntimeError, TypeError) as error:  # examined only on failure: each layer's call would pay for it
             if self._variant is not None and self._variant.loads_missing_kernel(self._handle, error):
                 given: dict[str, Any] = {"out": out, "lse": lse, "return_lse": return_lse, "sm_scale": sm_scale, "after_append": after_append}
                 given |= {"q_rope": q_rope, "variant_args": variant_args, "sinks": sinks, "q_scale": q_scale, "out_scale": out_scale, "selected": selected}
-                return Attention.run(self, q, kv, **given)  # not a subclass's: it is in the middle of its own
+                return Attention.run(self, q, kv, **given)  # not the run of a subclass, which has not ended yet
             explain_failed_run(q, q_rope, kv, out, lse, sinks, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, selected)
             raise
         if errors:

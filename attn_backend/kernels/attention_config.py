@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The manifest's tables by dtypes: what stands in the names of cubins; KV: of caches whose elements differ from Q's.
 DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
 KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
-FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are no heads: states, logits
+FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are not heads: states, logits
 # The names of DataType (csrc/common/data_type.h).
 DTYPES = {torch.float32: "kFloat32"} | {dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()}
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}

@@ -33,7 +33,7 @@ class AttentionVariant:
     None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits. max_levels: of a composition.
 
     Raises:
-        ValueError: it is no variant, or one that has no softmax, with sinks, or whose transforms do not fit head_dim.
+        ValueError: it is not a variant; or it has no softmax, and sinks are given; or its transforms do not fit head_dim.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME, which has the loader write an address there. Here that address becomes
 the kernel's, and the kernel's size goes beside it. The source cannot do either: it does not know the size, and what nvcc takes for a kernel's address is an
-index of a table for calls (taking it also makes nvcc compile the kernel otherwise).
+index of a table for calls (taking it also makes nvcc compile the kernel differently).
 
-Kernels run without it, only slower. So it fails soft: a cubin that reads otherwise than expected stays as nvcc made it, and where the driver rejects a
+Kernels run without it, only slower. So it fails soft: a cubin that does not look as expected stays as nvcc made it, and where the driver rejects a
 completed one, or ATTN_BACKEND_PREFETCH_CODE is 0, plain copies take its place.
 """
 

@@ -35,7 +35,7 @@ def compiler() -> list[str] | None:
 def no_compiler() -> str:
     """Says that there is no compiler, and what to do."""
     wanted = os.environ.get("CXX")
-    return f"CXX is {wanted!r}, which is no program here: {_ADVICE}" if wanted else f"no C++ compiler was found: {_ADVICE}"
+    return f"CXX is {wanted!r}, which is not a program here: {_ADVICE}" if wanted else f"no C++ compiler was found: {_ADVICE}"
 
 
 def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
@@ -44,7 +44,7 @@ def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
 
 
 def source(isa: str, dtype: str, widens: bool = False) -> str:
-    """What stands behind the source of a variant. isa: of isa_of(). widens: over float8 caches."""
+    """The text that follows the source of a variant. isa: of isa_of(). widens: over float8 caches."""
     if isa == "amx":
         engine, headers = "attn::cpu::AmxEngine", ["attention/cpu/amx_engine.h"]
     else:

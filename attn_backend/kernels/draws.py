@@ -13,7 +13,7 @@ _rows: dict[torch.device, Tensor] = {}
 
 
 def row_numbers(batch: int, device: torch.device) -> Tensor:
-    """int64 [batch]: 0, 1, 2, ... Kept: calls of a step make nothing."""
+    """int64 [batch]: 0, 1, 2, ... Kept, so that the calls of a step allocate nothing."""
     known = _rows.get(device)
     if known is None or known.shape[0] < batch:
         known = _rows[device] = torch.arange(max(batch, 1024), dtype=torch.int64, device=device)

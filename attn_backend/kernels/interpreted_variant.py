@@ -29,7 +29,7 @@ _warned: list[str] = []
 
 
 def is_possible(variant: Variant) -> bool:
-    """Whether Python says all that the variant does: functions that were traced, and built-ins."""
+    """Whether Python functions say all that the variant does: those that were traced, and those of built-ins."""
     return variant.reference() is not None and not variant.has_output
 
 

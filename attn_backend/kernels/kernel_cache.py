@@ -22,7 +22,7 @@ from ..settings import Settings
 _MOST_BYTES = 256 << 20  # larger files are not read
 _ELF, _FATBIN, _PTX = b"\x7fELF", b"\x50\xed\x55\xba", b"//"
 _EM_CUDA, _SHT_NOBITS = 190, 8
-_ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # of their headers
+_ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # sizes of their headers
 _ADVICE = "set ATTN_BACKEND_CACHE to a folder of yours that you can write to and that has room"
 
 
@@ -39,7 +39,7 @@ def cache_dir() -> Path:
 
 
 def damage(cubin: bytes, for_gpu: bool = True) -> str:
-    """Why this is no whole cubin, fatbin or PTX of NVRTC, or no whole ELF file for a CPU; "" if it is one."""
+    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole ELF file for a CPU; "" if it is one."""
     if not cubin:
         return "is empty"
     if for_gpu and cubin.startswith(_FATBIN):
@@ -50,7 +50,7 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
     if for_gpu and cubin.startswith(_PTX):
         return "" if cubin.endswith(b"\0") else "is truncated"
     if not cubin.startswith(_ELF):
-        return "is neither a cubin nor a fatbin" if for_gpu else "is no ELF file"
+        return "is neither a cubin nor a fatbin" if for_gpu else "is not an ELF file"
     if len(cubin) < _ELF_BYTES:
         return "is truncated"
     (machine,), (segments, sections) = struct.unpack_from("<H", cubin, 18), struct.unpack_from("<QQ", cubin, 32)
@@ -122,7 +122,7 @@ def prepare(cubin: Path) -> None:
     with _explained(cubin.parent):
         cubin.parents[2].mkdir(parents=True, exist_ok=True)
         for folder in (cubin.parents[1], cubin.parent):
-            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable for everybody
+            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by everybody
         with tempfile.TemporaryFile(dir=cubin.parent):
             pass
 
@@ -169,7 +169,7 @@ def locked(cubin: Path, seconds: float, on_wait: Callable[[], None]) -> Iterator
         yield
     finally:
         with contextlib.suppress(OSError):
-            lock.unlink()  # whoever waits has opened it, and looks for the entry when it gets the lock
+            lock.unlink()  # a process that waits has opened it, and looks for the entry when it gets the lock
         os.close(handle)
 
 
@@ -208,7 +208,7 @@ def _foreign(cubin: Path) -> str:
         if info.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to another user ({info.st_uid})"
         if info.st_mode & stat.S_IWOTH and not stat.S_ISLNK(info.st_mode):
-            return f"{path} is writable for everybody"
+            return f"{path} is writable by everybody"
     return ""
 
 

@@ -93,7 +93,7 @@ class Design:
 
     Attributes:
         name: of the folder.
-        archs: of the GPUs that it is for.
+        archs: those of the GPUs that run it.
         cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
         max_transformed_head_dim: columns of V above which its kernels have no room for variants that transform Q, K or V.
     """
@@ -300,7 +300,7 @@ def _mixed_append(name: str) -> tuple[str, str] | None:
 
 
 def compile_options(name: str) -> str:
-    """Of `attn-backend compile`, for a kernel that is not built ahead of time."""
+    """The options of `attn-backend compile` for a kernel that is not built ahead of time."""
     append = _mixed_append(name)
     if append is not None:
         return f" --kv-dtype {kv_dtype_of(append[1])}"
@@ -311,7 +311,7 @@ def compile_options(name: str) -> str:
 
 
 def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> str:
-    """Of `attn-backend compile`."""
+    """The options of `attn-backend compile` for 8-bit caches, queries and outputs."""
     of_cache = "" if kv_element is None else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
     return f"{of_cache}{' --float8-out' if float8_out else ''}"
 
@@ -331,7 +331,7 @@ def source_of(name: str, arch: str) -> str | None:
 
 
 def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
-    """Those over e4m3 Q and K, of designs that multiply them as they are."""
+    """The kernels over e4m3 Q and K, of designs that multiply them without widening."""
     return [kernel for kernel in attention_kernels("bf16", dims, ("standard",), "e4m3", True, float8_out) if kernel.archs == (SM90,)]
 
 

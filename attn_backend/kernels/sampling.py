@@ -64,7 +64,7 @@ _TENSORS_OR_NONE = ("rows", "token_mask", "out", "workspace", "logprobs", "top_l
 
 
 def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: Any) -> None:
-    """Calls the library, which does not see all that a tensor is, and does not name every argument of a wrong type, nor an int that no int64 holds.
+    """Calls the library, and checks what it does not: some properties of tensors, the names of arguments of a wrong type, and ints beyond int64.
 
     arguments: by the library's names.
     """
@@ -105,7 +105,7 @@ def _by_callers_names(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
-    """The first size of a tensor. Refuses anything but a tensor of so many dimensions."""
+    """The first size of a tensor. Refuses anything but a tensor of `dims` dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() != dims:
         refuse(name, tensor, f"a dense tensor of {dims} dimensions")
     return tensor.shape[0]

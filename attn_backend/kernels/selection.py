@@ -22,14 +22,14 @@ class SelectedTokens:
     """What the rows of a run attend to, where a plan of `BSRView.selected` leaves it to the run.
 
     Args:
-        indices: int32 [rows of q, topk]: for each row of Q the tokens of its request that it attends to, in any order; a negative one is none, wherever it
-            stands. A token that is there twice counts twice.
-        block_table: int32 [batch, max_pages]: page j of request i is block_table[i, j]; a negative page is none. None: indices are slots.
+        indices: int32 [rows of q, topk]: for each row of Q the tokens of its request that it attends to, in any order; a negative entry means no token,
+            wherever it stands. A token that occurs twice counts twice.
+        block_table: int32 [batch, max_pages]: page j of request i is block_table[i, j]; a negative entry means no page. None: indices are slots.
         requests: int32 or int64 [rows], the request of each row; one outside of the table has no tokens. None, only where block_table is None or has a row of
             its own for each row of Q: row i.
         page_size: tokens of a page of block_table.
         page_stride: slots from one page to the next, at least page_size (`KVCache.page_stride`); None: page_size.
-        kv_lens: int32 or int64 [rows], how many tokens of its request each row sees: others are none. None: all that the table has.
+        kv_lens: int32 or int64 [rows], how many tokens of its request each row sees: later ones are ignored. None: all that the table has.
     """
 
     indices: Tensor
@@ -43,7 +43,7 @@ class SelectedTokens:
         """The arguments of the library's functions by name. The library checks what is not checked here.
 
         Raises:
-            ValueError: a tensor whose sign is still to be changed, which its handle does not tell the library; a page size or stride that is no such int.
+            ValueError: a tensor with a pending change of sign, which its handle does not show to the library; a page size or stride that is not such an int.
         """
         for name, tensor in self._tensors():
             if tensor.is_neg():
@@ -105,7 +105,7 @@ def selected_slots(
             check_plain("out", out)
         load(indices.device)
         by_name("selected_slots")(**given, out=out)
-    except (AttributeError, OverflowError, RuntimeError, TypeError):  # looked into only here: a layer's call has no time for it
+    except (AttributeError, OverflowError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it
         selected.explain_failure()
         explain_failure((("out", indices if out is None else out),))
         raise

@@ -46,7 +46,7 @@ def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
         num_pages: of the cache, or the rows of ragged K and V; None: they are not known.
 
     Raises:
-        ValueError: a page id below 0 or not below num_pages, or a kv_indptr of ragged K and V that ends behind their rows.
+        ValueError: a page id below 0 or not below num_pages, or a kv_indptr of ragged K and V that ends beyond their rows.
     """
     table, page_size = view.table, view.table.page_size
     if view.batch_size == 0:

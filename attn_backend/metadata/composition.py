@@ -139,7 +139,7 @@ class Composition:
             operators.
 
     Raises:
-        ValueError: no level or too many, something that is no BSRView, or levels whose page sizes do not divide one another or on different devices; names
+        ValueError: no level or too many, something that is not a BSRView, or levels whose page sizes do not divide one another or on different devices; names
             the level.
     """
 
@@ -158,7 +158,7 @@ class Composition:
 
         Args:
             qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all should end at the same number of rows (not
-                checked: rows behind a level's end do not see that level).
+                checked: rows after a level's end do not see that level).
             tables: for each level its pages.
             causal: of the last level.
             window_left: of all levels: a row at position p sees no token before p - window_left. In several levels it needs kv_offsets of each and positions,

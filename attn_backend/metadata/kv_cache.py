@@ -32,8 +32,8 @@ class KVCache:
     when a kernel runs: a captured CUDA graph sees what they hold then.
 
     Raises:
-        ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not contiguous, or scales that are no such numbers or
-            tensors, or of a cache that has none.
+        ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not contiguous, or scales that are not such numbers or
+            tensors, or that belong to a cache without scales.
     """
 
     k: Tensor

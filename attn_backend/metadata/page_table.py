@@ -76,7 +76,7 @@ class PageTable:
         """K and V are tensors [tokens, num_kv_heads, head_dim]; request i owns their rows kv_indptr[i]:kv_indptr[i+1].
 
         Args:
-            kv_indptr: int32 or int64 [batch + 1]. It must not end behind the rows of K and V, which only `run` knows. On a CPU `run` refuses that. On a GPU
+            kv_indptr: int32 or int64 [batch + 1]. It must not end beyond the rows of K and V, which only `run` knows. On a CPU `run` refuses that. On a GPU
                 the missing rows read as zeros or as the last row, and cost time.
         """
         indptr_tensor("kv_indptr", kv_indptr)

@@ -205,14 +205,14 @@ def document(document_ids: Tensor | None = None) -> Variant:
 
 
 def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Tensor | None = None) -> Variant:
-    """Several items behind one prompt, scored in one pass: FlashInfer's multi-item scoring.
+    """Several items after one prompt, scored in one pass: FlashInfer's multi-item scoring.
 
     k <= q, and beyond the prompt also (k < prefix_len[b] or q - k < token_pos_in_items[b, q - prefix_len[b]]): a token of an item sees the prompt and the
     tokens of its item up to itself, without the delimiter before the item; a delimiter sees the prompt. FlashInfer's max_item_len is not needed.
 
     Args:
         prefix_len: int32 [batch]: tokens of the prompt.
-        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token behind the prompt its position in its item, where the
+        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token after the prompt its position in its item, where the
             delimiter before an item is 0: 0 1 2 3 0 1 2 0 for items of 3 and 2 tokens.
     """
     lens, positions = prefix_len, token_pos_in_items

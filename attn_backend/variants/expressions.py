@@ -78,7 +78,7 @@ def constant(value: object) -> Node:
         # As a float32 holds it, so that folding computes what the kernel would.
         with np.errstate(over="ignore"):
             return node("constant", Kind.FLOAT, value=float(np.float32(value)))
-    raise ExpressionError(f"a {type(value).__name__} is no number")
+    raise ExpressionError(f"a {type(value).__name__} is not a number")
 
 
 def cast(a: Node, kind: Kind) -> Node:
@@ -94,7 +94,7 @@ def cast(a: Node, kind: Kind) -> Node:
     if kind == Kind.FLOAT:
         return constant(float(value))
     if not math.isfinite(value):
-        raise ExpressionError(f"{value} is no int32")
+        raise ExpressionError(f"{value} does not fit in an int32")
     return constant(int(value))
 
 
@@ -207,7 +207,7 @@ def bitwise(op: str, a: Node, b: Node) -> Node:
 
 def shift(op: str, a: Node, b: Node) -> Node:
     if a.kind != Kind.INT or b.kind != Kind.INT:
-        raise ExpressionError("a shift of what is no integer")
+        raise ExpressionError("a shift of something that is not an integer")
     return _fold(op, Kind.INT, SHIFTS[op], (a, b))
 
 
@@ -246,14 +246,14 @@ def function(op: str, a: Node) -> Node:
 
 def select(condition: Node, yes: Node, no: Node) -> Node:
     if condition.kind != Kind.BOOL:
-        raise ExpressionError("where() with a condition that is no boolean")
+        raise ExpressionError("where() with a condition that is not a boolean")
     yes, no = _same_kind(yes, no)
     if condition.is_constant:
         return yes if condition.value else no
     if yes == no:
         return yes
     if yes.kind == Kind.BOOL:
-        if no.is_constant:  # visibility is found behind & and |, not behind where
+        if no.is_constant:  # visibility is found through & and |, not through where
             return bitwise("and", condition, yes) if no.value is False else bitwise("or", logical_not(condition), yes)
         if yes.is_constant:
             return bitwise("or", condition, no) if yes.value is True else bitwise("and", logical_not(condition), no)
@@ -303,7 +303,7 @@ def is_never_negative(a: Node) -> bool:
 
 
 def nodes_of(*roots: Node) -> Iterator[Node]:
-    """Every node once, behind those that it is computed from."""
+    """Every node once, after those that it is computed from."""
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:

@@ -55,7 +55,7 @@ def llama3_frequencies(
 
 def rope(frequencies: Tensor, *, interleaved: bool = False) -> Variant:
     """Rotary embedding of Q and K, whose cache holds keys that were not rotated: columns i and i + R / 2 of a row at position p, as a point of the plane, turn
-    by p * frequencies[i] radians. R = 2 * len(frequencies) columns are rotated, those behind them stay. RoFormer (arXiv 2104.09864), Llama. Positions are
+    by p * frequencies[i] radians. R = 2 * len(frequencies) columns are rotated, those after them stay. RoFormer (arXiv 2104.09864), Llama. Positions are
     those of the request's tokens in its pages, below 2^24.
 
     Args:
@@ -128,7 +128,7 @@ def _rope(name: str, frequencies: Tensor, interleaved: bool, places: tuple[str, 
     if not interleaved and pairs % 8:
         refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
     radians = frequencies.detach().double().cpu()
-    if not radians.abs().max() <= 1.5:  # turns_of() (csrc/attention/variant_math.h); a NaN is no frequency, either
+    if not radians.abs().max() <= 1.5:  # turns_of() (csrc/attention/variant_math.h); a NaN is not a frequency, either
         refuse("largest of frequencies", float(radians.abs().max()), "at most 1.5 radians")
     turns = radians / (2 * math.pi)
     high = turns.float()

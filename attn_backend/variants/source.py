@@ -13,7 +13,7 @@ _SHARED = ("position", "kv_head")
 
 
 def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> Body:
-    """Refuses what no compiler would explain in the user's words; the rest is the compiler's.
+    """Refuses what a compiler would not explain in the user's terms; the compiler reports the rest.
 
     Raises:
         ValueError: no hook, one with another signature, or pairs that no hook takes; names the line.
@@ -41,7 +41,7 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
             raise ValueError(f"{hook}() must be `{_signature(hook)}`{place}")
         found[hook] = result.start()
         if hook in ("key", "value"):
-            # What a macro stands for is not looked into.
+            # Macros are not expanded.
             tells_requests_apart |= "#define" in cpp or _tells_requests_apart(arguments, _inside_of_braces(code, outer, match.end()))
     if not found:
         raise ValueError("cpp has no hook, must have any of\n  " + "\n  ".join(f"{_signature(hook)};" for hook in HOOKS))
@@ -70,7 +70,7 @@ def _tells_requests_apart(arguments: str, inside: str) -> bool:
 
 
 def _inside_of_braces(code: str, outer: str, begin: int) -> str:
-    """What the first pair of outer braces behind `begin` encloses."""
+    """What the first pair of outer braces after `begin` encloses."""
     opening = outer.find("{", begin)
     return "" if opening < 0 else code[opening + 1 : outer.find("}", opening)]
 

@@ -77,7 +77,7 @@ def _returned(what: str, function: Callable[..., Any], tracer: Tracer, result: o
 
 
 class Tracer(TorchFunctionMode):
-    """While it is entered, what torch does with traced values is recorded; what it does with tensors alone is done, and its results are captured tensors."""
+    """While it is active, torch's operations on traced values are recorded; those on tensors alone are executed, and their results are captured tensors."""
 
     def __init__(self, what: str, function: Callable[..., Any], declared: set[str], bound: Bound) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ class Variant:
         for param in declared:
             if not any(param.name in one.used for one in traced.values()):
                 raise error_at_definition(
-                    next(filter(None, (score_mod, mask_mod))), f"tensors[{param.name!r}] is no free variable of the functions, must be one"
+                    next(filter(None, (score_mod, mask_mod))), f"tensors[{param.name!r}] is not a free variable of the functions, must be one"
                 )
         params = {param.name: param for param in (*declared, *(param for _, param in bound.values()))}
         hooks: dict[str, str] = {}
@@ -204,7 +204,7 @@ class Variant:
             params: Params, or {name: dtype or (dtype, ndim)}, `float` or `int` for a number.
             name: for messages.
             causal: nothing after the query is seen, whatever mask() says.
-            window_left: nothing more than so many tokens before the query is seen; -1: no limit.
+            window_left: nothing more than this many tokens before the query is seen; -1: no limit.
             pair_distance: columns between the two elements that a transform is given: 1, or a multiple of 8; None: half of head_dim.
             pair_columns: that are transformed, from the first on: a multiple of 2 * pair_distance; None: all.
             skips_kv_tiles: the mask may have holes: plans that are given its arguments look for them, and kernels skip KV tiles in which no row of a row tile
@@ -246,7 +246,7 @@ class Variant:
         """All of them: their score functions one after another, their masks and intervals intersected.
 
         Raises:
-            ValueError: something that is no Variant, parameters of the same name, or weights without softmax that others would change.
+            ValueError: something that is not a Variant, parameters of the same name, or weights without softmax that others would change.
         """
         if not variants:
             raise ValueError("variants is empty, must be at least one Variant")

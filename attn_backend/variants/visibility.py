@@ -35,7 +35,7 @@ class Visibility:
 
     Args:
         causal: nothing after the query is seen.
-        window_left: nothing more than so many tokens before the query is seen; -1: no limit.
+        window_left: nothing more than this many tokens before the query is seen; -1: no limit.
         mask: None: all in the interval is seen.
     """
 
@@ -66,7 +66,7 @@ def is_interval(mask: Node) -> bool:
 
 
 class Shape(enum.Flag):
-    """What the tokens that a query sees may be: with a token all before it, with a token all behind it, a run of tokens."""
+    """What the tokens that a query sees may be: with a token all before it, with a token all after it, or one run of tokens."""
 
     BEGINNING = enum.auto()
     END = enum.auto()

@@ -18,7 +18,7 @@ struct HeadDims {
 };
 
 /// Columns of a row in shared memory. Heads of other widths, multiples of 8, lie in the next larger rows: the columns
-/// behind theirs are not loaded, or are zeros.
+/// after theirs are not loaded, or are zeros.
 ATTN_HD constexpr int32_t tile_columns(int32_t columns) { return round_up(columns, 64); }
 
 /// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted.

@@ -64,11 +64,11 @@ struct QueryPart {
 /// The arguments of kernels of MLA's latents (is_latent()), and of the executor on a CPU. Other kernels are launched
 /// with what comes before: nothing changes for them.
 struct LatentAttentionParams : AttentionParams {
-  QueryPart q_rope;  // the columns behind the first v_columns; without data, for the executor: q has them
+  QueryPart q_rope;  // the columns after the first v_columns; without data, for the executor: q has them
 };
 
 /// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that
-/// begins a (row tile, head) goes to a state of its own for each row, and only the parts behind it go to slots.
+/// begins a (row tile, head) goes to a state of its own for each row, and only the later parts go to slots.
 ATTN_HD int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {
   const int64_t slots = static_cast<int64_t>(params.num_ctas) * kSlotsPerCta * params.max_tile_rows;
   return slots + static_cast<int64_t>(state) * (params.num_kv_heads * params.group_size.divisor) + qo_head;

@@ -64,7 +64,7 @@ struct RangedRow {
 /// What some tokens add up to.
 struct RangeSum {
   int32_t begin;  // first that any head sees
-  int32_t end;    // behind the last one
+  int32_t end;    // after the last one
   int32_t full;   // how many all heads see
 };
 
@@ -125,7 +125,7 @@ struct Holes {
   int32_t last;
 };
 
-/// Finds the holes among tokens first, first + step, ... behind the first one that is seen. `sum`: over all tokens.
+/// Finds the holes among tokens first, first + step, ... after the first one that is seen. `sum`: over all tokens.
 template <class Variant>
 ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum, int32_t first,
                          int32_t step) {
@@ -144,7 +144,7 @@ ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, con
   return holes;
 }
 
-/// The range of a row. Its full part is what lies before its first hole or behind its last one, whichever is longer.
+/// The range of a row. Its full part is what lies before its first hole or after its last one, whichever is longer.
 ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const Holes& holes) {
   if (sum.end < 0) return RowRange{0, 0, 0, 0};
   const int32_t offset = row.group.kv_offset;

@@ -70,7 +70,7 @@ struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
   }
 };
 
-/// Copies chunk number `chunk` of a head's row to a tile. Products may also take the first chunk behind those of the
+/// Copies chunk number `chunk` of a head's row to a tile. Products may also take the first chunk after those of the
 /// head, as they multiply 16 columns at a time: it becomes zeros. The others are left alone.
 template <class Tile>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, int chunk) {

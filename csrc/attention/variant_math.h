@@ -59,7 +59,7 @@ ATTN_HD T select(bool condition, T yes, T no) {
 
 /// a // b, rounded down; 0 for b == 0, so that nothing stops where a token does not exist.
 ATTN_HD int32_t floor_divide(int32_t a, int32_t b) {
-  const bool is_plain = b != 0 && b != -1;  // INT_MIN / -1 is no int32
+  const bool is_plain = b != 0 && b != -1;  // INT_MIN / -1 does not fit in an int32
   const int32_t divisor = is_plain ? b : 1;
   const int32_t quotient = a / divisor;
   const int32_t floor = quotient - ((a % divisor != 0) & ((a < 0) != (divisor < 0)));

@@ -423,7 +423,7 @@ __device__ __forceinline__ uint32_t scores_before(int32_t columns) {
   return static_cast<uint32_t>((1ull << count) - 1);
 }
 
-/// Masks the tokens outside a row's interval and those behind the last token. `first_row`, `first_token`: of the warp.
+/// Masks the tokens outside a row's interval and those after the last token. `first_row`, `first_token`: of the warp.
 template <int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void mask_scores(const Visibility& visibility, float (&s)[kRowBlocks][kBlocks][4],
                                             const Rows& rows, const FastDivisor& group_size, int32_t first_row,

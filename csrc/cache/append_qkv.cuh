@@ -66,7 +66,7 @@ template <class Element, int32_t kSize, bool kAligned>
 struct Chunk {
   uint32_t words[kSize];  // two elements each: the lower half of the chunk, then the upper
 
-  /// from: the lower half; the upper is `distance` elements behind.
+  /// from: the lower half; the upper is `distance` elements further.
   __device__ __forceinline__ void load(const uint16_t* from, int32_t distance) {
     load_words<kSize, kAligned>(from, words);
     load_words<kSize, kAligned>(from + distance, words + kSize / 2);

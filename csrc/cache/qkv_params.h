@@ -39,7 +39,7 @@ struct QkvParams {
   const void* k_norm;
   RotaryTable rotary;
   int32_t is_interleaved;  // a pair is (2i, 2i + 1); else (i, i + rotary_dim / 2)
-  int32_t rotary_dim;      // the elements behind are left alone
+  int32_t rotary_dim;      // the elements after them are left alone
   int32_t num_positions;   // of the table; other positions take the nearest
   float norm_eps;
   float norm_offset;  // added to weights

@@ -71,11 +71,11 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Pl
   if (cta >= planned.aligned_cta && planned.aligned_parts > 0) {
     const int32_t number = cta - planned.aligned_cta;
     const int32_t pair = number / planned.aligned_parts;
-    const int32_t behind =
+    const int32_t remaining =
         planned.aligned_parts - (number - pair * planned.aligned_parts);  // parts of this pair that have not begun
     const int32_t tile = pair / p.config.num_kv_heads;
     const int32_t kv_tile =
-        behind == planned.aligned_parts ? 0 : tiles(num_tiles).num_kv_tiles - behind * planned.aligned_kv_tiles;
+        remaining == planned.aligned_parts ? 0 : tiles(num_tiles).num_kv_tiles - remaining * planned.aligned_kv_tiles;
     return Position{num_tiles + tile, pair - tile * p.config.num_kv_heads, kv_tile, planned.flags};
   }
   if (planned.aligned_parts > 0) total_cost = tiles(num_tiles).cost_begin;
@@ -85,7 +85,7 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Pl
   int32_t low = 0;  // row tile `low` starts at or before `cost`
   for (int32_t count = num_tiles; count > 1;) {
     const int32_t half = count / 2;  // of the `count` tiles from `low` on, the one sought is among the first count -
-                                     // half, or those behind `low + half`
+                                     // half, or those after `low + half`
     if (tiles(low + half).cost_begin <= cost) low += half;
     count -= half;
   }

@@ -32,7 +32,7 @@ constexpr int32_t kMaxComparisons = 16;
 /// each of its warps.
 constexpr int32_t kFewPages = 1024;
 
-/// Whether a request with so many pages is compared with all before it: only in batches where each request has a CTA.
+/// Whether a request with `pages` pages is compared with all before it: only in batches where each request has a CTA.
 ATTN_HD bool compares_with_all(int32_t num_requests, int32_t pages) {
   return num_requests <= kMaxSearchCtas && pages <= kFewPages;
 }
@@ -245,7 +245,7 @@ ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
 }
 
 /// Cuts from the front of request i's row group the pages that taken nodes read, and writes the row group of node i, if
-/// that is taken. Row lists and states of all requests come first, `num_own_states`, those of nodes behind them.
+/// that is taken. Row lists and states of all requests come first, `num_own_states`, those of nodes after them.
 /// tile_begin is left to the caller.
 ATTN_HD void make_groups(const PlanParams& p, const Forest& f, int32_t i, int32_t num_own_states) {
   const PageTable& table = p.levels[0].table;

@@ -223,7 +223,7 @@ ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t i
   tile.kv_begin = first_token - group.kv_offset;
   const bool has_holes = last_token - first_token > (end - 1 - first) * p.config.kv_tile;
   if (!has_holes) return;
-  // The lists of all levels lie behind the first one's row ranges.
+  // The lists of all levels lie after the first one's row ranges.
   const ListedKvTile* const memory = reinterpret_cast<const ListedKvTile*>(p.levels[0].row_ranges);
   tile.kv_begin = ~static_cast<int32_t>(list.kv_tiles + first - memory);
 }

@@ -30,7 +30,7 @@ struct PlanLevel {
 struct PlanParams {
   ScheduleConfig config;
   Schedule schedule;
-  PlanLevel levels[kMaxLevels];  // one behind the last: of the prefix forest's row groups
+  PlanLevel levels[kMaxLevels];  // one after the last: of the prefix forest's row groups
   int32_t num_levels;
   // From here on: prepare_plan (launch.h).
   int32_t seeks_forest;

@@ -138,7 +138,7 @@ struct KvTileStart {
 
 /// A KV tile in a KvTileList.
 struct ListedKvTile {
-  int32_t bits;  // of KvTileStart: the token, below 2^31, and is_seen behind it
+  int32_t bits;  // of KvTileStart: the token, below 2^31, and is_seen after it
 
   ATTN_HD static ListedKvTile make(int32_t token, bool is_seen) {
     return ListedKvTile{token | (is_seen ? ~kMaxToken : 0)};
@@ -161,7 +161,7 @@ struct Level {
   const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
   const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
   RowPositions positions;
-  const RowRange* row_ranges;  // [its rows]; nullptr: not known; KvTileLists may lie behind, in the same memory
+  const RowRange* row_ranges;  // [its rows]; nullptr: not known; KvTileLists may follow, in the same memory
   int64_t num_entries;         // elements of `indices`
   int32_t entry_step;          // see PageTable
   Visibility visibility;
@@ -339,7 +339,7 @@ struct Schedule {
 };
 
 /// Where KV tile `number` of a row tile begins in row group `group`. `kv_begin`: the row tile's, or, to count from a
-/// later KV tile, kv_begin_behind(). kSkips: KV tiles may be listed.
+/// later KV tile, kv_begin_after(). kSkips: KV tiles may be listed.
 template <bool kSkips>
 ATTN_HD KvTileStart kv_tile_start(const Schedule& schedule, int32_t group, int32_t kv_begin, int32_t number,
                                   int32_t kv_tile) {
@@ -355,7 +355,7 @@ ATTN_HD KvTileStart kv_tile_start(const Schedule& schedule, int32_t group, int32
 
 /// What RowTile::kv_begin would be without the row tile's first `number` KV tiles.
 template <bool kSkips>
-ATTN_HD int32_t kv_begin_behind(int32_t kv_begin, int32_t number, int32_t kv_tile) {
+ATTN_HD int32_t kv_begin_after(int32_t kv_begin, int32_t number, int32_t kv_tile) {
   if (kSkips && kv_begin < 0) return kv_begin - number;
   return kv_begin + number * kv_tile;
 }
@@ -384,7 +384,7 @@ ATTN_HD bool is_uncut(int32_t pair_cost, int32_t kv_tile_cost, int32_t num_kv_ti
          pair_cost + num_kv_tiles * kv_tile_cost <= share;
 }
 
-/// CTAs [begin, end) whose intervals start inside a (row tile, head), behind its first KV tile: the inverse of
+/// CTAs [begin, end) whose intervals start inside a (row tile, head), after its first KV tile: the inverse of
 /// find_position() (cuts.h).
 struct CtaRange {
   int32_t begin;
@@ -408,7 +408,7 @@ ATTN_HD CtaRange ctas_inside(const Schedule& schedule, int32_t tile_number, int3
   const int64_t first = tile.cost_begin + head * head_cost + header.pair_cost[cost];
   const int64_t last =
       first + (tile.num_kv_tiles - 1) *
-                  kv_tile_cost;  // an interval starts inside if it starts behind `first` and not behind `last`
+                  kv_tile_cost;  // an interval starts inside if it starts after `first` and not after `last`
   return CtaRange{static_cast<int32_t>(min_of<int64_t>(divide(first, header.share) + 1, num_ctas)),
                   static_cast<int32_t>(min_of<int64_t>(divide(last, header.share) + 1, num_ctas))};
 }

@@ -36,7 +36,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
 }
 
 /// Whether a forest of one node has all rows of the requests, in their order. Its row group then needs no row list, and
-/// Q of the largest row tiles loads faster (ADR 13). The rows must fill such tiles: Q may hold anything behind the
+/// Q of the largest row tiles loads faster (ADR 13). The rows must fill such tiles: Q may hold anything after the
 /// last.
 ATTN_HD bool node_needs_no_list(const PlanParams& p, const Planned& planned) {
   if (!has_one_prefix(p, planned)) return false;

@@ -83,7 +83,7 @@ T read_argument(const char* name, const AnyView& value) {
   }
 }
 
-/// Arguments behind the last value are None.
+/// Arguments after the last value are None.
 template <class Struct, class... T, size_t... kIndex>
 Struct read_arguments(const std::tuple<Argument<T>...>& table, std::index_sequence<kIndex...>, const AnyView* values,
                       size_t count) {

@@ -81,7 +81,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   return schedule;
 }
 
-/// The Params of the variant behind a cache's scales, as WithScales has them.
+/// The Params of the variant after a cache's scales, as WithScales has them.
 VariantParams with_scales(const VariantParams& variant, const AttentionScales& scales) {
   VariantParams both{};
   std::memcpy(both.bytes, &scales, sizeof(scales));
@@ -89,7 +89,7 @@ VariantParams with_scales(const VariantParams& variant, const AttentionScales& s
   return both;
 }
 
-/// Whether a row group has tokens behind the last row of ragged K and V: lengths that far out would be read one by one.
+/// Whether a row group has tokens beyond the last row of ragged K and V: lengths that far out would be read one by one.
 bool leads_beyond_ragged(const Schedule& schedule, int32_t num_rows) {
   const ScheduleHeader& header = *schedule.header;
   for (int32_t i = 0; i < header.num_groups; ++i) {

@@ -72,7 +72,7 @@ struct WorkspaceSize {
   int64_t schedule;
   int64_t partial_o;
   int64_t partial_lse;
-  int64_t row_ranges;  // and the KvTileLists behind them
+  int64_t row_ranges;  // and the KvTileLists after them
 };
 
 /// Most query heads: what is counted for each head and row fits into 64 bits.

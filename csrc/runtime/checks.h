@@ -192,7 +192,7 @@ inline void check_no_overlap(const char* name, const TensorView& tensor) {
     for (; at > 0 && tensor.stride(dims[at - 1]) > tensor.stride(dim); --at) dims[at] = dims[at - 1];
     dims[at] = dim;
   }
-  int64_t extent = 1;  // elements from the first to behind the last, of the dimensions so far
+  int64_t extent = 1;  // elements from the first to the end of the last, of the dimensions so far
   for (int32_t i = 0; i < count; ++i) {
     const int64_t stride = tensor.stride(dims[i]);
     if (stride < extent)

@@ -30,7 +30,7 @@ struct RunArguments {
   Optional<TensorView> sinks;
   Optional<bool> lse_to_base_2;
   Optional<bool> is_hnd;         // K and V of three dimensions
-  Optional<TensorView> k_rope;   // the last columns of K, right behind the others; V is then k
+  Optional<TensorView> k_rope;   // the last columns of K, right after the others; V is then k
   AnyView out_scale;             // of O in 8 bits; None: O has the Attention's dtype
   Optional<TensorView> indices;  // and what follows: a Selection
   Optional<TensorView> block_table;

@@ -49,7 +49,7 @@ constexpr Field make_field(const char* name, size_t offset) {
   return Field{name, type_name<T>(), sizeof(T), std::extent_v<Member>, offset};
 }
 
-/// Bytes between two fields, or behind the last, that belong to none.
+/// Bytes between two fields, or after the last, that belong to none.
 constexpr Field padding(size_t bytes) { return Field{nullptr, nullptr, bytes, 0, 0}; }
 
 /// Whether the table accounts for every byte of the struct.

@@ -88,7 +88,7 @@ inline TensorForm pages(const char* name, const TensorView& t, bool is_hnd) {
   return (is_hnd ? tokens.transposed(0, 1) : tokens).unsqueezed(1).with_plain_strides();
 }
 
-/// Two tensors [.., .., columns] as one: the rows of `right` lie right behind those of `left`.
+/// Two tensors [.., .., columns] as one: the rows of `right` lie right after those of `left`.
 inline TensorForm joined(const char* left_name, const TensorView& left, const char* right_name,
                          const TensorView& right) {
   check_device(right_name, right, left.device());
@@ -97,13 +97,13 @@ inline TensorForm joined(const char* left_name, const TensorView& left, const ch
   check_shape(right_name, right, {{"rows", left.size(0)}, {"heads or tokens", left.size(1)}, {"columns"}});
   const int64_t columns = left.size(2), more = right.size(2);
   if (left.numel() > 0 && more > 0) {
-    const bool is_behind =
+    const bool follows =
         static_cast<char*>(right.data_ptr()) == static_cast<char*>(left.data_ptr()) + columns * left.dtype().bits / 8;
     bool has_its_strides = left.stride(2) == 1 && right.stride(2) == 1;
     for (int32_t dim = 0; dim < 2; ++dim)
       has_its_strides &= left.size(dim) == 1 || left.stride(dim) == right.stride(dim);
-    if (!is_behind || !has_its_strides)
-      refuse(right_name, "elsewhere", std::string("right behind ") + left_name + ", in the same rows");
+    if (!follows || !has_its_strides)
+      refuse(right_name, "elsewhere", std::string("right after ") + left_name + ", in the same rows");
   }
   return TensorForm(left).with_columns(columns + more);
 }

@@ -31,7 +31,7 @@ class Sampling:
 
     @staticmethod
     def parse(text: str) -> Sampling:
-        """From "temperature=0.8,top_p=0.95,top_k=40"; what is not named is off. Raises ValueError."""
+        """Parses "temperature=0.8,top_p=0.95,top_k=40"; what is not named is off. Raises ValueError."""
         values: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
@@ -47,7 +47,7 @@ class Sampling:
         return ", ".join(f"{field.name} {getattr(self, field.name):g}" for field in fields(self) if getattr(self, field.name))
 
     def parameters(self) -> dict[str, float]:
-        """As a server takes them: both engines want -1 where top_k is off."""
+        """The parameters as a server takes them: both engines want -1 where top_k is off."""
         return asdict(self) | {"top_k": self.top_k or -1}
 
 
@@ -77,7 +77,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """As on the command line and in the names of files."""
+        """The name on the command line and in the names of files."""
         return f"{self.backend}@{self.kv_cache_dtype}" if self.kv_cache_dtype else self.backend
 
 
@@ -207,7 +207,7 @@ class Engine(Protocol):
         """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of a server with a KV cache of so many tokens, which it fills until requests lose theirs; JSON has no blanks."""
+        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until requests lose theirs; JSON has no blanks."""
 
     def preemptions(self, base_url: str, log: Path) -> int:
         """How often a server has taken away the tokens of a request that it had begun."""
@@ -219,4 +219,4 @@ class Engine(Protocol):
         """Arguments of a server whose drafts() are read."""
 
     def drafts(self, base_url: str) -> Drafts:
-        """Of all requests since the server started. Exact when no request is in flight."""
+        """The drafts of all requests since the server started. Exact when no request is in flight."""

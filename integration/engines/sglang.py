@@ -48,7 +48,7 @@ class SGLang:
         if launch.device == "cpu":
             backend = "torch_native" if backend == STOCK else backend
             command += ["--device", "cpu", "--attention-backend", backend, "--max-total-tokens", str(CPU_KV_TOKENS)]
-            command += ["--sleep-on-idle"]  # or its scheduler keeps a core busy while nobody asks
+            command += ["--sleep-on-idle"]  # or its scheduler keeps a core busy while there are no requests
         else:
             if backend != STOCK:
                 command += ["--attention-backend", backend]

@@ -47,7 +47,7 @@ def _make_adapter(model: Path, adapter: Path) -> None:
 
 
 def _make_eagle(model: Path, eagle: Path, architecture: str) -> None:
-    """A draft of the model's first layer, behind a product that was never trained: hardly a token of it is accepted."""
+    """A draft of the model's first layer, after a layer that was never trained: hardly any of its tokens is accepted."""
     eagle.mkdir()
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1, "architectures": [architecture]}
     (eagle / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -59,7 +59,7 @@ def _make_eagle(model: Path, eagle: Path, architecture: str) -> None:
 
 
 def _add_mtp_layer(model: Path) -> None:
-    """To a Qwen 2, which it makes a MiMo: again the model's first layer, behind an untrained product."""
+    """To a Qwen 2, which it makes a MiMo: again the model's first layer, after an untrained projection."""
     config = json.loads((model / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -72,7 +72,7 @@ def _add_mtp_layer(model: Path) -> None:
 
 
 def make_prompts() -> list[list[int]]:
-    """Four behind prefixes that they share in part, four on their own."""
+    """Four with prefixes that they share in part, four with none."""
     generator = torch.Generator().manual_seed(2)
 
     def words(count: int) -> list[int]:

@@ -43,7 +43,7 @@ class Seen:
 
 
 def read_outcomes(file: Path = FILE) -> dict[str, Seen]:
-    """By the names of tests and servers."""
+    """What was recorded, by the names of tests and servers."""
     return {name: Seen(**seen) for name, seen in json.loads(file.read_text()).items()}
 
 

@@ -190,7 +190,7 @@ class Served:
 
 
 def _engine(name: str, asked: str) -> Engine:
-    """That asks for a server's adapter, or for its model."""
+    """An engine that asks for a server's adapter, or for its model."""
     if asked != "adapter":
         return ENGINES[name]
     return VLLM(asked) if name == "vllm" else SGLang(asked)

@@ -133,11 +133,11 @@ def _says(cell: Cell, outcomes: dict[str, Seen]) -> str:
 
 
 def _shown(cell: Cell, outcomes: dict[str, Seen]) -> str:
-    """Tests by their names alone, which say more than their files do; each release once, behind the last that ran with it."""
+    """Tests by their names alone, which say more than their files do; each release once, after the last that ran with it."""
     shown = []
     for index, one in enumerate(cell.shown):
-        seen, behind = outcomes.get(one), outcomes.get(cell.shown[index + 1]) if index + 1 < len(cell.shown) else None
-        is_last = seen is not None and (behind is None or seen.when != behind.when)
+        seen, following = outcomes.get(one), outcomes.get(cell.shown[index + 1]) if index + 1 < len(cell.shown) else None
+        is_last = seen is not None and (following is None or seen.when != following.when)
         shown.append(f"`{one.rpartition('::')[2]}`{f' ({seen.when})' if seen is not None and is_last else ''}")
     return ", ".join(shown)
 

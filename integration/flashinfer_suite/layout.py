@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "attn_backend.flashinfer"
-# What this package is to be compared with; all else in tests/ is about kernels that it does not have (docs/flashinfer.md).
+# The tests to run; all others in tests/ are about kernels that this package does not have (docs/flashinfer.md).
 FILES = tuple(
     f"tests/attention/test_{name}.py"
     for name in (
@@ -74,7 +74,7 @@ def _import(match: re.Match[str]) -> str:
 
 
 def missing_files(checkout: Path) -> list[str]:
-    """What a checkout should have, and has not."""
+    """What a checkout should have and lacks."""
     wanted = [*FILES, *(f"tests/test_helpers/{name}.py" for name in HELPERS), _DECLARATIONS]
     return [name for name in wanted if not (checkout / name).is_file()]
 

@@ -92,7 +92,7 @@ def _stand_in_for_jit() -> None:
 
 
 class _Nothing:
-    """A stream, an event, a context: whatever is asked of it, it does nothing."""
+    """Stands in for a stream, an event or a context: every call does nothing."""
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None: ...
     def __enter__(self) -> _Nothing:
@@ -150,7 +150,7 @@ def _seed() -> None:
 
 
 def tokens_of(parameters: dict[str, Any]) -> int:
-    """About how much a case is about: requests times their longest length, or times a thousandth of the vocabulary."""
+    """Roughly the size of a case: requests times their longest length, or times a thousandth of the vocabulary."""
     numbers = {name: value for name, value in parameters.items() if isinstance(value, int)}
     lengths = [value for name, value in numbers.items() if "len" in name]
     return numbers.get("batch_size", 1) * max([*lengths, numbers.get("vocab_size", 0) // 1000, 1])

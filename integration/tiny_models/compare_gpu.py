@@ -2,9 +2,9 @@
 
     python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME ...] [--models FOLDER] [--jobs N]
 
-In bfloat16 nobody has transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far away as that one, and a token may be
-another one where both are as probable. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells them, and of
-generated tokens. --models: made elsewhere, with the reference's answers (`compare.models_folder`).
+In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far away as that one, and a
+token may be another one where both are as probable. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells
+them, and of generated tokens. --models: made elsewhere, with the reference's answers (`compare.models_folder`).
 
 Exit status: 1 if a family is farther away, or fails with our backend; else 0. One that fails with the engine's own backend is compared with transformers alone.
 """
@@ -42,7 +42,7 @@ class Distance:
 
 
 def distance(ours: list[Answer], other: list[Answer]) -> Distance:
-    """Of answers to the same questions, as far as they have the same tokens.
+    """The distance of answers to the same questions, as far as they have the same tokens.
 
     Raises:
         ValueError: answers to other questions, or nothing to compare.
@@ -63,7 +63,7 @@ def distance(ours: list[Answer], other: list[Answer]) -> Distance:
 
 
 def families_of(engine: str, asked: list[str] | None) -> list[str]:
-    """Those that an engine has, of those that were asked for; None: all."""
+    """The families that an engine has, among those that were asked for; None: all."""
     return [name for name, family in FAMILIES.items() if engine in family.engines and name in (asked or FAMILIES)]
 
 

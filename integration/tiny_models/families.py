@@ -47,7 +47,7 @@ class Family:
         asks: what attention must do.
         models: that ask it.
         make: its configuration and its class.
-        kind: "generate", "embed", "image", "audio", or "items": the tokens behind each of several items are scored.
+        kind: "generate", "embed", "image", "audio", or "items": the tokens after each of several items are scored.
         stock: engines whose answers are compared with those of their own backend, because their model is not quite transformers' (another GELU, another
             pooling).
         pools_mean: whether an embedding is the mean of a prompt's states, not its first token's.
@@ -251,7 +251,7 @@ FAMILIES = {
             "vllm": {}, "sglang": {"json_model_override_args": json.dumps({"sliding_window_size": WINDOW - 1, "rope_parameters": PLAIN_ROPE})},
         }),
         Family("whisper", "cross attention", "Whisper", _whisper, "audio"),
-        Family("items", "several items behind one prompt", "any generating model with --enable-mis", _items, "items", engines={"sglang": {"enable_mis": True}}),
+        Family("items", "several items after one prompt", "any generating model with --enable-mis", _items, "items", engines={"sglang": {"enable_mis": True}}),
     )
 }  # fmt: skip
 
@@ -275,7 +275,7 @@ def make_model(family: Family, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "vision_tower" in name and "mlp.fc2" in name:
-                parameter.zero_()  # behind an activation that is another one in SGLang
+                parameter.zero_()  # after an activation that is another one in SGLang
             elif parameter.ndim >= 2:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
             elif "q_norm" in name and config.model_type == "gemma4":

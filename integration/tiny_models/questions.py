@@ -14,7 +14,7 @@ from integration.tiny_models.families import AUDIO_SECONDS, IMAGE_LEN, IMAGE_SIZ
 from integration.tiny_models.tokenizer import BOS, FIRST_WORD, IMAGE_TOKENS, NEWLINES, VOCAB
 
 NEW_TOKENS = 10
-LABELS = [20, 21, 22]  # tokens that are scored behind an item
+LABELS = [20, 21, 22]  # tokens that are scored after an item
 SAMPLING_RATE = 16000
 
 
@@ -35,8 +35,8 @@ class Question:
     @property
     def expanded(self) -> list[int]:
         """The tokens with those of the image."""
-        image_token, before, behind = IMAGE_TOKENS
-        whole = [NEWLINES[1], before, *[image_token] * IMAGE_LEN, behind, NEWLINES[1]]
+        image_token, before, after = IMAGE_TOKENS
+        whole = [NEWLINES[1], before, *[image_token] * IMAGE_LEN, after, NEWLINES[1]]
         return [part for token in self.tokens for part in (whole if token == before else [token])]
 
 
@@ -83,7 +83,7 @@ def read_answers(path: Path) -> list[Answer]:
 
 
 def largest_difference(one: list[Answer], other: list[Answer]) -> float:
-    """Of log-probabilities, or of elements of embeddings of length 1. Infinite where tokens differ.
+    """The largest difference of log-probabilities, or of elements of embeddings of length 1. Infinite where tokens differ.
 
     Raises:
         ValueError: answers to other questions, or none.

@@ -68,7 +68,7 @@ def take_prompts(processor: Any) -> None:
 
 
 def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """Of tokens, and of what belongs to them: images as the model's own processor gives them, as the reference has them; features of audio."""
+    """Answers to tokens and what belongs to them: images as the model's own processor gives them, as in the reference; features of audio."""
     from integration.tiny_models.reference import audio_features, image_pixels
 
     inputs: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
 
 
 def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """Of words: the engine takes no tokens for embeddings."""
+    """Embeddings of text: the engine takes no tokens for them."""
     outputs = engine.encode([text_of(question.expanded) for question in asked])
     return [Answer(embedding=output["embedding"]) for output in outputs]
 

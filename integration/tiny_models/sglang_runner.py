@@ -155,7 +155,7 @@ def _request(number: int, question: Question, folder: Path) -> Req:
 
 
 def _flat(scores: Any) -> list[float]:
-    """Of all delimiters, the first included, which no item is in front of."""
+    """The scores of all delimiters, also of the first one, which has no item before it."""
     return [float(value) for of_delimiter in scores for value in of_delimiter]
 
 

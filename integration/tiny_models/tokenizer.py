@@ -7,7 +7,7 @@ from pathlib import Path
 
 VOCAB = 128
 PAD, BOS, EOS = 0, 1, 2
-IMAGE_TOKENS = (3, 4, 5)  # of the image, before it, behind it
+IMAGE_TOKENS = (3, 4, 5)  # of the image, before it, after it
 NEWLINES = (6, 7)
 FIRST_WORD = 12
 _NAMES = ["<pad>", "<s>", "</s>", "<image>", "<begin_of_image>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "<unk>", "<startoftranscript>"]

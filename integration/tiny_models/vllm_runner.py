@@ -47,7 +47,7 @@ ON_CPU_OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "bl
 ON_GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.05}
 ON_GPU_OPTIONS |= {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
 ON_GPU_OPTIONS |= {"attention_backend": "CUSTOM"} if OURS == "ours" else {}
-STARTED: list[LLM] = []  # an engine is shut down where nobody has it any more; this one ends with its process, which is faster
+STARTED: list[LLM] = []  # an engine shuts down when nothing refers to it any more; this one ends with its process, which is faster
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:

@@ -36,7 +36,7 @@ class Step:
 
     def select(self, is_complete: bool = True) -> Tensor:
         """int32 [rows, TOPK]: a layer's choice, those that are none anywhere between. is_complete: each row has as many as it may have; else fewer, perhaps
-        none, and between them tokens that come behind the row's."""
+        none, and between them tokens that come after the row's."""
         indices = torch.full((self.requests.shape[0], TOPK), -1, dtype=torch.int32)
         for row, seen in enumerate(self.seen):
             count = min(seen, TOPK) if is_complete else int(torch.randint(min(seen, TOPK) + 1, (), generator=self.generator))
@@ -78,7 +78,7 @@ def attention(device: torch.device, form: str = "bf16", max_rows: int = 64) -> S
 @pytest.mark.parametrize("between", [0, 2])
 @pytest.mark.parametrize("form", ["bf16", "e4m3", "latent"])
 def test_layers_of_a_step(device: torch.device, form: str, between: int) -> None:
-    """Decodes and a chunk of a prompt; each layer selects tokens of its own; padding behind."""
+    """Decodes and a chunk of a prompt; each layer selects tokens of its own; padding at the end."""
     step = Step([1, 5, 1], [90, 20, 3], device, padding=2)
     rows = attention(device, form)
     rows.plan(step.seen_lens())

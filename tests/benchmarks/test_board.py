@@ -64,7 +64,7 @@ def test_parts_of_different_gpus_and_unknown_lines_are_refused(write):
         merge([write("c", [line(case) | {"case": "no such line"}])])
     for text in ("[]", '{"lines": []}'):
         (path := write("d", [])).write_text(text)
-        with pytest.raises(ValueError, match="d is no file that `python -m benchmarks"):
+        with pytest.raises(ValueError, match="d is not a file that `python -m benchmarks"):
             merge([path])
 
 

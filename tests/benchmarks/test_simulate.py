@@ -16,7 +16,7 @@ from benchmarks.simulate import TRACE, draw, main, mooncake, read_sharegpt, repl
 
 
 def requests(lengths: list[tuple[int, int]], shared: int = 0) -> list[Request]:
-    """Of (input, output) tokens; the first `shared` pages of all are equal, their other pages are found by nobody else."""
+    """Requests of (input, output) tokens; the first `shared` pages of all are equal, no other pages are."""
     return [Request(*pair, lambda page, i=i: (-1 if page < shared else i, page)) for i, pair in enumerate(lengths)]
 
 

@@ -105,7 +105,7 @@ def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "chunk 64 at 256" in files[1].read_text()
 
 
-def test_bench_agrees_with_its_peer_behind_a_shared_prefix() -> None:
+def test_bench_agrees_with_its_peer_on_a_shared_prefix() -> None:
     batch = bench.Batch(bench.ON_CPU[3], "cpu")
     assert (bench.ours(batch)[1]() - bench.torch_sdpa(batch)()).abs().max() < 1e-4
 

@@ -90,7 +90,7 @@ def test_a_cache_that_others_may_write_is_named_and_the_private_one_counted(fake
     caplog.clear()
     found = kernels()
     assert found["cache"].mark == "!!"
-    assert f"since {fake.cache} is writable for everybody" in found["cache"].text
+    assert f"since {fake.cache} is writable by everybody" in found["cache"].text
     assert "chmod" in found["cache"].advice
     assert found["cubins sm_90a"].text == "0 of 1 in the package, 1 in the cache"
     assert not caplog.records
@@ -133,7 +133,7 @@ def test_compilers_of_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
     found = kernels()
     assert found["C++ compiler"].mark == found["NVRTC"].mark == "--"
-    assert "CXX is 'no-such-compiler', which is no program here" in found["C++ compiler"].advice
+    assert "CXX is 'no-such-compiler', which is not a program here" in found["C++ compiler"].advice
 
 
 def test_what_an_engine_says_is_shown_only_if_it_fails(capsys: pytest.CaptureFixture[str]) -> None:

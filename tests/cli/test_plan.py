@@ -184,7 +184,7 @@ def test_members_are_as_many_as_the_planner_says() -> None:
 
 @pytest.mark.parametrize("pages", [1, 64])
 def test_members_have_all_pages_from_the_first_on(pages: int) -> None:
-    """Requests 0 to 3 share leading pages and 0 and 1 more, which request 4 has, too, but behind other ones. One page is not worth it, 64 are."""
+    """Requests 0 to 3 share leading pages and 0 and 1 more, which request 4 has, too, but after other ones. One page is not worth it, 64 are."""
     first, second, own = torch.arange(pages), torch.arange(pages, 2 * pages), 1000 * torch.arange(1, 6)
     heads = [[first, second], [first, second], [first], [first], [first + 500, second]]
     table = [torch.cat([*head, own[i] + torch.arange(136 - pages * len(head))]).int() for i, head in enumerate(heads)]

@@ -39,7 +39,7 @@ print(json.dumps([results, int(taken) << 10]))
 
 
 def plan(*batches: list[str], memory: int = 4 * GIB) -> tuple[list[tuple[int, str, str]], int]:
-    """Of each list of arguments exit status, what is printed and what is said of errors; bytes of memory. In a process of its own."""
+    """For each list of arguments the exit status, stdout and stderr; and bytes of memory. Runs in a process of its own."""
     command = [sys.executable, "-c", LIMITED, str(memory), json.dumps(batches)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     results, taken = json.loads(done.stdout)

@@ -131,7 +131,7 @@ void check_widths() {
   expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V of other strides");
   params = make_params(16, 4);
   params.v.data = kMemory + 8;
-  expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V behind K's first columns");
+  expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V beyond K's first columns");
 }
 
 /// A latent as a cache of one KV head: K's and V's strides of that head differ, and are not used.

@@ -117,7 +117,7 @@ LatentAttentionParams launched_merge;
 void run_attention(PassedAttention& passed, uint32_t seed) {
   constexpr KernelDesign design = DESIGN::kDesign;
   LatentAttentionParams params = launched_merge;
-  if (has_8_bits(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params behind the scales
+  if (has_8_bits(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params after the scales
     std::memcpy(params.variant.bytes, &passed.scales, sizeof(passed.scales));
     std::memcpy(params.variant.bytes + kScalesBytes, launched_merge.variant.bytes,
                 VariantParams::kBytes - kScalesBytes);

@@ -65,7 +65,7 @@ void named_barrier() {
   launched.out[threadIdx.x] = 1.0f;
 }
 
-/// Three warpgroups. 1: nobody gives registers.
+/// Three warpgroups. 1: none gives registers.
 void registers() {
   if (threadIdx.x < kThreads) {
     if (!is_fault(1)) ptx::give_registers<88>();

@@ -82,7 +82,8 @@ def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path, cache
 @pytest.mark.parametrize("head_dim", [40, 72, 96])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, head_dim: int) -> None:
-    """By TMA and gathered; whole rows, rows that several warps share, parts of split tiles, states. Behind a head's columns is the next head, or NaN."""
+    """K and V come by TMA and gathered; whole rows, rows that several warps share, parts of split tiles, states. After a head's columns comes the next head, or
+    NaN."""
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged")]
     for number, cache in enumerate(caches):
         dtype = (torch.bfloat16, torch.float16)[head_dim // 8 % 2]
@@ -123,7 +124,7 @@ WIDE = [(512, 512, False), (576, 512, True), (576, 512, False)]
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), WIDE)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
-    """By TMA and gathered; row tiles that are full, and that are not; parts of split tiles; V in its own memory, or in K's."""
+    """K and V come by TMA and gathered; row tiles that are full, and that are not; parts of split tiles; V in its own memory, or in K's."""
     names = ("pages", "small pages", "tokens in runs", "ragged", "large pages")
     for number, group_size in enumerate((16, 3, 1, 4, 128)):
         qo_lens, kv_lens = ((1, 5, 1, 2), (200, 5, 300, 150)) if group_size > 4 else ((1, 40, 3), (130, 40, 210))
@@ -271,7 +272,7 @@ def batch_for(rng: numpy.random.Generator, shape: Shape, seed: int, options: dic
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_variants_know_requests_and_positions(emulated: Path, kernel: str, variant: str, options: dict[str, object]) -> None:
-    """In plain batches, behind and inside shared prefixes, and in the chunks of a batch invariant plan."""
+    """In plain batches, after and inside shared prefixes, and in the chunks of a batch invariant plan."""
     merged = 0
     for seed in range(4):
         rng = numpy.random.default_rng([seed, 43])
@@ -432,7 +433,7 @@ def test_wrong_pages_are_clamped_and_reported(emulated: Path, kernel: str) -> No
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
-    """Nothing behind K's last row is read, where there is NaN, and it is reported."""
+    """Nothing beyond K's last row is read, where there is NaN, and it is reported."""
     for number, rows in enumerate((1, 64, 129, 300, 500)):
         dtype, head_dim = FORMS[number % 3]
         spec = cases.Spec((1, 3), (200, 400), dtype=dtype, head_dim=head_dim, num_kv_heads=1, table_form="ragged", cache_form="ragged", page_size=1, num_ctas=5)

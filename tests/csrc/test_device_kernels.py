@@ -154,7 +154,7 @@ def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
 
 @pytest.mark.parametrize("kind", TOP_P_KINDS)
 def test_sampling_with_top_p_in_long_rows(library: ctypes.CDLL, kind: str) -> None:
-    """Which are surveyed first, and raced by what sums of float32 say."""
+    """Such rows are surveyed first, then raced as sums of float32 say."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(TOP_P_KINDS.index(kind))
     for vocab in (16384, 33001):
         batch = 5

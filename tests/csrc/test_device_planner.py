@@ -60,7 +60,7 @@ def test_prefix_sums_that_give_all_rows_to_many_requests(library: ctypes.CDLL, c
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, options: dict[str, object]) -> None:
-    """The batch itself is right. The tiles behind the last that there is room for are left out, which is an error, and nothing is written behind them."""
+    """The batch itself is right. The tiles after the last that there is room for are left out, which is an error, and nothing is written after them."""
     for seed in range(8):
         attention = make_attention(SHAPES[seed % len(SHAPES)], **options)
         view = batches.random_view(2000 + seed, "cpu")

@@ -66,7 +66,7 @@ def test_results(library: ctypes.CDLL, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("kernel", "fault", "message"),
     [
-        ("named_barrier", 1, "everybody waits:\n  CTA 0, threads 0 to 31: at barrier 2, to which 32 of 64 threads have come"),
+        ("named_barrier", 1, "all threads wait:\n  CTA 0, threads 0 to 31: at barrier 2, to which 32 of 64 threads have come"),
         ("named_barrier", 2, "threads 32 to 63: at barrier 3, to which 32 of 64"),
         ("registers", 1, "for registers, of which 0 are free"),
         ("load_box", 2, "lacks 0 of 1 arrivals and -16 bytes"),
@@ -113,6 +113,6 @@ def test_faults_that_give_a_wrong_result(library: ctypes.CDLL, kernel: str, faul
     for seed in SEEDS:
         try:
             wrong += not torch.allclose(*run(library, kernel, fault, seed), **tolerance(kernel))
-        except emulation.DeviceError:  # threads that wait for a phase which nobody begins
+        except emulation.DeviceError:  # threads that wait for a phase that no thread begins
             wrong += 1
     assert wrong >= len(SEEDS) // 2

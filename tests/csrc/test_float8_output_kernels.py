@@ -51,7 +51,7 @@ def run_and_check(case: case_tensors.Case, expected: torch.Tensor, attention: De
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_caches_of_16_bits(emulated: Path, kernel: str, dtype: torch.dtype, head_dim: int | tuple[int, int]) -> None:
-    """Whole pairs, parts of pairs, states; by TMA and gathered; heads whose rows are no whole pieces of 16 bytes."""
+    """Whole pairs, parts of pairs, states; by TMA and gathered; heads whose rows are not whole pieces of 16 bytes."""
     qk, v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
         rng = numpy.random.default_rng([number, qk, 85])

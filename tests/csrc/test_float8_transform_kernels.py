@@ -24,7 +24,7 @@ FORMS = {
     "rope_interleaved": (torch.float16, 64, DTYPES[1]),
     "scaled": (torch.bfloat16, 256, DTYPES[0]),
 }
-BATCHES = (  # of every kind of row tile, alone and one behind the other
+BATCHES = (  # of every kind of row tile, alone and one after the other
     ((150,), (170,)),
     ((40, 5, 130, 1), (90, 300, 150, 45)),
     ((1, 2, 1, 3), (70, 300, 0, 129)),

@@ -77,7 +77,7 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
     ],
 )
 def test_pairs_come_from_the_work_queue(device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], uses_queue: bool) -> None:
-    """By the Hopper kernel, where the batch computes more than it reads; a CPU plans as for it."""
+    """The Hopper kernel takes them where the batch computes more than it reads; a CPU plans as for that kernel."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU that runs the Hopper kernel")
     attention = Attention(32, 8, 128, device=device, num_ctas=132, max_rows=40000, max_batch=256, kernel="hopper")

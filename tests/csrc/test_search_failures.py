@@ -21,7 +21,7 @@ from attn_backend.kernels.structs import unpack
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 _SEARCH_FAILED = 1 << 7  # ScheduleError
-_GUARD = 4096  # bytes behind the schedule that no plan may touch
+_GUARD = 4096  # bytes after the schedule that no plan may touch
 
 
 @pytest.fixture(scope="module")

@@ -67,8 +67,8 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
             check_case(emulated, entry, spec, kernel)
 
 
-def test_large_row_tiles_behind_small_ones(emulated: Path) -> None:
-    """Of one CTA: the ring holds few tiles of what follows a row tile of 16 rows, and of wide heads fewer than transforms might wait for."""
+def test_large_row_tiles_after_small_ones(emulated: Path) -> None:
+    """One CTA computes both: the ring holds few tiles of what follows a row tile of 16 rows, and of wide heads fewer than transforms might wait for."""
     entry = entry_of("scaled")
     for seed, (qo_lens, kv_lens) in enumerate((((1, 40, 2, 100), (300, 700, 500, 400)), ((2, 130, 1, 20, 1), (70, 600, 900, 450, 200)))):
         for dtype, head_dim in ((torch.bfloat16, 256), (torch.float16, 128)):

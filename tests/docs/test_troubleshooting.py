@@ -64,7 +64,7 @@ WITHOUT_A_ROW = {
     "this release of vLLM lays out the KV cache itself": "vLLM asks only where it does not",
     "flashinfer is an alias of this package": "bench leaves that peer out",
     "is ..., must be at least 1": "an option of the program that builds the kernels",
-    # what stands behind `vLLM's own sampler does: `
+    # what follows `vLLM's own sampler does: `
     "neither of vLLM's model runners is loaded (..., ...)": "a reason",
     "....... takes (...), known releases take (...)": "a reason",
     "... of ... draws from ... logits are not among the tokens that vLLM leaves, one with ...": "a reason",

@@ -73,7 +73,7 @@ def test_a_cache_of_another_dtype(form: str) -> None:
 
 
 def test_caches_that_take_turns() -> None:
-    """Those of layers, some with one of two tensors in common; (k, v) is a new tuple each time."""
+    """The caches of several layers, some with one of two tensors in common; (k, v) is a new tuple each time."""
     batch = decodes()
     wrapper, (k, v) = planned(batch), batch.cache.unbind(1)
     other = v * 0.5

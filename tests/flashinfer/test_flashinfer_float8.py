@@ -88,7 +88,7 @@ def close(found: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FLOAT8_Q_SCALES)
 def test_float8_queries(device: str, dtype: torch.dtype, form: str) -> None:
-    """Of every wrapper that can say the output's type, with scales behind K and V, and by their names."""
+    """Of every wrapper that can say the output's type, with scales given after K and V, and by their names."""
     batch, meaning, scales = make_float8_q([5, 1, 40, 3], [7, 1, 63, 20], dtype, device, form)
     types = {"q_data_type": dtype, "kv_data_type": dtype, "o_data_type": "float16"}
     expected = meaning.expected(causal=True)
@@ -151,7 +151,7 @@ def test_scales_of_heads_under_16_bit_queries(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_append(device: str) -> None:
-    """Of 16 bits: rounded; of 8: copied."""
+    """Numbers of 16 bits are rounded, numbers of 8 bits are copied."""
     batch, _ = make_float8([3, 2], [7, 12], DTYPES[0], device)
     seq_lens = flashinfer.get_seq_lens(batch.page_indptr, batch.last_page_len, batch.page_size)
     requests, positions = flashinfer.get_batch_indices_positions(batch.qo_indptr, seq_lens, 5)

@@ -116,7 +116,7 @@ def test_custom_masks(device: str, packed: bool, soft_cap: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_multi_item_scoring(device: str) -> None:
     batch = make_batch([9, 7], [12, 12], device=device)
-    # Prompts of 3 and 5 tokens, items of 3 and 4, of 2 and 2 tokens behind a delimiter each, and one at the end.
+    # Prompts of 3 and 5 tokens, items of 3 and 4, of 2 and 2 tokens after a delimiter each, and one at the end.
     positions = [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 0]]
     prefix_lens = [3, 5]
     masks = []

@@ -71,7 +71,7 @@ def test_rope_quantize(device: str, dtype: torch.dtype, shape: tuple[int, int, i
 
 
 def pages_of(device: str) -> dict[str, Tensor]:
-    """Where nine rows go: to two requests, behind tokens that they have; one row is padding."""
+    """Where nine rows go: to two requests, after tokens that they have; one row is padding."""
     requests = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, -1], dtype=torch.int32)
     positions = torch.tensor([6, 7, 8, 0, 1, 2, 3, 4, 0], dtype=torch.int32)
     tables = {"kv_indices": torch.tensor([5, 1, 4, 0, 2], dtype=torch.int32), "kv_indptr": torch.tensor([0, 3, 5], dtype=torch.int32)}

@@ -83,7 +83,7 @@ def test_new_tokens_of_a_page_table(device: str, kv_layout: str) -> None:
     assert flashinfer.get_batch_indices_positions(indptr, seq_lens, 12, *outs)[0] is outs[0]
     assert torch.equal(outs[1], positions)
     last = torch.cat([torch.arange(int(end) - count, int(end)) for end, count in zip(batch.kv_indptr[1:].tolist(), new, strict=True)]).to(device)
-    padded = torch.cat((last, last[:2]))  # the last two are no request's
+    padded = torch.cat((last, last[:2]))  # the last two belong to no request
     wanted = batch.paged(kv_layout)
     cache = batch.cache.clone()
     for token, request, position in zip(range(10), requests.tolist(), positions.tolist(), strict=False):

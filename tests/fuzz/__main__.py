@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, help="so many calls")
     parser.add_argument("--seed", type=int, default=0, help="every seed has other calls; default: 0")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with the scenario of call number N")
-    parser.add_argument("--only", type=int, metavar="K", help="make call number K, behind those that share its objects, in this process; show its outcome")
+    parser.add_argument("--only", type=int, metavar="K", help="make call number K, after those that share its objects, in this process; show its outcome")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: one a core, four on a GPU")
     parser.add_argument("--chunk", type=int, help="calls of one process; default: 500, on a GPU 2000")
@@ -95,7 +95,7 @@ def report(tally: Tally, seed: int, device: str, seconds: float) -> None:
     findings = sorted(tally.findings.values(), key=lambda finding: (FINDINGS.index(finding.kind), finding.title))
     for finding in findings:
         print(f"\n{finding.count} x {finding.kind}: {finding.title}\n    {_shortened(finding.message)}")
-        print(f"    python -m tests.fuzz --device {device} --seed {seed} --only {finding.call}      # or, behind others: --first {finding.chunk}")
+        print(f"    python -m tests.fuzz --device {device} --seed {seed} --only {finding.call}      # or, after others: --first {finding.chunk}")
     wrong = sum(finding.count for finding in findings)
     print(f"\n{tally.calls} calls in {seconds:.0f} s, seed {seed}: {wrong} findings of {len(findings)} kinds")
 

@@ -1,4 +1,4 @@
-"""Chunks of calls, each in a process of its own: one that dies or does not come back is a finding, and the next one goes on behind it."""
+"""Chunks of calls, each in a process of its own: one that dies or does not come back is a finding, and the next one goes on after it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int,
 
 
 def mask_words(rng: numpy.random.Generator, batch: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """bool [batch, vocab], and int32 words, perhaps more than are needed, with bits behind the vocabulary."""
+    """bool [batch, vocab], and int32 words, perhaps more than are needed, with bits beyond the vocabulary."""
     words = (vocab + 31) // 32 + int(rng.integers(2))
     bits = torch.from_numpy(rng.random((batch, words * 32)) < rng.choice([0.1, 0.7, 1.0]))
     packed = (bits.view(batch, words, 32).long() << torch.arange(32)).sum(-1)
@@ -356,7 +356,7 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
             n, own = accepted[i], ids[i].tolist()
             assert 0 <= n <= drafts
             assert tokens[i][:n] == own[:n], "accepted tokens are not the draft's"
-            assert tokens[i][n + 1 :] == [-1] * (drafts - n), "tokens behind the last are not -1"
+            assert tokens[i][n + 1 :] == [-1] * (drafts - n), "tokens after the last are not -1"
             for j, token in enumerate(own[: n + 1]):
                 _check_acceptance(float(draft[i, j, token]), float(target[i, j, token]), j < n) if 0 <= token < vocab else _check_acceptance(1.0, 0.0, j < n)
             rest = target[i, n].double()

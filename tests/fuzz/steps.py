@@ -240,7 +240,7 @@ def check_result(shape: Any, given: Arguments, result: Tensor, rows: Tensor, o_r
         check_rounded(result.detach()[rows], o_ref, out_scale, cases.TOLERANCE[shape.dtype])
         wide = wide.double()
         wide[rows] = o_ref
-    if out is None:  # allocated by run: rows that nobody has hold anything
+    if out is None:  # allocated by run: unused rows hold anything
         kept = torch.full_like(wide, torch.nan)
         kept[rows] = wide[rows]
         wide = kept

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# integration/ is no part of the installed package. At the end of the path, so that the source tree does not hide the installed package
+# integration/ is not part of the installed package. At the end of the path, so that the source tree does not hide the installed package
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 

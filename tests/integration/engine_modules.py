@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Parameters(NamedTuple):
-    """Of a function, self left out."""
+    """The parameters of a function, without self."""
 
     names: list[str]  # positional ones, then those that are named only
     num_positional: int
@@ -102,7 +102,7 @@ class Release:
         return module, self.find(module, name)
 
     def parameters(self, path: str) -> Parameters | None:
-        """Of "module:name" or "module:Class.name"; None: there is no such function."""
+        """The parameters of "module:name" or "module:Class.name"; None: there is no such function."""
         module, _, name = path.partition(":")
         found = self.find(module, name)
         if isinstance(found, ast.Assign) and isinstance(found.value, ast.Attribute) and found.value.attr == "extend":  # of a list

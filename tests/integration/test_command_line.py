@@ -153,10 +153,10 @@ def test_results_go_to_a_folder_of_their_own(parse):
 
 
 def refused():
-    raise ValueError("model: 'x' is no model")
+    raise ValueError("model: 'x' is not a model")
 
 
-@pytest.mark.parametrize(("command", "status"), [(lambda: True, 0), (lambda: False, 1), (refused, "\nerror: model: 'x' is no model")])
+@pytest.mark.parametrize(("command", "status"), [(lambda: True, 0), (lambda: False, 1), (refused, "\nerror: model: 'x' is not a model")])
 def test_the_exit_status_says_how_it_went(command, status):
     with pytest.raises(SystemExit) as ended:
         exit_with(command)

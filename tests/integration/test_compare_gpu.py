@@ -154,7 +154,7 @@ def test_embeddings_are_asked_for_by_words(tmp_path):
     assert engine.asked == ["t012 t013"]
 
 
-def test_items_are_scored_behind_their_delimiters(need_engine):
+def test_items_are_scored_after_their_delimiters(need_engine):
     need_engine("sglang")
     first, *others = ([(-float(3 * place + i), label, None) for i, label in enumerate(LABELS)] for place in range(3))
     engine = FakeEngine([{"meta_info": {"input_token_ids_logprobs": [first, *others]}}])

@@ -16,7 +16,7 @@ from integration.two_samples import chi_square, same_mean, zero_mean
 
 
 def test_chi_square_is_that_of_the_formula():
-    """Of one and of two degrees of freedom, whose probabilities have a closed form."""
+    """For one and for two degrees of freedom, whose probabilities have a closed form."""
     one, other = [0] * 30 + [1] * 70, [0] * 50 + [1] * 50
     assert chi_square(one, other) == pytest.approx(math.erfc((400 / 80 + 400 / 120) ** 0.5 / 2**0.5))
     three = [0] * 20 + [1] * 30 + [2] * 50, [0] * 40 + [1] * 30 + [2] * 30

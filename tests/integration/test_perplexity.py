@@ -119,8 +119,8 @@ def write_checkpoint_with_scales(folder, target, scale):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(need_engine, smollm2, sharegpt, tmp_path):
-    """Scales that are far too small limit K and V to what nobody can read: so they are used, and `auto` is what was declared. SGLang has no 8-bit caches on a
-    CPU.
+    """Scales that are far too small ruin K and V, so a high perplexity shows that they are used, and that `auto` means what was declared. SGLang has no 8-bit
+    caches on a CPU.
     """
     need_engine("vllm")
     write_checkpoint_with_scales(smollm2.folder, tmp_path / "model", 1e-4)

@@ -87,7 +87,7 @@ def test_runs_of_other_backends_or_loads_merge_into_one_report(tmp_path):
 def test_what_is_no_report_does_not_merge(tmp_path):
     for text in ("[]", '{"rows": []}'):
         (tmp_path / "report.json").write_text(text)
-        with pytest.raises(ValueError, match=r"report\.json is no report\.json that"):
+        with pytest.raises(ValueError, match=r"report\.json is not a report\.json that"):
             merge(tmp_path / "all", [tmp_path / "report.json"])
 
 

@@ -63,7 +63,7 @@ def test_links_and_positions_of_masks(kernels):
 
 
 def test_a_tree_of_selected_tokens(kernels):
-    # 2 branches and 3 steps: tokens 0, 1 behind the root; 2, 3 behind token 0, 4, 5 behind token 1; then 6, 7 behind token 3 and 8, 9 behind token 4.
+    # 2 branches and 3 steps: tokens 0, 1 below the root; 2, 3 below token 0, 4, 5 below token 1; then 6, 7 below token 3 and 8, 9 below token 4.
     parent_list = torch.tensor([[-1, 0, 1, 3, 4]])
     selected = torch.tensor([[0, 1, 3, 4, 7]])
     mask, positions, (index, next_token, next_sibling) = torch.ones(2 * NODES * NODES, dtype=torch.bool), torch.empty(NODES, dtype=torch.int64), links(1)

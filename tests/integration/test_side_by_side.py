@@ -156,7 +156,7 @@ def test_servers_are_warmed_up_as_they_are_measured(run):
     assert {request[3] for request in run(["quick"], sampling=Sampling(0.5)).engine.warmed["quick"]} == {Sampling(0.5)}
 
 
-def test_seeds_are_checked_behind_the_loads(run, tmp_path, capsys):
+def test_seeds_are_checked_after_the_loads(run, tmp_path, capsys):
     engine = run(["quick", "forgetful"], sampling=Sampling(), check_seeds=True).engine
     printed = capsys.readouterr().out
     assert "quick: 4 of 4 answers are equal when asked for again, 4 when asked for all at once, 0 with another seed" in printed

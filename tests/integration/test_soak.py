@@ -23,7 +23,7 @@ PERSON = {"name": "Ada", "age": 36, "likes": ["tea"]}
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Of the server's `fault`: what a request gets."""
+    """Answers requests as the server's `fault` says."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -38,7 +38,7 @@ class Answers(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.close_connection = True
-            with contextlib.suppress(OSError):  # nobody reads to the end
+            with contextlib.suppress(OSError):  # a client that hangs up does not read to the end
                 for _ in range(100):
                     self.wfile.write(b'data: {"text": "x"}\n')
             return

@@ -56,7 +56,7 @@ def test_whole_rows_with_one_scale(device: torch.device, dtype: torch.dtype, kv_
 
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
 def test_attention_reads_what_was_written(device: torch.device, form: str) -> None:
-    """Also the launch behind the append."""
+    """Also the launch that follows the append."""
     kv_dtype = latent_cases.FORMATS[form]
     cache = torch.zeros(6, 16, 656 if form == "scaled" else 576, dtype=torch.uint8, device=device).view(kv_dtype)
     generator = torch.Generator().manual_seed(3)

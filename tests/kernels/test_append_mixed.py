@@ -16,7 +16,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def numbers(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Of every magnitude, some beyond float16 and some below it; some infinite, some NaN."""
+    """Numbers of every magnitude, some beyond float16 and some below it; some infinite, some NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-30, 18, shape, generator=generator)
     x[torch.rand(shape, generator=generator) < 0.02] = torch.inf

@@ -11,7 +11,7 @@ LATENT, ROPE = 512, 64
 
 
 def latent_cache(pages: int, page_size: int, form: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[pages, page_size, 576] of NaN, and the tensor behind it, of which it is a part."""
+    """[pages, page_size, 576] of NaN, and the larger tensor of which it is a part."""
     shape = {"dense": (pages + 1, page_size, 576), "wide rows": (pages + 1, page_size, 640), "layers": (pages + 1, 3, page_size, 576)}[form]
     storage = torch.full(shape, torch.nan, dtype=dtype, device=device)
     if form == "layers":

@@ -53,7 +53,7 @@ def test_rotate_qk(device: torch.device, interleaved: bool, in_place: bool) -> N
 
 
 def test_angles_of_large_positions(device: torch.device) -> None:
-    """Beyond the range where sines of a GPU are quick."""
+    """Positions beyond the range in which a GPU's sines are fast."""
     q, k = torch.randn(3, 1, 64, device=device).half(), torch.randn(3, 1, 64, device=device).half()
     positions = torch.tensor([10**6, 2**24 - 1, 131071], device=device)
     rotary = Rotary(frequencies(64).to(device))

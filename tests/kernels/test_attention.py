@@ -135,7 +135,7 @@ def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided
 @pytest.mark.parametrize("table_form", mostly_slow(["block_table", "token_slots"], fast=1))
 @pytest.mark.parametrize(("head_dim", "group_size"), [(64, 8), (64, 33), (128, 1), (128, 4), (128, 8), (128, 9), (128, 48), (256, 4), (256, 20)])
 def test_many_short_requests(device: torch.device, head_dim: int, group_size: int, table_form: str, num_ctas: int) -> None:
-    """Of a few KV tiles, many for each CTA; long ones, short prompts and long prompts between them; the same bits every time."""
+    """Requests of a few KV tiles, many for each CTA; long ones, short prompts and long prompts between them; the same bits every time."""
     rng = numpy.random.default_rng(num_ctas)
     kv_lens = [int(length) for length in rng.integers(1, 300, 120)]
     qo_lens = [1] * len(kv_lens)
@@ -192,7 +192,7 @@ def test_empty_batches(device: torch.device) -> None:
 
 
 def test_tokens_that_no_row_sees_may_be_anything(device: torch.device) -> None:
-    """What lies in front of every window may have been given up by the engine: its pages belong to someone else, or to nobody."""
+    """What lies in front of every window may have been given up by the engine: its pages belong to another request, or to none."""
     for qo_len, kv_len, window_left in [(1, 300, 10), (1, 300, 63), (20, 500, 100), (130, 300, 5)]:
         case = case_tensors.build(Spec((qo_len,), (kv_len,), window_left=window_left), device)
         expected = case.expected()
@@ -296,7 +296,7 @@ def test_one_plan_serves_many_layers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("as_composition", [False, True])
 def test_a_plan_keeps_its_tensors(device: torch.device, as_composition: bool) -> None:
-    """Nobody but the plan holds them, and their memory would be given to others: page tables and row lists are read by `run`."""
+    """Only the plan keeps them alive, and their memory would otherwise be reused: page tables and row lists are read by `run`."""
     case = case_tensors.build(Spec((3, 1, 40), (300, 700, 400), padding_rows=2), device)
     tensors = [case.view.qo_indptr, case.view.table.indices, case.view.table.indptr, case.view.table.last_page_len]
     if as_composition:
@@ -377,7 +377,7 @@ def test_split_does_not_change_the_result(device: torch.device, seed: int) -> No
 
 
 def test_workspace_grows_by_the_states_of_the_levels() -> None:
-    """Of each row and query head in each level head_dim + 1 floats, and little else: the schedule's links."""
+    """Each level needs head_dim + 1 floats for each row and query head, and little else: the schedule's links."""
     sizes = []
     for max_levels in (1, 2, 4):
         attention = Attention(8, 2, 64, device="cpu", max_rows=1000, max_batch=4, max_levels=max_levels, cascade=False)

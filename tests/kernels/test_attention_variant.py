@@ -93,7 +93,7 @@ def test_random_cases_on_a_gpu(name: str, kernel: str) -> None:
 
 @needs_cpp
 @pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
-def test_behind_shared_prefixes_and_in_chunks(options: dict[str, object]) -> None:
+def test_with_shared_prefixes_and_in_chunks(options: dict[str, object]) -> None:
     for seed, variant in enumerate((SLANTED, SQUARED, SLANTED)):
         spec = cases.Spec((1, 3, 1, 9), (700, 820, 64, 700), dtype=torch.float32, sharing=0.9, page_size=16, seed=seed)
         case = case_tensors.build(spec, "cpu")

@@ -24,7 +24,7 @@ REJECTED = errors.RejectedKernelError("loading kernels.cubin: CUDA_ERROR_INVALID
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel has been rejected, and nobody warned."""
+    """No kernel has been rejected, and no warning was given."""
     monkeypatch.setattr(code_address, "_rejected", [])
     code_address._warn.cache_clear()
     cubins.find_kernel.cache_clear()

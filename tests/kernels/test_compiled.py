@@ -120,7 +120,7 @@ def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("of_heads", [False, True])
 def test_queries_of_8_bits(device: torch.device, of_heads: bool) -> None:
-    """Their scale as a number, and as a tensor."""
+    """With their scale as a number, and as a tensor."""
     made = attention(device, kv_dtype=torch.float8_e4m3fn, q_dtype=torch.float8_e4m3fn)
     q, k, v = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in ((sum(QO_LENS), HEADS, HEAD_DIM), *[(8, PAGE, KV_HEADS, HEAD_DIM)] * 2))
     q_scale = torch.tensor([0.5, 2.0], device=device) if of_heads else 0.7

@@ -19,7 +19,7 @@ _LONGEST = 60.0  # seconds: far more than any of these takes, and far less than 
 
 
 class Served:
-    """64 requests behind a tree of prefixes, as block tables whose tensors stay where they are."""
+    """64 requests below a tree of prefixes, as block tables whose tensors stay where they are."""
 
     def __init__(self, cascade: object = True, num_requests: int = 64) -> None:
         self.rng = numpy.random.default_rng(0)
@@ -108,7 +108,7 @@ def test_metadata_that_changes_during_plans(cascade: object) -> None:
 
 
 def test_two_replays_of_one_object_at_once() -> None:
-    """Which is not allowed: what they compute is not looked at, but both end, and what comes behind is right."""
+    """This is not allowed: their results are not checked, but both end, and later results are right."""
     served = Served()
     expected = served.run().clone()
     out = torch.empty_like(served.q)
@@ -145,7 +145,7 @@ def test_draws_with_whatever_the_workspace_holds() -> None:
 
 
 def test_two_draws_with_one_workspace_at_once() -> None:
-    """Which is not allowed: both end, and what comes behind is right."""
+    """This is not allowed: both end, and later results are right."""
     logits = torch.randn(16, 100_000, device="cuda")
     seed = torch.arange(16, device="cuda")
     expected = sample(logits, seed=seed).token_ids

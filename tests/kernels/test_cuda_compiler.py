@@ -40,7 +40,7 @@ BAD = {
     "stops in the middle": ("head -c 100 {good} > $out", "but its output is truncated"),
     "is killed": ("echo half > $out; echo working; kill -9 $$", r"was killed by signal 9 on kernel k for sm_90a; if memory ran out, .*--jobs 1.*\nworking"),
     "fails": ("echo half > $out; echo wrong source; exit 3", r"nvcc failed on kernel k for sm_90a:\nwrong source\n.* ended with exit status 3"),
-    "prints what is no text": (r"printf '\377\376'; exit 1", "nvcc failed on kernel k for sm_90a"),
+    "prints what is not text": (r"printf '\377\376'; exit 1", "nvcc failed on kernel k for sm_90a"),
 }
 
 

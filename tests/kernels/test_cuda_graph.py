@@ -80,7 +80,7 @@ def test_run_captured_once_serves_every_plan(tensors: tuple[torch.Tensor, KVCach
 def test_plan_in_the_graph_reads_what_the_engine_writes(tensors: tuple[torch.Tensor, KVCache], after_append: bool) -> None:
     """A whole step as an engine captures it: append, plan and run, over buffers that are filled before each replay; requests beyond the batch are empty.
 
-    after_append: two layers behind the plan, whose runs start while their appends still write.
+    after_append: two layers after the plan, whose runs start while their appends still write.
     """
     q, kv = tensors
     rng = numpy.random.default_rng(1)

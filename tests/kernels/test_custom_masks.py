@@ -21,12 +21,12 @@ TREE = {"custom_mask": False, "tree_mask": True}
 
 
 def random_masks(name: str, seed: int) -> list[Tensor]:
-    """Of each request q_len x kv_len, or q_len x q_len; a query of a tree sees itself."""
+    """A mask of q_len x kv_len for each request, or of q_len x q_len; a query of a tree sees itself."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for i, (qo_len, kv_len) in enumerate(zip(SPEC.qo_lens, SPEC.kv_lens, strict=True)):
         mask = torch.rand(qo_len, qo_len if TREE[name] else kv_len, generator=generator) < (0.1, 0.5, 0.9)[(seed + i) % 3]
-        mask[:, mask.shape[1] // 3 : mask.shape[1] // 2] = False  # KV tiles that nobody sees
+        mask[:, mask.shape[1] // 3 : mask.shape[1] // 2] = False  # KV tiles that no query sees
         made.append(mask | torch.eye(qo_len, dtype=torch.bool) if TREE[name] else mask)
     return made
 

@@ -57,7 +57,7 @@ def test_heads_of_different_widths(device: torch.device, kernel: str | None, hea
 
 
 def wide_case(seed: int, device: torch.device) -> Float8Case:
-    """Of heads of 512 columns, and no more work than the oracle has time for."""
+    """A case with heads of 512 columns, small enough for the oracle."""
     rng = numpy.random.default_rng([seed, 85])
     spec = cases.random_spec(seed + 2000, device.type)
     spec = spec.with_(head_dim=512, num_kv_heads=1 + seed // 5 % 2, group_size=(16, 5, 64, 1, 128)[seed % 5], strided=spec.strided and device.type == "cpu")
@@ -112,7 +112,7 @@ def test_queries_of_8_bits(device: torch.device, kernel: str | None, q_form: str
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("place", [0, 60_000, 131_071])
 def test_a_needle_among_128k_tokens(device: torch.device, kernel: str | None, head_dim: int, place: int) -> None:
-    """Of one CTA's sum over all tokens little must be lost: tensor cores add products of 8 bits with about 14."""
+    """One CTA's sum over all tokens must lose little: tensor cores add products of 8-bit numbers with about 14 bits."""
     needle = Needle(131_072, place, 128 if device.type == "cuda" else 3, head_dim, device)
     attention = needle.attention(kernel=kernel)
     attention.plan(needle.view)
@@ -195,7 +195,7 @@ def one_request(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, sm_scale: flo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number(device: torch.device, dtype: torch.dtype) -> None:
-    """Each of the 256 as the only value that a row sees: subnormal numbers, infinities and NaN, too."""
+    """Each of the 256 values as the only one that a row sees: subnormal numbers, infinities and NaN, too."""
     bits = torch.arange(256, dtype=torch.uint8, device=device)
     v = bits.view(dtype)[:, None].expand(256, 64).contiguous()
     for q_dtype in (torch.bfloat16, torch.float16):

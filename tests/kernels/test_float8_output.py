@@ -98,7 +98,7 @@ def test_sinks(device: torch.device, kernel: str | None) -> None:
 
 @pytest.mark.parametrize("num_ctas", [1, 9])
 def test_what_a_variant_makes_of_the_output_is_divided(device: torch.device, num_ctas: int) -> None:
-    """By the kernel that has all of a row, and by the one that merges."""
+    """Rows are rounded by the kernel that has all of a row, and by the one that merges."""
     case = case_tensors.build(cases.Spec((3, 1, 40), (40, 300, 90), num_kv_heads=1, group_size=2, num_ctas=num_ctas), device)
     expected = case.expected(variant=variant_sources.slanted_oracle(0.03))[0]
     attention = case.attention(float8_out=True, variant=variant_sources.SLANTED)

@@ -54,7 +54,7 @@ def test_random_cases(device: torch.device, kernel: str | None, form: tuple[str,
 
 @pytest.mark.parametrize("head_dim", [512])
 def test_wide_heads(device: torch.device, head_dim: int) -> None:
-    """On a GPU the generic kernel's."""
+    """On a GPU with the generic kernel alone."""
     spec = cases.Spec((1, 30), (200, 90), num_kv_heads=2, group_size=4, head_dim=head_dim, num_ctas=3)
     run_and_check("scaled", Float8Case(spec, device, DTYPES[0], "head", "number"), **({"kernel": "generic"} if device.type == "cuda" else {}))
 

@@ -206,7 +206,7 @@ def test_levels_pay_together(device: torch.device, groups: int, requests: int, c
 
 
 def chain(num_requests: int, step: int) -> Batch:
-    """Request i shares `step` pages more with those behind it than with those before: a path of as many nodes as there are requests, less one."""
+    """Request i shares `step` pages more with those after it than with those before: a path of as many nodes as there are requests, less one."""
     pages = [[*range(step * (i + 1)), 10**5 + i] for i in range(num_requests)]
     return Batch(4, [1] * num_requests, [len(own) * 4 for own in pages], pages, 10**5 + num_requests)
 
@@ -243,7 +243,7 @@ def compact(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize(("requests", "rows"), [(31, 1), (32, 1), (33, 1), (8, 8), (9, 8)])
 def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) -> None:
-    """Rows that fill row tiles of 128 need no row list, others do; behind them Q holds NaN."""
+    """Rows that fill row tiles of 128 need no row list, others do; after them Q holds NaN."""
     rng = numpy.random.default_rng([requests, rows])
     pages = [[*range(20), 20 + i] for i in range(requests)]
     batch = Batch(16, [rows] * requests, [20 * 16 + rows + i % 8 for i in range(requests)], pages, 20 + requests)

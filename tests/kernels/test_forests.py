@@ -144,7 +144,7 @@ def test_refuses_other_modes(device: torch.device) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_wrong_values_never_reach_outside(device: torch.device, seed: int) -> None:
-    """Refused on a CPU; on a GPU clamped: what is written lies inside `out` and `lse`, and the object is still usable."""
+    """Such tables are refused on a CPU; on a GPU they are clamped: what is written lies inside `out` and `lse`, and the object is still usable."""
     rng = numpy.random.default_rng([seed, 8])
     problem = random_problem(rng, device, replace(SHAPE, seed=seed), max_rows=200)
     attention = problem.attention(cascade="always")

@@ -51,7 +51,7 @@ def freed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def freed_behind_an_offset(tensor: Tensor) -> Tensor:
+def freed_at_an_offset(tensor: Tensor) -> Tensor:
     both = torch.cat([tensor, tensor])
     view = both[len(tensor) :]
     both.untyped_storage().resize_(0)
@@ -66,7 +66,7 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
     "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
     "wrapper": Wrapper,
     "freed": freed,
-    "freed behind an offset": freed_behind_an_offset,
+    "freed at an offset": freed_at_an_offset,
     "meta": lambda tensor: tensor.to("meta"),
     "negated": negated,
     "sparse": lambda tensor: tensor.to_sparse(),
@@ -98,7 +98,7 @@ class Problem:
 
 
 def calls(p: Problem, spoil: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], object]]:
-    """By the name of the tensor that is spoilt."""
+    """Calls with a spoilt tensor, by the name of that tensor."""
     token, slots = p.q[:, :KV_HEADS], torch.arange(ROWS, device=p.q.device)
     pairs = {"k": p.kv.k, "v": p.kv.v}
     target = torch.stack([p.probs, p.probs], 1)
@@ -153,7 +153,7 @@ def test_tensors_without_plain_memory_are_refused(device: torch.device, kind: st
         assert "must be" in str(refused.value), name
     if kind not in ("gradient", "negated"):
         for name, call in index_calls(problem, SPOILT[kind]).items():
-            # A view's tensors are on one device: which of two is on the wrong one, nobody knows.
+            # A view's tensors are on one device: which of two is on the wrong one cannot be known.
             with pytest.raises(ValueError, match=rf"^{name}[ .]" if kind != "meta" else "must be"):
                 call()
         problem.attention.plan(problem.view)
@@ -234,7 +234,7 @@ def test_numbers_of_other_packages_are_numbers() -> None:
 
 
 def test_pages_before_a_window_may_be_anything() -> None:
-    """An engine frees them."""
+    """An engine frees such pages."""
     problem = Problem(torch.device("cpu"))
     table = torch.tensor([[-1, -1, 2, 3]], dtype=torch.int32)
     view = BSRView(torch.tensor([0, 1]), PageTable.block_table(table, torch.tensor([64]), PAGE_SIZE), window_left=31)

@@ -53,7 +53,7 @@ def attention(variant: Variant, **options: Any) -> Attention:
 
 @pytest.mark.parametrize("q_form", [None, *float8_cases.Q_SCALES])
 def test_caches_of_8_bits(q_form: str | None) -> None:
-    """With scales of each form, of which logits know nothing: a bias is not scaled. Rows of one request and behind a prefix that several share."""
+    """With scales of each form, of which logits know nothing: a bias is not scaled. Rows of one request and after a prefix that several share."""
     variant = builtin.document() & builtin.alibi() & builtin.soft_cap(3.0)
     for seed, k_form in enumerate(float8_cases.SCALES):
         spec = cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed)

@@ -18,7 +18,7 @@ from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
 from attn_backend.kernels import cubins, kernel_cache
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away, or become somebody else")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away, or become another user")
 
 
 @pytest.fixture
@@ -206,13 +206,13 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["cache", "folder", "cubin", "report"])
-@pytest.mark.parametrize("how", ["writable for everybody", pytest.param("belongs to another user (4242)", marks=as_root)])
+@pytest.mark.parametrize("how", ["writable by everybody", pytest.param("belongs to another user (4242)", marks=as_root)])
 def test_where_others_may_write_a_private_folder_is_taken(what: str, how: str, fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
     fake.sources["other"] = "// another kernel\n"
     path, _ = cubins.compile_kernel("k", "sm_90a")
     cubins.compile_kernel("other", "sm_90a")
     wrong = {"cache": fake.cache, "folder": path.parent, "cubin": path, "report": path.with_suffix(".txt")}[what]
-    if how == "writable for everybody":
+    if how == "writable by everybody":
         wrong.chmod(0o777)
     else:
         os.chown(wrong, 4242, -1)
@@ -264,7 +264,7 @@ def test_a_private_folder_that_is_not_private_is_refused(how: str, fake: FakeKer
         private.write_text("")
     fake.cache.mkdir()
     fake.cache.chmod(0o777)
-    with pytest.raises(RuntimeError, match=f"{fake.cache} is writable for everybody, and .*{private}.*set ATTN_BACKEND_CACHE"):
+    with pytest.raises(RuntimeError, match=f"{fake.cache} is writable by everybody, and .*{private}.*set ATTN_BACKEND_CACHE"):
         cubins.compile_kernel("k", "sm_90a")
     assert fake.runs() == 0
 
@@ -298,14 +298,14 @@ def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(mad
 
 
 def know_the_key(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed package, which the key hashes, may lie where somebody else cannot read."""
+    """The installed package, which the key hashes, may lie where another user cannot read."""
     kept = cubins.cached_kernel("k", "sm_90a", str(fake.nvcc))
     monkeypatch.setattr(cubins, "cached_kernel", lambda *_: kept)
 
 
 @contextmanager
 def unprivileged(folder: Path) -> Iterator[None]:
-    """Root may write everywhere: becomes somebody else, to whom the folders above are open."""
+    """Root may write everywhere: becomes another user, to whom the folders above are open."""
     if os.geteuid() != 0:
         yield
         return

@@ -120,7 +120,7 @@ def test_decodes_chunks_and_prefills_with_holes(device: torch.device, number: in
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(20), fast=4))
-def test_behind_shared_prefixes(device: torch.device, seed: int) -> None:
+def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng([seed, 72])
     problem = forests.random_problem(rng, device)
     shape = forests.replace(problem.shape, logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64)
@@ -170,7 +170,7 @@ def one_request(attention_heads: tuple[int, int], tokens: int, rows: int, device
 
 @pytest.mark.parametrize("number", range(NUM_MASKS))
 def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: int) -> None:
-    """Of flex_attention, with blocks of a row tile's queries and a KV tile's tokens; and not only as many."""
+    """A block mask of flex_attention, with a row tile's queries and a KV tile's tokens as blocks. The KV tiles are the same, not only as many."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     tokens = 4096
@@ -209,7 +209,7 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
 
 
 def kv_tiles_of(attention: Attention, schedule: Schedule) -> Iterator[tuple[list[int], list[bool]]]:
-    """Of each row tile of one request: the KV tiles that are visited, by their numbers, and which are listed as seen by all rows."""
+    """For each row tile of one request: the KV tiles that are visited, by their numbers, and which are listed as seen by all rows."""
     memory = attention._row_ranges.view(torch.int32).cpu()
     for _, _, _, kv_begin, kv_end, num_kv_tiles in schedule.tiles.tolist():
         entry = memory[~kv_begin : ~kv_begin + num_kv_tiles] if kv_begin < 0 else kv_begin + schedule.kv_tile * torch.arange(num_kv_tiles)
@@ -247,7 +247,7 @@ def test_more_kv_tiles_than_are_listed(device: torch.device) -> None:
 
 
 def test_row_tiles_that_see_nothing(device: torch.device) -> None:
-    """Between such as do. Zeros, and no logarithm of a sum."""
+    """They lie between row tiles that see tokens. Their outputs are zeros, their lse is -inf."""
     seen = lambda b, h, q_idx, kv_idx: ((q_idx // 256) % 2 == 0) & ((kv_idx // 200) % 3 == 1)  # noqa: E731
     variant = Variant.from_functions(mask_mod=seen, name="some_rows")
     case = case_tensors.build(Spec((1500, 1, 1), (1500, 257, 900), head_dim=64, dtype=torch.bfloat16, causal=False), device)

@@ -74,7 +74,7 @@ def test_shared_prefixes(device: torch.device) -> None:
 
 
 def test_rows_that_no_request_has_are_not_read(device: torch.device) -> None:
-    """Rows of a captured graph's padding may hold NaN; rows of the plan behind Q's last are not computed."""
+    """Rows of a captured graph's padding may hold NaN; rows of the plan beyond Q's last are not computed."""
     batch = latent_cases.make_batch(PLAIN, [1, 1, 1], [40, 70, 9], device=device)
     attention = make(batch, batch_invariant=True)
     attention.plan(batch.view)

@@ -80,7 +80,7 @@ def test_row_tiles_begin_and_end_where_their_ranges_do(device: torch.device, var
 def test_ranges_and_masks_are_intersected(device: torch.device) -> None:
     """Of variants that are combined: two ranges, a mask, and an interval."""
     first = Variant.from_source("TokenRange range(const ScoreRow& row) const { return {-2147483647 - 1, row.position - 3}; }", name="before")
-    last = Variant.from_source("TokenRange range(const ScoreRow& row) const { return {row.request * 20, 2147483647}; }", name="behind")
+    last = Variant.from_source("TokenRange range(const ScoreRow& row) const { return {row.request * 20, 2147483647}; }", name="after")
     odd = Variant.from_source("bool mask(const ScoreRow&, int32_t kv_position) const { return kv_position % 2 == 1; }", name="odd")
     variant = first & last & odd & builtin.sliding_window(100)
     assert variant.has_range

@@ -68,7 +68,7 @@ def test_random_cases(device: torch.device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(16), fast=2))
-def test_behind_shared_prefixes(device: torch.device, seed: int) -> None:
+def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng([seed, 61])
     problem = forests.random_problem(rng, device)
     problem.shape = forests.replace(problem.shape, logits_soft_cap=0.0)

@@ -238,7 +238,7 @@ def test_token_mask(device: torch.device) -> None:
 @pytest.mark.parametrize("is_slice", [False, True])
 @pytest.mark.parametrize("vocab", [31, 64, 1000])
 def test_token_mask_wider_than_needed(device: torch.device, vocab: int, is_slice: bool) -> None:
-    """What lies behind a row's words does not count: words of a larger vocabulary, or a slice of an engine's buffer."""
+    """What lies beyond a row's words does not count: words of a larger vocabulary, or a slice of an engine's buffer."""
     generator = torch.Generator().manual_seed(8)
     batch, words = 12, (vocab + 31) // 32
     mask = torch.rand(batch, vocab, generator=generator) < 0.3

@@ -14,7 +14,7 @@ CLEAR = 1e-5  # values of the race that are further apart than this are told apa
 
 
 def seeds_and_positions(generator: torch.Generator, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of 64 bits both: one in the place of the other is another draw."""
+    """Both have 64 bits: one in the place of the other is another draw."""
     return torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator), torch.randint(0, 2**62, (batch,), generator=generator)
 
 
@@ -54,13 +54,13 @@ def accepts(seed: int, position: int, draft: float, target: float) -> bool:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("as_tensors", [True, False])
 def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dtype) -> None:
-    """A draft token is accepted by the word of its own position, and the last token is drawn at the position behind the accepted ones."""
+    """A draft token is accepted by the word of its own position, and the last token is drawn at the position after the accepted ones."""
     vocab, drafts, batch = 60, 4, 64
     generator = torch.Generator().manual_seed(21)
     seeds, positions = seeds_and_positions(generator, batch)
     draft = torch.softmax(torch.randn(batch, drafts, vocab, generator=generator), -1)
     target = torch.softmax(torch.cat([draft.log(), draft[:, :1].log()], 1) + torch.randn(batch, drafts + 1, vocab, generator=generator), -1)
-    target[::4, :drafts] = draft[::4]  # always accepted; behind what is none, nothing is left to draw from but the target
+    target[::4, :drafts] = draft[::4]  # always accepted; where the id is no token, nothing is left to draw from but the target
     ids = torch.stack([torch.multinomial(draft[:, i], 1, generator=generator)[:, 0] for i in range(drafts)], 1)
     ids[::8, 2] = torch.tensor([-1, vocab]).repeat(batch // 16)
     given = [draft.to(device), ids.to(device, ids_dtype), target.to(device)]
@@ -107,7 +107,7 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
     ],
 )
 def test_what_a_draft_is_refused_for_may_spoil_the_row(device: torch.device, draft: list[float], target: list[float], valid: bool) -> None:
-    """And nobody else's. Draft token -1 is never accepted."""
+    """It spoils no other row. Draft token -1 is never accepted."""
     good = torch.tensor([0.2, 0.3, 0.5])
     drafts = torch.stack([good, torch.tensor(draft), good])[:, None]
     targets = torch.stack([good, torch.tensor(target), good])[:, None].repeat(1, 2, 1)
@@ -119,7 +119,7 @@ def test_what_a_draft_is_refused_for_may_spoil_the_row(device: torch.device, dra
 
 
 @pytest.mark.parametrize("target", [[-0.1, 0.6, 0.5], [0.5, math.nan, 0.5], [math.inf, 0.0, 0.0], [0.0, 0.0, 0.0]])
-def test_the_target_behind_accepted_drafts_may_spoil_the_row(device: torch.device, target: list[float]) -> None:
+def test_the_target_after_accepted_drafts_may_spoil_the_row(device: torch.device, target: list[float]) -> None:
     good = torch.tensor([0.2, 0.3, 0.5])
     targets = torch.stack([good, torch.tensor(target)])[None]
     samples = chain_speculative_sampling(good[None, None].to(device), torch.tensor([[2]], device=device), targets.to(device))

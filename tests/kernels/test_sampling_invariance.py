@@ -80,7 +80,7 @@ def test_seeds_and_positions_matter(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(150))
 def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
-    """Whatever the launch's shape: tokens, flags, log-probabilities and renormalised rows are equal."""
+    """Whatever the shape of the launch is: tokens, flags, log-probabilities and renormalised rows are equal."""
     choose = random.Random(number)
     generator = torch.Generator().manual_seed(number)
     vocab, batch = choose.choice([1, 31, 512, 513, 1000, 2049, 5000, 8192, 32000, 40961, 128256]), choose.choice([1, 2, 3, 7])
@@ -184,7 +184,7 @@ def test_a_captured_launch_reads_seeds_and_positions_anew() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", cpu_isa.ISAS[1:])
 def test_every_instruction_set_of_a_cpu_draws_the_same(isa: str) -> None:
-    """As the baseline, whose code has no fused multiply-add instruction, and calls the library's."""
+    """The same as the baseline, whose code has no fused multiply-add instruction, and calls the library's."""
     program = (
         "import torch, attn_backend as a; g = torch.Generator().manual_seed(4); x = torch.randn(64, 3000, generator=g) * 3; s = torch.arange(64);"
         "print([a.sample(x, seed=s, temperature=t, top_p=p).token_ids.tolist() for t, p in ((0.7, None), (1.0, 0.9), (1.3, 0.99))],"

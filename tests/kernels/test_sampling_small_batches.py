@@ -57,7 +57,7 @@ def test_a_workspace_serves_one_launch_after_another() -> None:
 
 @pytest.mark.gpu
 def test_what_a_workspace_does_not_suit_goes_another_way() -> None:
-    """Filters, log-probabilities, batches that are too large: nobody writes into the workspace."""
+    """Filters, log-probabilities, batches that are too large: the workspace is not written."""
     workspace = sampling_workspace("cuda")
     generator = torch.Generator().manual_seed(0)
     for batch, wanted in ((2, {"top_k": 5}), (2, {"top_p": 0.5}), (2, {"min_p": 0.1}), (3, {"return_logprobs": True}), (3, {"num_top_logprobs": 2}), (600, {})):

@@ -36,7 +36,7 @@ def test_cost_kinds(device: torch.device, options: dict[str, object]) -> None:
 
 
 def test_every_error_has_a_sentence() -> None:
-    """Of csrc/planner/schedule.h."""
+    """Every error of csrc/planner/schedule.h."""
     header = (Path(__file__).resolve().parents[2] / "csrc" / "planner" / "schedule.h").read_text()
     bits = [int(bit) for bit in re.findall(r"k\w+(?:Invalid|Failed) = 1u << (\d+)", header)]
     assert bits == list(range(8))

@@ -33,15 +33,15 @@ def test_through_a_block_table(device: torch.device) -> None:
     indices = int32([0, 5, -1, 3], [9, 100, 2, 8], [4, 8, -1, 1]).to(device)
     requests = torch.tensor([0, 1, 0], dtype=torch.int32, device=device)
     found = selected_slots(indices, block_table, requests, page_size=4)
-    # 100 lies behind the table, 8 of request 0 on a page that it does not have.
+    # 100 lies beyond the table, 8 of request 0 on a page that it does not have.
     assert found.tolist() == [[28, 9, 31, -1], [37, 18, 36, -1], [8, 29, -1, -1]]
     assert selected_slots(indices[:2], block_table, page_size=4).equal(found[:2]), "a row of the table for each row of Q"
     between = selected_slots(indices, block_table, requests, page_size=4, page_stride=10)
     assert between.tolist() == [[70, 21, 73, -1], [91, 42, 90, -1], [20, 71, -1, -1]], "slots of others lie between the pages"
     seen = selected_slots(indices, block_table, requests, page_size=4, kv_lens=torch.tensor([4, 9, 0], device=device))
-    assert seen.tolist() == [[28, 31, -1, -1], [18, 36, -1, -1], [-1, -1, -1, -1]], "a row does not see what comes behind it"
+    assert seen.tolist() == [[28, 31, -1, -1], [18, 36, -1, -1], [-1, -1, -1, -1]], "a row does not see what comes after it"
     assert selected_slots(indices, block_table[:, :0], requests).eq(-1).all()
-    assert selected_slots(indices, block_table, requests + 2).eq(-1)[1].all(), "of a request that there is not"
+    assert selected_slots(indices, block_table, requests + 2).eq(-1)[1].all(), "of a request that does not exist"
 
 
 @pytest.mark.parametrize("seed", range(24))

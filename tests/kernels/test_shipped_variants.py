@@ -44,7 +44,7 @@ def test_the_shipped_sources_are_those_of_the_built_ins(shipped: manifest.Varian
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
-    """With all kernels, on a machine without a compiler."""
+    """A package with all kernels, on a machine without a compiler."""
     fake = FakeKernels(tmp_path, monkeypatch)
     for arch, content in (("sm_90a", cubin(b"from the package")), ("sm_80", FATBIN)):
         for name in manifest.kernels(arch):
@@ -113,7 +113,7 @@ def test_combinations_share_what_is_compiled(package: FakeKernels, monkeypatch: 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", SHIPPED)
 def test_results_on_a_gpu(name: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the kernels that a wheel ships; nothing else is compiled."""
+    """Uses only kernels that a wheel ships; nothing else is compiled."""
     monkeypatch.setattr(cubins, "shipped_kernel", lambda kernel, arch: cubins.compile_kernel(kernel, arch)[0])
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     monkeypatch.setattr(variant_kernels, "_find", lambda what, *_: pytest.fail(f"{what} is not shipped"))

@@ -38,7 +38,7 @@ def test_random_cases(device: torch.device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(20), fast=3))
-def test_behind_shared_prefixes(device: torch.device, seed: int) -> None:
+def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng([seed, 60])
     problem = forests.random_problem(rng, device)
     sinks = random_sinks(rng, problem.shape.num_kv_heads * problem.shape.group_size, device)

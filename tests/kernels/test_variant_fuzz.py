@@ -57,7 +57,7 @@ def test_random_batches(name: str) -> None:
 @needs_cpp
 @pytest.mark.slow
 def test_wrong_results_are_noticed() -> None:
-    """Of each kind of batch: other arguments than the reference's."""
+    """In each kind of batch, a run with other arguments than the reference's is noticed."""
     entry = next(entry for entry in entries() if entry.name == "alibi")
     form = Form(torch.float32, 64, None, CPU, sinks=True)
     seen = set()

@@ -146,7 +146,7 @@ def test_a_compiler_that_is_killed_leaves_nothing(fake: FakeKernels) -> None:
 
 
 def read_what_is_installed(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages may lie where somebody else cannot read: keys hash a file of ours, and pyelftools is imported when the first kernel is there."""
+    """Packages may lie where another user cannot read: keys hash a file of ours, and pyelftools is imported when the first kernel is there."""
     code_address.publish_code_addresses(fake.folder / "good")
     kept = code_address.recipe()
     monkeypatch.setattr(code_address, "recipe", lambda: kept)

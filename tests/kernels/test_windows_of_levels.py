@@ -79,7 +79,7 @@ def test_kv_tiles_of_a_level_that_no_row_sees_are_not_visited(device: torch.devi
 
 @needs_cpp
 def test_rows_of_which_a_window_leaves_nothing(device: torch.device) -> None:
-    """In a shared level an empty state; in all levels an output of zero: rows that stand behind the last token."""
+    """In a shared level an empty state; in all levels an output of zero: rows that stand after the last token."""
     cascade = Cascade(numpy.random.default_rng(1), SHAPE, device, [[64], [200, 7]], [[0, 0]], [1, 1])
     cascade.levels["positions"] += torch.tensor([0, 5000], dtype=torch.int32, device=device)
     attention = cascade.attention(SLIDING)

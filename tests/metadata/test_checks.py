@@ -78,7 +78,7 @@ def test_refuses(qo_indptr: list[int], table: PageTable, message: str, dtype: to
     [
         GOOD,
         csr([0, 0, 2], [3, 0, -9], [-1, 4]),  # a request without pages has no last page; entries beyond the last are not used
-        csr_of_lens([0, 2, 5], [3, -1, 0, 1, -9], [4, 7]),  # nor are a request's pages behind its length
+        csr_of_lens([0, 2, 5], [3, -1, 0, 1, -9], [4, 7]),  # nor are a request's pages beyond its length
         csr_of_lens([0, 1, 1], [-3], [0, 0]),
         block_table([0, 8], [[-1, -1], [7, 0]]),
         block_table([4, 0], [[2, -1], [-1, -1]]),

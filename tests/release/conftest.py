@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-# release/ is no part of the installed package. At the end of the path, so that the source tree does not hide the installed package
+# release/ is not part of the installed package. At the end of the path, so that the source tree does not hide the installed package
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 

@@ -29,7 +29,7 @@ Args = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a batch."""
+    """The sizes of a batch."""
 
     qo_lens: Sequence[int]
     kv_lens: Sequence[int]
@@ -210,7 +210,7 @@ def ids(name: str) -> Callable[[numpy.random.Generator, Sizes], Args]:
 
 
 def items(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    """Items of 1 .. 60 tokens behind a prompt, a delimiter before each and behind the last."""
+    """Items of 1 .. 60 tokens after a prompt, a delimiter before each and after the last."""
     positions = numpy.zeros((sizes.batch, sizes.longest), dtype=numpy.int64)
     for of_request in positions:
         place = 0
@@ -257,7 +257,7 @@ def bits(square: bool, packed: bool = True) -> Callable[[numpy.random.Generator,
 
 
 def positions(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    """Of the rows of Q, some of which are nobody's, and of the tokens of each request: far from where they stand."""
+    """Positions of the rows of Q, some of which belong to no request, and of the tokens of each request: far from where they stand."""
     first = rng.integers(0, 100_000, (sizes.batch, 1))
     return {
         "q_positions": torch.from_numpy(rng.integers(0, 100_000, sum(sizes.qo_lens) + 40)).int(),

@@ -71,7 +71,7 @@ class Problem:
             attention.raise_for_errors()
 
     def check(self, entry: Entry, form: Form, args: Args) -> None:
-        """Compares `out` and `lse` with float64; rows that nobody has must still be NaN."""
+        """Compares `out` and `lse` with float64; unused rows must still be NaN."""
         largest = 0.0  # logit, whose rounding error is that of the weights
         variant = entry.oracle(args)
 
@@ -87,7 +87,7 @@ class Problem:
         out, lse = self.out.cpu(), self.lse.cpu()
         absent = torch.ones(len(out), dtype=torch.bool)
         absent[self.rows] = False
-        assert out[absent].isnan().all(), "rows that nobody has were written"
+        assert out[absent].isnan().all(), "unused rows were written"
         error = out[self.rows].double() - o_ref
         assert not error.isnan().any(), f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN"
         if entry.has_steps:
@@ -104,7 +104,7 @@ class Problem:
         if not entry.variant.uses_softmax:
             assert lse.isnan().all()
             return
-        assert lse[absent].isnan().all(), "lse of rows that nobody has was written"
+        assert lse[absent].isnan().all(), "lse of unused rows was written"
         infinite = lse_ref == -torch.inf
         lse = lse[self.rows]
         assert torch.equal(lse == -torch.inf, infinite), "lse is -inf in other rows than it should be"
@@ -134,7 +134,7 @@ def _random_causal(rng: numpy.random.Generator) -> bool | None:
 
 
 def _case(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form: Form) -> Problem:
-    """Of cases.random_spec, cut to what the variant takes."""
+    """A problem of cases.random_spec, cut to what the variant takes."""
     spec = cases.random_spec(seed, form.device.type)
     group_size = min(spec.group_size, entry.max_heads)
     causal = _random_causal(rng)

@@ -216,7 +216,7 @@ def use_slopes(score, b, h, q_idx, kv_idx):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"slopes": torch.float32, "other": torch.float32}, "tensors['other'] is no free variable of the functions, must be one"),
+        ({"slopes": torch.float32, "other": torch.float32}, "tensors['other'] is not a free variable of the functions, must be one"),
         ({"slopes": torch.float64}, "tensors['slopes']: dtype of 'slopes' is torch.float64, must be float or int for a number, or one of float32, "),
         ({"slopes": (torch.float32, 9)}, "tensors['slopes']: ndim is 9, must be less than or equal to 8"),
         ({"slopes": (float, 1)}, "ndim of 'slopes' is 1, must be None for a number"),

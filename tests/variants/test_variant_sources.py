@@ -56,7 +56,7 @@ def test_errors_name_the_users_line(tmp_path: Path) -> None:
             assert f"<variant mine>:{line}:" in compiler_says(one, tmp_path)
 
 
-def test_errors_behind_the_users_lines_are_ours(tmp_path: Path) -> None:
+def test_errors_after_the_users_lines_are_ours(tmp_path: Path) -> None:
     variant = Variant.from_source("float logits(float logit, const ScoreRow&, int32_t) const { return logit; }", {}, name="mine")
     assert "<generated for variant mine>" in variant.source
     assert not compiler_says(variant, tmp_path)

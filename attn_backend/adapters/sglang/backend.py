@@ -5,7 +5,7 @@ index lists or merged afterwards: the page table is the engine's own req_to_toke
 
 CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs no host time. Those kernels read req_to_token
 until the replay ends. Releases that ask are told so; 0.5.17 lets its scheduler go on earlier. What it writes then is never what a running request still reads:
-new tokens lie behind the planned length, a prefix that moved into the radix tree has the same keys and values in its new slots, and the row of a
+new tokens lie beyond the planned length, a prefix that moved into the radix tree has the same keys and values in its new slots, and the row of a
 finished request is computed for nothing.
 """
 
@@ -170,7 +170,7 @@ class SGLangAttentionBackend(AttentionBackend):
             self._window_slots = self._window.translate(forward_batch.out_cache_loc)
         for plan in self._plans.values():
             if plan.key.of_this_step and batch.has_prefixes:
-                plan.current = None  # the model goes the other way
+                plan.current = None  # the model attends to the latents in this step
             else:
                 self._plan_layers(plan, batch)
 
@@ -178,11 +178,11 @@ class SGLangAttentionBackend(AttentionBackend):
         return plan.make(batch, *page_table(plan.key, batch, self.req_to_token_pool.req_to_token, self.page_size, self._window))
 
     def _plan_late(self, plan: Plan) -> Attention:
-        """For a layer that the model did not show when the engine started: the step is planned already, for the others."""
+        """For a layer that was not found in the model when the engine started: the step is already planned, for the others."""
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
         if plan.key.of_this_step and self.forward_metadata.has_prefixes:
-            raise refuse("decompressed keys and values behind a cached prefix")
+            raise refuse("decompressed keys and values after a cached prefix")
         return self._plan_layers(plan, self.forward_metadata)
 
     # Running.

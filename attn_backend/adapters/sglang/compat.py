@@ -129,8 +129,8 @@ def shared_reads_end_after_replay() -> Any:
 
 
 def copies_to_slots(pool: Any) -> bool:
-    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in what get_kv_buffer returns. Bytes of 8-bit floats,
-    which a pool stores as uint8, are no difference.
+    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in what get_kv_buffer returns. 8-bit floats that a
+    pool stores as uint8 count as its dtype.
 
     One difference remains: under SGLANG_ENABLE_ASYNC_ASSERT a pool checks the slots, while `append_kv` skips those outside the cache.
     """

@@ -12,7 +12,7 @@ from .support import check_drafts
 
 
 class DraftStepsBackend:
-    """What SGLang asks for `speculative_num_steps - 1` draft steps behind one another: a backend for each (the first token comes from the step before).
+    """What SGLang asks for `speculative_num_steps - 1` consecutive draft steps: a backend for each (the first token comes from the step before).
 
     All steps are planned before the first one runs, in the captured graph where there is one.
 
@@ -61,9 +61,9 @@ class DraftStepsBackend:
 
 
 def branch_slots(req_to_token: Tensor, rows: Tensor, prefix_lens: Tensor, topk: int, num_steps: int, page_size: int) -> Tensor:
-    """The slots of each branch of each request's draft: its prefix, and behind it the branch's own tokens.
+    """The slots of each branch of each request's draft: its prefix, followed by the branch's own tokens.
 
-    SGLang keeps the branches of a request behind its prefix, each from the beginning of a page on: where the prefix ends within a page, each branch but the
+    SGLang keeps the branches of a request after its prefix, each from the beginning of a page on: where the prefix ends within a page, each branch but the
     first begins with a copy of that page.
 
     Args:
@@ -75,7 +75,7 @@ def branch_slots(req_to_token: Tensor, rows: Tensor, prefix_lens: Tensor, topk: 
         page_size: tokens.
 
     Returns:
-        int32 [batch * topk, max_tokens], a row like one of req_to_token for each branch. What lies behind its tokens is some other slot.
+        int32 [batch * topk, max_tokens], a row like one of req_to_token for each branch. What follows its tokens is some other slot.
     """
     max_tokens = req_to_token.shape[1]
     in_page = prefix_lens % page_size

@@ -1,4 +1,4 @@
-"""Multi-item scoring (--enable-mis): a prompt, and behind it items between delimiters that do not see each other."""
+"""Multi-item scoring (--enable-mis): a prompt, followed by items between delimiters; the items do not see each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_ALL = 2**30  # a prompt so long that there is nothing behind it
+_ALL = 2**30  # a prompt so long that nothing follows it
 
 
 class Items(NamedTuple):
@@ -15,7 +15,7 @@ class Items(NamedTuple):
 
     Attributes:
         prefix_len: int32 [batch], tokens of each prompt.
-        token_pos_in_items: uint16 [batch, longest part behind a prompt].
+        token_pos_in_items: uint16 [batch, longest part after a prompt].
     """
 
     prefix_len: Tensor
@@ -39,9 +39,9 @@ def items_of(forward_batch: Any, batch_size: int, device: torch.device) -> Items
     begin = 0
     for new_len, cached, places in zip(lens, prefixes, delimiters, strict=True):
         first = int(places[0]) if len(places) else new_len
-        behind = torch.arange(new_len - first)
-        last_delimiter = places[(torch.searchsorted(places - first, behind, right=True) - 1).clamp(min=0)] - first if len(places) else behind
-        in_item = behind - last_delimiter
+        offsets = torch.arange(new_len - first)
+        last_delimiter = places[(torch.searchsorted(places - first, offsets, right=True) - 1).clamp(min=0)] - first if len(places) else offsets
+        in_item = offsets - last_delimiter
         prefix_len.append(cached + first if len(places) else _ALL)
         in_items.append(in_item)
         moved.append((begin + first, begin + new_len, cached + first - 1 + in_item))

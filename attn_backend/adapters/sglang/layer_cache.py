@@ -49,7 +49,7 @@ class LayerCache:
 def quantise(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:
     """What append_kv would write: x / scale rounded to a float8 dtype, and limited to the largest number that there is.
 
-    For the pools that must write by themselves. They would divide K and V where they lie, in the projection's output, and make NaN of what is too large.
+    For the pools that must write by themselves. They would divide K and V in place, in the projection's output, and turn values that are too large into NaN.
     """
     largest = torch.finfo(dtype).max
     scaled = x.float() if scale is None else x.float() / scale

@@ -72,7 +72,7 @@ def unsupported(runner: Any) -> str | None:
 
 def ask_for_parts(runner: Any) -> None:
     """Has this runner's model give the parts of Q and K as they are. Not one with Llama 4's scaling of queries (Mistral Large 3): that is applied to whole ones
-    alone. A draft model has the way of the model that it drafts for.
+    alone. A draft model takes the same way as the model that it drafts for.
     """
     is_scaled = any(getattr(module, "llama_4_scaling_config", None) is not None for module in runner.model.modules())
     if is_scaled or not runner.is_draft_worker:

@@ -122,7 +122,7 @@ _renamed_view._attn_backend_hook = True  # type: ignore[attr-defined]
 
 
 class _Renamed:
-    """A view of SGLang's settings in which our name reads as another."""
+    """A view of SGLang's settings that shows another name in place of ours."""
 
     def __init__(self, view: Any, name: str, accepted: str) -> None:
         self._view, self._name, self._accepted = view, name, accepted

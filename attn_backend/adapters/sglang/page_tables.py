@@ -33,7 +33,7 @@ def page_table(key: PlanKey, batch: Batch, req_to_token: Tensor, page_size: int,
 def _decoder_page_table(req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, encoder_lens: Tensor) -> PageTable:
     """The tokens of an encoder-decoder model's decoder: SGLang keeps the encoder's in front of them in a request's row of req_to_token.
 
-    In pages of one token: where they begin is no multiple of a page. May be captured in a CUDA graph.
+    In pages of one token: they do not begin at a multiple of a page. May be captured in a CUDA graph.
 
     Args:
         req_to_token: int32 [requests, max_tokens].

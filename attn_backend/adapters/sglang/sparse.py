@@ -97,7 +97,7 @@ class SparseBackend(DeepseekSparseAttnBackend):
         Args:
             q_all: [rows, num_heads, 576].
             kv_cache: [slots, 1, 576], or 656 bytes a slot, of 8-bit floats for SGLang.
-            page_table_1: int32 [rows, topk], slots; a negative one is none.
+            page_table_1: int32 [rows, topk], slots; a negative one means none.
             topk_length: int32 [rows], how many there are, as far as SGLang knows before the indexer runs: no more in any layer.
 
         Returns:

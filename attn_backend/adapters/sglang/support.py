@@ -139,7 +139,7 @@ def verified_tokens(runner: Any) -> int:
 
 
 def check_drafts(runner: Any) -> None:
-    """Refuses a draft model whose steps behind one another, or blocks, could not be served.
+    """Refuses a draft model whose consecutive steps, or blocks, could not be served.
 
     Raises:
         ValueError: see the module.
@@ -239,12 +239,12 @@ def plan_key(
 
 
 def _check_whole_prompts(layer: RadixAttention) -> None:
-    """A token that sees those behind it needs them in the same step."""
+    """A token that sees those after it needs them in the same step."""
     name = f"(layer {layer.layer_id})"
     if compat.setting("schedule.chunked_prefill_size", -1) != -1:
         raise refuse(f"bidirectional prompts in chunks {name}", "pass --chunked-prefill-size -1")
     if layer.attn_type == AttentionType.ENCODER_ONLY and not compat.setting("memory.disable_radix_cache", True):
-        raise refuse(f"bidirectional prompts behind cached prefixes {name}", "pass --disable-radix-cache")
+        raise refuse(f"bidirectional prompts after cached prefixes {name}", "pass --disable-radix-cache")
 
 
 def slopes_of(parent: Module | None) -> torch.Tensor | None:

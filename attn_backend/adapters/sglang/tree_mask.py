@@ -25,7 +25,7 @@ class TreeMask:
     """
 
     def __init__(self, max_batch: int, num_nodes: int, is_chain: bool, device: torch.device) -> None:
-        """is_chain: drafts have no branches, so that nobody reads the mask, though SGLang writes it."""
+        """is_chain: drafts have no branches, so that no kernel reads the mask, though SGLang writes it."""
         self.num_nodes = num_nodes
         self.visible = torch.ones(max_batch * num_nodes, num_nodes, dtype=torch.bool, device=device)
         self.offered = VerifyMask(buffer=self.visible.view(-1), mode=TreeMaskMode.QLEN_ONLY, max_bs=max_batch, is_read=not is_chain)

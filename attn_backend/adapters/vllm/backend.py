@@ -42,7 +42,7 @@ class AttnBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
-        """Shape of a layer's KV cache (see compat.py for who asks)."""
+        """Shape of a layer's KV cache (compat.py says which releases ask)."""
         return (num_blocks, num_kv_heads, block_size, 2 * head_size)
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""Which class stands behind `--attention-backend CUSTOM`: vLLM has one name for all models, and a class is either for MLA or not, and for sparse attention or
-not. Also behind the names that models with keys and values of different sizes ask for.
+"""Which class `--attention-backend CUSTOM` selects: vLLM has one name for all models, but a class serves either MLA or other models, and either sparse
+attention or none. The same for the names that models with keys and values of different sizes ask for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ DIFF_KV_NAMES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # vLLM's names, and
 
 
 def __getattr__(name: str) -> type:
-    """vLLM looks `Backend` up each time that a layer asks for its backend, under the configuration of the layer's model; so does a model with the others."""
+    """vLLM looks `Backend` up each time that a layer asks for its backend, under the configuration of the layer's model; a model looks up the other names in
+    the same way."""
     if name in DIFF_KV_NAMES:
         return _diff_kv(name)
     if name != NAME:

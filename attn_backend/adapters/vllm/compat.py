@@ -115,7 +115,7 @@ def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tenso
 
 
 def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:
-    """What keeps a group of this size from sharing KV; None if nothing. The rest is the layers' (impl.py)."""
+    """What keeps a group of this size from sharing KV; None if nothing. The layers check the rest (impl.py)."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     advice = "pass --decode-context-parallel-size 1"
     if current_platform.is_cpu():
@@ -152,7 +152,7 @@ def cuts_at_chunks(builder: type) -> bool:
 
 
 def leave_whole(builder: type) -> None:
-    """Takes from the derived builder what it does to requests: they stay whole, and the mask knows chunks."""
+    """Keeps the derived builder from cutting requests: they stay whole, and the mask knows the chunks."""
     for name in ("build", "update_block_table", "get_cudagraph_support"):
         if name in vars(builder):
             delattr(builder, name)
@@ -189,13 +189,14 @@ def has_one_fixed_scale(quant_key: Any) -> bool:
 
 
 def may_see_both_sides() -> bool:
-    """Whether steps of the decoder whose layers are being made may be not causal (drafts of DFLASH). Its windows are then to both sides, as in FLASH_ATTN."""
+    """Whether steps of the decoder whose layers are being made need not be causal (drafts of DFLASH). Its windows then reach to both sides, as in
+    FLASH_ATTN."""
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False))
 
 
 def uses_mla() -> bool:
-    """Whether the model whose layers are being made has multi-head latent attention. No without a model: vLLM asks for backends then, too."""
+    """Whether the model whose layers are being made has multi-head latent attention. False without a model: vLLM asks for backends then, too."""
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
 

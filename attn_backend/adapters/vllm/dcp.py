@@ -65,8 +65,8 @@ class ContextParallel:
             new_tokens: planned for this rank's heads, over the step's own tokens; context: for those of all ranks, over local_context_lens().
             q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, columns of K, of V], the step's; cache: of the layer.
             out: [tokens, heads, columns of V], written.
-            has_context: False: no request has tokens before this step's. All ranks must agree, which then do not meet, unless a graph is captured: it serves
-                other batches.
+            has_context: False: no request has tokens before this step's. All ranks must agree: they then exchange nothing, unless a graph is captured, which
+                serves other batches, too.
             options: of both runs.
         """
         step = KVCache.from_ragged(k, v)

@@ -28,12 +28,12 @@ class DiffKvBackend(AttnBackend):
 
     @staticmethod
     def set_head_size_v(head_size_v: int) -> None:
-        """What the model calls before it makes a layer."""
+        """The model calls this before it makes a layer."""
         DiffKvBackend.head_size_v = head_size_v
 
     @classmethod
     def is_supported_on_current_device(cls, *args: Any, **kwargs: Any) -> bool:
-        """What is not supported is refused when a layer is made: vLLM would take another backend, and say nothing."""
+        """What is not supported is refused when a layer is made: here vLLM would silently take another backend."""
         return True
 
     @staticmethod

@@ -19,7 +19,7 @@ from attn_backend.metadata.kv_cache import KVCache
 
 
 def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.device) -> bool:
-    """Whether kernels multiply 8-bit queries as they are. Others would widen them: queries that vLLM quantised would be less exact for nothing.
+    """Whether kernels multiply 8-bit queries as they are. Others would widen them: queries that vLLM quantised would lose precision without any gain.
 
     Args:
         float8: the cache's dtype if it has 8 bits.
@@ -122,12 +122,12 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self.alibi_slopes = outside_memory_pools(lambda: torch.tensor(alibi_slopes, dtype=torch.float32, device=device), device)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """vLLM asks before it takes the quantisation behind a layer out of the model's graph, and gives its scale to forward(). It then matches all layers of
+        """vLLM asks before it takes the quantisation after a layer out of the model's graph, and gives its scale to forward(). It then matches all layers of
         these sizes, so the answer depends on nothing else."""
         return self.plan_key.float8_out and compat.has_one_fixed_scale(quant_key)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls it when weights have been loaded, also for the second time."""
+        """vLLM calls this whenever weights have been loaded, also a second time."""
         if self.sinks is None:
             return
         sinks = self.sinks.detach()
@@ -140,7 +140,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         raise NotImplementedError(f"attn_backend does not support {what}: {self.other_backend if advice is None else f'{advice}, or {self.other_backend}'}")
 
     def _check_shared_kv(self, heads: HeadDims, has_alibi: bool, sliding_window: int | None) -> None:
-        """Refuses what a layer cannot have whose KV lies on several ranks (dcp.py)."""
+        """Refuses what is not supported in a layer whose KV lies on several ranks (dcp.py)."""
         reasons = {
             "attention sinks, which would count once for each rank,": self.sinks is not None,
             "a sliding window, which would cut KV that is interleaved over ranks,": sliding_window is not None,

@@ -168,7 +168,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             has_context=self.context_parallel is None or has_context(cm),
         )
         if self.spans is not None:
-            # A row alone sees nothing behind itself.
+            # A single row sees nothing after itself.
             self.spans.fill(compat.spans_of(cm) if cm.max_query_len > 1 else [], cm.query_start_loc, cm.seq_lens)
         self.plan(metadata)
         return metadata

@@ -93,7 +93,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
 
 
 def check_layer(given: dict[str, Any], attn_type: str, kv_cache_dtype: str, kv_cache_dtypes: tuple[str, ...]) -> None:
-    """Refuses what no layer of MLA of ours has.
+    """Refuses what none of our MLA layers supports.
 
     Args:
         given: arguments that must be None or 0.0.

@@ -27,7 +27,7 @@ def make_prefill(num_heads: int, widths: Any, dtype: torch.dtype, device: torch.
 
 
 class MlaPrefill(MLAPrefillBackend):
-    """Stands in a metadata builder in the place of the prefill backend that vLLM has chosen. V may be narrower than K: nothing is padded.
+    """Takes the place, in a metadata builder, of the prefill backend that vLLM has chosen. V may be narrower than K: nothing is padded.
 
     The new tokens are planned once a step, for all layers. So is the only chunk of the prefix; where there are more, they take turns in one workspace, and each
     is planned when it runs: one small kernel beside those that gather, decompress and merge it.

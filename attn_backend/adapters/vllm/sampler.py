@@ -248,7 +248,8 @@ def v1_runner_sample(sampler: Any, original: Callable[..., Any], source: SeedSou
 def v1_bookkeeping(original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of `GPUModelRunner._bookkeeping_sync`, which winds a request's generator back after a draw that does not count.
 
-    Our draws advance none, so it is shown none after them. The batch keeps them: the rejection sampler of a step with drafts draws with them.
+    Our draws advance no generator, so this function is shown none after them. The batch keeps them: the rejection sampler of a step with drafts draws with
+    them.
     """
 
     def _bookkeeping_sync(self: Any, *arguments: Any, **named: Any) -> Any:

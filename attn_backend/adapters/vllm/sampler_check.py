@@ -35,7 +35,7 @@ def _check_filters(device: torch.device, dtype: torch.dtype) -> None:
     cases = list(itertools.product((0.0, 0.6, 1.3), (_VOCAB, 1, 40), (1.0, 0.9, 0.3), (0.0, 0.1)))
     columns = [torch.tensor(column) for column in zip(*cases, strict=True)]
     temperature, top_k, top_p, min_p = columns[0], columns[1].int(), columns[2], columns[3]
-    # Distinct values that every dtype holds: which of equal logits a filter keeps is nobody's promise.
+    # Distinct values that every dtype holds: no filter promises which of equal logits it keeps.
     order = torch.rand(len(cases), _VOCAB, generator=torch.Generator().manual_seed(0)).argsort(-1)
     logits = ((order - _VOCAB // 2) / 32).to(dtype)
     left = survivors(logits.float(), temperature, top_k, top_p, min_p)

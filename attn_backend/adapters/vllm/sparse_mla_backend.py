@@ -31,7 +31,7 @@ class SparseMlaBackend(MlaBackend):
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
-        """Shape of a layer's KV cache (see compat.py for who asks)."""
+        """Shape of a layer's KV cache (compat.py says which releases ask)."""
         return (num_blocks, block_size, SCALED_LATENT_BYTES if cache_dtype_str == SCALED_LATENTS else head_size)
 
     @classmethod

@@ -112,7 +112,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
       if (count_rows(params, item) == 0) kv_tile_ = item.kv_tile_end;
     }
 
-    /// Empty behind the last one.
+    /// Empty after the last one.
     TokenRange next() {
       while (run_.begin >= run_.end && kv_tile_ < item_.kv_tile_end) next_run();
       const TokenRange block{run_.begin, min_of(run_.end, run_.begin + Engine::kBlockTokens)};
@@ -149,7 +149,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
 
     const AttentionParams& params_;
     const WorkItem& item_;
-    int32_t kv_tile_;  // behind `run_`
+    int32_t kv_tile_;  // after `run_`
     TokenRange run_;   // what is left of it
   };
 
@@ -221,10 +221,11 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     if (rope.data == nullptr) return part_of_q(q, place, dims_.qk, made);
     const Element* const latent = part_of_q(q, place, dims_.v, made);
     if (latent != made) __builtin_memcpy(made, latent, sizeof(Element) * static_cast<unsigned>(dims_.v));
-    Element* const behind = made + dims_.v;
+    Element* const after_latent = made + dims_.v;
     const int columns = dims_.qk - dims_.v;
-    const Element* const rotated = part_of_q(rope, place, columns, behind);
-    if (rotated != behind) __builtin_memcpy(behind, rotated, sizeof(Element) * static_cast<unsigned>(columns));
+    const Element* const rotated = part_of_q(rope, place, columns, after_latent);
+    if (rotated != after_latent)
+      __builtin_memcpy(after_latent, rotated, sizeof(Element) * static_cast<unsigned>(columns));
     return made;
   }
 

@@ -1,4 +1,4 @@
-// Included behind the source of a variant, which defines attn::UserVariant. ATTN_VARIANT_ENGINE is the engine,
+// Included after the source of a variant, which defines attn::UserVariant. ATTN_VARIANT_ENGINE is the engine,
 // ATTN_VARIANT the variant, with scales or without, ATTN_HEADERS_DIGEST a string.
 #pragma once
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ int32_t find_first_part(const AttentionParams& params
 }
 
 /// The first CTA from `cta` on whose interval does not start inside `pair`. All lanes of the warp take part.
-/// `position`: of the CTA as many behind `cta` as the lane's number.
+/// `position`: of the CTA as many after `cta` as the lane's number.
 __device__ __forceinline__ int32_t find_end(const AttentionParams& params, int32_t cta, const Position& pair,
                                             Position position) {
   const int32_t lane = threadIdx.x % 32;
@@ -77,7 +77,7 @@ struct Parts {
   /// Row of partial_o and partial_lse that holds part number `part`, which may differ from lane to lane; all lanes take
   /// part.
   __device__ __forceinline__ int32_t state(int32_t part, int32_t max_tile_rows) const {
-    int32_t link = 0;  // the first whose parts end behind `part`
+    int32_t link = 0;  // the first whose parts end after `part`
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       if (__shfl_sync(0xffffffffu, end, link + step - 1) <= part) link += step;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const float w = __shfl_sync(0xffffffffu, weight, i + j);  // 0 behind the last part
+        const float w = __shfl_sync(0xffffffffu, weight, i + j);  // 0 after the last part
         o = make_float4(o.x + w * x[j].x, o.y + w * x[j].y, o.z + w * x[j].z, o.w + w * x[j].w);
       }
     }
@@ -211,12 +211,12 @@ struct SharedPair {
     const int32_t cta = blockIdx.x, lane = threadIdx.x % 32;
     const Position pair = params.schedule.positions[cta + 1];
     const Position before = params.schedule.positions[max_of(cta - lane, 0)];
-    const Position behind = params.schedule.positions[min_of(cta + 1 + lane, params.num_ctas)];
+    const Position after = params.schedule.positions[min_of(cta + 1 + lane, params.num_ctas)];
     if (pair.kv_tile == 0) return;
     tile = pair.tile;
     head = pair.head;
     first_cta = find_first_part(params, cta, pair, before);
-    parts = find_end(params, cta + 1, pair, behind) - first_cta;
+    parts = find_end(params, cta + 1, pair, after) - first_cta;
     const RowTileRows<true> of_tile(params.schedule, tile, params.group_size.divisor);
     rows = of_tile.state_begin >= 0 ? 0 : of_tile.count;
   }

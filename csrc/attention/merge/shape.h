@@ -5,7 +5,7 @@
 
 namespace attn {
 
-/// A warp merges so many columns of a row.
+/// Columns of a row that a warp merges.
 constexpr int32_t kMergeThreads = 256;
 constexpr int32_t kMergeColumns = 128;
 

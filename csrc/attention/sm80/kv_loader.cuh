@@ -80,7 +80,7 @@ struct KvLoader {
   static constexpr int kTokens = kTuning.kv_tile;
   static constexpr int kPairs = kTuning.kv_slots / 2;  // KV tiles in the ring
 
-  /// How the CTA copies a tile of K or V: so many rows at a time.
+  /// How the CTA copies a tile of K or V: some rows at a time.
   template <class Tile>
   struct Passes {
     using Pieces = RowPieces<Tile, kThreads>;
@@ -233,7 +233,7 @@ struct KvLoader {
 
   __device__ __forceinline__ bool sees_nothing() const { return store.get().visible_begin >= store.get().visible_end; }
 
-  /// Reads what the lookups need of the row tile under the cursor. Behind the end of the interval: a row tile that sees
+  /// Reads what the lookups need of the row tile under the cursor. After the end of the interval: a row tile that sees
   /// nothing.
   __device__ __forceinline__ void load_row_tile() {
     more = !cursor.done();

@@ -15,8 +15,8 @@
 //
 // K and V of an 8-bit cache are widened into tiles of their own before wgmma takes them: both warpgroups widen half of
 // what is multiplied next, in every item of such row tiles, whether they multiply it or not. They wait for each other
-// before, until nobody reads what was there, and behind. Where a variant transforms K or V it does so there, half by
-// half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
+// before, until no warp reads what was there, and afterwards. Where a variant transforms K or V it does so there, half
+// by half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
 #include "attention/sm90/mma_consumer.cuh"
@@ -308,8 +308,8 @@ struct Consumer : MmaConsumer<Traits> {
       // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
       // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
       // (ADR 15).
-      int32_t behind = token;  // of the next KV tile
-      for (int left = item.num_kv_tiles;; token = kSkips ? behind : token + kTokens) {
+      int32_t next_token = token;  // of the next KV tile
+      for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kTokens) {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];
         bool raised = false;
@@ -354,8 +354,8 @@ struct Consumer : MmaConsumer<Traits> {
         multiply_keys(s, query(place.slot), kv.slot);
         multiply_values(state, p, values.slot);
         if constexpr (kSkips)
-          behind = Base::enter(next_start(item, token, left), rows);  // early: it may have to be loaded
-        transform_early(item, kSkips ? behind : token + kTokens, left > 1, left - 1);
+          next_token = Base::enter(next_start(item, token, left), rows);  // early: it may have to be loaded
+        transform_early(item, kSkips ? next_token : token + kTokens, left > 1, left - 1);
         ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operand(s[0]);
       }

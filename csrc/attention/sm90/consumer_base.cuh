@@ -85,12 +85,12 @@ struct ConsumerBase {
   static constexpr bool kWidens = Traits::kWidens;
   static constexpr bool kSkips = Variant::kSkipsTiles;
   static constexpr int kTokens = Shared::kTuning.kv_tile;
-  // That products take: of the head, and perhaps some behind.
+  // Columns that products take: those of the head, and perhaps some more.
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kVColumns =  // that this warpgroup makes
       is_wide(Traits::Shape::kDims) ? Traits::Shape::kV / 2 : columns_of_products(Traits::Shape::kVMultiplied);
-  /// Not where a variant's logits may grow from KV tile to KV tile, as with ALiBi: rows would outgrow their maxima all
-  /// the time (a prefill of 4 x 4096 took 6.8 times as long).
+  /// Whether rows keep their maxima (consumer.cuh). Not where a variant's logits may grow from KV tile to KV tile, as
+  /// with ALiBi: rows would outgrow their maxima all the time (a prefill of 4 x 4096 took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
       Shared::kTuning.keeps_maxima && !(VariantHooks<Variant>::kLogits && Variant::kReadsRows);
   /// Of one warp: 16 rows.
@@ -102,10 +102,10 @@ struct ConsumerBase {
   static constexpr bool kRewritesQuery = Traits::kConvertsQuery || OfQuery::kExists;
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;
-  /// In the ring. What is widened first is transformed where it then lies.
+  /// Whether tiles are transformed in the ring. Widened tiles are transformed where they then lie.
   static constexpr bool kTransformsRing = Traits::kTransformsCache && !kWidens;
-  /// Not where the ring may have fewer than four tiles in use (Tuning::mma_parts): early needs two behind those that
-  /// are multiplied. There registers are scarce, too.
+  /// Whether tiles are transformed early. Not where the ring may have fewer than four tiles in use (Tuning::mma_parts):
+  /// this needs two tiles after those that are multiplied. There registers are scarce, too.
   static constexpr bool kTransformsEarly = Shared::kParts > 1;
 
   const HopperParams& hopper_params;
@@ -141,7 +141,7 @@ struct ConsumerBase {
       return KvTileStart{item.kv_begin, false};
   }
 
-  /// The next KV tile. `token`: the current one's first; `left`: the item's KV tiles behind the current one. Not to be
+  /// The next KV tile. `token`: the current one's first; `left`: the item's KV tiles after the current one. Not to be
   /// used if there are none.
   __device__ __forceinline__ KvTileStart next_start(const WorkItem& item, int32_t token, int32_t left) const {
     if constexpr (kSkips)
@@ -151,8 +151,8 @@ struct ConsumerBase {
       return KvTileStart{token + kTokens, false};
   }
 
-  /// Of the same: its first token.
-  __device__ __forceinline__ int32_t token_behind(const WorkItem& item, int32_t token, int32_t left) const {
+  /// The first token of that KV tile.
+  __device__ __forceinline__ int32_t token_after(const WorkItem& item, int32_t token, int32_t left) const {
     return next_start(item, token, left).token;
   }
 
@@ -184,8 +184,8 @@ struct ConsumerBase {
   __device__ __forceinline__ char* wide_keys(int slot) const { return kWidens ? shared.widened(0) : shared.kv(slot); }
   __device__ __forceinline__ char* wide_values(int slot) const { return kWidens ? shared.widened(1) : shared.kv(slot); }
 
-  /// Widens what is multiplied together, and transforms it: the V tile from `token` on, and the K tile behind it;
-  /// `has_values`, `has_keys`: those that there are; `left`: KV tiles of the item behind the V tile. Both warpgroups
+  /// Widens what is multiplied together, and transforms it: the V tile from `token` on, and the K tile after it;
+  /// `has_values`, `has_keys`: those that there are; `left`: KV tiles of the item after the V tile. Both warpgroups
   /// call it, with the same, when they have no products under way. Frees the parts.
   __device__ __forceinline__ void widen_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
                                               const typename Shared::KvPlace& keys, int32_t token, bool has_values,
@@ -208,7 +208,7 @@ struct ConsumerBase {
         if (has_keys)
           transform_widened<OfKey, Keys, Traits::Shape::kQk>(
               item, shared.widened(0), first_row,
-              has_values ? token_behind(item, token, left) : first_start(item).token);
+              has_values ? token_after(item, token, left) : first_start(item).token);
       }
       ptx::fence_async_proxy();
       if (has_values) free_tile(values);
@@ -237,7 +237,7 @@ struct ConsumerBase {
   }
 
   /// Converts and transforms rows [first_row, end_row) of the Q tile, by kLanes consumer threads: this warpgroup, or
-  /// both. Behind it these may read them.
+  /// both. After it these may read them.
   template <int kLanes>
   __device__ __forceinline__ void rewrite_query(const WorkItem& item, int slot, int first_row, int end_row) const {
     const int thread = consumer_thread() % kLanes;
@@ -301,12 +301,12 @@ struct ConsumerBase {
   }
 
   /// Transforms this warpgroup's share of what is multiplied together: the V tile from `token` on, and the K tile
-  /// behind it, if `has_keys`; `left`: KV tiles of the item from there on.
+  /// after it, if `has_keys`; `left`: KV tiles of the item from there on.
   __device__ __forceinline__ void transform_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
                                                   const typename Shared::KvPlace& keys, int32_t token, bool has_keys,
                                                   int32_t left) const {
     transform_share<OfValue, Values, Traits::Shape::kV>(item, values, token);
-    if (has_keys) transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys, token_behind(item, token, left));
+    if (has_keys) transform_share<OfKey, Keys, Traits::Shape::kQk>(item, keys, token_after(item, token, left));
     arrive_transformed(item);
   }
 
@@ -315,10 +315,10 @@ struct ConsumerBase {
   __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys,
                                                   int32_t left) const {
     if constexpr (kTransformsRing && kTransformsEarly)
-      transform_tiles(item, kv.behind(Shared::kParts), kv.behind(2 * Shared::kParts), token, has_keys, left);
+      transform_tiles(item, kv.ahead(Shared::kParts), kv.ahead(2 * Shared::kParts), token, has_keys, left);
   }
 
-  /// Just before they are multiplied; or waits for what was transformed early.
+  /// Transforms tiles just before they are multiplied, or waits for those that were transformed early.
   __device__ __forceinline__ void transform_late(const WorkItem& item, const typename Shared::KvPlace& values,
                                                  int32_t token, bool has_keys, int32_t left) {
     if constexpr (kTransformsRing && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys, left);
@@ -347,7 +347,7 @@ struct ConsumerBase {
   __device__ __forceinline__ void multiplied(const typename Shared::KvPlace& place) const {
     if constexpr (!kWidens) free_tile(place);
   }
-  __device__ __forceinline__ void next_tile() { kv = kv.behind(Shared::kParts); }
+  __device__ __forceinline__ void next_tile() { kv = kv.ahead(Shared::kParts); }
 
   /// Waits for K and V. Mostly they have arrived: testing all barriers at once is faster than waiting for one after
   /// another.

@@ -1,7 +1,7 @@
 // The consumers where Q, K and V are e4m3: row tiles of 32 rows and more multiply 8-bit elements with wgmma. Row tiles
 // of 16 rows are those of MmaConsumer.
 //
-// Probabilities are rounded to e4m3, after a factor that uses its range; sums are of what they were before. Tensor
+// Probabilities are rounded to e4m3, after a factor that uses its range; sums are of the values before rounding. Tensor
 // cores add products of 8-bit elements with about 14 bits, which is too few for long sums: each KV tile's P V is
 // computed by itself, and added to the output in float32.
 //
@@ -98,7 +98,7 @@ struct Float8Consumer : Consumer<Traits> {
   }
 
   /// Frees the KV tiles of an item that the other warpgroup computes alone. It arrives for V tiles as if it had
-  /// transposed them, but none ahead of the other.
+  /// transposed them, but never ahead of the other warpgroup.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     for (int left = item.num_kv_tiles; left > 0; --left) {
       wait_for_tiles(kv);
@@ -136,20 +136,20 @@ struct Float8Consumer : Consumer<Traits> {
                                                  readable.end - first_token, consumer_thread() % kWarpgroupThreads);
       sync_warpgroup();
     }
-    // All have multiplied the tile before the last one: they have arrived for the last one, and do so behind it.
+    // All have multiplied the tile before the last one: they have arrived for the last one, and do so after it.
     transposition.template run<kChunks>(values, transposed(), 0);
     if (item.kind != kMaxKind) transposition.template run<kChunks>(values, transposed(), kChunks);
     ptx::fence_async_proxy();  // before wgmma reads it
     shared.arrive_transformed();
   }
 
-  // The K tile at `place`, and the V tile behind it.
+  // The K tile at `place`, and the V tile after it.
   __device__ __forceinline__ bool are_tiles_full(const typename Shared::KvPlace& place) const {
-    return is_tile_full(place) & is_tile_full(place.behind(Shared::kParts));
+    return is_tile_full(place) & is_tile_full(place.ahead(Shared::kParts));
   }
   __device__ __forceinline__ void wait_for_tiles(const typename Shared::KvPlace& place) const {
     wait_for_tile(place);
-    wait_for_tile(place.behind(Shared::kParts));
+    wait_for_tile(place.ahead(Shared::kParts));
   }
   __device__ __forceinline__ void free_tiles(const typename Shared::KvPlace& place) const {
     __syncwarp();
@@ -157,9 +157,9 @@ struct Float8Consumer : Consumer<Traits> {
 #pragma unroll
     for (int part = 0; part < 2 * Shared::kParts; ++part) ptx::mbarrier_arrive(shared.kv_free(place.slot + part));
   }
-  __device__ __forceinline__ void next_tiles() { kv = kv.behind(2 * Shared::kParts); }
+  __device__ __forceinline__ void next_tiles() { kv = kv.ahead(2 * Shared::kParts); }
 
-  /// Whether products are no scores yet, even where nothing is masked.
+  /// Whether products must still be turned into scores, even where nothing is masked.
   __device__ __forceinline__ bool changes_scores() const {
     if constexpr (VariantHooks<Variant>::kMask) return true;
     const Variant variant = this->variant(0);
@@ -256,7 +256,7 @@ struct Float8Consumer : Consumer<Traits> {
       int32_t token = Base::enter(first_start(item), rows);
       for (int left = item.num_kv_tiles;;
            token = kSkips ? Base::enter(next_start(item, token, left), rows) : token + kTokens) {
-        transpose(item, kv.behind(Shared::kParts).slot, token, readable);
+        transpose(item, kv.ahead(Shared::kParts).slot, token, readable);
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operand(s[0]);
         free_tiles(kv);

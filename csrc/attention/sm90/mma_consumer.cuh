@@ -109,17 +109,17 @@ struct MmaConsumer : ConsumerBase<Traits> {
     if constexpr (Base::kRewritesQuery)
       this->template rewrite_query<kConsumerThreads>(item, q_slot, 0, kWarpRows);
     else if constexpr (kStages)
-      Consumers::sync();  // nobody multiplies what is in the widened tiles
+      Consumers::sync();  // no warp multiplies what is in the widened tiles
     Held held;
     if constexpr (kWidensInRegisters) held.load(q);
     int32_t token = Base::enter(first_start(item), rows) + row;
     KvTileStart next{token, false};  // the next KV tile
     for (int tile = 0; tile < item.num_kv_tiles;
-         ++tile, token = kSkips ? Base::enter(next, rows) + row : token + kTokens, kv = kv.behind(2 * kParts)) {
+         ++tile, token = kSkips ? Base::enter(next, rows) + row : token + kTokens, kv = kv.ahead(2 * kParts)) {
       if constexpr (kSkips)
         next = next_start(item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
-      const typename Shared::KvPlace keys = kv.behind(part);
-      const typename Shared::KvPlace values = kv.behind(kParts + part);
+      const typename Shared::KvPlace keys = kv.ahead(part);
+      const typename Shared::KvPlace values = kv.ahead(kParts + part);
       if (kParts == 1 && tile % 2 != warpgroup()) {
         // This warpgroup may need the same parts in the ring's next round: it must see this phase of their barriers,
         // too.

@@ -14,8 +14,8 @@ struct HopperParams {
   TensorMap v;
   AttentionParams attention;
   int32_t box_tokens;  // 0: tokens are gathered one by one
-  int32_t run_tokens;  // with box_tokens 0: the maps describe boxes of so many consecutive pages of one token each; 0:
-                       // no map describes these tensors
+  int32_t run_tokens;  // with box_tokens 0: the maps describe boxes of this many consecutive pages of one token each;
+                       // 0: no map describes these tensors
   int32_t unit_shift;  // page and token strides of K and V are multiples of 2^unit_shift elements, and no row lies 2^32
                        // of these units from the first
   int32_t has_row_maps;  // 0: maps `o` and `q` describe nothing; the largest row tiles are gathered, and all are stored

@@ -49,7 +49,7 @@ struct Share {
 
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
-  /// Of blocks [first, end) of a row that TMA loads: it fills columns behind the head's with zeros.
+  /// Of blocks [first, end) of a row that TMA loads: it fills columns after the head's with zeros.
   __device__ __forceinline__ int row_bytes(int first, int end) const {
     return (min_of(end, blocks()) - first) * kBlockRowBytes;
   }
@@ -89,7 +89,7 @@ struct BoxCopier {
     Box box{0, 0, wanted};
     if (!wanted) return box;
     if (tile.indices == nullptr) {
-      box.row = entry;  // TMA fills rows behind the end of the tensor with zeros
+      box.row = entry;  // TMA fills rows beyond the end of the tensor with zeros
       const AttentionParams& attention = params.attention;
       if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))
         atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
@@ -242,10 +242,10 @@ struct RowCopier {
         const char* const row = ptx::advanced(base, from[i], unit_bytes);
 #pragma unroll
         for (int piece = 0; piece < Pieces::kPieces; ++piece) {
-          const int behind = piece * Pieces::kChunks;
-          if (behind < kFirst * 8 || behind >= kEnd * 8) continue;
-          copy_chunk<Tile>(Tile::below(target, first) + behind / 8 * Tile::kBlockBytes, row + behind * 16,
-                           chunk + behind);
+          const int offset = piece * Pieces::kChunks;
+          if (offset < kFirst * 8 || offset >= kEnd * 8) continue;
+          copy_chunk<Tile>(Tile::below(target, first) + offset / 8 * Tile::kBlockBytes, row + offset * 16,
+                           chunk + offset);
         }
       }
     }
@@ -358,7 +358,7 @@ template <class Traits>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared,
                                               const typename SharedMemory<Traits>::KvPlace& place, bool few) {
   using Shared = SharedMemory<Traits>;
-  if (few) shared.wait_kv_free(place.behind(Shared::kKvParts - Shared::kTuning.mma_parts));
+  if (few) shared.wait_kv_free(place.ahead(Shared::kKvParts - Shared::kTuning.mma_parts));
   shared.wait_kv_free(place);
 }
 
@@ -372,7 +372,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
   const AttentionParams& params = hopper_params.attention;
   const Share<Traits> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
-  typename Shared::KvPlace place = typename Shared::KvPlace{}.behind(share.part);
+  typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
   const int32_t flags = cursor.now.flags;
   WorkQueue<Traits> queue(params, shared);
   if (flags & kUsesQueue) queue.begin(cursor);
@@ -394,7 +394,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
   int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `few` still applies
   while (!cursor.done()) {
     if (share.is_v) {
-      const int32_t kv_begin = kv_begin_behind<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
+      const int32_t kv_begin = kv_begin_after<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
       produce_item<Traits>(hopper_params, shared, WorkItem(tile, cursor, kv_begin), q_place);
     }
     const int32_t head = cursor.now.head;
@@ -422,13 +422,13 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
       if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
       constexpr int kBlocks = Share<Traits>::kMostBlocks, kLeftBlocks = Share<Traits>::kLeftBlocks;
       if constexpr (kIsWide) {
-        const typename Shared::KvPlace right = place.behind(1);  // freed first, and multiplied first
+        const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
         shared.wait_kv_free(right);
         copier.template copy<kLeftBlocks, kBlocks>(shared, box, head, right.slot, policy);
         shared.wait_kv_free(place);
         copier.template copy<0, kLeftBlocks>(shared, box, head, place.slot, policy);
         if constexpr (kLoadsBoth) {
-          const typename Shared::KvPlace values = place.behind(2), right_values = place.behind(3);
+          const typename Shared::KvPlace values = place.ahead(2), right_values = place.ahead(3);
           shared.wait_kv_free(right_values);
           copier.template copy<kLeftBlocks, kBlocks, true>(shared, box, head, right_values.slot, policy);
           shared.wait_kv_free(values);
@@ -437,7 +437,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
       } else {
         copier.template copy<0, kBlocks>(shared, box, head, place.slot, policy);
       }
-      place = place.behind(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
+      place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
       if (last) break;
       if (!Copier::kGathers) look_up();
     }

@@ -106,7 +106,7 @@ __device__ __forceinline__ void copy_q_block(const ParamsOf<Traits>& params, int
   ptx::copy_box(to, kIsTile ? params.q : params.q_row, full, block * kColumns, head, row, 0, ptx::kKeepNormally);
 }
 
-/// Loads Q of one of the largest row tiles by TMA, if its rows are consecutive; rows behind the last may hold anything.
+/// Loads Q of one of the largest row tiles by TMA, if its rows are consecutive; rows after the last may hold anything.
 /// Called by one thread, before it arrives at `full`.
 template <class Traits>
 __device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const WorkItem& item, uint32_t q,
@@ -123,7 +123,7 @@ __device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const Wor
 }
 
 /// Loads Q of a smaller row tile by TMA, if it holds the first rows of its group with all their heads: lane i asks for
-/// row i. Rows behind the last become zeros, except in the smallest kind. Called by one warp, before it arrives at
+/// row i. Rows after the last become zeros, except in the smallest kind. Called by one warp, before it arrives at
 /// `full`.
 template <class Traits>
 __device__ __forceinline__ void copy_q_rows(const ParamsOf<Traits>& params, const WorkItem& item, uint32_t q,

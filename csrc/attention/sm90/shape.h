@@ -87,7 +87,7 @@ constexpr int32_t kBlockRowBytes = 128;
 /// Columns of a row in one block of a tile that is multiplied.
 constexpr int32_t kBlockColumns = 64;
 
-/// Behind the WorkItem, with an 8-bit cache: requests of its rows, int32 [kQRows]; what its scores are multiplied by.
+/// After the WorkItem, with an 8-bit cache: requests of its rows, int32 [kQRows]; what its scores are multiplied by.
 constexpr int32_t kItemScalesBytes = kQRows * 4 + 16;
 
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K

@@ -26,7 +26,7 @@ struct RingPlace {
   int32_t slot = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ RingPlace behind(int slots) const {
+  __device__ __forceinline__ RingPlace ahead(int slots) const {
     if constexpr (kSlots == 1) return RingPlace{0, parity ^ 1};
     RingPlace place{slot + slots, parity};
     if (place.slot >= kSlots) {
@@ -36,7 +36,7 @@ struct RingPlace {
     return place;
   }
 
-  __device__ __forceinline__ void next() { *this = behind(1); }
+  __device__ __forceinline__ void next() { *this = ahead(1); }
 };
 
 template <class Traits>

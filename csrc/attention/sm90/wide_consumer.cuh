@@ -82,8 +82,8 @@ struct WideConsumer : Consumer<Traits> {
   __device__ __forceinline__ bool v_is_k() const {
     return Traits::kWidensOnLoad ? Traits::kLoadsScaled : hopper_params.v_is_k != 0;
   }
-  __device__ __forceinline__ KvPlace values() const { return v_is_k() ? kv : kv.behind(2); }
-  __device__ __forceinline__ KvPlace next_keys() const { return kv.behind(v_is_k() ? 2 : 4); }
+  __device__ __forceinline__ KvPlace values() const { return v_is_k() ? kv : kv.ahead(2); }
+  __device__ __forceinline__ KvPlace next_keys() const { return kv.ahead(v_is_k() ? 2 : 4); }
   __device__ __forceinline__ KvPlace values_before() const {
     return KvPlace{v_is_k() ? kv.slot ^ 2 : 2, 0};  // to be freed: in which phase does not matter
   }
@@ -133,8 +133,8 @@ struct WideConsumer : Consumer<Traits> {
     multiply_keys_as_they_come(s, query, kv);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
-    int32_t behind = token;  // of the next KV tile
-    for (int left = item.num_kv_tiles;; token = kSkips ? behind : token + kTokens) {
+    int32_t next_token = token;  // of the next KV tile
+    for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kTokens) {
       if (!v_is_k()) {
         free_alone(kv);
         free_alone(right_of(kv));
@@ -171,7 +171,7 @@ struct WideConsumer : Consumer<Traits> {
       multiply_probabilities(state);
       kv = next_keys();
       if constexpr (kSkips)
-        behind = Base::enter(this->next_start(item, token, left), rows);  // early: it may have to be loaded
+        next_token = Base::enter(this->next_start(item, token, left), rows);  // early: it may have to be loaded
       ptx::wgmma_wait<1>();
       ptx::wgmma_fence_operand(s[0]);
     }
@@ -206,7 +206,7 @@ struct WideConsumer : Consumer<Traits> {
     ptx::wgmma_commit();
   }
 
-  /// Waits until nobody reads what was published before.
+  /// Waits until no warp reads what was published before.
   __device__ __forceinline__ void wait_unread() const { ptx::mbarrier_wait(shared.p_free(), published.parity ^ 1); }
 
   __device__ __forceinline__ void publish_probabilities(const float (&s)[1][kTokens / 8][4],

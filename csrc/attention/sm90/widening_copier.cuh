@@ -154,7 +154,7 @@ struct WideningCopier {
     if constexpr (Stored::kRowsHaveScales) scales[step % kAhead] = row.scale(piece_of(step));
   }
 
-  /// The piece that a step stores; only those behind it are still on their way.
+  /// The piece that a step stores; only the later ones are still on their way.
   __device__ __forceinline__ uint4 arrived(const Shared& shared, int step) const {
     if constexpr (kStages) {
       ptx::cp_async_wait<kAhead - 1>();

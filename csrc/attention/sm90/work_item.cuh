@@ -67,7 +67,7 @@ struct WorkItem {
   RowTileRows<true> rows;
   TokenRange readable;   // of its row tile: what else lies in its KV tiles is not in the cache
   int32_t num_kv_tiles;  // 0: there is no further item
-  int32_t kv_begin;      // RowTile's, behind the KV tiles before this item: its first token, mostly
+  int32_t kv_begin;      // RowTile's, moved past the KV tiles before this item: its first token, mostly
   int32_t kind;
   int32_t kv_head;
   int32_t group;

@@ -5,7 +5,7 @@
 
 namespace attn::ptx {
 
-/// Waits for `threads` threads, whole warps. What they wrote before is visible behind it.
+/// Waits for `threads` threads, whole warps. What they wrote before is visible after it.
 __device__ __forceinline__ void barrier_sync(int32_t barrier, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -4,7 +4,7 @@
 // A in registers: lane (g, t) = (lane / 4, lane % 4) has four bytes in each word, columns 4t to 4t + 3 of rows g and
 // g + 8, then columns 16 + 4t to 16 + 4t + 3 of these rows.
 //
-// The accumulators hold float32, but tensor cores add with fewer bits (about 14 on Hopper): long sums belong into other
+// The accumulators hold float32, but tensor cores add with fewer bits (about 14 on Hopper): long sums belong in other
 // registers now and then.
 #pragma once
 

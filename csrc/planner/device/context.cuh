@@ -67,7 +67,7 @@ __device__ __forceinline__ void shared_max(int32_t* address, int32_t value) {
   if (lane_index() == 0) atomicMax(address, largest);
 }
 
-/// atomicAdd(&(nodes[n].*field), value) for all lanes of a warp with n >= 0. Behind one prefix they all have the same
+/// atomicAdd(&(nodes[n].*field), value) for all lanes of a warp with n >= 0. Under one prefix they all have the same
 /// node: then it is one addition, as those of many threads to one address take a long time.
 template <class Node>
 __device__ __forceinline__ void add_to_node(Node* nodes, int32_t n, int32_t Node::* field, int32_t value) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void running_sums(PlanShared& shared, Int (&values)[k
   Int up_to_lane[kCount];
 #pragma unroll
   for (int32_t k = 0; k < kCount; ++k) up_to_lane[k] = sum_up_to_lane(values[k]);
-  __syncthreads();  // everybody has read the sums before
+  __syncthreads();  // all threads have read the sums before
 #pragma unroll
   for (int32_t k = 0; k < kCount && lane_index() == 31; ++k) shared.warp_sums[k][warp_index()] = up_to_lane[k];
   __syncthreads();

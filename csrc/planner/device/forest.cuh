@@ -147,7 +147,7 @@ __device__ __forceinline__ void decide(PlanContext& c, const Forest& f) {
   }
 }
 
-/// Gives the taken nodes row groups behind those of the requests, and cuts what they read from those.
+/// Gives the taken nodes row groups after those of the requests, and cuts what they read from those.
 __device__ __forceinline__ void add_row_groups(PlanContext& c, const ForestMemory& m) {
   const Forest& f = m.forest;
   enum Sum { kMergeRows, kGroups, kNodeRows };

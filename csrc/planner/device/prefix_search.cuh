@@ -1,5 +1,6 @@
 // The search for shared prefixes, by every CTA but the first: each compares the page tables of some requests with those
-// of the requests before them, and tells the first CTA where its requests attach (forest.h). They wait for nobody.
+// of the requests before them, and tells the first CTA where its requests attach (forest.h). They wait for no other
+// CTA.
 #pragma once
 
 #include "common/ptx/global_timer.cuh"
@@ -122,7 +123,7 @@ struct Candidates {
   uint32_t left;  // a bit for each of those that this thread looks at
 };
 
-/// The smallest of them behind `other` that may share more than the first `pages` pages, as it has the same page behind
+/// The smallest of them after `other` that may share more than the first `pages` pages, as it has the same page after
 /// those; `request` itself if there is none. Those that have not are never asked again.
 template <int32_t kWarps>
 __device__ __forceinline__ int32_t next_candidate(const SearchContext& s, SearchTeam<kWarps>& team, int32_t request,

@@ -38,20 +38,20 @@ struct Tables {
 Attachment attach(const Tables& tables, const std::vector<int32_t>& same, int32_t request) {
   const int32_t own = tables.requests[request].shareable;
   Attachment best{-1, 0};
-  std::vector<int32_t> behind;  // pages that all candidates have: each time those behind what was shared
+  std::vector<int32_t> required;  // pages that all candidates have: each time the one that follows what was shared
   size_t next = 0;
   const bool all = compares_with_all(static_cast<int32_t>(tables.begin.size()), own);
   for (int32_t comparisons = 0; (all || comparisons < kMaxComparisons) && next < same.size(); ++comparisons) {
     const int32_t common = tables.common(request, same[next++]);
     if (common > best.pages) best = Attachment{same[next - 1], common};
     if (best.pages == own) break;
-    if (behind.empty() || behind.back() != best.pages) behind.push_back(best.pages);
+    if (required.empty() || required.back() != best.pages) required.push_back(best.pages);
     const auto has = [&](int32_t other, int32_t page) {
       return tables.entry(other, page) == tables.entry(request, page);
     };
     const auto is_candidate = [&](int32_t other) {
       return tables.requests[other].shareable > best.pages &&
-             std::all_of(behind.rbegin(), behind.rend(), [&](int32_t page) { return has(other, page); });
+             std::all_of(required.rbegin(), required.rend(), [&](int32_t page) { return has(other, page); });
     };
     while (next < same.size() && !is_candidate(same[next])) ++next;
   }

@@ -26,13 +26,13 @@ struct BandMasses {
   }
 };
 
-/// Of a race: what a thread has, in memory, as registers are short.
+/// What a thread has in a race: in memory, as registers are short.
 struct LaneRace {
   Racer best;
   BandMasses masses;
 };
 
-/// Of a race: what each CTA tells all others.
+/// What each CTA tells all others in a race.
 struct RaceResult {
   Racer best;
   BandMasses masses;
@@ -474,7 +474,7 @@ struct Row {
       if (step == kMass && (!needs_mass || settings.has_top_p)) continue;
       const uint64_t target = step == kTopK   ? static_cast<uint64_t>(settings.top_k)
                               : step == kTopP ? top_p_target(settings, total)
-                                              : ~uint64_t{0};  // nobody reaches it: the sum of all
+                                              : ~uint64_t{0};  // never reached: the sum of all
       const Selected selected = select(tokens, survivors.key, target, step != kTopK);
       if (step == kMassOfTopK)
         total = selected.sum;

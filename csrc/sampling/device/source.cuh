@@ -1,8 +1,8 @@
 // What rows are sampled from: logits of some element type, or probabilities.
 //
 // A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of it. A source says what a
-// vector holds: float32, -inf for a token that cannot be drawn, so that whoever works with values knows nothing of
-// masks, tails and element types.
+// vector holds: float32, -inf for a token that cannot be drawn, so that code that works with values knows nothing
+// of masks, tails and element types.
 #pragma once
 
 #include "common/ptx/cp_async.cuh"

@@ -28,7 +28,7 @@ __device__ __forceinline__ int32_t count_accepted(const SamplingParams& params, 
   return params.num_draft_tokens;
 }
 
-/// Whether the target gives some token more than the draft does, or something that is no probability.
+/// Whether the target gives some token more than the draft does, or something that is not a probability.
 __device__ __forceinline__ bool has_residual(const ProbSource<true>& source, int32_t vocab) {
   bool has = false;
   const int32_t steps = ceil_div(vocab, kSamplingThreads);

@@ -9,13 +9,13 @@ from torch import Tensor
 def assign_draft_cache_locs_contiguous_cpu(
     req_pool_indices: Tensor, req_to_token: Tensor, seq_lens: Tensor, out_cache_loc: Tensor, pool_len: int, topk: int, num_steps: int
 ) -> None:
-    """The topk * num_steps slots behind each request's tokens."""
+    """The topk * num_steps slots after each request's tokens."""
     columns = seq_lens[:, None] + torch.arange(topk * num_steps)
     out_cache_loc.copy_(req_to_token[req_pool_indices[:, None], columns].flatten())
 
 
 def assign_extend_cache_locs_cpu(req_pool_indices: Tensor, req_to_token: Tensor, start: Tensor, end: Tensor, out_cache_loc: Tensor, pool_len: int) -> None:
-    """The slots of tokens [start, end) of each request, one request behind another."""
+    """The slots of tokens [start, end) of each request, one request after another."""
     slots = torch.cat([req_to_token[row, a:b] for row, a, b in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True)])
     out_cache_loc[: slots.shape[0]] = slots
 
@@ -88,7 +88,7 @@ def reconstruct_indices_from_tree_mask(
 
 
 def _link(parents: list[int], request: int, retrieve_index: Tensor, retrieve_next_token: Tensor, retrieve_next_sibling: Tensor) -> None:
-    """First child and next sibling of each node, -1: none. parents: -1 for a root; nodes without a parent are no siblings."""
+    """First child and next sibling of each node, -1: none. parents: -1 for a root; nodes without a parent are not siblings."""
     num_nodes = len(parents)
     retrieve_index[request] = torch.arange(request * num_nodes, (request + 1) * num_nodes)
     for node in range(num_nodes):
@@ -107,10 +107,10 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """Follows each tree as long as a child is what the model chooses behind its parent.
+    """Follows each tree as long as a child is what the model chooses after its parent.
 
     Args:
-        predicts: int32 [batch * nodes], gets the model's choice behind each accepted node.
+        predicts: int32 [batch * nodes], gets the model's choice after each accepted node.
         accept_index: int32 [batch, depth], gets the accepted nodes, the root among them.
         accept_token_num: int32 [batch], gets their number without the root.
         candidates: int64 [batch, nodes], the drafted tokens.
@@ -148,8 +148,8 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, target_slots
 
 
 def assign_req_to_token_pool_cpu(req_pool_indices: Tensor, req_to_token: Tensor, start: Tensor, end: Tensor, out_cache_loc: Tensor, pool_len: int) -> None:
-    """Notes new slots, those of one request behind another's, as those of tokens [start, end) of each request."""
+    """Notes new slots, those of one request after another's, as those of tokens [start, end) of each request."""
     begin = 0
-    for row, first, behind in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
-        req_to_token[row, first:behind] = out_cache_loc[begin : begin + behind - first]
-        begin += behind - first
+    for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
+        req_to_token[row, first:last] = out_cache_loc[begin : begin + last - first]
+        begin += last - first

@@ -92,7 +92,7 @@ class FakeEngine:
             windowed = [i for i, shape in enumerate(layers) if shape.is_local]
             full = [i for i, shape in enumerate(layers) if not shape.is_local]
             pool = SWAKVPool(size, size, page_size, self.kv_dtype, heads, head_dim, windowed, full, device)
-            # What the allocator would have: pages in another order; slot 0 is nobody's.
+            # What the allocator would have: pages in another order; slot 0 belongs to no request.
             order = torch.randperm(size // page_size, generator=self.generator) + 1
             mapping = torch.zeros(size + page_size, dtype=torch.int64)
             mapping[page_size:] = (order[:, None] * page_size + torch.arange(page_size)).flatten()

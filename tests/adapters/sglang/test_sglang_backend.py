@@ -114,7 +114,8 @@ def test_chunked_local_attention(page_size: int, hybrid: bool) -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_temperature_that_grows_with_the_position(hybrid: bool) -> None:
-    """Grok 2: behind a soft cap; in prompts, their later chunks and decodes. Also where a pool of its own holds only the end of a request."""
+    """Grok 2, with a soft cap; in prompts, their later chunks and decodes. Also where a sliding-window layer has a pool of its own, which holds only the end of
+    a request."""
     layers = (LayerShape(temperature_len=8, logit_cap=5.0), LayerShape(temperature_len=30, window=20))
     serve(FakeEngine(layers, page_size=16, hybrid=hybrid))
 
@@ -135,7 +136,8 @@ def test_alibi_of_the_module_around() -> None:
 
 
 def serve_shared_prefix(engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[list[int]]]:
-    """Five requests behind the same 128 tokens. Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node has."""
+    """Five requests that begin with the same 128 tokens. Returns the outputs of all layers, and for each step and kind of layer how many requests the taken
+    node has."""
     monkeypatch.setattr(sglang_plan, "use_cascade", lambda: cascade)
     backend = SGLangAttentionBackend(engine.runner())
     outputs = step(engine, backend, ForwardMode.EXTEND, [0], [128])
@@ -352,7 +354,7 @@ def test_a_pool_that_is_allocated_again(moved: tuple[str, ...]) -> None:
     step(engine, backend, ForwardMode.DECODE, [0, 1], [1, 1])
 
 
-def test_window_slots_behind_a_batch_are_nobodys() -> None:
+def test_window_slots_beyond_a_batch_are_nobodys() -> None:
     """A captured prefill writes its padding rows as well: not to the slots of a longer prefill before it."""
     engine = FakeEngine((LayerShape(window=20),), hybrid=True)
     backend = SGLangAttentionBackend(engine.runner())

@@ -40,7 +40,7 @@ def images(*spans: tuple[int, int]) -> MultimodalInputs:
 )
 def test_images_see_both_sides(model_class: type[torch.nn.ModuleList], hybrid: bool) -> None:
     """Gemma 3: (causal and window) or the same image, in all layers. Gemma 4: (causal or the same image) and window; causal in layers without one. The second
-    request has a prefix in the cache, the third no image; decodes behind them see no span."""
+    request has a prefix in the cache, the third no image; decodes after them see no span."""
     if compat.starts_triton_on_cpu(NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
     engine = FakeEngine((LayerShape(window=WINDOW), LayerShape()), page_size=16, hybrid=hybrid)

@@ -181,13 +181,13 @@ def test_layers_share_two_plans() -> None:
     assert latents.current is latents.attention
 
 
-def test_decompressed_keys_behind_a_prefix_are_refused() -> None:
+def test_decompressed_keys_after_a_prefix_are_refused() -> None:
     engine = Engine()
     backend = SGLangAttentionBackend(engine.runner())
     engine.advance([0], [7])
     batch = engine.batch(ForwardMode.EXTEND, [0], [3])
     backend.init_forward_metadata(batch)
-    with pytest.raises(ValueError, match="decompressed keys and values behind a cached prefix"):
+    with pytest.raises(ValueError, match="decompressed keys and values after a cached prefix"):
         backend.forward(engine.randn(3, HEADS, QK), engine.randn(3, HEADS, QK), engine.randn(3, HEADS, V), engine.model[0].attn_mha, batch, save_kv_cache=False)
 
 

@@ -62,7 +62,7 @@ def test_what_a_check_reads(backend: str | None, architecture: str, read: str | 
     around(check, arguments)
     assert seen == [(read, None)]
     assert arguments.attention_backend == backend
-    assert name_checks._renamed_view(lambda server_args: server_args, arguments) is arguments  # nobody else reads it
+    assert name_checks._renamed_view(lambda server_args: server_args, arguments) is arguments  # other readers get the settings themselves
 
 
 def test_a_check_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

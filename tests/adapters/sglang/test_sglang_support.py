@@ -154,7 +154,7 @@ class Gemma3ForConditionalGeneration(torch.nn.ModuleList):
 
 
 class OtherModel(Gemma3ForConditionalGeneration):
-    """One whose masks nobody has read."""
+    """A model whose masks have not been read."""
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_tree(generator: torch.Generator) -> Tensor:
-    """bool [NODES, NODES]: a node sees itself and those above it; each is behind its parent."""
+    """bool [NODES, NODES]: a node sees itself and those above it; each comes after its parent."""
     visible = torch.eye(NODES, dtype=torch.bool)
     for node in range(1, NODES):
         visible[node] |= visible[int(torch.randint(node, (), generator=generator))]
@@ -256,7 +256,7 @@ TOPK, STEPS = 3, 4
 
 
 class Draft:
-    """The draft of some requests: branches behind each, which SGLang's allocator lays out."""
+    """The draft of some requests: branches after each, which SGLang's allocator lays out."""
 
     def __init__(self, engine: FakeEngine, requests: list[int], topk: int) -> None:
         self.engine, self.requests, self.topk = engine, requests, topk

@@ -135,9 +135,9 @@ class Layout:
     """Where the tokens of a batch lie on the ranks.
 
     Attributes:
-        table: int32 [requests and padding, 16], the same on all ranks; what lies behind a request's pages points outside the cache.
+        table: int32 [requests and padding, 16], the same on all ranks; what lies beyond a request's pages points outside the cache.
         owners: int64 [tokens], the rank that holds a token, and slots: where.
-        of_request: tokens of each request, those of the step behind the others.
+        of_request: tokens of each request, those of the step after the others.
         new: tokens of the step, in the order of queries.
         lens: query lengths, KV lengths.
         padding: requests, and as many rows, as in a full CUDA graph.

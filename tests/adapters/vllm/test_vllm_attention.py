@@ -110,7 +110,7 @@ def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
     ],
 )
 def test_shared_prefix(query_lens: list[int], own_lens: list[int], pays: bool, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests behind the same 12 pages, with cascade off and on."""
+    """Requests that begin with the same 12 pages, with cascade off and on."""
     outputs = []
     for mode in (False, cascade):
         monkeypatch.setattr(vllm_metadata, "use_cascade", lambda mode=mode: mode)

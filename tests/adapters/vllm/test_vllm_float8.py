@@ -187,7 +187,7 @@ def test_a_captured_graph_reads_the_scales_of_its_replay(device: str) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests behind the same 12 pages."""
+    """Requests that begin with the same 12 pages."""
     monkeypatch.setattr(vllm_metadata, "use_cascade", lambda: "always")
     batch = make_batch([1, 1, 3, 1], [12 * PAGE + own for own in (1, 30, 16, 7)], shared_pages=12, table_width=16)
     impl, layer, cache = make_impl(kv_cache_dtype=kv_cache_dtype), layer_of(0.05, 0.3), cache_of(kv_cache_dtype)

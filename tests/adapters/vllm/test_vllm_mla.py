@@ -100,7 +100,7 @@ class Problem:
 DECODES = ([1, 1, 1], [33, 64, 5])
 SPECULATION = ([3, 1, 4], [33, 64, 20])
 NEW_PROMPTS = ([40, 7], [40, 7])
-CACHED_PREFIXES = ([1, 2, 9, 40, 12], [33, 70, 100, 40, 60])  # two in their latents, two behind a prefix, one whole prompt
+CACHED_PREFIXES = ([1, 2, 9, 40, 12], [33, 70, 100, 40, 60])  # two in their latents, two after a prefix, one whole prompt
 SEVERAL_CHUNKS = ([1, 5, 6, 7], [90, 180, 190, 200])  # of a workspace of 512 tokens
 
 
@@ -200,7 +200,7 @@ def test_layers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request has the same bits alone and in a batch, also behind a cached prefix that others' would cut into other chunks: nothing is decompressed."""
+    """A request has the same bits alone and in a batch, also after a cached prefix that others' would cut into other chunks: nothing is decompressed."""
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
     problem, batch = Problem(), make_batch(*SEVERAL_CHUNKS, table_width=16)
     assert problem.builder.reorder_batch_threshold == 256, "as many rows as a step may have"

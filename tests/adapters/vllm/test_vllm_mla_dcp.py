@@ -27,7 +27,7 @@ from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
 from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
 
-MIXED = ([1, 1, 1, 3, 9, 40, 7], [33, 64, 1, 40, 100, 40, 60])  # decodes come first; the others are prefills, some behind a cached prefix
+MIXED = ([1, 1, 1, 3, 9, 40, 7], [33, 64, 1, 40, 100, 40, 60])  # decodes come first; the others are prefills, some after a cached prefix
 DECODES = ([1, 1, 1, 1], [3, 100, 17, 64])
 SPECULATION = ([3, 4, 3], [50, 60, 3])
 

@@ -163,7 +163,7 @@ def test_a_layer_over_8_bit_latents(cache_dtype: str, dtype: torch.dtype, betwee
 
 
 def test_short_prompts_are_decompressed() -> None:
-    """Of at most TOPK tokens, from which nothing is left out; requests with few new tokens stay in their latents."""
+    """Prompts of at most TOPK tokens, of which none is left out; requests with few new tokens stay in their latents."""
     problem = Problem(prefill=True)
     assert type(problem.builder._prefill_backend) is MlaPrefill
     output, expected = problem.run(make_batch([1, 3, 10, TOPK], [60, 20, 10, TOPK], table_width=16))

@@ -51,7 +51,7 @@ def test_alibi() -> None:
 
 
 def of_this_step(impl: Any, batch: Batch, **expected: Any) -> None:
-    """An encoder: no cache, and padding rows behind K and V."""
+    """An encoder: no cache, and padding rows after K and V."""
     metadata = make_builder([impl]).build(0, batch.metadata)
     tokens = sum(batch.query_lens)
     query, key, value = (torch.randn(tokens + 2, heads, 64) for heads in (6, 2, 2))

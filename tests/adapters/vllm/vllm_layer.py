@@ -59,7 +59,7 @@ def make_cache(memory: str, num_kv_heads: int = 2, head_size: int = 64, dtype: t
     """A KV cache [pages, num_kv_heads, PAGE, 2 * head_size] full of NaN.
 
     Args:
-        memory: NHD, HND, `padded` (HND, with a gap behind each page) or `interleaved` (NHD, one layer of two that share each page).
+        memory: NHD, HND, `padded` (HND, with a gap after each page) or `interleaved` (NHD, one layer of two that share each page).
     """
     content = 2 * head_size
     if memory == "HND":
@@ -97,7 +97,7 @@ def make_batch(
     Args:
         shared_pages: leading pages that are the same for all requests.
         padding: padding requests, and as many padding tokens, as in a full CUDA graph.
-        table_width: columns of the block table; what lies behind a request's pages points outside the cache.
+        table_width: columns of the block table; what lies beyond a request's pages points outside the cache.
     """
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(NUM_PAGES, generator=generator)

@@ -151,7 +151,7 @@ std::string described(int32_t number) {
 
 /// Where all threads wait.
 std::string deadlock() {
-  std::string text = "everybody waits:";
+  std::string text = "all threads wait:";
   const int32_t all = num_ctas * blockDim.x;
   for (int32_t first = 0, next; first < all; first = next) {
     next = first + 1;
@@ -377,7 +377,7 @@ void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)())
     fiber.begin.uc_link = nullptr;
     makecontext(&fiber.begin, run_thread, 0);
   }
-  // Work beside the threads is done now and then, or only when nobody can go on without it.
+  // Work beside the threads is done now and then, or only when no thread can continue without it.
   const bool is_late = random() % 2 == 0;
   while (true) {
     if (!works.empty() && !is_late && random() % 2 == 0) finish_some_work();

@@ -96,13 +96,13 @@ void set_random(uint32_t seed);
 /// A number that depends on the seeds of the CTAs so far.
 uint32_t random();
 
-/// The global timer, in ns: it moves whenever somebody looks.
+/// The global timer, in ns: it moves whenever it is read.
 uint64_t time();
 
 /// Whether what this CTA sends gets lost, as if it never ran.
 bool loses_messages();
 
-/// Something that an instruction keeps for the CTAs that run. `begin` is called before they do, `end` behind them: it
+/// Something that an instruction keeps for the CTAs that run. `begin` is called before they do, `end` afterwards: it
 /// fails if something is still under way.
 struct Unit {
   void (*begin)();
@@ -150,7 +150,7 @@ void begin_work(std::function<void()> work);
 void add_registers(int32_t count);
 void take_registers(int32_t count);
 
-/// What threads write to shared memory is read by TMA and wgmma (the async proxy) only behind a fence of the thread
+/// What threads write to shared memory is read by TMA and wgmma (the async proxy) only after a fence of the thread
 /// that wrote it. unfenced_writer(): one that has written some of these bytes and not fenced them, or -1.
 /// replace_shared(): TMA or cp.async writes them.
 void fence_shared();

@@ -1,5 +1,5 @@
-// As csrc/common/ptx/cp_async.cuh. A copy is done when its thread waits for it, or when nobody can go on without it;
-// until then its target holds NaN: who reads too early, and who writes what is still read, is found out.
+// As csrc/common/ptx/cp_async.cuh. A copy is done when its thread waits for it, or when no thread can continue without
+// it; until then its target holds NaN: who reads too early, and who writes what is still read, is found out.
 #pragma once
 
 #include <vector>

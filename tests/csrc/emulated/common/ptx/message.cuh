@@ -14,7 +14,7 @@ struct alignas(16) Message {
   uint64_t high;
 };
 
-/// Messages that nobody has received yet.
+/// Messages that have not been received yet.
 inline std::map<Message*, std::deque<Message>> messages_under_way;
 
 inline void send(Message* slot, const Message& message) {

@@ -7,7 +7,7 @@ namespace attn::ptx {
 
 inline uint32_t shared_address(const void* pointer) {
   const auto offset = static_cast<size_t>(static_cast<const char*>(pointer) - emulation::shared_memory);
-  if (offset >= emulation::shared_bytes) emulation::fail("this is no shared memory");
+  if (offset >= emulation::shared_bytes) emulation::fail("this is not shared memory");
   return static_cast<uint32_t>(offset);
 }
 

@@ -1,4 +1,4 @@
-// As csrc/common/ptx/tensor_copy.cuh. A box is loaded at any time behind the instruction; until then its target holds
+// As csrc/common/ptx/tensor_copy.cuh. A box is loaded at any time after the instruction; until then its target holds
 // NaN. A box is stored when its thread waits for it, or at once.
 #pragma once
 
@@ -43,7 +43,7 @@ inline bool encode(const Tensor4d& tensor, TensorMap& map) {
 inline Tensor4d decoded(const TensorMap& map) {
   EncodedTensor encoded;
   std::memcpy(&encoded, &map, sizeof(encoded));
-  if (encoded.mark != kEncodedMark) emulation::fail("TMA is given what is no tensor map");
+  if (encoded.mark != kEncodedMark) emulation::fail("TMA is given something that is not a tensor map");
   return encoded.tensor;
 }
 

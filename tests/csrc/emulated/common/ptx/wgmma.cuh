@@ -53,10 +53,10 @@ struct DescribedMatrix {
     return bytes(row, static_cast<uint32_t>(column / 64) * leading_bytes + static_cast<uint32_t>(column % 64) * 2);
   }
 
-  /// 16 bytes of a row, the first of them `behind` bytes behind the row's beginning.
-  const char* bytes(int row, uint32_t behind) const {
+  /// 16 bytes of a row, the first of them `offset` bytes after the row's beginning.
+  const char* bytes(int row, uint32_t offset) const {
     const uint32_t address =
-        start + static_cast<uint32_t>(row / 8) * stride_bytes + static_cast<uint32_t>(row % 8) * 128 + behind;
+        start + static_cast<uint32_t>(row / 8) * stride_bytes + static_cast<uint32_t>(row % 8) * 128 + offset;
     const uint32_t at = swizzled(address);
     const char* const elements = shared_pointer(at, 16);
     return emulation::unfenced_writer(at, 16) < 0 ? elements : nullptr;
@@ -242,7 +242,7 @@ template <int kColumns, bool kInRegisters>
 void issue_product(const emulation::Words* lanes, void (*load)(const Product&, Factors&), int depth = kProductDepth,
                    float (*rounded)(float) = nullptr) {
   WarpProducts& products = own_products();
-  if (!products.fenced) emulation::fail("wgmma without wgmma.fence behind what changed registers");
+  if (!products.fenced) emulation::fail("wgmma without wgmma.fence after what changed registers");
   for (int lane = 1; lane < 32; ++lane) {
     if ((!kInRegisters && lanes[lane].word[1] != lanes[0].word[1]) || lanes[lane].word[2] != lanes[0].word[2] ||
         lanes[lane].word[3] != lanes[0].word[3])
