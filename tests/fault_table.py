@@ -301,8 +301,8 @@ FAULTS = (
     Fault(
         "masks with holes: each listed KV tile counts as seen by all rows",
         "csrc/attention/kv_tile_lists.h",
-        "of_view.tokens(p, kv_tile).begin, !answer.some_hidden)",
-        "of_view.tokens(p, kv_tile).begin, true)",
+        "of_level.tokens(p, kv_tile).begin, !answer.some_hidden)",
+        "of_level.tokens(p, kv_tile).begin, true)",
         (ATTENTION, "-k", "masks_with_holes"),
     ),
     Fault(

@@ -69,7 +69,7 @@ class Entry:
     @property
     def fits_levels(self) -> bool:
         """Whether it means the same in a batch that is cut into levels."""
-        return self.variant.window_left < 0 and not self.variant.tells_requests_apart and not any(name in self.name for name in OF_ONE_LEVEL)
+        return not self.variant.tells_requests_apart and not any(name in self.name for name in OF_ONE_LEVEL)
 
     @property
     def has_steps(self) -> bool:

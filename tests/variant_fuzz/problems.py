@@ -270,7 +270,9 @@ def _levels(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, for
         rng, device, size, [pages[cut:] for pages, cut in zip(batch.pages, cuts, strict=True)], [n - o for n, o in zip(batch.kv_lens, offsets, strict=True)]
     )
     qo_indptr = index(prefix_sum(batch.qo_lens))
-    front = BSRView(qo_indptr, fronts, causal=False, kv_offsets=index([0] * len(cuts)) if rng.random() < 0.5 else None, **of_rows)
+    front = BSRView(
+        qo_indptr, fronts, causal=False, kv_offsets=index([0] * len(cuts)) if rng.random() < 0.5 or entry.variant.window_left >= 0 else None, **of_rows
+    )
     back = BSRView(qo_indptr, backs, causal=causal, kv_offsets=index(offsets), **of_rows)
     levels = Composition([front, back] if rng.random() < 0.5 else [back, front])
     return _of_forest(kind, problem, entry, form, levels, max_levels=2)
