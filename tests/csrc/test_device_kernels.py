@@ -189,7 +189,7 @@ def test_sampling_of_few_survivors(library: ctypes.CDLL, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_sampling_with_min_p_alone(library: ctypes.CDLL, kind: str) -> None:
-    """Survivors that every CTA lists and has race, from one to more than there is room for in its list."""
+    """Survivors that the first CTA has race, from one to more than there is room for in its lists."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + ROW_KINDS.index(kind))
     for vocab in (4097, 20001):
         logits = rows_of(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
