@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import attention_kernels
@@ -24,6 +25,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = sum(NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
         terminalreporter.write_line(f"{skipped} GPU tests did not run: no CUDA GPU here", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def sys_path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs put the working folder in front (`attn-backend compile`, the wheel's), and other tests of this process must not find the source tree there."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def pytest_sessionstart() -> None:

@@ -61,19 +61,56 @@ ATTN_HD float bits_float(uint32_t bits) {
 #endif
 }
 
+/// The word at `address`, or `otherwise` where that is nullptr. On a GPU nothing waits for it before it is used: a
+/// choice between two values would.
+ATTN_HD uint32_t load_or(const void* address, uint32_t otherwise) {
+#if defined(__CUDA_ARCH__)
+  uint32_t word;
+  asm volatile("{\n.reg .pred has;\nsetp.ne.u64 has, %1, 0;\nmov.b32 %0, %2;\n@has ld.global.b32 %0, [%1];\n}"
+               : "=&r"(word)
+               : "l"(address), "r"(otherwise));
+  return word;
+#else
+  if (address != nullptr) __builtin_memcpy(&otherwise, address, sizeof(otherwise));
+  return otherwise;
+#endif
+}
+
 /// A parameter of requests: one value for each row, or one for all.
 struct RowFloat {
   const float* data = nullptr;
   float value = 0.0f;
 
-  ATTN_HD float operator[](int64_t row) const { return data != nullptr ? data[row] : value; }
+  ATTN_HD float operator[](int64_t row) const {
+    return bits_float(load_or(data != nullptr ? data + row : nullptr, float_bits(value)));
+  }
+};
+
+/// An integer whose words may still be on their way from memory.
+struct PendingInt {
+  int32_t low;
+  int32_t high;
+  bool is_int32;  // `high` says nothing
+
+  ATTN_HD int64_t value() const {
+    return static_cast<int64_t>(is_int32 ? low >> 31 : high) << 32 | static_cast<uint32_t>(low);
+  }
 };
 
 struct RowInt {
   IndexArray array;
   int64_t value = 0;
 
-  ATTN_HD int64_t operator[](int64_t row) const { return array ? array[row] : value; }
+  ATTN_HD PendingInt load(int64_t row) const {
+    const int32_t* words = array ? static_cast<const int32_t*>(array.data) + (row << array.is_int64) : nullptr;
+    const bool is_int64 = words == nullptr || array.is_int64 != 0;
+    return PendingInt{static_cast<int32_t>(load_or(words, static_cast<uint32_t>(value))),
+                      static_cast<int32_t>(load_or(words != nullptr && is_int64 ? words + 1 : nullptr,
+                                                   static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32))),
+                      !is_int64};
+  }
+
+  ATTN_HD int64_t operator[](int64_t row) const { return load(row).value(); }
 };
 
 /// What a launch does with each row.

@@ -59,7 +59,6 @@ WITHOUT_A_ROW = {
     "... has the fields ...; got ...": "a mistake in this package",
     "....... cannot be ...": "a mistake in this package",
     "....apply": "a mistake in this package",
-    "one of them is another": "a mistake in this package",
     "a layer's forward was called before init_forward_metadata": "a mistake in SGLang",
     "this release of vLLM lays out the KV cache itself": "vLLM asks only where it does not",
     "flashinfer is an alias of this package": "bench leaves that peer out",

@@ -28,12 +28,6 @@ TARGET = "sm_90a"
 COMMAND = "attn-backend compile --variant module:object"
 
 
-@pytest.fixture(autouse=True)
-def sys_path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command looks into the working folder, too, and other tests of this process must not."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
 HOPPER, GENERIC = manifest.DESIGNS["hopper"], manifest.DESIGNS["generic"]
 
 needs_nvcc = pytest.mark.skipif(cuda_compiler.nvcc() is None, reason="needs nvcc")

@@ -1,13 +1,13 @@
 // Sampling with filters, log-probabilities, or both. The ways to a row's token, all with the same winner:
 //
-//   1. Top-k or min-p: the read finds the largest value of each chunk of some tokens. From these follows a bound that
-//      the top-k largest are sure to reach, from the row's largest value min-p's threshold. The chunks that reach it
-//      are read again, alone, and the few candidates go to the first CTA, which does the rest (candidates.cuh).
+//   1. Top-k: the read finds the largest value of each chunk of some tokens. From these follows a bound that the top-k
+//      largest are sure to reach. Their chunks alone are read again, and the few candidates go to the first CTA, which
+//      does the rest (candidates.cuh). Min-p alone needs no bound but its threshold, and no first CTA.
 //   2. Top-p alone, in long rows: a survey of some segments tells which tokens may survive. These race as the row is
 //      read, and sums of the same read prove that the winner survives (top_p.cuh).
 //   3. No filter: the whole row races as it is read (race.cuh).
-//   4. The rest (a large top-k, a min-p that leaves many, thousands of equal values): an exact selection by the digits
-//      of a radix, a read of the row each, then a race of the survivors (row.cuh).
+//   4. The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact selection by
+//      the digits of a radix, a read of the row each, then a race of the survivors (row.cuh).
 //
 // The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
 // bound, and nothing that is written depends on the order in which threads run. docs/sampling.md has the whole of it.
@@ -59,7 +59,7 @@ struct RowSampler : Row<Source> {
 
   /// The race of the whole row, as it is read first. False: the row is not valid.
   __device__ __forceinline__ bool race_all() const {
-    const RaceResult result = this->race(kMinusInfinity);
+    const RaceResult result = this->race(Everything{});
     take(result);
     return !result.is_invalid && result.best.token < params.vocab;
   }
@@ -70,17 +70,26 @@ struct RowSampler : Row<Source> {
     uint64_t last = ~uint64_t{0};
 #pragma unroll 1
     for (int32_t place = 0; place < params.num_top_logprobs; ++place) {
-      Racer best = no_racer();  // a race by rank
+      uint32_t best_key = 0;
+      int32_t best_token = 0;
       reader.start();
       reader.for_each([&](int32_t segment, const float (&v)[kLaneTokens]) {
 #pragma unroll
         for (int32_t i = 0; i < kLaneTokens; ++i) {
-          const uint64_t own = ranked(order_key(v[i]), lane_token(segment, i));
-          if (v[i] > kMinusInfinity && own < last && own > best.order) best.order = own;
+          const uint32_t key = order_key(v[i]);
+          const int32_t token = lane_token<Source>(segment, i);
+          if (key > kExcludedKey && ranked(key, token) < last &&
+              (best_key == 0 || ranked(key, token) > ranked(best_key, best_token))) {
+            best_key = key;
+            best_token = token;
+          }
         }
       });
-      last = this->exchange(best, BandMasses()).best.order;
-      if (last == no_racer().order) last = 0;
+      // As in a race whose winner is the largest.
+      Racer best = no_racer();
+      if (best_key != 0) best = Racer{static_cast<uint64_t>(best_key) << 32, best_token, best_key};
+      best = this->exchange(best, BandMasses()).best;
+      last = best.key != 0 ? ranked(best.key, best.token) : 0;
       if (rank == 0 && threadIdx.x == 0) this->store_top(place, last);
     }
   }
@@ -93,10 +102,8 @@ struct RowSampler : Row<Source> {
     const Candidates<Source> candidates(*this);
     if (begins_with_candidates()) {
       const uint32_t lane_key = this->read_values(false, false);
-      const uint32_t bound = this->exchange_best(candidates.bound(lane_key));
-      if (is_drawable(shared.row_best) && candidates.list(lane_key, bound, true)) {
-        if (rank != 0) return;
-        candidates.draw();
+      __syncthreads();  // best_key
+      if (candidates.run(lane_key, true) && is_drawable(shared.decision.best_key)) {
         write_token(row);
         return;
       }
@@ -130,9 +137,9 @@ struct RowSampler : Row<Source> {
       if (!race_all()) return false;
       has_token = true;
     } else if (settings.valid && top_p.suits()) {
-      const Verdict verdict = top_p.run();
-      if (verdict == Verdict::kInvalid) return false;
-      has_token = verdict == Verdict::kToken;
+      const typename TopP<Source>::Found found = top_p.run();
+      if (found == TopP<Source>::Found::kInvalid) return false;
+      has_token = found == TopP<Source>::Found::kToken;
     } else {
       return read(false);
     }
@@ -145,26 +152,26 @@ struct RowSampler : Row<Source> {
   __device__ __forceinline__ bool read(bool has_token) const {
     const bool needs_mass = !has_token && settings.has_top_p && this->top_p_of_all();
     const uint32_t lane_key = this->read_values(needs_mass, wants_logprobs());
-    const Candidates<Source> candidates(*this);
-    const bool lists = candidates.suits() && !(has_token && params.num_top_logprobs == 0) && !begins_with_candidates();
-    const uint32_t bound = this->exchange_best(lists ? candidates.bound(lane_key) : kWholeRow);
-    if (!settings.valid || !is_drawable(shared.row_best)) return false;
+    this->exchange_best();
+    if (!settings.valid || !is_drawable(shared.decision.best_key)) return false;
     if (needs_mass || wants_logprobs()) this->sum_masses(needs_mass, wants_logprobs());
-    bool has_top = params.num_top_logprobs == 0;
-    const bool draws = !has_token && candidates.may_draw();
-    if (lists && candidates.list(lane_key, bound, draws)) {
-      if (rank == 0 && draws) candidates.draw();
-      if (rank == 0 && !has_top) candidates.write_top();
-      __syncthreads();  // the lists were read
-      has_token |= draws;
-      has_top = true;
+    const Candidates<Source> candidates(*this);
+    if (!has_token && settings.top_k == 0 && !settings.has_top_p) {
+      const uint32_t threshold = min_p_key(this->weights(), settings);
+      const RaceResult result = this->exchange(candidates.race_from(lane_key, threshold), BandMasses());
+      take(result);
+      has_token = !result.is_invalid;
+    }
+    if (!(has_token && shared.decision.has_top) && candidates.suits() && !begins_with_candidates()) {
+      has_token |= candidates.run(lane_key, !has_token);
+      if (!is_drawable(shared.decision.best_key)) return false;
     }
     if (!has_token) {
-      const uint32_t threshold = this->find_threshold(typename Base::AllTokens{reader}, false).key;
+      const uint32_t threshold = this->find_threshold(false).key;
       this->start_again();
-      take(this->race(key_value(threshold)));
+      take(this->race(Survivors{key_value(threshold)}));
     }
-    if (!has_top) write_top_again();
+    if (!shared.decision.has_top) write_top_again();
     return true;
   }
 

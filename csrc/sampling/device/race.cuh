@@ -37,13 +37,14 @@ __device__ __forceinline__ void philox_pair(int64_t seed, uint32_t (&a)[4], uint
   }
 }
 
-template <class Weights>
+/// kUnrolled: rounds of Philox that are written out. All of them is faster and more code.
+template <int32_t kUnrolled = 1, class Weights>
 __device__ __forceinline__ Racer enter_race(const Weights& weights, int64_t seed, int64_t position, int32_t token,
                                             float value) {
   uint32_t block[4], tail[4];
   set_counter(block, position, race_block(token), kDrawStream);
   set_counter(tail, position, static_cast<uint32_t>(token), kDrawTailStream);
-  philox_pair<1>(seed, block, tail);
+  philox_pair<kUnrolled>(seed, block, tail);
   const uint32_t which = race_word(token);
   const uint32_t word = which == 0 ? block[0] : which == 1 ? block[1] : which == 2 ? block[2] : block[3];
   const uint64_t random = static_cast<uint64_t>(race_half(word, token)) << kRaceTailBits | tail[0];
@@ -56,16 +57,21 @@ __device__ __forceinline__ double value_of(const Racer& racer) {
       static_cast<int64_t>((racer.order >> 63) != 0 ? racer.order & ~(1ull << 63) : ~racer.order));
 }
 
-/// The best of the lanes' racers, in all lanes.
-__device__ __forceinline__ Racer best_of_warp(Racer best) {
-#pragma unroll 1
-  for (int32_t step = 16; step > 0; step /= 2) {
-    const Racer other{__shfl_xor_sync(ptx::kAllLanes, best.order, step),
-                      __shfl_xor_sync(ptx::kAllLanes, best.token, step),
-                      __shfl_xor_sync(ptx::kAllLanes, best.key, step)};
-    if (other.beats(best)) best = other;
+/// The best of the lanes' racers, in all lanes. Mostly the upper halves of their orders tell: a reduction of a warp
+/// costs some hundred cycles.
+__device__ __forceinline__ Racer best_of_warp(const Racer& own) {
+  const uint32_t high = static_cast<uint32_t>(own.order >> 32), low = static_cast<uint32_t>(own.order);
+  uint32_t best = __ballot_sync(ptx::kAllLanes, high == ptx::warp_max(high));
+  if ((best & (best - 1)) != 0) {
+    const uint32_t of_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
+    const uint32_t token = of_low == ptx::warp_max(of_low) && (best >> ptx::lane_id() & 1) != 0
+                               ? static_cast<uint32_t>(own.token)
+                               : 0xffffffffu;
+    best = __ballot_sync(ptx::kAllLanes, token == ptx::warp_min(token));
   }
-  return best;
+  const int32_t lane = __ffs(static_cast<int32_t>(best)) - 1;
+  return Racer{__shfl_sync(ptx::kAllLanes, own.order, lane), __shfl_sync(ptx::kAllLanes, own.token, lane),
+               __shfl_sync(ptx::kAllLanes, own.key, lane)};
 }
 
 /// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
@@ -113,17 +119,33 @@ struct ApproximateShare<ProbWeights> {
 /// A little more than race_gain(), less 32, of bits that begin with the upper half of `word`, whose lower half is 0.
 __device__ __forceinline__ float approximate_gain(uint32_t word) { return -ptx::lg2(__uint2float_rn(word)); }
 
-/// The first bits of what this lane has of a segment; tokens i and i + 1 share a word, eight tokens a block.
+/// The first bits of what this lane has of a segment; tokens i and i + 1 share a word.
+template <class Source>
 __device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32_t segment,
                                            uint32_t (&words)[kLaneTokens / 2]) {
-  uint32_t a[4], b[4];
-  set_counter(a, position, race_block(lane_token(segment, 0)), kDrawStream);
-  set_counter(b, position, race_block(lane_token(segment, 8)), kDrawStream);
-  philox_pair<kPhiloxRounds>(seed, a, b);
+  constexpr int32_t kUnrolled = Source::kVectorTokens == 4 ? kPhiloxRounds : 2;
 #pragma unroll
-  for (int32_t w = 0; w < 4; ++w) {
-    words[w] = a[w];
-    words[4 + w] = b[w];
+  for (int32_t i = 0; i < kLaneTokens; i += Source::kVectorTokens == 4 ? kLaneTokens : 8) {
+    uint32_t a[4], b[4];
+    const int32_t next = i + (Source::kVectorTokens == 4 ? 8 : 4);
+    set_counter(a, position, race_block(lane_token<Source>(segment, i)), kDrawStream);
+    set_counter(b, position, race_block(lane_token<Source>(segment, next)), kDrawStream);
+    philox_pair<kUnrolled>(seed, a, b);
+    if constexpr (Source::kVectorTokens == 4) {  // a block's tokens are in two of this lane's vectors
+
+#pragma unroll
+      for (int32_t w = 0; w < 4; ++w) {
+        words[w] = a[w];
+        words[4 + w] = b[w];
+      }
+    } else {  // in vectors of two lanes
+
+      const bool is_first = race_word(lane_token<Source>(segment, i)) == 0;
+      words[i / 2] = is_first ? a[0] : a[2];
+      words[i / 2 + 1] = is_first ? a[1] : a[3];
+      words[i / 2 + 2] = is_first ? b[0] : b[2];
+      words[i / 2 + 3] = is_first ? b[1] : b[3];
+    }
   }
 }
 
@@ -198,7 +220,7 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
         rest = fmaxf(rest, v[i]);
       }
       most = rest;
-      const int32_t entered = lane_token(segment, max_of(index, 0));
+      const int32_t entered = lane_token<Source>(segment, max_of(index, 0));
       const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
       if (own.beats(best)) best = own;
       of_lane = order_key(__double2float_rd(value_of(own)));
@@ -209,6 +231,7 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
 }
 
 /// Replaces `best` by this lane's largest of the segment, if that is better; the first one among equals.
+template <class Source>
 __device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[kLaneTokens], Racer& best) {
   float most = v[0];
   int32_t index = 0;
@@ -219,7 +242,7 @@ __device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[k
       index = i;
     }
   }
-  const Racer own{static_cast<uint64_t>(order_key(most)) << 32, lane_token(segment, index), order_key(most)};
+  const Racer own{static_cast<uint64_t>(order_key(most)) << 32, lane_token<Source>(segment, index), order_key(most)};
   if (most > kMinusInfinity && own.beats(best)) best = own;
 }
 
@@ -230,40 +253,50 @@ struct Draw {
   bool greedy;
 };
 
-/// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. look() sees all values,
-/// those below `least` do not race. After board.reset() and a barrier.
-template <class Source, class Look>
+/// Every token that can be drawn races.
+struct Everything {
+  static constexpr bool kHasLeast = false;
+  __device__ __forceinline__ float least() const { return kMinusInfinity; }
+  __device__ __forceinline__ void look(const float (&)[kLaneTokens]) const {}
+};
+
+/// Tokens with values from `from` on race.
+struct Survivors {
+  static constexpr bool kHasLeast = true;
+  float from;
+  __device__ __forceinline__ float least() const { return from; }
+  __device__ __forceinline__ void look(const float (&)[kLaneTokens]) const {}
+};
+
+/// The race of what a CTA reads. `best`: this lane's, set; in memory where registers are short. racing.look() sees all
+/// values, those below racing.least() do not race. After board.reset() and a barrier.
+template <class Source, class Racing>
 __device__ __forceinline__ void race_row(const SegmentReader<Source>& reader, const Draw& draw, RaceBoard& board,
-                                         float least, const Look& look, Racer& best) {
+                                         const Racing& racing, Racer& best) {
   using Weights = typename Source::Weights;
   best = no_racer();
   uint32_t words[kLaneTokens / 2] = {};
   reader.for_each(
       [&](int32_t segment) {
-        if (!draw.greedy) first_bits(draw.seed, draw.position, segment, words);
+        if (!draw.greedy) first_bits<Source>(draw.seed, draw.position, segment, words);
       },
       [&](int32_t segment, float (&v)[kLaneTokens]) {
         const uint32_t lane_key = lane_max_key(v);
         if (lane_key >= kInfiniteKey) board.is_invalid = true;
-        look(v);
+        racing.look(v);
         if (draw.greedy) {
-          take_largest(segment, v, best);
+          take_largest<Source>(segment, v, best);
           return;
         }
         const uint32_t key = ptx::warp_max(lane_key);
-        if (!is_drawable(key) || key_value(key) < least) return;
-        if (least > kMinusInfinity) {
+        if (!is_drawable(key) || key_value(key) < racing.least()) return;
+        if constexpr (Racing::kHasLeast) {
 #pragma unroll
-          for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= least ? v[i] : kMinusInfinity;
+          for (int32_t i = 0; i < kLaneTokens; ++i) v[i] = v[i] >= racing.least() ? v[i] : kMinusInfinity;
         }
         race_segment(reader.source, Weights(key_value(key), draw.scale, draw.floor), draw.seed, draw.position, segment,
                      words, v, board, best);
       });
 }
-
-/// A race that looks at nothing else.
-struct LookAtNothing {
-  __device__ __forceinline__ void operator()(const float (&)[kLaneTokens]) const {}
-};
 
 }  // namespace attn

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/cluster_mbarrier.cuh"
 #include "sampling/device/race.cuh"
 
 namespace attn {
@@ -10,9 +11,9 @@ namespace attn {
 constexpr uint32_t kWholeRow = kExcludedKey + 1;  // every token that can be drawn
 constexpr int32_t kBinBits = 11;
 constexpr int32_t kBins = 1 << kBinBits;
-constexpr int32_t kChunkRows = 32;                // of a warp, in the table of chunks
-constexpr int32_t kMaxCandidates = 1536;          // of all CTAs
-constexpr int32_t kPairs = kSamplingThreads / 2;  // of lanes
+constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
+constexpr int32_t kMaxCandidates = 1536;  // of all CTAs
+constexpr int32_t kCountBins = kSamplingThreads;
 
 /// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and
 /// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
@@ -39,9 +40,19 @@ struct RaceResult {
   bool is_invalid;
 };
 
-struct Masses {
-  uint64_t tempered;     // at the row's temperature
-  uint64_t of_logprobs;  // at that of log-probabilities
+/// What each CTA tells the first one after the first read.
+struct alignas(16) CandidateResult {
+  uint32_t best_key;
+  uint32_t bound;  // candidates are complete from here on
+  int32_t count;   // may exceed what there is room for
+  int32_t unused;
+};
+
+/// What the first CTA tells the others.
+struct alignas(8) Decision {
+  uint32_t best_key;
+  bool has_token;  // the token is found
+  bool has_top;    // the most likely tokens are written, if they are asked for
 };
 
 /// Values about the threshold of top-p (top_p.cuh).
@@ -52,27 +63,29 @@ struct Bands {
   float sure;  // what is at or above it survives
   bool asks;   // whether the winner before survives: `low` is the next value above its
 };
-enum class Verdict : int32_t { kToken, kInvalid, kReadAgain, kUnknown };
+enum class Verdict : int32_t { kKnown, kReadAgain, kUnknown };
 
 struct SamplingShared {
   alignas(16) uint4 staged[2][4][kSamplingThreads];  // segments on their way
-  alignas(16) uint64_t bins[kBins];                  // or chunk_keys()
+  alignas(16) uint64_t bins[kBins];                  // or chunk_keys(), or Finalists (candidates.cuh)
   alignas(16) uint64_t list[kMaxCandidates];         // ranked(), in the first CTA, from all; or LaneRace of each thread
+  alignas(8) uint64_t mbarriers[2];  // for candidates, in the first CTA; for its decision, in the others
   uint64_t block_sums[2][kSamplingWarps];
   uint64_t crossing[3];
   RaceResult of_warps[kSamplingWarps];
   RaceResult of_cta;
-  uint2 bests[kMaxClusterCtas];     // of each CTA: its largest key, its bound
-  int32_t counts[kMaxClusterCtas];  // of each CTA: its candidates; may exceed what there is room for
+  CandidateResult candidates[kMaxClusterCtas];  // in the first CTA
+  Decision decision;
   RowSettings settings;
   Draw draw;
   RaceBoard board;
   Bands bands;
   Verdict verdict;
-  Masses masses[kMaxClusterCtas];  // of each CTA
-  Masses row_masses;
-  alignas(16) uint32_t pairs[kPairs];  // the largest keys of pairs of lanes
-  uint32_t cta_best, row_best;         // the largest keys
+  uint64_t cta_mass[2];
+  uint64_t row_mass;                        // at the row's temperature
+  uint64_t logprob_mass;                    // at that of log-probabilities
+  alignas(16) uint32_t counts[kCountBins];  // of candidates; or the largest keys of pairs of lanes
+  uint32_t best_key;                        // of this CTA
   uint32_t bound;
   int32_t num_listed;
   int32_t token;  // that is drawn; the first CTA knows it
@@ -139,7 +152,7 @@ struct Row {
     return params.logprobs != nullptr || params.num_top_logprobs > 0;
   }
   __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
-  __device__ __forceinline__ float reference() const { return key_value(shared.row_best); }
+  __device__ __forceinline__ float reference() const { return key_value(shared.decision.best_key); }
   __device__ __forceinline__ Weights weights() const { return Weights(reference(), settings.scale, settings.floor); }
 
   /// A barrier of all threads that work on the row.
@@ -150,22 +163,52 @@ struct Row {
       __syncthreads();
   }
 
-  /// Writes to where `own` lies in each CTA; sync() makes it seen there.
+  /// Where something of this CTA's, or its mbarrier, lies in the CTA of that rank.
+  __device__ __forceinline__ static uint32_t address_in(int32_t cta, const void* own) {
+    return ptx::cluster_address(ptx::shared_address(own), cta);
+  }
+
+  /// Writes 8 or 16 bytes to where `own` lies in the CTA of that rank, counted by an mbarrier there.
   template <class T>
-  __device__ __forceinline__ void tell_all(T& own, const T& value) const {
-    if (static_cast<int32_t>(threadIdx.x) < num_ctas) *ptx::cluster_pointer(&own, threadIdx.x) = value;
+  __device__ __forceinline__ void send(int32_t cta, int32_t mbarrier, T* own, const T& value) const {
+    uint64_t words[sizeof(T) / 8];
+    memcpy(words, &value, sizeof(T));
+    if (num_ctas == 1)
+      *own = value;
+    else if constexpr (sizeof(T) == 16)
+      ptx::store_async(address_in(cta, &shared.mbarriers[mbarrier]), address_in(cta, own), words[0], words[1]);
+    else
+      ptx::store_async(address_in(cta, &shared.mbarriers[mbarrier]), address_in(cta, own), words[0]);
+  }
+
+  /// Arrives at an mbarrier of the CTA of that rank, to which this many bytes are sent.
+  __device__ __forceinline__ void arrive(int32_t cta, int32_t mbarrier, uint32_t bytes) const {
+    if (num_ctas > 1) ptx::cluster_mbarrier_arrive_expect(address_in(cta, &shared.mbarriers[mbarrier]), bytes);
+  }
+
+  /// Waits until all has come that is sent; a barrier of the CTA. False: not in time.
+  __device__ __forceinline__ bool wait(int32_t mbarrier) const {
+    const bool has_come = num_ctas == 1 || ptx::cluster_mbarrier_wait(ptx::shared_address(&shared.mbarriers[mbarrier]));
+    return __syncthreads_and(has_come) != 0;
   }
 
   /// Before everything else. ahead: tokens, of the request's position.
   __device__ __forceinline__ void begin(int32_t ahead) const {
-    if (num_ctas > 1) ptx::cluster_arrive();
+    if (num_ctas > 1) {
+      if (threadIdx.x == 0) {
+        ptx::cluster_mbarrier_init(ptx::shared_address(&shared.mbarriers[0]), num_ctas);
+        ptx::cluster_mbarrier_init(ptx::shared_address(&shared.mbarriers[1]), 1);
+      }
+      ptx::cluster_arrive();
+    }
     reader.start();
     if (threadIdx.x == 0) {
+      const PendingInt seed = params.seed.load(row), position = params.position.load(row);
       shared.settings = row_settings(params, row);
-      shared.draw =
-          Draw{settings.scale, settings.floor, params.seed[row], params.position[row] + ahead, settings.greedy};
+      shared.draw = Draw{settings.scale, settings.floor, seed.value(), position.value() + ahead, settings.greedy};
       shared.board.reset(settings.valid);
-      shared.cta_best = shared.bound = 0;
+      shared.decision = Decision{0, false, params.num_top_logprobs == 0};
+      shared.best_key = shared.bound = 0;
       shared.num_listed = 0;
     }
     __syncthreads();
@@ -226,20 +269,17 @@ struct Row {
       ++round;
     });
     const uint32_t of_warp = ptx::warp_max(lane_key);
-    if (lane() == 0) atomicMax(&shared.cta_best, of_warp);
+    if (lane() == 0) atomicMax(&shared.best_key, of_warp);
     return lane_key;
   }
 
-  /// Sets row_best, after read_values(). Returns the largest bound of all CTAs.
-  __device__ __forceinline__ uint32_t exchange_best(uint32_t bound) const {
-    __syncthreads();  // cta_best
-    tell_all(shared.bests[rank], make_uint2(shared.cta_best, bound));
+  /// The largest key of all CTAs goes to decision.best_key of each.
+  __device__ __forceinline__ void exchange_best() const {
     sync();
-    const uint2 of_cta = shared.bests[min_of(lane(), num_ctas - 1)];
-    const uint32_t best = ptx::warp_max(of_cta.x);
-    if (threadIdx.x == 0) shared.row_best = best;
-    __syncthreads();
-    return ptx::warp_max(of_cta.y);
+    const uint32_t own = lane() < num_ctas ? *ptx::cluster_pointer(&shared.best_key, lane()) : 0;
+    const uint32_t best = ptx::warp_max(own);
+    if (threadIdx.x == 0) shared.decision.best_key = best;
+    sync();
   }
 
   __device__ __forceinline__ uint64_t scaled_mass(int32_t which, const Weights& of_row) const {
@@ -256,22 +296,27 @@ struct Row {
     return block_sum(sum);
   }
 
-  /// Sets row_masses, from the segments' masses.
+  /// Sets row_mass and logprob_mass, from the segments' masses.
   __device__ __forceinline__ void sum_masses(bool needs_mass, bool needs_logprobs) const {
     const uint64_t own = needs_mass ? scaled_mass(0, weights()) : 0;
     const uint64_t own_logprobs = needs_logprobs ? scaled_mass(1, logprob_weights(reference())) : 0;
-    tell_all(shared.masses[rank], Masses{own, own_logprobs});
-    sync();
     if (threadIdx.x == 0) {
-      Masses all{};
-#pragma unroll 1
-      for (int32_t cta = 0; cta < num_ctas; ++cta) {
-        all.tempered += shared.masses[cta].tempered;
-        all.of_logprobs += shared.masses[cta].of_logprobs;
-      }
-      shared.row_masses = all;
+      shared.cta_mass[0] = own;
+      shared.cta_mass[1] = own_logprobs;
     }
-    __syncthreads();
+    sync();
+    uint64_t mass = 0, logprob_mass = 0;
+#pragma unroll 1
+    for (int32_t cta = 0; cta < num_ctas; ++cta) {
+      const uint64_t* other = ptx::cluster_pointer(shared.cta_mass, cta);
+      mass += other[0];
+      logprob_mass += other[1];
+    }
+    if (threadIdx.x == 0) {
+      shared.row_mass = mass;
+      shared.logprob_mass = logprob_mass;
+    }
+    sync();
   }
 
   // ---- The race ----
@@ -304,14 +349,6 @@ struct Row {
     return all;
   }
 
-  /// The best of this CTA's threads, in all of them.
-  __device__ __forceinline__ Racer best_of_cta(const Racer& own) const {
-    const Racer of_warp = best_of_warp(own);
-    if (lane() == 0) shared.of_warps[warp()].best = of_warp;
-    __syncthreads();
-    return best_of_warp(lane() < kSamplingWarps ? shared.of_warps[lane()].best : no_racer());
-  }
-
   /// Before the next race.
   __device__ __forceinline__ void start_again() const {
     reader.start();
@@ -320,19 +357,18 @@ struct Row {
   }
 
   /// The race of a read. After reader.start().
-  template <class Look = LookAtNothing>
-  __device__ __forceinline__ RaceResult race(float least, const Look& look = {}) const {
+  template <class Racing>
+  __device__ __forceinline__ RaceResult race(const Racing& racing) const {
     LaneRace& own = lane_race();
     own.masses = BandMasses();
-    race_row(reader, shared.draw, shared.board, least, look, own.best);
+    race_row(reader, shared.draw, shared.board, racing, own.best);
     return exchange(own.best, own.masses);
   }
 
   // ---- Results ----
 
   __device__ __forceinline__ float logprob_of(float value) const {
-    return logprob(value, reference(), is_tempered() ? settings.inverse_temperature : 1.0f,
-                   shared.row_masses.of_logprobs);
+    return logprob(value, reference(), is_tempered() ? settings.inverse_temperature : 1.0f, shared.logprob_mass);
   }
 
   __device__ __forceinline__ void store_top(int32_t place, uint64_t token) const {
@@ -342,25 +378,6 @@ struct Row {
   }
 
   // ---- Selection ----
-
-  /// What a threshold is selected from: every token of the row, which all CTAs read again, and again.
-  struct AllTokens {
-    static constexpr bool kAreOfAllCtas = true;
-    const SegmentReader<Source>& reader;
-
-    template <class Body>
-    __device__ __forceinline__ void for_each(const Body& body) const {
-      reader.start();
-      reader.for_each([&](int32_t, float (&v)[kLaneTokens]) {
-#pragma unroll 1
-        for (int32_t i = 0; i < kLaneTokens; ++i) {  // rare, so it is small: registers move on instead of copies of it
-          body(v[0]);
-#pragma unroll
-          for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];
-        }
-      });
-    }
-  };
 
   struct Selected {
     uint32_t key;
@@ -377,8 +394,8 @@ struct Row {
 
   /// Adds up the CTAs' bins: each a part of them, which it gives to all.
   __device__ __forceinline__ void add_bins() const {
-    if (num_ctas == 1) return;
     sync();
+    if (num_ctas == 1) return;
     const int32_t part = share_of_cta(kBins);
     for (int32_t bin = part * rank + static_cast<int32_t>(threadIdx.x); bin < part * (rank + 1);
          bin += kSamplingThreads) {
@@ -420,12 +437,11 @@ struct Row {
     __syncthreads();  // before it is written again
   }
 
-  /// The largest key from `low` on from which on the tokens sum up to `target`, by mass or by number; `low`, if that is
-  /// nowhere. A digit of a radix at a time, each taking all tokens. The same in all threads.
-  template <class Tokens>
-  __device__ __forceinline__ Selected select(const Tokens& tokens, uint32_t low, uint64_t target, bool by_mass) const {
+  /// The largest key from `low` on from which on the row's tokens sum up to `target`, by mass or by number; `low`, if
+  /// that is nowhere. A digit of a radix at a time, a read of the row each. The same in all threads.
+  __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
     const Weights of_row = weights();
-    uint32_t high = shared.row_best;
+    uint32_t high = shared.decision.best_key;
     uint64_t above = 0;
 #pragma unroll 1
     while (true) {
@@ -435,19 +451,25 @@ struct Row {
       // Equal values that follow each other are added at once: rows may have nothing else.
       uint32_t run_bin = 0;
       uint64_t run_sum = 0;
-      tokens.for_each([&](float value) {
-        const uint32_t key = order_key(value), bin = (high - key) >> shift;
-        if (key < low || key > high) return;
-        if (bin != run_bin && run_sum != 0) {
-          add_to_bin(shared.bins[run_bin], run_sum);
-          run_sum = 0;
+      reader.start();
+      reader.for_each([&](int32_t, float (&v)[kLaneTokens]) {
+#pragma unroll 1
+        for (int32_t i = 0; i < kLaneTokens; ++i) {  // rare, so it is small: registers move on instead of copies of it
+          const uint32_t key = order_key(v[0]), bin = (high - key) >> shift;
+          if (key >= low && key <= high) {
+            if (bin != run_bin && run_sum != 0) {
+              add_to_bin(shared.bins[run_bin], run_sum);
+              run_sum = 0;
+            }
+            run_bin = bin;
+            run_sum += by_mass ? of_row(v[0]) : 1;
+          }
+#pragma unroll
+          for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];
         }
-        run_bin = bin;
-        run_sum += by_mass ? of_row(value) : 1;
       });
       if (run_sum != 0) add_to_bin(shared.bins[run_bin], run_sum);
-      __syncthreads();
-      if (Tokens::kAreOfAllCtas) add_bins();
+      add_bins();
       uint64_t found[3];
       find_crossing(target - above, found);
       if (found[0] == kBins) return Selected{low, above + found[2]};
@@ -459,13 +481,12 @@ struct Row {
     }
   }
 
-  /// The smallest key that survives all filters and, if asked for, the survivors' mass. row_masses is there if it is
-  /// needed.
-  template <class Tokens>
-  __device__ __forceinline__ Selected find_threshold(const Tokens& tokens, bool needs_mass) const {
+  /// The smallest key that survives all filters and, if asked for, the survivors' mass, by reading the row again and
+  /// again. row_mass is there if it is needed.
+  __device__ __forceinline__ Selected find_threshold(bool needs_mass) const {
     enum Step { kTopK, kMassOfTopK, kTopP, kMass };
     Selected survivors{min_p_key(weights(), settings), 0};
-    uint64_t total = shared.row_masses.tempered;
+    uint64_t total = shared.row_mass;
 #pragma unroll 1
     for (int32_t step = kTopK; step <= kMass; ++step) {  // one copy of the code
       if (step == kTopK && settings.top_k == 0) continue;
@@ -475,7 +496,7 @@ struct Row {
       const uint64_t target = step == kTopK   ? static_cast<uint64_t>(settings.top_k)
                               : step == kTopP ? top_p_target(settings, total)
                                               : ~uint64_t{0};  // never reached: the sum of all
-      const Selected selected = select(tokens, survivors.key, target, step != kTopK);
+      const Selected selected = select(survivors.key, target, step != kTopK);
       if (step == kMassOfTopK)
         total = selected.sum;
       else

@@ -1,6 +1,6 @@
 // What rows are sampled from: logits of some element type, or probabilities.
 //
-// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of it. A source says what a
+// A warp takes a segment of kSegmentTokens at a time, a lane kVectors vectors of 16 bytes of it. A source says what a
 // vector holds: float32, -inf for a token that cannot be drawn, so that code that works with values knows nothing
 // of masks, tails and element types.
 #pragma once
@@ -14,85 +14,89 @@
 namespace attn {
 
 constexpr int32_t kLaneTokens = kSegmentTokens / 32;
-constexpr int32_t kVectorTokens = 4;
-constexpr int32_t kVectors = kLaneTokens / kVectorTokens;
 
 struct Float32Element {
   using Storage = float;
-  using Vector = uint4;  // kVectorTokens of them
-  static constexpr float kExcluded = kMinusInfinity;
+  static constexpr uint32_t kExcludedWord = 0xff800000u;
 
-  __device__ __forceinline__ static float to_float(float x) { return x; }
+  __device__ __forceinline__ static float from_word(uint32_t word, int32_t) { return __uint_as_float(word); }
 };
 
 /// A probability; 0 beyond the end of the row.
 struct ProbElement : Float32Element {
-  static constexpr float kExcluded = 0.0f;
+  static constexpr uint32_t kExcludedWord = 0;
 };
 
 struct BFloat16Element {
   using Storage = uint16_t;
-  using Vector = uint2;
-  static constexpr uint16_t kExcluded = 0xff80;
+  static constexpr uint32_t kExcludedWord = 0xff80ff80u;
 
-  __device__ __forceinline__ static float to_float(uint16_t bits) { return bits_float(uint32_t{bits} << 16); }
+  __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
+    return __uint_as_float(half != 0 ? word & 0xffff0000u : word << 16);
+  }
 };
 
 struct Float16Element {
   using Storage = uint16_t;
-  using Vector = uint2;
-  static constexpr uint16_t kExcluded = 0xfc00;
+  static constexpr uint32_t kExcludedWord = 0xfc00fc00u;
 
-  __device__ __forceinline__ static float to_float(uint16_t bits) { return ptx::float_of_f16(bits); }
+  __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
+    return ptx::float_of_f16(static_cast<uint16_t>(half != 0 ? word >> 16 : word));
+  }
 };
 
-/// First token of vector j of this lane in a segment.
-__device__ __forceinline__ int32_t vector_token(int32_t segment, int32_t j) {
-  return segment * kSegmentTokens + (j * 32 + ptx::lane_id()) * kVectorTokens;
-}
-
-/// Token i of this lane in a segment, i < kLaneTokens.
-__device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
-  return vector_token(segment, i / kVectorTokens) + i % kVectorTokens;
-}
-
-/// Reads kVectorTokens tokens of a row at a time.
+/// Reads 16 bytes of a row at a time: a vector of kVectorTokens tokens.
 template <class Element>
 struct RowReader {
   using Storage = typename Element::Storage;
-  using Vector = typename Element::Vector;
+  static constexpr int32_t kWordTokens = 4 / static_cast<int32_t>(sizeof(Storage));
+  static constexpr int32_t kVectorTokens = 4 * kWordTokens;
+  static constexpr int32_t kVectors = kLaneTokens / kVectorTokens;
 
   const Storage* row;
   int32_t vocab;
 
-  /// Whether the vector that begins with the token `first` can be read at once.
-  __device__ __forceinline__ bool reads_whole(int32_t first) const {
-    return reinterpret_cast<uint64_t>(row) % sizeof(Vector) == 0 && first + kVectorTokens <= vocab;
+  /// First token of vector j of a lane.
+  __device__ __forceinline__ static int32_t vector_token(int32_t segment, int32_t lane, int32_t j) {
+    return segment * kSegmentTokens + (j * 32 + lane) * kVectorTokens;
   }
 
-  __device__ __forceinline__ Vector load(int32_t first) const {
-    if (reads_whole(first)) return __ldg(reinterpret_cast<const Vector*>(row + first));
-    Storage elements[kVectorTokens];
+  /// Whether vectors can be read at once up to that token.
+  __device__ __forceinline__ bool reads_whole(int32_t end) const {
+    return reinterpret_cast<uint64_t>(row) % 16 == 0 && end <= vocab;
+  }
+
+  /// The vector that begins with the token `first`.
+  __device__ __forceinline__ uint4 load(int32_t first) const {
+    if (reads_whole(first + kVectorTokens)) return __ldg(reinterpret_cast<const uint4*>(row + first));
+    uint32_t words[4];
 #pragma unroll
-    for (int32_t i = 0; i < kVectorTokens; ++i) {
-      const int32_t token = first + i;
-      Storage element = Element::kExcluded;
-      if (token < vocab) element = __ldg(row + token);
-      elements[i] = element;
+    for (int32_t w = 0; w < 4; ++w) {
+      const int32_t token = first + w * kWordTokens;
+      uint32_t word = Element::kExcludedWord;
+      if constexpr (kWordTokens == 1) {
+        if (token < vocab) word = __float_as_uint(__ldg(row + token));
+      } else {
+        if (token < vocab) word = (word & 0xffff0000u) | __ldg(row + token);
+        if (token + 1 < vocab) word = (word & 0x0000ffffu) | static_cast<uint32_t>(__ldg(row + token + 1)) << 16;
+      }
+      words[w] = word;
     }
-    Vector vector;
-    memcpy(&vector, elements, sizeof(vector));
-    return vector;
+    return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  __device__ __forceinline__ static float value(const Vector& vector, int32_t i) {
-    Storage elements[kVectorTokens];
-    memcpy(elements, &vector, sizeof(vector));
-    return Element::to_float(elements[i]);
+  __device__ __forceinline__ static float value(const uint4& vector, int32_t i) {
+    const int32_t w = i / kWordTokens;
+    return Element::from_word(w == 0 ? vector.x : w == 1 ? vector.y : w == 2 ? vector.z : vector.w, i % kWordTokens);
   }
 
   /// One token's value; token < vocab.
-  __device__ __forceinline__ float one(int32_t token) const { return Element::to_float(__ldg(row + token)); }
+  __device__ __forceinline__ float one(int32_t token) const {
+    if constexpr (kWordTokens == 1)
+      return __ldg(row + token);
+    else
+      return Element::from_word(__ldg(row + token), 0);
+  }
 };
 
 /// A row of logits, of whose tokens a mask may allow some only.
@@ -100,7 +104,8 @@ template <class Element, bool kMasked>
 struct LogitSource {
   using Weights = LogitWeights;
   using Reader = RowReader<Element>;
-  using Vector = typename Reader::Vector;
+  static constexpr int32_t kVectors = Reader::kVectors;
+  static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
   static constexpr bool kHasDraft = false;
 
   Reader reader;
@@ -111,7 +116,7 @@ struct LogitSource {
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
   /// What the vector that begins with the token `first` holds.
-  __device__ __forceinline__ void values(int32_t first, const Vector& vector, float* v) const {
+  __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
     uint32_t allowed = 0xffffffffu;
     if constexpr (kMasked) allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
 #pragma unroll
@@ -131,7 +136,8 @@ template <bool kMayHaveDraft>
 struct ProbSource {
   using Weights = ProbWeights;
   using Reader = RowReader<ProbElement>;
-  using Vector = typename Reader::Vector;
+  static constexpr int32_t kVectors = Reader::kVectors;
+  static constexpr int32_t kVectorTokens = Reader::kVectorTokens;
   static constexpr bool kHasDraft = kMayHaveDraft;
 
   Reader reader;
@@ -142,9 +148,9 @@ struct ProbSource {
   __device__ __forceinline__ ProbSource(const SamplingParams& params, int64_t row)
       : ProbSource(static_cast<const float*>(params.values) + params.row_offset(row), nullptr, params.vocab) {}
 
-  __device__ __forceinline__ void values(int32_t first, const Vector& vector, float* v) const {
+  __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
     const bool has_draft = kMayHaveDraft && draft != nullptr;
-    Vector of_draft{};
+    uint4 of_draft{};
     if (has_draft) of_draft = Reader{draft, reader.vocab}.load(first);
 #pragma unroll
     for (int32_t i = 0; i < kVectorTokens; ++i) {
@@ -163,13 +169,30 @@ struct ProbSource {
   }
 };
 
+/// Token i of this lane in a segment, i < kLaneTokens.
+template <class Source>
+__device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
+  return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
+}
+
+/// What this lane has of a segment, outside of a SegmentReader.
+template <class Source>
+__device__ __forceinline__ void load_values(const Source& source, int32_t segment, float (&v)[kLaneTokens]) {
+  uint4 vectors[Source::kVectors];
+#pragma unroll
+  for (int32_t j = 0; j < Source::kVectors; ++j)
+    vectors[j] = source.reader.load(Source::Reader::vector_token(segment, ptx::lane_id(), j));
+#pragma unroll
+  for (int32_t j = 0; j < Source::kVectors; ++j)
+    source.values(Source::Reader::vector_token(segment, ptx::lane_id(), j), vectors[j], v + j * Source::kVectorTokens);
+}
+
 /// Reads those segments of a row that are a warp's: `first` and every `step`-th after it. Each lane copies what it
 /// reads itself to shared memory: two segments are on their way while one is worked on, and no registers are left.
 template <class Source>
 struct SegmentReader {
   static constexpr int32_t kAhead = 2;
-  using Vector = typename Source::Vector;
-  using Staged = uint4[kAhead][kVectors][kSamplingThreads];  // a vector has 16 bytes or less
+  using Staged = uint4[kAhead][4][kSamplingThreads];
 
   const Source& source;
   Staged& staged;
@@ -192,7 +215,12 @@ struct SegmentReader {
       meanwhile(segment);
       ptx::cp_async_wait<kAhead - 1>();
       float v[kLaneTokens];
-      take(segment, slot, true, v);
+#pragma unroll
+      for (int32_t j = 0; j < Source::kVectors; ++j) {
+        const uint4 vector =
+            is_staged(segment, j) ? staged[slot][j][threadIdx.x] : source.reader.load(token(segment, j));
+        source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
+      }
       stage(segment + kAhead * step, slot);
       slot ^= 1;
       body(segment, v);
@@ -204,46 +232,34 @@ struct SegmentReader {
     for_each([](int32_t) {}, body);
   }
 
-  /// What this lane has of any segment.
-  __device__ __forceinline__ void load(int32_t segment, float (&v)[kLaneTokens]) const { take(segment, 0, false, v); }
-
   /// What this lane has of a segment that was read: the last ones are still in shared memory.
   __device__ __forceinline__ void load_again(int32_t round, float (&v)[kLaneTokens]) const {
     const int32_t segment = first + round * step;
-    take(segment, round % kAhead, segment + kAhead * step >= num_segments(), v);
+    const bool is_there = segment + kAhead * step >= num_segments();
+#pragma unroll
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      const uint4 vector = is_there && is_staged(segment, j) ? staged[round % kAhead][j][threadIdx.x]
+                                                             : source.reader.load(token(segment, j));
+      source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
+    }
   }
 
  private:
-  __device__ __forceinline__ bool is_staged(int32_t first_token) const {
-    return !Source::kHasDraft && source.reader.reads_whole(first_token);
+  __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j) {
+    return Source::Reader::vector_token(segment, ptx::lane_id(), j);
   }
 
-  __device__ __forceinline__ Vector* place(int32_t slot, int32_t j) const {
-    return reinterpret_cast<Vector*>(&staged[slot][j][threadIdx.x]);
+  __device__ __forceinline__ bool is_staged(int32_t segment, int32_t j) const {
+    return !Source::kHasDraft && source.reader.reads_whole(token(segment, j) + Source::kVectorTokens);
   }
 
   __device__ __forceinline__ void stage(int32_t segment, int32_t slot) const {
 #pragma unroll
-    for (int32_t j = 0; j < kVectors; ++j) {
-      const int32_t token = vector_token(segment, j);
-      if (!is_staged(token)) continue;
-      const uint32_t to = ptx::shared_address(place(slot, j));
-      if constexpr (sizeof(Vector) == 16)
-        ptx::cp_async_16(to, source.reader.row + token);
-      else
-        ptx::cp_async_8_or_zero(to, source.reader.row + token, true);
+    for (int32_t j = 0; j < Source::kVectors; ++j) {
+      if (is_staged(segment, j))
+        ptx::cp_async_16(ptx::shared_address(&staged[slot][j][threadIdx.x]), source.reader.row + token(segment, j));
     }
     ptx::cp_async_commit();
-  }
-
-  /// What this lane has of a segment, from its slot if it is there.
-  __device__ __forceinline__ void take(int32_t segment, int32_t slot, bool is_there, float (&v)[kLaneTokens]) const {
-#pragma unroll
-    for (int32_t j = 0; j < kVectors; ++j) {
-      const int32_t token = vector_token(segment, j);
-      const Vector vector = is_there && is_staged(token) ? *place(slot, j) : source.reader.load(token);
-      source.values(token, vector, v + j * kVectorTokens);
-    }
   }
 };
 

@@ -16,14 +16,16 @@ __device__ __forceinline__ float value_at(const ProbWeights& weights, float dept
   return weights.reference * ptx::ex2(-depth);
 }
 
-/// Adds what a lane has of a segment to the masses of a thread.
+/// What races in a read, and the masses of this thread.
 template <class Weights>
-struct SumBands {
+struct BandRace {
+  static constexpr bool kHasLeast = true;
   const Bands& bands;
   const ApproximateShare<Weights> share;
   BandMasses& masses;
 
-  __device__ __forceinline__ void operator()(const float (&v)[kLaneTokens]) const {
+  __device__ __forceinline__ float least() const { return bands.low; }
+  __device__ __forceinline__ void look(const float (&v)[kLaneTokens]) const {
     float of_all = 0.0f, of_low = 0.0f, of_high = 0.0f;
 #pragma unroll
     for (int32_t i = 0; i < kLaneTokens; ++i) {
@@ -51,25 +53,28 @@ struct TopP {
   static constexpr float kUnit = 524288.0f;         // 2^19: what the reference weighs
   static constexpr int32_t kMostReads = 6;
 
+  enum class Found { kNothing, kToken, kInvalid };
+
   __device__ __forceinline__ bool suits() const {
     const RowSettings& s = row.settings;
     return s.has_top_p && s.top_k == 0 && s.min_p == 0.0f && row.params.vocab >= 4 * kSurveyTokens;
   }
 
-  /// All of it, after reader.start(). kToken: it is in shared.token.
-  __device__ __forceinline__ Verdict run() const {
-    if (!survey()) return Verdict::kUnknown;
+  /// All of it, after reader.start(). The token is then in shared.token.
+  __device__ __forceinline__ Found run() const {
+    if (!survey()) return Found::kNothing;
 #pragma unroll 1
     for (int32_t read = 0; read < kMostReads; ++read) {
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
-      const RaceResult result =
-          row.race(shared.bands.low, SumBands<Weights>{shared.bands, share, row.lane_race().masses});
+      const RaceResult result = row.race(BandRace<Weights>{shared.bands, share, row.lane_race().masses});
+      if (result.is_invalid) return Found::kInvalid;
       if (threadIdx.x == 0) shared.verdict = verdict_of(result);
       __syncthreads();
-      if (shared.verdict != Verdict::kReadAgain) return shared.verdict;
+      if (shared.verdict == Verdict::kKnown) return Found::kToken;
+      if (shared.verdict == Verdict::kUnknown) break;
       row.start_again();
     }
-    return Verdict::kUnknown;
+    return Found::kNothing;
   }
 
  private:
@@ -82,7 +87,7 @@ struct TopP {
     uint32_t* bins = reinterpret_cast<uint32_t*>(shared.bins);
     for (int32_t i = threadIdx.x; i < kDepthBins; i += kSamplingThreads) bins[i] = 0;
     float v[kLaneTokens];
-    row.reader.load(row.reader.num_segments() * row.warp() / kSamplingWarps, v);
+    load_values(row.source, row.reader.num_segments() * row.warp() / kSamplingWarps, v);
     const uint32_t of_warp = ptx::warp_max(lane_max_key(v));
     if (row.lane() == 0) atomicMax(&shared.bound, of_warp);
     __syncthreads();
@@ -138,7 +143,6 @@ struct TopP {
   /// What comes of a read with these sums and this winner: the token, or bands for another read. The same in all CTAs;
   /// a thread's part.
   __device__ __forceinline__ Verdict verdict_of(const RaceResult& result) const {
-    if (result.is_invalid) return Verdict::kInvalid;
     Bands& bands = shared.bands;
     const Racer& winner = result.best;
     const BandMasses& masses = result.masses;
@@ -155,15 +159,18 @@ struct TopP {
     if (is_under(masses.high)) bands.sure = min_of(bands.sure, bands.high);
     const float value = key_value(winner.key);
     if (!(masses.all < 1e30) || !(covers || misses)) return Verdict::kUnknown;
-    if (bands.asks && misses) return Verdict::kToken;
+    if (bands.asks && misses) return Verdict::kKnown;
     shared.token = winner.token;
-    if (covers && value >= bands.sure) return Verdict::kToken;
-    bands.asks = covers;
+    if (covers && value >= bands.sure) return Verdict::kKnown;
+    bands.asks = false;
     if (misses) {
       bands.sure = min_of(bands.sure, bands.low);
       bands.low = kMinusInfinity;
+    } else if (masses.high > over && value < bands.high) {
+      bands.low = bands.high;
     } else {  // whether the winner survives is told by the mass above it; if not, those above race
       bands.low = key_value(winner.key + 1);
+      bands.asks = true;
     }
     return Verdict::kReadAgain;
   }

@@ -77,7 +77,7 @@ struct UnfilteredRow {
       shared.board.reset(temperature >= 0.0f);
     }
     __syncthreads();
-    race_row(reader, shared.draw, shared.board, kMinusInfinity, LookAtNothing{}, shared.of_lanes[threadIdx.x]);
+    race_row(reader, shared.draw, shared.board, Everything{}, shared.of_lanes[threadIdx.x]);
     Racer best = best_of_warp(shared.of_lanes[threadIdx.x]);
     if (lane == 0) shared.of_warps[warp] = best;
     __syncthreads();

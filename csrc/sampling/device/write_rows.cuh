@@ -13,15 +13,15 @@ __device__ __forceinline__ void write_rows(const SamplingParams& params, const S
   const bool masks = params.task == RowTask::kMaskLogits, filters = settings.filters();
   const bool needs_mass = filters ? settings.has_top_p : !masks;
   row.read_values(needs_mass, false);
-  row.exchange_best(kWholeRow);
-  const bool is_valid = settings.valid && is_drawable(shared.row_best);
+  row.exchange_best();
+  const bool is_valid = settings.valid && is_drawable(shared.decision.best_key);
   uint32_t threshold = kWholeRow;
   uint64_t mass = 1;
   if (is_valid) {
     if (needs_mass) row.sum_masses(true, false);
-    mass = shared.row_masses.tempered;
+    mass = shared.row_mass;
     if (filters) {
-      const auto survivors = row.find_threshold(typename Row<Source>::AllTokens{row.reader}, !masks);
+      const auto survivors = row.find_threshold(!masks);
       threshold = survivors.key;
       mass = survivors.sum;
     }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void write_rows(const SamplingParams& params, const S
   row.reader.for_each([&](int32_t segment, const float (&v)[kLaneTokens]) {
 #pragma unroll
     for (int32_t i = 0; i < kLaneTokens; ++i) {
-      const int32_t token = lane_token(segment, i);
+      const int32_t token = lane_token<Source>(segment, i);
       if (token >= params.vocab) continue;
       const bool survives = is_valid && v[i] >= least;
       if (masks)

@@ -1,0 +1,39 @@
+// As csrc/common/ptx/cluster_mbarrier.cuh. What is stored is seen at once; the receiver counts it.
+#pragma once
+
+#include "common/ptx/shared_address.h"
+#include "cuda_emulation.h"
+
+namespace attn::ptx {
+
+inline uint32_t cluster_address(uint32_t shared_address, uint32_t rank) {
+  if (static_cast<int32_t>(rank) >= emulation::cluster_size()) emulation::fail("no CTA of the cluster");
+  const auto distance = static_cast<int32_t>(emulation::shared_bytes) / emulation::cluster_size();
+  return shared_address + (static_cast<int32_t>(rank) - emulation::cluster_rank()) * distance;
+}
+
+inline void cluster_mbarrier_init(uint32_t mbarrier, uint32_t arrivals) {
+  emulation::mbarrier_init(mbarrier, static_cast<int32_t>(arrivals));
+}
+
+inline void store_async(uint32_t mbarrier, uint32_t address, uint64_t value) {
+  std::memcpy(shared_pointer(address, sizeof(value)), &value, sizeof(value));
+  emulation::mbarrier_add(mbarrier, 0, -static_cast<int64_t>(sizeof(value)));
+}
+
+inline void store_async(uint32_t mbarrier, uint32_t address, uint64_t low, uint64_t high) {
+  shared_pointer(address, 16);
+  store_async(mbarrier, address, low);
+  store_async(mbarrier, address + 8, high);
+}
+
+inline void cluster_mbarrier_arrive_expect(uint32_t mbarrier, uint32_t bytes) {
+  emulation::mbarrier_add(mbarrier, 1, bytes);
+}
+
+inline bool cluster_mbarrier_wait(uint32_t mbarrier) {
+  emulation::mbarrier_wait(mbarrier, 0);
+  return true;
+}
+
+}  // namespace attn::ptx
