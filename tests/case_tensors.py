@@ -3,7 +3,7 @@ pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import attention_kernels
@@ -58,6 +58,10 @@ class Case:
         """options: of Attention.run."""
         given = {"sm_scale": self.spec.sm_scale, "logits_soft_cap": self.spec.logits_soft_cap, **options}
         return attention.run(self.q, self.kv, out=out, lse=lse, **given)
+
+    def on_cpu(self) -> Case:
+        """What the oracle reads of it, on the CPU: for variants whose tensors lie there. Results are the device's, as they were."""
+        return replace(self, q=self.q.cpu(), k_slots=self.k_slots.cpu(), v_slots=self.v_slots.cpu(), slots=[own.cpu() for own in self.slots])
 
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """float64 o and lse of the batch's rows. changes: to what the oracle is told."""
@@ -238,9 +242,10 @@ def captured(case: Case, attention: Attention, variant_args: dict[str, Any]) -> 
 def check(
     case: Case, out: Tensor, lse: Tensor | None, expected: tuple[Tensor, Tensor] | None = None, tolerance: float | None = None, lse_tolerance: float = 0.0
 ) -> None:
-    """Compares with the oracle; rows of padding must still be NaN. tolerance: of the output; None: its dtype's. lse_tolerance: if larger than that of all."""
+    """Compares with the oracle; rows of padding must still be NaN. expected: on any device. tolerance: of the output; None: its dtype's. lse_tolerance: if
+    larger than that of all."""
     tolerance = cases.TOLERANCE[case.spec.dtype] if tolerance is None else tolerance
-    o_ref, lse_ref = case.expected() if expected is None else expected
+    o_ref, lse_ref = (of.to(out.device) for of in (case.expected() if expected is None else expected))
     rows = case.rows
     error = out[:rows].double() - o_ref
     assert not error.isnan().any(), f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN\n{case.spec}"

@@ -9,7 +9,7 @@ import case_tensors
 import cases
 import oracle
 import torch
-from float8_cases import rounded
+from float8_cases import lse_tolerance_of_transforms, rounded
 
 from attn_backend import KVCache
 
@@ -39,9 +39,13 @@ def as_multiplied(case: case_tensors.Case) -> case_tensors.Case:
 
 
 def check(case: case_tensors.Case, out: torch.Tensor, lse: torch.Tensor | None, variant: oracle.Variant | None = None, **changes: Any) -> None:
-    """Compares with float64: closely where Q is rounded to the cache's type first, as kernels do, and with Q as it is. changes: to what the oracle is told."""
-    changes["variant"] = variant
-    case_tensors.check(case, out, lse, as_multiplied(case).expected(**changes), TOLERANCE)
-    if variant is None:  # variants may enlarge what rounding changes
+    """Compares with float64: closely where Q is rounded to the cache's type first, as kernels do, and with Q as it is. variant: its tensors are on the CPU.
+    changes: to what the oracle is told."""
+    multiplied = as_multiplied(case)
+    if variant is None:
+        case_tensors.check(case, out, lse, multiplied.expected(**changes), TOLERANCE)
         case_tensors.check(case, out, None, case.expected(**changes), cases.TOLERANCE[torch.bfloat16])
+    else:  # which may enlarge what rounding changes
+        expected = multiplied.on_cpu().expected(variant=variant, **changes)
+        case_tensors.check(case, out, lse, expected, TOLERANCE, lse_tolerance_of_transforms(case, case.kv.dtype))
     case_tensors.check_padding(case)

@@ -134,8 +134,9 @@ def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
 
 def test_a_request_keeps_its_bits(device: torch.device) -> None:
     """Under a batch invariant plan: alone, and among others."""
-    mask = next(masks(numpy.random.default_rng(3), 1, 3000, device))
-    spec = Spec((1,), (3000,), head_dim=64, dtype=torch.bfloat16)
+    tokens = 7000  # cut into chunks: also where these have six KV tiles, on Hopper, some have holes between them
+    mask = next(masks(numpy.random.default_rng(3), 1, tokens, device))
+    spec = Spec((1,), (tokens,), head_dim=64, dtype=torch.bfloat16)
     case = case_tensors.build(spec, device)
     alone = case.attention(variant=mask.variant, batch_invariant=True)
     alone.plan(case.view, variant_args=mask.arguments)
