@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attention_kernels
 import latent_cases
 import pytest
 import torch
@@ -21,8 +22,8 @@ BATCHES = [
 
 def make(batch: latent_cases.Batch, form: str, **options: object) -> Attention:
     rows, heads, _ = batch.q.shape
-    dtypes = {"dtype": batch.q.dtype, "kv_dtype": latent_cases.FORMATS[form]}
-    return Attention(heads, 1, 576, head_dim_v=512, device=batch.q.device, max_rows=rows, max_batch=rows, **dtypes, **options)  # type: ignore[arg-type]
+    options |= {"dtype": batch.q.dtype, "kv_dtype": latent_cases.FORMATS[form], "kernel": attention_kernels.kernel_of(batch.q.device)}
+    return Attention(heads, 1, 576, head_dim_v=512, device=batch.q.device, max_rows=rows, max_batch=rows, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", mostly_slow(range(6), fast=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attention_kernels
 import latent_cases
 import pytest
 import torch
@@ -23,8 +24,9 @@ def test_trees(device: torch.device, form: str, nodes: list[int], kv_lens: list[
     )
     rows, arguments = len(batch.q), batch.tree_arguments()
     room = {"max_rows": rows, "max_batch": len(nodes), "device": device, "kv_dtype": None if form == latent_cases.PLAIN else latent_cases.FORMATS[form]}
+    kernel = attention_kernels.kernel_of(device)
     for options in ({}, {"batch_invariant": True}, {"num_ctas": 3}):
-        attention = Attention(heads, 1, 576, head_dim_v=512, dtype=torch.bfloat16, variant=builtin.tree_mask(), **room, **options)  # type: ignore[arg-type]
+        attention = Attention(heads, 1, 576, head_dim_v=512, dtype=torch.bfloat16, variant=builtin.tree_mask(), kernel=kernel, **room, **options)  # type: ignore[arg-type]
         attention.plan(batch.view, variant_args=arguments)
         out, lse = attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True, variant_args=arguments)
         batch.check(out, lse, tolerance=5e-3 if form == latent_cases.PLAIN else latent_cases.TOLERANCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attention_kernels
 import latent_cases
 import pytest
 import torch
@@ -23,6 +24,7 @@ BATCHES = (
 def make(batch: latent_cases.Batch, form: str = PLAIN, **options: Any) -> Attention:
     rows, heads, _ = batch.q.shape
     kv_dtype = None if form == PLAIN else FORMATS[form]
+    options["kernel"] = attention_kernels.kernel_of(batch.q.device)
     return Attention(heads, 1, 576, head_dim_v=512, device=batch.q.device, dtype=batch.q.dtype, kv_dtype=kv_dtype, max_rows=rows, max_batch=rows, **options)
 
 
