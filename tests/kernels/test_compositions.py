@@ -7,6 +7,7 @@ import cases
 import numpy
 import pytest
 import torch
+from attention_kernels import kernel_of
 from compositions import (
     MAX_ROWS,
     Seen,
@@ -414,7 +415,7 @@ def test_levels_of_several_page_sizes(device: torch.device, form: str, layout: s
     }[form]()
     suffix = PageTable.block_table(ints(own), ints(lens), 16)
     rows, of_own = ints([0, 4]), ints([0, 1, 3, 4])
-    attention = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3, max_levels=2)
+    attention = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3, max_levels=2, kernel=kernel_of(device))
     results = []
     for table in (prefix, PageTable.block_table(ints([small]), ints([tokens]), 16)):
         attention.plan(Composition.cascade([rows, of_own], [table, suffix]))
@@ -428,7 +429,7 @@ def test_levels_of_several_page_sizes(device: torch.device, form: str, layout: s
 
     slots = [slots_of(small, tokens) + slots_of(pages, length) for pages, length in zip(own, lens, strict=True)]
     padded = [row + [0] * (tokens + 32 - len(row)) for row in slots]
-    whole = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3)
+    whole = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3, kernel=kernel_of(device))
     whole.plan(BSRView(of_own, PageTable.block_table(ints(padded), ints([len(row) for row in slots]), 1)))
     expected = whole.run(q, KVCache.from_slots(kv.k.reshape(-1, 2, 64), kv.v.reshape(-1, 2, 64)), return_lse=True)
     torch.testing.assert_close(results[0][0], expected[0], rtol=2e-2, atol=2e-3)

@@ -13,6 +13,7 @@ import numpy
 import oracle
 import pytest
 import torch
+from attention_kernels import kernel_of
 from cases import Spec
 from tiers import mostly_slow
 from torch import Tensor
@@ -223,7 +224,7 @@ def test_holes_are_not_read(device: torch.device, rows: int) -> None:
     """V is NaN there, which no mask hides."""
     tokens = 3000
     view, q, k, v = one_request((4, 1), tokens, rows, device)
-    attention = Attention(4, 1, 64, max_rows=rows, max_batch=1, variant=STREAMING, device=device)
+    attention = Attention(4, 1, 64, max_rows=rows, max_batch=1, variant=STREAMING, device=device, kernel=kernel_of(device))
     attention.plan(view)
     expected = attention.run(q, KVCache.from_pair(k, v))
     v[2 : (tokens - rows - 100) // 64 - 2] = torch.nan  # whole KV tiles: of 128 tokens on Hopper
@@ -237,7 +238,7 @@ def test_more_kv_tiles_than_are_listed(device: torch.device) -> None:
     tokens = 128 * 2 * 1100
     view, q, k, v = one_request((1, 1), tokens, 1, device)
     every_second = Variant.from_functions(mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx // 128) % 2 == 1, name="every_second")
-    attention = Attention(1, 1, 64, max_rows=1, max_batch=1, variant=every_second, device=device)
+    attention = Attention(1, 1, 64, max_rows=1, max_batch=1, variant=every_second, device=device, kernel=kernel_of(device))
     attention.plan(view)
     assert listed(attention) == 0
     out = attention.run(q, KVCache.from_pair(k, v))
