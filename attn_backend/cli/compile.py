@@ -57,6 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
             raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
+            if not arguments.arch and not arguments.out and _are_shipped():
+                print("The package has all standard kernels: nothing to compile. --arch compiles those of an arch again.")
+                return 0
             return build.run(arguments)
         _compile_head_dims(arguments)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
@@ -67,6 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         print("error: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _are_shipped() -> bool:
+    files = [cubins.shipped_kernel(name, arch) for arch in cubins.ARCHS for name in cubins.kernel_sources(arch)]
+    return all(file.is_file() and not cubins.shipped_fault(file) for file in files)
 
 
 def _compile_variants(arguments: argparse.Namespace) -> None:

