@@ -47,5 +47,5 @@ def check(case: case_tensors.Case, out: torch.Tensor, lse: torch.Tensor | None, 
         case_tensors.check(case, out, None, case.expected(**changes), cases.TOLERANCE[torch.bfloat16])
     else:  # which may enlarge what rounding changes
         expected = multiplied.on_cpu().expected(variant=variant, **changes)
-        case_tensors.check(case, out, lse, expected, TOLERANCE, lse_tolerance_of_transforms(case, case.kv.dtype))
+        case_tensors.check(case, out, lse, expected, TOLERANCE, lse_tolerance_of_transforms(case, variant, case.kv.dtype))
     case_tensors.check_padding(case)

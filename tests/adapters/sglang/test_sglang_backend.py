@@ -17,8 +17,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from attn_backend import Attention
-from attn_backend.adapters.sglang import NAME, compat
 from attn_backend.adapters.sglang import backend as sglang_backend
+from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang import plan as sglang_plan
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
@@ -68,11 +68,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def needs_a_release_that_serves_on_cpus(request: pytest.FixtureRequest) -> None:
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if params.get("device", "cpu") == "cpu" and compat.starts_triton_on_cpu(NAME):
-        pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
+pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -42,11 +42,7 @@ DRAFT_LAYERS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def needs_a_release_that_serves_on_cpus(request: pytest.FixtureRequest) -> None:
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if params.get("device", "cpu") == "cpu" and compat.starts_triton_on_cpu(NAME):
-        pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
+pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import utils
 from torch import Tensor, nn
 
-from attn_backend.adapters.sglang import NAME, compat
+from attn_backend.adapters.sglang import NAME
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 HEADS, LATENT, ROPE, QK, V = 4, 512, 64, 192, 128
@@ -31,11 +31,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def needs_a_release_that_serves_on_cpus(request: pytest.FixtureRequest) -> None:
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if params.get("device", "cpu") == "cpu" and compat.starts_triton_on_cpu(NAME):
-        pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
+pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 
 
 class SelfAttention(nn.Module):

@@ -21,7 +21,7 @@ from test_sglang_backend import CASES, WINDOWED, check, step
 from torch import Tensor
 
 from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.adapters.sglang import NAME, compat
+from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 from attn_backend.adapters.sglang.draft_steps import DraftStepsBackend, branch_slots
 from attn_backend.adapters.sglang.support import tree_key
@@ -31,11 +31,7 @@ NODES = 7
 TREES = {"spec.speculative_algorithm": "EAGLE", "spec.speculative_eagle_topk": 3, "spec.speculative_num_draft_tokens": NODES}
 
 
-@pytest.fixture(autouse=True)
-def needs_a_release_that_serves_on_cpus(request: pytest.FixtureRequest) -> None:
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if params.get("device", "cpu") == "cpu" and compat.starts_triton_on_cpu(NAME):
-        pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
+pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 
 
 @pytest.fixture(autouse=True)
