@@ -256,12 +256,13 @@ class Composition:
         levels = tuple(self.levels)
         if len(levels) > MAX_LEVELS:
             refuse("len(levels)", len(levels), f"at most {MAX_LEVELS}")
+        page_sizes = []
         for i, level in enumerate(levels):
             if not isinstance(level, BSRView):
                 refuse(f"levels[{i}]", level, "a BSRView")
-            if level.device != levels[0].device:
+            page_sizes.append(level.table.page_size)
+            if i > 0 and level.qo_indptr.device != levels[0].qo_indptr.device:
                 check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", levels[0].device)
-        page_sizes = [level.table.page_size for level in levels]
         page_size = min(page_sizes)
         for i, size in enumerate(page_sizes):
             if size % page_size != 0:
