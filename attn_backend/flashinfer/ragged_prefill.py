@@ -11,7 +11,7 @@ from ..metadata import PageTable
 from ..metadata.structure import refuse
 from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, pos_encoding, rows_of
 from .batch_prefill import BatchPrefill, run_rows
-from .features import refuse_given
+from .features import not_supported, refuse_given
 from .heads import heads_of
 from .masks import items_of, pack_custom_mask
 from .wrapper import keeps_splits
@@ -150,6 +150,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
             q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32 [1] or [heads]. If Q is float8, they may also be
                 three tensors given after K and V.
+            o_scale: a number by which outputs of 16 bits are multiplied, as by v_scale.
             enable_pdl: not used.
 
         Returns:
@@ -158,13 +159,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        if kv_cache_sf is not None or o_scale is not None:
-            refuse_given(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        if kv_cache_sf is not None:
+            refuse_given(kv_cache_sf=kv_cache_sf)
         self._check_run(q)
         sinks = own = None
         if args or self._jit is not None:
             args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
             sinks, own = self._take(args)
+        if o_scale is not None and o_scale != 1.0:
+            if self._heads.float8_out:  # FlashInfer has none here, and divides by it elsewhere
+                not_supported(f"o_scale with o_data_type = {self._heads.o_dtype}")
+            v_scale = o_scale if v_scale is None else v_scale * o_scale
         if self._first_token:
             k, v = (part.narrow(1 if self._is_hnd else 0, self._first_token, part.shape[1 if self._is_hnd else 0] - self._first_token) for part in (k, v))
         scales = self._scales(q_scale, k_scale)

@@ -178,6 +178,27 @@ def test_rope(device: str, dtype: torch.dtype) -> None:
     check(wrapper.run(batch.q, batch.cache, return_lse=True, **of_heads), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_scale_of_outputs(device: str) -> None:
+    """It multiplies outputs of 16 bits, as V's does."""
+    batch, meaning = make_float8([5, 1, 9], [7, 33, 20], DTYPES[0], device)
+    o, lse = meaning.expected(causal=True)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, causal=True, kv_data_type=DTYPES[0])
+    check(wrapper.run(batch.q, batch.k, batch.v, o_scale=1.7, return_lse=True, **SCALES), (o * 1.7, lse), 4e-3)
+    check(wrapper.run(batch.q, batch.k, batch.v, k_scale=0.5, o_scale=1.7, return_lse=True), (o * 1.7 / SCALES["v_scale"], lse), 1e-2)
+    of_heads = {name: torch.full((2,), scale, device=device) for name, scale in SCALES.items()}
+    check(wrapper.run(batch.q, batch.k, batch.v, o_scale=1.7, return_lse=True, **of_heads), (o * 1.7, lse), 4e-3)
+    plain = make_batch([5, 1, 9], [7, 33, 20], device=device)
+    o, lse = plain.expected(causal=True)
+    wrapper.plan(plain.qo_indptr, plain.kv_indptr, *plain.shape, causal=True)
+    check(wrapper.run(plain.q, plain.k, plain.v, v_scale=0.5, o_scale=1.7, return_lse=True), (o * 0.85, lse), 4e-3)
+    wrapper.plan(plain.qo_indptr, plain.kv_indptr, *plain.shape, causal=True, o_data_type=DTYPES[0])
+    assert torch.equal(*(wrapper.run(plain.q, plain.k, plain.v, o_scale=scale).view(torch.uint8) for scale in (None, 1.0)))  # type: ignore[union-attr]
+    with pytest.raises(NotImplementedError, match=r"^o_scale with o_data_type = torch\.float8_e4m3fn is not supported"):
+        wrapper.run(plain.q, plain.k, plain.v, o_scale=1.7)
+
+
 def test_scales_that_kernels_do_not_take() -> None:
     """Negative ones, and a tensor on the host of a cache of 16 bits."""
     batch, meaning = make_float8([1, 1], [7, 30], DTYPES[0], "cpu")
