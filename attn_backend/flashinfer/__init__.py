@@ -145,6 +145,9 @@ __all__ = [
 ]
 
 
+__version__ = "0.6.18+attn.backend"  # of FlashInfer whose API this is; flashinfer_alias/pyproject.toml has it, too
+
+
 def __getattr__(name: str) -> Any:
     """A name of FlashInfer's that is not there is found, and refuses calls."""
     if name in MISSING:

@@ -5,9 +5,9 @@ A module or name that engines treat as optional is left out, so that they work w
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from .features import missing, not_supported
+from .features import missing
 
 # module -> what engines import of it, unconditionally, where flashinfer is installed (vLLM 0.26 to 0.33, SGLang 0.5.17 to 0.5.23)
 NAMES = {
@@ -24,17 +24,6 @@ NAMES = {
 }
 
 
-class CommBackend:
-    """A base of engines' classes.
-
-    Raises:
-        NotImplementedError: when one is made.
-    """
-
-    def __init__(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        not_supported("comm.mnnvl.CommBackend")
-
-
 def names_of(module: str) -> dict[str, Any]:
     """What the alias's module `flashinfer.<module>` has."""
-    return {name: CommBackend if name == "CommBackend" else missing(f"{module}.{name}") for name in NAMES[module]}
+    return {name: missing(f"{module}.{name}") for name in NAMES[module]}

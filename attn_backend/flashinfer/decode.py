@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .arguments import Scale, check_kv_layout, pos_encoding, ragged_cache
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
-from .features import missing, not_supported
+from .features import missing
 from .heads import heads_of
 from .jit.attention import JitModule
 from .planned_attention import Logits
@@ -83,17 +83,7 @@ def single_decode_with_kv_cache_with_jit_module(
     return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
 
 
-class BatchDecodeMlaWithPagedKVCacheWrapper:
-    """Not supported: MLA.
-
-    Raises:
-        NotImplementedError: always.
-    """
-
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        not_supported("BatchDecodeMlaWithPagedKVCacheWrapper")
-
-
+BatchDecodeMlaWithPagedKVCacheWrapper = missing("BatchDecodeMlaWithPagedKVCacheWrapper")
 cudnn_batch_decode_with_kv_cache = missing("cudnn_batch_decode_with_kv_cache")
 trtllm_batch_decode_with_kv_cache = missing("trtllm_batch_decode_with_kv_cache")
 trtllm_batch_decode_with_kv_cache_mla = missing("trtllm_batch_decode_with_kv_cache_mla")

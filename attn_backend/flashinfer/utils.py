@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from .features import not_supported
+from .features import missing
 
 
 class MaskMode(Enum):
@@ -33,15 +33,7 @@ class TensorLayout(Enum):
     HND = 1
 
 
-class FP4Tensor:
-    """Not supported: 4-bit floats. Engines import the name to ask whether a tensor is one.
-
-    Raises:
-        NotImplementedError: always.
-    """
-
-    def __init__(self, *_arguments: object, **_options: object) -> None:
-        not_supported("utils.FP4Tensor")
+FP4Tensor = missing("utils.FP4Tensor")  # engines import it to ask whether a tensor is one
 
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:

@@ -63,7 +63,8 @@ def run_with_alias(code: str) -> str:
 def test_names_of_engines() -> None:
     code = "\n".join([*IMPORTS, "import importlib.util, flashinfer", "print(importlib.util.find_spec('flashinfer.decode').origin)"])
     same = "print(flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper.__module__, flashinfer.BatchDecodeWithPagedKVCacheWrapper.__module__)"
-    origin, module, top = run_with_alias(f"{code}\n{same}").split()
+    origin, module, top, version = run_with_alias(f"{code}\n{same}\nprint(flashinfer.__version__)").split()
+    assert version == flashinfer.__version__
     assert Path(origin) == ROOT / "flashinfer_alias" / "flashinfer" / "decode.py"
     assert module == top == "attn_backend.flashinfer.batch_decode"
 
@@ -83,7 +84,7 @@ def test_the_distribution_has_flashinfers_name(tmp_path: Path) -> None:
         (source / name).symlink_to(ROOT / "flashinfer_alias" / name)
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(tmp_path / "site")]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
-    assert [path.name for path in (tmp_path / "site").glob("*.dist-info")] == ["flashinfer_python-0.6.18+attn.backend.dist-info"]
+    assert [path.name for path in (tmp_path / "site").glob("*.dist-info")] == [f"flashinfer_python-{flashinfer.__version__}.dist-info"]
     assert (tmp_path / "site" / "flashinfer" / "triton" / "cascade.py").exists()
 
 

@@ -31,8 +31,29 @@ def test_public_names_are_there() -> None:
 
 @pytest.mark.parametrize("name", sorted(MISSING))
 def test_missing_names_are_found_and_refuse(name: str) -> None:
+    assert hasattr(flashinfer, name)
     with pytest.raises(NotImplementedError, match=rf"^{name} is not supported by attn_backend\.flashinfer"):
         getattr(flashinfer, name)(1, option=2)
+
+
+def test_missing_classes_are_classes() -> None:
+    """They are asked for by isinstance and derived from; members of enumerations are looked up."""
+    from attn_backend.flashinfer import SegmentGEMMWrapper, SfLayout
+
+    assert not isinstance(1, SegmentGEMMWrapper)
+    with pytest.raises(NotImplementedError, match=r"^SegmentGEMMWrapper is not supported by attn_backend\.flashinfer"):
+        type("Own", (SegmentGEMMWrapper,), {})()
+    assert not hasattr(SfLayout, "layout_linear")
+    with pytest.raises(AttributeError, match=r"^SfLayout\.layout_linear is not supported by attn_backend\.flashinfer"):
+        SfLayout.layout_linear  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["CuteDslMoEWrapper", "add_rmsnorm_fp4quant", "gdn_fused_decode_step", "norm"])
+def test_optional_names_do_not_exist(name: str) -> None:
+    """Code that asks whether FlashInfer has them does without."""
+    assert not hasattr(flashinfer, name)
+    with pytest.raises(ImportError, match=name):
+        exec(f"from attn_backend.flashinfer import {name}")
 
 
 def test_unknown_names() -> None:
