@@ -17,6 +17,14 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 LSE_TOLERANCE = 1e-3
 
 
+def lse_tolerance_of_transformed_q(dtype: torch.dtype, head_dim: int, sm_scale: float | None) -> float:
+    """How far lse may be off under a variant that transforms Q, whose rows are then rounded to dtype. A sine is right to some bits (2^-20 on a GPU), and an
+    element that lies near the middle of two numbers of dtype may be rounded to the other one: for an element of 2 to 4 these are 2 eps apart, which the mean
+    of K there multiplies, up to about 2. This happens to one element in many thousands.
+    """
+    return 4 * torch.finfo(dtype).eps * (head_dim**-0.5 if sm_scale is None else abs(sm_scale))
+
+
 @dataclass(frozen=True)
 class Spec:
     """A batch, how it is stored and what is computed. Everything else (data, order of pages, strides) follows from `seed`."""

@@ -149,14 +149,9 @@ class Float8Case:
 
 
 def lse_tolerance_of_transforms(case: case_tensors.Case, variant: oracle.Variant, dtype: torch.dtype) -> float:
-    """How far lse may be off under a variant that transforms Q, 0 under others; dtype: that rows are rounded to. The sine of a GPU is right to 2^-20, and an
-    element that lies near the middle of two numbers of dtype may be rounded to the other one. For an element of 2 to 4 these are 2 eps apart, which the mean
-    of K there multiplies, up to about 2. Where the sine is right to float32's last bits this does not happen.
-    """
+    """How far lse may be off where `variant` transforms Q, 0 where it does not; dtype: that rows are rounded to."""
     spec = case.spec
-    sm_scale = spec.head_dim**-0.5 if spec.sm_scale is None else abs(spec.sm_scale)
-    transforms_q = variant.query is not oracle.Variant.query
-    return 4 * torch.finfo(dtype).eps * sm_scale if transforms_q and case.device.type == "cuda" else 0.0
+    return cases.lse_tolerance_of_transformed_q(dtype, spec.head_dim, spec.sm_scale) if variant.query is not oracle.Variant.query else 0.0
 
 
 def rounding(of: oracle.Variant, variant: Variant, dtype: torch.dtype) -> oracle.Variant:

@@ -1,4 +1,4 @@
-"""The command lines of the tools that start servers: options, what a comparison starts with, exit statuses, documented commands. No engine is started."""
+"""The command lines of the tools that start servers: options, what a comparison starts with, exit statuses. No engine is started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from integration import compare_sampling, compare_speculation, compare_tokens, serve_benchmark
 from integration.benchmark import Load
 from integration.command_line import Comparison, exit_with, results_folder
-from integration.model import REPOSITORY
 from integration.tokenizer import write_word_tokenizer
 
 TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling, "speculation": compare_speculation}
@@ -113,34 +112,6 @@ def test_the_command_line_of_the_loads_that_share_prefixes():
     assert shared == Load("prefix:4096+256", 128, "128", 40.0, 1)
     assert (few.samples, many.samples) == (4, 16)
     assert few.num_prompts * few.samples == many.num_prompts * many.samples == 384
-
-
-def documented_commands(module):
-    """Command lines of `python -m module` in the documents and in its own help; lines that end with a backslash go on."""
-    files = (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/benchmarks.md",
-        "docs/engines.md",
-        "docs/performance.md",
-        "docs/sampling.md",
-        f"{module.replace('.', '/')}.py",
-    )
-    texts = [(REPOSITORY / name).read_text().replace("\\\\\n", "\\\n") for name in files]
-    lines = "\n".join(texts).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True)[3:] for line in map(str.strip, lines) if line.startswith(f"python -m {module} -")]
-
-
-def test_documented_commands_are_understood(monkeypatch):
-    benchmarks = documented_commands("integration.serve_benchmark")
-    assert len(benchmarks) >= 10
-    assert {settings.side_by_side for settings in map(serve_benchmark.parse_arguments, benchmarks)} == {True, False}
-    for name, tool in TOOLS.items():
-        commands = documented_commands(f"integration.compare_{name}")
-        assert commands
-        for command in commands:
-            monkeypatch.setattr(sys, "argv", [name, *command])
-            tool.parse_arguments()
 
 
 def test_results_go_to_a_folder_of_their_own(parse):

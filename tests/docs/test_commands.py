@@ -1,0 +1,67 @@
+"""Commands in the documents are understood by the programs that they name: each one's own parser reads them. Nothing is run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+OURS = ("attn_backend", "benchmarks", "integration", "release", "tests.fuzz", "tests.variant_fuzz")
+IMPORT_AN_ENGINE = {"integration.sglang_attention_kit", "integration.vllm_attention_kit"}  # before they parse
+
+
+class Understood(BaseException):
+    """Raised where a program has parsed its arguments; no program catches it."""
+
+
+def commands() -> list[tuple[str, str]]:
+    """(document, command) of all lines that call a program of ours; lines that end with a backslash go on."""
+    found = []
+    for path in DOCUMENTS:
+        text = re.sub(r" *(\\\\|\\)\n *", " ", path.read_text())
+        for line in map(str.strip, text.splitlines()):
+            command = re.sub(r"^(\$ )?([A-Z_]+=\S* )*", "", line)
+            module = re.match(r"python -m ([\w.]+) ", command + " ")
+            if (module and module[1].startswith(OURS) and module[1] not in IMPORT_AN_ENGINE) or re.match(r"attn-backend [a-z]+( |$)", command):
+                found.append((str(path.relative_to(ROOT)), command))
+    return sorted(set(found))
+
+
+def understand(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts the program up to the end of its parser. A wrong argument ends it with SystemExit(2)."""
+    words = shlex.split(command, comments=True)
+    module, arguments = ("attn_backend.cli.main", words[1:]) if words[0] == "attn-backend" else (words[2], words[3:])
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(self, args=None, namespace=None):
+        parse_args(self, args, namespace)
+        raise Understood
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    runpy.run_module(module, run_name="__main__")
+
+
+@pytest.mark.parametrize(("document", "command"), commands())
+def test_a_documented_command_is_understood(document, command, monkeypatch):
+    with pytest.raises(Understood):
+        understand(command, monkeypatch)
+
+
+def test_a_wrong_command_is_not(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        understand("attn-backend doctor --jsn", monkeypatch)
+    assert "--jsn" in capsys.readouterr().err
+
+
+def test_all_kinds_of_programs_are_documented():
+    programs = {shlex.split(command, comments=True)[2 if command.startswith("python") else 1] for _, command in commands()}
+    assert {"bench", "compile", "demo", "doctor", "plan", "benchmarks.attention", "integration.serve_benchmark", "integration.soak"} <= programs
