@@ -19,16 +19,19 @@ from integration.cache import cache_folder, cached_folder
 
 # What is kept: all that the adapters may touch.
 KEPT = {
-    "vllm": ("v1/", "config/", "model_executor/layers/attention", "model_executor/custom_op.py", "plugins/", "platforms/", "envs.py", "sampling_params.py"),
+    "vllm": (
+        *("v1/", "config/", "model_executor/layers/attention", "model_executor/custom_op.py", "plugins/", "platforms/", "envs.py", "sampling_params.py"),
+        *("distributed/parallel_state.py", "model_executor/layers/quantization/utils/quant_utils.py", "utils/torch_utils.py"),
+    ),
     "sglang": (
         *(f"srt/{name}/" for name in ("layers", "mem_cache", "model_executor", "sampling", "speculative", "plugins", "arg_groups", "configs")),
-        *(f"srt/{name}" for name in ("managers/", "utils/", "server_args.py", "runtime_context.py")),
-        *(f"srt/models/{name}.py" for name in ("gpt_oss", "gemma3_mm", "llama4", "whisper", "bert")),
+        *(f"srt/{name}" for name in ("managers/", "utils/", "server_args.py", "runtime_context.py", "models/deepseek_common/", "models/gemma4")),
+        *(f"srt/models/{name}.py" for name in ("gpt_oss", "gemma3_mm", "llama4", "whisper", "bert", "baichuan", "deepseek_v2", "dflash", "mimo_v2")),
         "kernels/ops/speculative/spec_tree.py",
     ),
 }  # fmt: skip
 ARCHIVE = "sources.zip"
-LISTS = {"vllm": "", "sglang": "-2"}  # a longer list has another name in the cache
+LISTS = {"vllm": "-2", "sglang": "-3"}  # a longer list has another name in the cache
 
 # vLLM's wheels are ten times as large as its source distribution, of which pip wants to know the metadata before it keeps it. This build backend tells what
 # is in PKG-INFO, and builds nothing.

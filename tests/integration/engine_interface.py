@@ -44,11 +44,12 @@ MEMBERS = {
         "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE",
         "vllm.v1.attention.backend:AttentionImpl": (
             "process_weights_after_loading supports_quant_query_input fused_output_quant_supported "
-            "supports_dcp can_return_lse_for_decode supports_mtp_with_cp_non_trivial_interleave_size dcp_world_size"
+            "supports_dcp can_return_lse_for_decode supports_mtp_with_cp_non_trivial_interleave_size dcp_world_size get_impl_variants"
         ),
         "vllm.v1.attention.backend:AttentionBackend": "supported_kv_cache_dtypes supports_per_head_quant_scales",
         "vllm.v1.attention.backend:AttentionMetadataBuilder": "supports_draft_decode_metadata_update get_cudagraph_support",
         "vllm.config.cache:CacheConfig": "cache_dtype",
+        "vllm.model_executor.layers.attention.attention:Attention": "impl mm_prefix_clamp_sliding_window",
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV",
         f"{MLA}:MLACommonMetadataBuilder": "query_len_support reorder_batch_threshold mla_dims num_heads page_size _prefill_backend _build_decode",
         f"{MLA}:QueryLenSupport": "VARLEN",
@@ -65,11 +66,11 @@ MEMBERS = {
         ),
         "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend use_non_causal",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment state_content_size_bytes",
-        "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype attention_chunk_size dcp_sharded",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype sliding_window attention_chunk_size dcp_sharded",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype attention_chunk_size",
         "vllm.v1.kv_cache_interface:EncoderOnlyAttentionSpec": "block_size num_kv_heads head_size dtype",
         "vllm.v1.kv_cache_interface:CrossAttentionSpec": "block_size num_kv_heads head_size dtype",
-        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads get_total_num_kv_heads seed use_mla hf_config",
+        "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads get_total_num_kv_heads seed use_mla hf_config rswa_window",
         "vllm.config.scheduler:SchedulerConfig": "max_num_seqs max_num_batched_tokens disable_chunked_mm_input",
         "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size pass_config",
         "vllm.config.compilation:PassConfig": "fuse_attn_quant",
@@ -80,10 +81,11 @@ MEMBERS = {
         "vllm.config.vllm:VllmConfig": (
             "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config cache_config attention_config"
         ),
-        "vllm.v1.worker.gpu.sample.sampler:Sampler": "sample apply_sampling_params sampling_states logprobs_mode",
+        "vllm.v1.worker.gpu.sample.sampler:Sampler": "sample apply_sampling_params sampling_states logprobs_mode return_sampling_mask",
         "vllm.v1.worker.gpu.sample.states:SamplingStates": "add_request apply_temperature apply_min_p temperature top_k top_p min_p seeds vocab_size",
         "vllm.v1.sample.sampler:Sampler": "sample apply_temperature logprobs_mode",
         "vllm.v1.sample.metadata:SamplingMetadata": ("all_greedy all_random temperature top_k top_p generators max_num_logprobs logprob_token_ids logitsprocs"),
+        "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor": "min_p min_p_count apply",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "_sample _bookkeeping_sync input_batch requests sampler seq_lens device",
         "vllm.v1.worker.gpu_input_batch:InputBatch": "num_reqs req_ids sampling_metadata generators",
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": "generator",
@@ -95,7 +97,7 @@ MEMBERS = {
         ),
         "sglang.srt.layers.radix_attention:AttentionType": "DECODER ENCODER_ONLY",
         "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
-            "forward_mode batch_size req_pool_indices seq_lens out_cache_loc positions extend_seq_lens extend_seq_lens_cpu "
+            "forward_mode batch_size req_pool_indices seq_lens out_cache_loc positions extend_seq_lens extend_seq_lens_cpu _attn_output "
             "extend_prefix_lens_cpu encoder_lens encoder_out_cache_loc spec_info mm_inputs multi_item_delimiter_indices"
         ),
         "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": "verify_mask update_verify_buffers_to_fill_after_draft",
@@ -111,7 +113,9 @@ MEMBERS = {
             "_create_backend _create_triton_decode_backend draft_model_runner topk speculative_num_steps"
         ),
         "sglang.srt.model_executor.forward_batch_info:ForwardMode": ("is_decode is_idle is_target_verify is_decode_or_idle is_extend is_dllm_extend"),
-        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype",
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": (
+            "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype kv_cache_layout is_quantized_kv_cache requires_physical_write_loc"
+        ),
         "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool": "get_kv_buffer store_dtype dtype kv_cache_dim kv_lora_rank qk_rope_head_dim",
         "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool": "kv_cache_dim dsa_kv_cache_store_fp8 kv_lora_rank qk_rope_head_dim dtype",
         f"{DSA}:DeepseekSparseAttnBackend": (
@@ -122,19 +126,40 @@ MEMBERS = {
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool": "layers_mapping full_to_swa_index_mapping get_kv_buffer set_kv_buffer",
         "sglang.srt.model_executor.model_runner:ModelRunner": (
             "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config req_to_token_pool token_to_kv_pool "
-            "hisparse_coordinator"
+            "hisparse_coordinator attn_backend"
         ),
-        "sglang.srt.configs.model_config:ModelConfig": "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config",
+        "sglang.srt.configs.model_config:ModelConfig": (
+            "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config hf_text_config"
+        ),
         "sglang.srt.configs.model_config:AttentionArch": "MHA MLA",
         "sglang.srt.managers.schedule_batch:MultimodalDataItem": "is_image offsets",
         "sglang.srt.managers.schedule_batch:MultimodalInputs": "mm_items",
         "sglang.srt.layers.sampler:Sampler": "_preprocess_logits _sync_token_ids_across_tp _sample_from_probs _sample_from_logprobs",
         "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
             "temperatures top_ks top_ps min_ps is_all_greedy need_top_k_sampling need_top_p_sampling need_min_p_sampling "
-            "sampling_seed adjusted_from_schedule_batch"
+            "sampling_seed adjusted_from_schedule_batch return_sampling_masks"
         ),
+        "sglang.srt.models.gemma3_mm:Gemma3ForConditionalGeneration": "prepare_attn_masks",
+        "sglang.srt.models.gemma4_mm:Gemma4ForConditionalGeneration": "prepare_attn_masks",
+        "sglang.srt.models.gemma4_unified:Gemma4UnifiedForConditionalGeneration": "prepare_attn_masks",
+        "sglang.srt.models.gpt_oss:GptOssAttention": "sinks",
+        "sglang.srt.models.mimo_v2:MiMoV2Attention": "attention_sink_bias",
+        "sglang.srt.models.dflash:DFlashAttention": "attention_sink_bias",
+        "sglang.srt.models.baichuan:BaiChuanAttention": "alibi_slopes",
+        "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA": "attn_mha attn_mqa",
+        "sglang.srt.models.deepseek_v2:DeepseekV2Model": "llama_4_scaling_config",
         "sglang.srt.plugins.hook_registry:HookRegistry": "register _hooks",
         "sglang.srt.plugins.hook_registry:HookType": "AROUND",
+    },
+}
+
+# What is read of the engines' modules.
+MODULES = {
+    "vllm": {"vllm.envs": "VLLM_BATCH_INVARIANT"},
+    "sglang": {
+        "sglang.srt.server_args": "ATTENTION_BACKEND_CHOICES DETERMINISTIC_ATTENTION_BACKEND_CHOICES DRAFT_ATTENTION_BACKEND_CHOICES",
+        "sglang.srt.layers.sampler": "_CUSTOM_SAMPLER_FACTORIES _SamplingMaskCapture top_k_top_p_min_p_sampling_from_probs_torch",
+        "sglang.srt.layers.attention.base_attn_backend": "SharedReadEnds",
     },
 }
 
@@ -176,7 +201,6 @@ CALLS = {
 
 # Names that some releases lack: the adapters ask before they use them.
 MAYBE = {
-    "vllm.distributed.parallel_state:get_dcp_group": "in a file that is not kept: what is done with it is compared with FLASH_ATTN, which does the same",
     "vllm.v1.kv_cache_interface:FullAttentionSpec.dcp_sharded": "compat.dcp_group asks",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.supports_draft_decode_metadata_update": "set; read since the releases that capture draft loops",
     "vllm.v1.attention.backends.utils:get_kv_cache_layout": "compat.kv_cache_stride_order: later releases lay out the cache themselves",
@@ -186,11 +210,41 @@ MAYBE = {
     "vllm.config.attention:AttentionConfig.hisparse_config": "compat.unsupported_sparse_feature: since the releases that have it",
     "vllm.v1.kv_cache_interface:MLAAttentionSpec.block_stride_alignment": "compat.with_whole_rows_between_blocks asks",
     "vllm.v1.kv_cache_interface:MLAAttentionSpec.state_content_size_bytes": "the same: older than block_stride_alignment",
-    "vllm.model_executor.layers.quantization.utils.quant_utils:kFp8StaticTensorSym": "in a file that is not kept: each release's Triton backend has it",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "`attn-backend bench`: comes with vLLM's CUDA wheels alone",
     "vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata": "the same",
-    "sglang.srt.models.deepseek_common.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": "in a file that is not kept: compat.take_parts asks",
+    "vllm.v1.attention.backend:AttentionImpl.get_impl_variants": "compat.attention_impls asks",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.return_sampling_mask": "since the releases that report such masks",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._store_kv_layer": "compat.copies_to_slots compares it only where it is",
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.requires_physical_write_loc": "the same asks: since the releases that have pools of virtual slots",
+    "sglang.srt.models.dflash:DFlashAttention.attention_sink_bias": "support.plan_key: since the drafts that have sinks",
+    "sglang.srt.server_args:DRAFT_ATTENTION_BACKEND_CHOICES": "compat.register_draft_backend asks",
+    "sglang.srt.layers.sampler:_SamplingMaskCapture": "sampler.py asks: since 0.5.20",
+    "sglang.srt.layers.attention.base_attn_backend:SharedReadEnds": "compat.shared_reads_end_after_replay: later releases ask",
+    "ExaoneMoeForCausalLM": "name_checks.SERVED: another spelling, since 0.5.22",
+}
+
+# Names that getattr or hasattr looks for and that are not in the tables above.
+ASKED = {
+    "chunks": "vLLM's metadata of MLA: test_mla_names_what_ours_reads has both forms",
+    "index_topk": "of a checkpoint's configuration: so does vLLM (ModelConfig)",
+    "index_kpool": "of a checkpoint's configuration: so does SGLang (configs/model_config.py)",
+    "learnable_sink": "of a checkpoint's configuration: so does SGLang (arg_groups/overrides.py)",
+    "use_bidirectional_attention": "of transformers' configuration of Gemma 4",
+    "name": "of every enum",
+    "plan_key": "ours",
+}
+
+# Places where the name is a variable.
+ASKED_BY_VARIABLE = {
+    ("sglang/compat.py", "f'get_{group}'"): "test_settings_have_the_names_that_are_asked_for",
+    ("sglang/compat.py", "name"): "the same, and methods of MHATokenToKVPool",
+    ("sglang/name_checks.py", "name"): "test_checks_of_names_are_where_the_hooks_look",
+    ("sglang/name_checks.py", "field"): "the same",
+    ("sglang/support.py", "sinks"): "sinks, attention_sink_bias",
+    ("vllm/compat.py", "class_name"): "what AttentionBackendEnum says",
+    ("vllm/sampler.py", "owner"): "test_functions_that_the_sampler_replaces_have_known_arguments",
+    ("vllm/sampler.py", "function"): "the same",
+    ("vllm/sampler.py", "name"): "the same, and top_k, top_p, min_p of SamplingStates",
 }
 
 # Of vLLM's layer: how it makes an implementation, by position.

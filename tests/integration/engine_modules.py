@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import zipfile
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,15 +75,8 @@ class Release:
                 return node
             if isinstance(node, ast.Assign | ast.AnnAssign) and name in [target.id for target in _targets(node) if isinstance(target, ast.Name)]:
                 return node
-        for node in ast.walk(class_):
-            if (
-                isinstance(node, ast.Attribute)
-                and node.attr == name
-                and isinstance(node.ctx, ast.Store)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "self"
-            ):
-                return node
+        if name in _assigned_to_self(class_):
+            return _assigned_to_self(class_)[name]
         for base in class_.bases if depth < 6 else []:
             base_name = base.value if isinstance(base, ast.Subscript) else base
             home, found = self._home(module, base_name.id) if isinstance(base_name, ast.Name) else (module, None)
@@ -137,6 +130,13 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameter
     required_named = [name for name, default in zip(named, arguments.kw_defaults, strict=True) if default is None]
     required = len(positional) - len(arguments.defaults)
     return Parameters(positional + named, len(positional), max(required, 0), required_named, arguments.vararg is not None, arguments.kwarg is not None)
+
+
+@cache
+def _assigned_to_self(class_: ast.ClassDef) -> dict[str, ast.Attribute]:
+    """The attributes that methods assign to self."""
+    attributes = [node for node in ast.walk(class_) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return {node.attr: node for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:

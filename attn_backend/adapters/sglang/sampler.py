@@ -15,7 +15,7 @@ from attn_backend.kernels.sampling import sample, sampling_workspace
 
 from . import compat
 
-# 0.5.17 has no such class, and its samplers return no capture.
+# Up to 0.5.19 there is no such class, and samplers return no capture.
 _Capture = getattr(engine_sampler, "_SamplingMaskCapture", None)
 _MOST_OPEN_GROUPS = 4096
 

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.impl import AttnImpl
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
 
@@ -60,12 +60,6 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major >= 8
-
-    @classmethod
-    def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
-        if kv_cache_dtype in PLAIN_DTYPES and PLAIN_DTYPES[kv_cache_dtype] != dtype:
-            return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}: K and V must have the dtype of the queries, or fp8"
-        return None
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
