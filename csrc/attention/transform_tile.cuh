@@ -33,48 +33,38 @@ struct QueryTransform {
   }
 };
 
-/// `tokens`: those whose rows are transformed.
-template <class Variant_>
-struct KeyTransform {
+/// Of rows of K, or of V. `tokens`: those whose rows are transformed.
+template <class Variant_, bool kOfKeys>
+struct TokenTransform {
   using Variant = Variant_;
   using Place = KvToken;
-  static constexpr bool kExists = VariantHooks<Variant>::kKey;
-  static constexpr PairLayout kPairs = Variant::kKeyPairs;
+  static constexpr bool kExists = kOfKeys ? VariantHooks<Variant>::kKey : VariantHooks<Variant>::kValue;
+  static constexpr PairLayout kPairs = kOfKeys ? Variant::kKeyPairs : Variant::kValuePairs;
   static constexpr bool kScales = kExists && Variant::kHasScales;
 
   const Variant& variant;
   float scale = 1.0f;  // if kScales
 
-  __device__ __forceinline__ KeyTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
-    if constexpr (kScales) scale = variant.scales.k.of(tokens.first.request, variant.kv_head);
+  __device__ __forceinline__ TokenTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
+    if constexpr (kScales) {
+      const auto& scales = kOfKeys ? variant.scales.k : variant.scales.v;
+      scale = scales.of(tokens.first.request, variant.kv_head);
+    }
   }
 
   __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const KvToken& token) const {
     if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
-    return variant.key(x, first, second, token);
+    if constexpr (kOfKeys)
+      return variant.key(x, first, second, token);
+    else
+      return variant.value(x, first, second, token);
   }
 };
 
-template <class Variant_>
-struct ValueTransform {
-  using Variant = Variant_;
-  using Place = KvToken;
-  static constexpr bool kExists = VariantHooks<Variant>::kValue;
-  static constexpr PairLayout kPairs = Variant::kValuePairs;
-  static constexpr bool kScales = kExists && Variant::kHasScales;
-
-  const Variant& variant;
-  float scale = 1.0f;  // if kScales
-
-  __device__ __forceinline__ ValueTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
-    if constexpr (kScales) scale = variant.scales.v.of(tokens.first.request, variant.kv_head);
-  }
-
-  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const KvToken& token) const {
-    if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
-    return variant.value(x, first, second, token);
-  }
-};
+template <class Variant>
+using KeyTransform = TokenTransform<Variant, true>;
+template <class Variant>
+using ValueTransform = TokenTransform<Variant, false>;
 
 /// So many 4-byte words of a row, loaded and stored together.
 template <int kWords>
@@ -90,6 +80,12 @@ struct RowPiece<2> {
   using Stored = uint2;
 };
 
+/// Two elements, each times `scale`.
+template <class Element>
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float scale) {
+  return Element::pack(Element::unpack(pair) * scale, Element::unpack(pair >> 16) * scale);
+}
+
 /// Multiplies columns [kFirst, kEnd) of rows [first_row, end_row) of a tile by `scale`; `thread` of kThreads.
 template <class Tile, class Element, int kFirst, int kEnd, int kThreads>
 __device__ __forceinline__ void scale_columns(char* tile, int first_row, int end_row, int thread, float scale) {
@@ -100,7 +96,7 @@ __device__ __forceinline__ void scale_columns(char* tile, int first_row, int end
     const int word = kFirst / kWordColumns + i % kWords;
     char* const chunk = tile + Tile::offset(first_row + i / kWords, word / kChunkWords);
     uint32_t& pair = reinterpret_cast<uint32_t*>(chunk)[word % kChunkWords];
-    pair = Element::pack(Element::unpack(pair) * scale, Element::unpack(pair >> 16) * scale);
+    pair = scaled_pair<Element>(pair, scale);
   }
 }
 
@@ -178,8 +174,7 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
             uint32_t& left_alone = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
-            left_alone = Element::pack(Element::unpack(left_alone) * transform.scale,
-                                       Element::unpack(left_alone >> 16) * transform.scale);
+            left_alone = scaled_pair<Element>(left_alone, transform.scale);
           }
           continue;
         } else {
