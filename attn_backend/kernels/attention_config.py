@@ -68,11 +68,10 @@ class AttentionConfig:
     def dims(self) -> manifest.HeadDims:
         return manifest.HeadDims(self.head_dim, self.head_dim_v)
 
-    def pack(self) -> bytes:
-        """AttentionConfig of csrc/."""
-        data_types, variant = values_of("DataType"), self.variant
-        if variant is not None and self.max_levels > 1:
-            variant = variant.across_levels()
+    def pack(self, attention_variant: AttentionVariant | None) -> bytes:
+        """AttentionConfig of csrc/. attention_variant: made of `variant`."""
+        data_types = values_of("DataType")
+        variant = None if attention_variant is None else attention_variant.variant
         design = choose_design(self.kernel, self.device)
         # Under such a variant no token is the same for several requests.
         cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
