@@ -442,7 +442,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
-    // From this warp's sum of exponentials to the normalised output.
+    // The factor that normalises this warp's output.
     float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
     RowEnd with_sink{};
     if (target.has_sinks()) {

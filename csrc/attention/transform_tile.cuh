@@ -1,8 +1,8 @@
 // Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there; and the
 // conversion of Q to the cache's type.
 //
-// A thread keeps to its columns, and goes through the rows. Those of 8 bits lie there widened; here they are multiplied
-// by their scale first: a hook sees what the numbers stand for.
+// A thread keeps its columns and goes through the rows. Rows of 8-bit tensors have been widened by then. They are
+// multiplied by their scale first, so that a hook sees the values that they stand for.
 #pragma once
 
 #include "attention/kv_tokens.h"
@@ -11,7 +11,7 @@
 
 namespace attn {
 
-// What the three hooks have in common. They keep a reference to the variant.
+// Each hook has a transform with the members below. It keeps a reference to the variant.
 template <class Variant_>
 struct QueryTransform {
   using Variant = Variant_;
@@ -33,7 +33,7 @@ struct QueryTransform {
   }
 };
 
-/// Of rows of K, or of V. `tokens`: those whose rows are transformed.
+/// The hook for rows of K, or for rows of V. `tokens`: those whose rows are transformed.
 template <class Variant_, bool kOfKeys>
 struct TokenTransform {
   using Variant = Variant_;
@@ -66,7 +66,7 @@ using KeyTransform = TokenTransform<Variant, true>;
 template <class Variant>
 using ValueTransform = TokenTransform<Variant, false>;
 
-/// So many 4-byte words of a row, loaded and stored together.
+/// kWords 4-byte words of a row, loaded and stored together.
 template <int kWords>
 struct RowPiece;
 
@@ -100,7 +100,7 @@ __device__ __forceinline__ void scale_columns(char* tile, int first_row, int end
   }
 }
 
-/// Makes Element of rows [first_row, end_row) of a tile of another 16-bit type, where they lie; `thread` of kThreads.
+/// Converts rows [first_row, end_row) of a tile from another 16-bit type to Element, in place; `thread` of kThreads.
 template <class Tile, class Element, class Other, int kThreads>
 __device__ __forceinline__ void convert_rows(char* tile, int first_row, int end_row, int thread) {
   constexpr int kChunks = Tile::kRowChunks;
@@ -111,10 +111,11 @@ __device__ __forceinline__ void convert_rows(char* tile, int first_row, int end_
   }
 }
 
-/// Rewrites rows [first_row, end_row) of a tile, a multiple of kMultiple; `thread` of kThreads. `find(row, place)`:
-/// where a row of the tile is; false: it does not exist, and is left alone. kColumns: of the head. A thread has pieces
-/// of kWords words in registers, one or, where pairs lie apart, two of a row, of kRows rows at a time. It keeps to its
-/// columns: what a transform reads for them alone is read once.
+/// Transforms rows [first_row, end_row) of a tile in place; their number is a multiple of kMultiple. `thread` of
+/// kThreads. `find(row, place)` says where a row is; if it returns false, the row does not exist and is not changed.
+/// kColumns: of the head. A thread holds pieces of kWords words of kRows rows at a time, one of each row, or two where
+/// the elements of a pair lie apart. It keeps its columns, so that what a transform reads for columns alone is read
+/// once.
 template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kMultiple, int kRows, int kWords,
           class Find>
 __device__ __forceinline__ void transform_rows(char* tile, int first_row, int end_row, int thread,

@@ -54,8 +54,8 @@ struct QkvParams {
   int32_t lane_bits;            // log2 of the lanes that have a head
 };
 
-/// The kernels. kGeneral takes everything, a few bytes at a time; the others what is aligned, with angles from a table;
-/// kRounded neither Q nor angles, for 8-bit caches.
+/// The kernels. kGeneral takes everything, a few bytes at a time. The others need aligned tensors, and angles from a
+/// table. kRounded is for 8-bit caches, without Q and angles.
 enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
@@ -86,8 +86,8 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
 
 constexpr int32_t kAppendQkvThreads = 128;
 
-/// Of a group, at most. Two put some 60 KB under way on a multiprocessor, more than memory's latency takes, and leave a
-/// decode of one token few instructions to wait for.
+/// Most heads of a group. With two, some 60 KB are in flight on a multiprocessor, more than the memory's latency needs,
+/// and a decode of one token waits for few instructions.
 constexpr int32_t kGroupHeads = 2;
 
 enum class HeadKind : int32_t { kQ, kK, kV };

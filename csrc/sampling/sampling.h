@@ -373,7 +373,7 @@ ATTN_HD uint32_t race_tail(int64_t seed, int64_t position, int32_t token) {
 }
 
 /// -log2 of the exponential number -ln(1 - x), x = (bits + 1/2) / 2^48, to 4e-7 (absolute near 1, else relative). No
-/// more than -log2(x), but for that error.
+/// more than -log2(x), except for that error.
 ATTN_HD float race_gain(uint64_t bits) {
   constexpr float kUnit = 3.552713678800501e-15f;  // 2^-48
   constexpr uint64_t kAll = (uint64_t{1} << 48) - 1;

@@ -36,7 +36,7 @@ class RowStates {
     }
   }
 
-  /// All heads of row number `merge_row` among those that are in several row groups.
+  /// Merges all heads of a row: number `merge_row` of those that are in several row groups.
   static void merge_row(const CpuAttentionParams& params, HeadDims dims, int32_t merge_row, Scratch& scratch) {
     const ScheduleHeader& header = *params.schedule.header;
     const int32_t group_size = params.group_size.divisor;

@@ -71,9 +71,9 @@ struct WideConsumer : Consumer<Traits> {
     }
   }
 
-  /// Of this warp, in the row tile.
+  /// This warp's first row in the row tile.
   __device__ __forceinline__ static int first_row() { return consumer_warp() % 4 * 16; }
-  /// Of this lane: the first of its two.
+  /// The first of this lane's two rows.
   __device__ __forceinline__ static int own_row() { return first_row() + ptx::lane_id() / 4; }
 
   // Places of the KV tile whose K is at `kv`, and of its neighbours; computed where they are needed, because registers

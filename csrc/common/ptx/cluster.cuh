@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
 #endif
 }
 
-/// Of the cluster in a grid of one dimension.
+/// The cluster's number in a grid of one dimension.
 __device__ __forceinline__ uint32_t cluster_id() {
 #if __CUDA_ARCH__ >= 900
   uint32_t id;

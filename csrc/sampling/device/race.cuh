@@ -74,7 +74,7 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
                __shfl_sync(ptx::kAllLanes, own.key, lane)};
 }
 
-/// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
+/// What values weigh relative to the reference, to within a factor of 2^error.
 template <class Weights>
 struct ApproximateShare;
 

@@ -15,7 +15,7 @@ constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
 constexpr int32_t kMaxCandidates = 1536;  // of all CTAs
 constexpr int32_t kCountBins = kSamplingThreads;
 
-/// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and
+/// Masses, about in units of the weight of Bands::reference: of all tokens, of those at or above Bands::low, and
 /// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
 struct BandMasses {
   double all = 0.0, low = 0.0, high = 0.0;

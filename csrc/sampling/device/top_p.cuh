@@ -8,7 +8,7 @@
 
 namespace attn {
 
-/// The value that weighs 2^-depth of what the reference does, nearly.
+/// The value whose weight is about 2^-depth of the reference's.
 __device__ __forceinline__ float value_at(const LogitWeights& weights, float depth) {
   return weights.reference - depth / weights.scale;
 }
