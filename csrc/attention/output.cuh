@@ -59,8 +59,8 @@ __device__ __forceinline__ ScoreRow score_row(const AttentionParams& params, con
   return score_row(params.schedule, group, row.index, row.row, row.qo_head);
 }
 
-/// Writes the requests of all rows of a row tile to shared memory, if a scale of the cache asks for them: where scores
-/// are computed there are no registers to find them. `thread` of kThreads.
+/// Writes the requests of all rows of a row tile to shared memory, if a scale of the cache depends on them: where
+/// scores are computed there are no registers left to find them. `thread` of kThreads.
 template <class Variant, int kRows, int kThreads, bool kManyLevels>
 __device__ __forceinline__ void write_requests(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
                                                int32_t group, int32_t kv_head, int thread, int32_t* requests) {

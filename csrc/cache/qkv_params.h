@@ -70,7 +70,7 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
            static_cast<uint64_t>((cache.page_stride | cache.token_stride | cache.head_stride) * 2);
   };
   const int64_t table_bytes = p.table_stride * (p.rotary == RotaryTable::kCosSinFloat32 ? 4 : 2);
-  // A power of two that divides them all is below the lowest bit that is set.
+  // A power of two divides all of them if it is at or below the lowest bit that is set.
   const uint64_t bits = of_rows(p.q) | of_rows(p.k) | of_rows(p.v) | of_rows(p.q_out) | of_cache(p.k_cache) |
                         of_cache(p.v_cache) | address(p.table) | static_cast<uint64_t>(table_bytes) |
                         address(p.q_norm) | address(p.k_norm);

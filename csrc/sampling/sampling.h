@@ -25,7 +25,7 @@ constexpr int32_t kPortableClusterCtas = 8;
 constexpr int32_t kMaxClusterCtas = 16;
 constexpr int32_t kSamplingStateBytes = 63744;  // of shared memory, before the tables of segments
 
-// Of rows without filters whose CTAs tell each other through global memory.
+// For rows without filters, whose CTAs exchange messages through global memory.
 constexpr int32_t kUnfilteredCtas = 3;    // on a multiprocessor at a time
 constexpr int32_t kMostSharedRows = 256;  // whose CTAs wait at a time
 constexpr int32_t kWorkspaceWords =

@@ -71,7 +71,7 @@ class RowStates {
 
  protected:
   struct RowOut {
-    Element* o;  // unless it is one of these
+    Element* o;  // unless O has one of the types below
     OtherElement* other;
     Float8E4M3* float8;
     float* lse;
@@ -89,8 +89,8 @@ class RowStates {
     return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
   }
 
-  /// Rows of the tile that the schedule knows: packed rows are in order of query rows, and those of a query row beyond
-  /// num_rows are ignored.
+  /// How many rows of the tile exist. Packed rows are in the order of query rows; those of query rows beyond num_rows
+  /// are ignored.
   static int count_rows(const AttentionParams& params, const WorkItem& item) {
     const RowTile& tile = params.schedule.tiles[item.tile];
     const RowGroup& group = params.schedule.groups[tile.group];

@@ -252,7 +252,7 @@ struct RowCopier {
   }
 };
 
-/// Whether the rows of Q that fill a Q tile end in it.
+/// Whether rows of Q, with all their heads, go into a Q tile without reaching beyond it.
 template <class Traits>
 __device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size) {
   if constexpr (!is_wide(Traits::Shape::kDims)) return true;  // half of the tile is room

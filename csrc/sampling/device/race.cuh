@@ -87,7 +87,7 @@ struct ApproximateShare<LogitWeights> {
         offset(-weights.reference * weights.scale),
         error(fused_multiply_add(fabsf(offset), 2.4e-7f, kRaceTolerance)) {}
 
-  /// By how many powers of two more than the reference something is that has this strength.
+  /// How many powers of two something of this strength is above the reference.
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
   /// Powers of two between a value's weight and that of the reference.
