@@ -14,7 +14,7 @@
 
 namespace attn {
 
-/// A packed row of a row tile as a row and a head of Q and O.
+/// Which row and head of Q and O a packed row of a row tile is.
 struct OutputRow {
   bool exists;
   int32_t index;  // of the row in its group

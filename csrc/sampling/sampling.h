@@ -306,7 +306,7 @@ struct LogitWeights {
 
   ATTN_HD uint64_t operator()(float logit) const { return exp2_fixed(max_of(logit - reference, floor), scale); }
 
-  /// log2 of what the logit weighs, up to what is the same for the whole row; exact.
+  /// log2 of the logit's weight, up to a term that is the same for the whole row; exact.
   ATTN_HD double strength(float logit) const { return static_cast<double>(logit) * static_cast<double>(scale); }
 };
 
@@ -326,7 +326,8 @@ struct ProbWeights {
   ATTN_HD double strength(float prob) const { return static_cast<double>(log2_of(prob)); }
 };
 
-/// How much one unit of a segment's sum, relative to the segment's own reference, is of the row's, times 2^40.
+/// What one unit of a segment's sum, which is relative to the segment's own reference, is in units of the row's, times
+/// 2^40.
 ATTN_HD uint64_t segment_factor(const LogitWeights& row, float segment_reference) { return row(segment_reference); }
 ATTN_HD uint64_t segment_factor(const ProbWeights& row, float segment_reference) {
   const uint32_t shift = (float_bits(row.reference) >> 23) - (float_bits(segment_reference) >> 23);

@@ -77,7 +77,7 @@ class RowStates {
     float* lse;
   };
 
-  /// A row of a tile as a row and a head of Q and O.
+  /// Which row and head of Q and O a row of a tile is.
   struct RowPlace {
     bool exists;
     int64_t row;

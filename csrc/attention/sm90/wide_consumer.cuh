@@ -90,7 +90,7 @@ struct WideConsumer : Consumer<Traits> {
   __device__ __forceinline__ static KvPlace right_of(const KvPlace& place) {
     return KvPlace{place.slot + 1, place.parity};
   }
-  /// Frees a part that only this warpgroup reads last, for the other one, too.
+  /// Frees a part that this warpgroup alone reads last, also in the name of the other one.
   __device__ __forceinline__ void free_alone(const KvPlace& place) const { shared.free_kv(place, 2); }
 
   // Floats of each row, for the follower.

@@ -23,7 +23,7 @@ struct alignas(16) Racer {
   }
 };
 
-/// Loses to every token: order -inf.
+/// A racer that loses to every token: its order is -inf.
 __device__ __forceinline__ Racer no_racer() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
 
 /// Philox of two counters, in place.
