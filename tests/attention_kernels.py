@@ -1,10 +1,11 @@
 """Which attention kernel the tests' objects use. A GPU of compute capability 9.0 has two, unless ATTN_BACKEND_ARCH=sm_80: a random case takes one of them by
-its seed, always the same; a test with the fixture `kernel` runs with each."""
+its seed, always the same; a test with the fixture `kernel` runs with each, and fails if it does not ask kernel_of() for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +13,17 @@ from attn_backend.kernels import manifest
 from attn_backend.kernels.kernel_files import arch_on
 
 GPU_KERNELS = ("hopper", "generic")
-_forced: list[str] = []  # by the fixture of the running test
+
+
+@dataclass
+class Forced:
+    """What the fixture of a running test asks for. kernel: None on a CPU."""
+
+    kernel: str | None
+    was_asked: bool = False
+
+
+_forced: list[Forced] = []
 
 
 def is_available(kernel: str) -> bool:
@@ -27,19 +38,26 @@ def has_clusters() -> bool:
 
 def kernel_of(device: torch.device, seed: int = 0) -> str | None:
     """The argument `kernel` of Attention for case number `seed`; None on a CPU."""
+    if _forced:
+        _forced[-1].was_asked = True
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    if _forced:
-        return _forced[-1]
+    if _forced and _forced[-1].kernel is not None:
+        return _forced[-1].kernel
     available = [kernel for kernel in GPU_KERNELS if is_available(kernel)]
     return available[seed % len(available)]
 
 
 @contextmanager
-def forced(kernel: str) -> Iterator[None]:
-    """Everything on a GPU uses this kernel, whatever its seed."""
-    _forced.append(kernel)
+def forced(kernel: str | None) -> Iterator[None]:
+    """Everything on a GPU uses this kernel, whatever its seed. None: on a CPU."""
+    _forced.append(Forced(kernel))
     try:
         yield
     finally:
         _forced.pop()
+
+
+def was_asked() -> bool:
+    """Whether the running test has asked kernel_of(), if it is to use one kernel."""
+    return not _forced or _forced[-1].was_asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import attention_kernels
 import pytest
@@ -53,6 +53,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kernel", attention_kernels.GPU_KERNELS, indirect=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    result = yield
+    if not attention_kernels.was_asked():
+        pytest.fail("the test takes the fixture `kernel`, but never asked attention_kernels.kernel_of(): its case `generic` would run the default kernel")
+    return result
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
@@ -61,11 +69,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest) -> Iterator[str | None]:
     """The attention kernel that the test's objects use on a GPU (attention_kernels.kernel_of); None on a CPU."""
-    name: str | None = getattr(request, "param", None)
-    if name is None:
+    if not hasattr(request, "param"):  # no device either
         yield None
         return
-    if not attention_kernels.is_available(name):
+    name: str | None = request.param
+    if name is not None and not attention_kernels.is_available(name):
         pytest.skip(f"the {name} kernel needs a GPU of compute capability 9.0, and no ATTN_BACKEND_ARCH=sm_80")
     with attention_kernels.forced(name):
         yield name

@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.kernels import manifest
 from attn_backend.kernels.attention_config import DTYPES, KV_DTYPES, kv_element_of
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.structs import values_of
 
 KERNELS = ("generic", "hopper")
@@ -84,7 +85,7 @@ class _Passed(ctypes.Structure):
 
 
 def library(
-    folder: Path, kernel: str, dtype: torch.dtype, head_dim: manifest.HeadDims, variant: str | Variant, kv_dtype: torch.dtype | None = None,
+    folder: Path, kernel: str, dtype: torch.dtype, head_dim: HeadDims, variant: str | Variant, kv_dtype: torch.dtype | None = None,
     float8_q: bool = False, float8_out: bool = False,
 ) -> ctypes.CDLL:  # fmt: skip
     """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into `folder`, or found there. float8_q: Q has the
@@ -128,7 +129,7 @@ class DeviceAttention:
     """
 
     def __init__(self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks") -> None:
-        dims = manifest.HeadDims(attention.head_dim, attention.head_dim_v)
+        dims = HeadDims(attention.head_dim, attention.head_dim_v)
         # Of outputs of dtype, and of those of 8 bits: compiled when the first run asks for them.
         of_kernels = folder, kernel, attention.dtype, dims, variant, attention.kv_dtype, attention.q_dtype != attention.dtype
         self._library = cache(lambda float8_out: library(*of_kernels, float8_out))

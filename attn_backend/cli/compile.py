@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..kernels import build, cubins, manifest
+from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 
 if TYPE_CHECKING:
     from ..variants import Variant
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variant.add_argument("--float8-q", action="store_true", help="Q has the dtype of the cache, too. Also without --variant")
     variant.add_argument("--float8-out", action="store_true", help="also the kernels of an Attention with float8_out=True. Also without --variant")
     what = "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without --variant: the standard kernels for these heads"
-    variant.add_argument("--head-dim", action="append", type=manifest.HeadDims.parse, metavar="N[_N]", help=what)
+    variant.add_argument("--head-dim", action="append", type=HeadDims.parse, metavar="N[_N]", help=what)
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
     variant.add_argument("--levels", action="store_true", help="of an Attention with max_levels above 1: a window is a part of the mask")
     variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
@@ -89,7 +90,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         variant = _imported(place)
         variant = variant.across_levels() if arguments.levels else variant
         for dtype in arguments.dtype or ["bfloat16"]:
-            for head_dim in arguments.head_dim or [manifest.HeadDims.of(128)]:
+            for head_dim in arguments.head_dim or [HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)
                 float8 = (arguments.kv_dtype, arguments.float8_q, arguments.float8_out)
                 for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *float8):
@@ -102,11 +103,11 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
     kv_element = manifest.CACHE_ELEMENT_NAMES.get(arguments.kv_dtype)
     for head_dim in head_dims:
         if not head_dim.runs_on_cuda:
-            raise ValueError(f"--head-dim is {head_dim}, must be {manifest.CUDA_HEAD_DIMS_TEXT}")
+            raise ValueError(f"--head-dim is {head_dim}, must be {CUDA_HEAD_DIMS_TEXT}")
         if kv_element is not None and not head_dim.runs_over(kv_element):
-            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {manifest.LATENT_HEAD_DIMS_TEXT}")
+            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
         if arguments.float8_q and not head_dim.runs_over(kv_element, float8_q=True):
-            raise ValueError(f"--float8-q is given, must not be: q_dtype must be {manifest.FLOAT8_Q_TEXT}")
+            raise ValueError(f"--float8-q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     elements = [element for element in elements if element != kv_element]  # a cache of another type than Q's
     for arch in arguments.arch or manifest.ARCHS:

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from ..kernels.attention import Attention
-from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
+from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..kernels.schedule import PrefixNode, Schedule
 from ..metadata.structure import refuse
 from ..settings import refusal

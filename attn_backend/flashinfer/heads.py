@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ..kernels.attention_config import KV_DTYPE_NAMES, MAX_CPU_HEAD_DIM
-from ..kernels.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
+from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from .arguments import DType, element_types
 from .features import not_supported

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.attention import Attention
 from ..kernels.attention_config import refuse_run
-from ..kernels.manifest import MAX_TRANSFORMED_HEAD_DIM
+from ..kernels.head_dims import MAX_TRANSFORMED_HEAD_DIM
 from ..kernels.named_calls import by_name
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.structure import check_plain, explain_failure, refuse

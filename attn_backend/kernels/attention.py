@@ -142,12 +142,12 @@ class Attention:
         self._plan_level = by_name("plan_level")
         self._run, self._run_with_options = by_name("run", last="q_rope"), by_name("run", last="out_scale")
         try:
-            self._handle: int = self._library.attention_create(self._config.pack(), self._config.kernel_files(self._variant))
+            self._handle: int = self._library.attention_create(self._config.pack(self._variant), self._config.kernel_files(self._variant))
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
             forget_kernels(error)
-            self._handle = self._library.attention_create(self._config.pack(), self._config.kernel_files(self._variant))
+            self._handle = self._library.attention_create(self._config.pack(self._variant), self._config.kernel_files(self._variant))
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))

@@ -16,6 +16,7 @@ from ..metadata.composition import MAX_LEVELS
 from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, explain_failure, refuse
 from . import manifest
+from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, MLA_HEAD_DIMS, HeadDims
 from .kernel_files import arch_on, kernel_file
 from .schedule import describe_errors
 from .selection import SelectedTokens
@@ -65,14 +66,13 @@ class AttentionConfig:
     float8_out: bool
 
     @property
-    def dims(self) -> manifest.HeadDims:
-        return manifest.HeadDims(self.head_dim, self.head_dim_v)
+    def dims(self) -> HeadDims:
+        return HeadDims(self.head_dim, self.head_dim_v)
 
-    def pack(self) -> bytes:
-        """AttentionConfig of csrc/."""
-        data_types, variant = values_of("DataType"), self.variant
-        if variant is not None and self.max_levels > 1:
-            variant = variant.across_levels()
+    def pack(self, attention_variant: AttentionVariant | None) -> bytes:
+        """AttentionConfig of csrc/. attention_variant: made of `variant`."""
+        data_types = values_of("DataType")
+        variant = None if attention_variant is None else attention_variant.variant
         design = choose_design(self.kernel, self.device)
         # Under such a variant no token is the same for several requests.
         cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
@@ -126,19 +126,19 @@ def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | Non
 
 def check_heads(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, dtype: torch.dtype, device: torch.device
-) -> tuple[int, int, manifest.HeadDims]:
+) -> tuple[int, int, HeadDims]:
     """Returns num_qo_heads, num_kv_heads, and head_dim with head_dim_v."""
     max_heads = values_of("Limit")["kMaxHeads"]
     num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
     num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
     if num_qo_heads % num_kv_heads:
         refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
-    dims = manifest.HeadDims(check_int("head_dim", head_dim, 1), check_int("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1))
+    dims = HeadDims(check_int("head_dim", head_dim, 1), check_int("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1))
     check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
         if not dims.runs_on_cuda:
-            is_k = head_dim_v is None or not manifest.HeadDims.of(dims.qk).runs_on_cuda
-            refuse("head_dim" if is_k else "head_dim_v", dims.qk if is_k else dims.v, f"{manifest.CUDA_HEAD_DIMS_TEXT} on CUDA")
+            is_k = head_dim_v is None or not HeadDims.of(dims.qk).runs_on_cuda
+            refuse("head_dim" if is_k else "head_dim_v", dims.qk if is_k else dims.v, f"{CUDA_HEAD_DIMS_TEXT} on CUDA")
         if dtype not in DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
@@ -150,7 +150,7 @@ def check_heads(
     return num_qo_heads, num_kv_heads, dims
 
 
-def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manifest.HeadDims) -> torch.dtype:
+def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadDims) -> torch.dtype:
     """The cache's dtype."""
     if kv_dtype is None:
         return dtype
@@ -158,14 +158,12 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: manif
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
         others = ["torch.float8_e4m3fn", "torch.float8_e5m2", "torch.uint8", *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype)]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
-    if kv_dtype == torch.uint8 and (dims != manifest.MLA_HEAD_DIMS or dtype != torch.bfloat16):
-        refuse("kv_dtype", kv_dtype, f"{manifest.LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
+    if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
+        refuse("kv_dtype", kv_dtype, f"{LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
     return kv_dtype
 
 
-def check_q_dtype(
-    q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: torch.dtype, dims: manifest.HeadDims, design: manifest.Design | None
-) -> torch.dtype:
+def check_q_dtype(q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: torch.dtype, dims: HeadDims, design: manifest.Design | None) -> torch.dtype:
     """Q's dtype. kv_dtype: of check_kv_dtype(). design: of choose_design()."""
     if q_dtype is None:
         return dtype
@@ -175,7 +173,7 @@ def check_q_dtype(
     if q_dtype not in FLOAT8_DTYPES or q_dtype != kv_dtype:
         refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is torch.float8_e4m3fn or torch.float8_e5m2")
     if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
-        refuse("q_dtype", q_dtype, manifest.FLOAT8_Q_TEXT)
+        refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
     return q_dtype
 
 

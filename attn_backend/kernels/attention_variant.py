@@ -19,6 +19,7 @@ from ..settings import Settings
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
 from .attention_config import kv_element_of
 from .errors import MissingKernelError
+from .head_dims import HeadDims
 from .level_options import window_of_level
 from .library import library
 
@@ -37,7 +38,7 @@ class AttentionVariant:
     """
 
     def __init__(
-        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | manifest.HeadDims, device: torch.device,
+        self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | HeadDims, device: torch.device,
         sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False, float8_out: bool = False, max_levels: int = 1,
     ) -> None:  # fmt: skip
         from ..variants import Variant
@@ -48,7 +49,7 @@ class AttentionVariant:
             refuse("variant", variant, "None with kv_dtype = torch.uint8")
         if sinks and not variant.uses_softmax:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
-        dims = manifest.HeadDims.of(head_dim)
+        dims = HeadDims.of(head_dim)
         variant.check_head_dim(*dims)
         self._kv_element = kv_element_of(kv_dtype, dtype)
         self._float8_q, self._float8_out = float8_q, float8_out

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from . import cuda_compiler
-from .manifest import HeadDims
+from .head_dims import HeadDims
 
 ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}  # by torch's names
 _TIME_LIMIT = 600.0

@@ -12,6 +12,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from . import kernel_templates as templates
+from .head_dims import MAX_TRANSFORMED_HEAD_DIM, MLA_HEAD_DIMS, HeadDims
 from .shipped_variants import SHIPPED_VARIANTS, shipped_variant
 
 SM90, SM80 = "sm_90a", "sm_80"
@@ -28,54 +29,6 @@ FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output
 LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")  # of a variant they are compiled only when a cache needs them
 OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
-
-
-class HeadDims(NamedTuple):
-    """Columns of a head of Q and K, and of one of V and O."""
-
-    qk: int
-    v: int
-
-    @classmethod
-    def of(cls, dims: int | HeadDims) -> HeadDims:
-        """An int: both."""
-        return cls(dims, dims) if isinstance(dims, int) else dims
-
-    @classmethod
-    def parse(cls, text: str) -> HeadDims:
-        """Of text in the form of __str__.
-
-        Raises:
-            ValueError: another form.
-        """
-        match = re.fullmatch(r"(\d+)(?:_(\d+))?", text)
-        if match is None:
-            raise ValueError(f"head_dim is {text!r}, must be a number, or two such as 192_128: columns of Q and K, and of V")
-        return cls(int(match[1]), int(match[2] or match[1]))
-
-    @property
-    def runs_on_cuda(self) -> bool:
-        """Whether there are kernels for it."""
-        return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self in _WIDE_HEAD_DIMS
-
-    def runs_over(self, kv_element: str | None, float8_q: bool = False) -> bool:
-        """Whether there are CUDA kernels for it over caches of these elements, of kv_element_of(). float8_q: Q has the cache's."""
-        if float8_q and (kv_element == "latent" or self in _WIDE_HEAD_DIMS):
-            return False
-        if kv_element == "latent":
-            return self == MLA_HEAD_DIMS
-        return self.runs_on_cuda
-
-    def __str__(self) -> str:
-        return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
-
-
-_MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
-MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
-_WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
-CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
-FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
-LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
 # By variant. Kernels of other heads are compiled when they are first needed, or ahead (attn-backend compile).
 SHIPPED_HEAD_DIMS = {
     "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
@@ -105,7 +58,7 @@ class Design:
 
     def cubins_for(self, dims: HeadDims, kv_element: str | None) -> dict[str, str]:
         """The part of `cubins` for such heads and caches. Where rows are widened as they are loaded, one kernel serves all caches."""
-        return dict([*self.cubins.items()][:1]) if dims in _WIDE_HEAD_DIMS and kv_element in CUDA_KV_ELEMENTS else self.cubins
+        return dict([*self.cubins.items()][:1]) if dims.is_wide and kv_element in CUDA_KV_ELEMENTS else self.cubins
 
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
@@ -248,7 +201,7 @@ def attention_source(
         "sm90": (templates.SM90_ATTENTION, "BoxCopier"),
         "sm90_gather": (templates.SM90_ATTENTION, "RowCopier"),
     }[design]
-    if copier and dims in _WIDE_HEAD_DIMS and has_8_bits:
+    if copier and dims.is_wide and has_8_bits:
         copier = "WideningCopier"
     return template.substitute(traits=traits, copier=copier)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..settings import Settings
 from . import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, manifest, nvrtc, progress
+from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 from .headers_digest import headers_digest
 from .manifest import VariantSource
 
@@ -61,7 +62,7 @@ def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, com
     return code_address.usable(cubins.shipped_or(kernel.name, arch, found) if is_shipped else found())
 
 
-def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | manifest.HeadDims, command: str, jit: bool, widens: bool = False) -> Path:
+def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | HeadDims, command: str, jit: bool, widens: bool = False) -> Path:
     """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing and `jit`.
 
     isa: the one in use (csrc/common/cpu/isa.h). dtype: torch's name. command: what compiles it ahead, for messages. widens: for float8 caches.
@@ -186,7 +187,7 @@ def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
 
 
 def compile_ahead(
-    variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int | manifest.HeadDims, isa: str, sinks: bool = False,
+    variant: VariantSource, targets: Sequence[str], design_name: str | None, dtype: str, head_dim: int | HeadDims, isa: str, sinks: bool = False,
     kv_dtype: str | None = None, float8_q: bool = False, float8_out: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa` is. design_name: of manifest.DESIGNS; None: each
@@ -206,13 +207,13 @@ def compile_ahead(
             entries.append(find_library(variant, isa, of_products, head_dim, "", True, kv_element in manifest.CUDA_KV_ELEMENTS))
             continue
         arch = arch_of(target)
-        if dtype not in manifest.ELEMENT_NAMES or not manifest.HeadDims.of(head_dim).runs_on_cuda:
-            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim that is {manifest.CUDA_HEAD_DIMS_TEXT} on a GPU"
+        if dtype not in manifest.ELEMENT_NAMES or not HeadDims.of(head_dim).runs_on_cuda:
+            must_be = f"{', '.join(manifest.ELEMENT_NAMES)} with a head_dim that is {CUDA_HEAD_DIMS_TEXT} on a GPU"
             raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
-        if not manifest.HeadDims.of(head_dim).runs_over(kv_element):
-            raise ValueError(f"kv_dtype is {kv_dtype}, must be {manifest.LATENT_HEAD_DIMS_TEXT}")
-        if float8_q and not manifest.HeadDims.of(head_dim).runs_over(kv_element, float8_q):
-            raise ValueError(f"float8_q is given, must not be: q_dtype must be {manifest.FLOAT8_Q_TEXT}")
+        if not HeadDims.of(head_dim).runs_over(kv_element):
+            raise ValueError(f"kv_dtype is {kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
+        if float8_q and not HeadDims.of(head_dim).runs_over(kv_element, float8_q):
+            raise ValueError(f"float8_q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
         designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
         if design_name is not None and design_name not in designs:
             raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")

@@ -51,7 +51,7 @@ struct LaunchContext {
   bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can load such boxes
 };
 
-/// Where kernels of latents find the last columns of Q: one tensor is to them two, side by side.
+/// Where latent kernels find the last columns of Q. They see one tensor as two, side by side.
 inline QueryPart find_q_rope(const LatentAttentionParams& params, const LaunchContext& context) {
   if (params.q_rope.data != nullptr) return params.q_rope;
   return QueryPart{static_cast<const char*>(params.q) + int64_t{context.dims.v} * bytes_of(context.q_dtype),

@@ -14,7 +14,7 @@
 
 namespace attn {
 
-/// A packed row of a row tile as a row and a head of Q and O.
+/// Which row and head of Q and O a packed row of a row tile is.
 struct OutputRow {
   bool exists;
   int32_t index;  // of the row in its group
@@ -59,8 +59,8 @@ __device__ __forceinline__ ScoreRow score_row(const AttentionParams& params, con
   return score_row(params.schedule, group, row.index, row.row, row.qo_head);
 }
 
-/// Writes the requests of all rows of a row tile to shared memory, if a scale of the cache asks for them: where scores
-/// are computed there are no registers to find them. `thread` of kThreads.
+/// Writes the requests of all rows of a row tile to shared memory, if a scale of the cache depends on them: where
+/// scores are computed there are no registers left to find them. `thread` of kThreads.
 template <class Variant, int kRows, int kThreads, bool kManyLevels>
 __device__ __forceinline__ void write_requests(const AttentionParams& params, const RowTileRows<kManyLevels>& rows,
                                                int32_t group, int32_t kv_head, int thread, int32_t* requests) {
@@ -442,7 +442,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
-    // From this warp's sum of exponentials to the normalised output.
+    // The factor that normalises this warp's output.
     float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
     RowEnd with_sink{};
     if (target.has_sinks()) {

@@ -61,7 +61,7 @@ struct RangedRow {
   }
 };
 
-/// What some tokens add up to.
+/// What mask() says of some tokens, added up.
 struct RangeSum {
   int32_t begin;  // first that any head sees
   int32_t end;    // after the last one
@@ -119,7 +119,8 @@ ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, 
   return sum;
 }
 
-/// Tokens between the first and the last that any head sees which some head does not see; first > last: there is none.
+/// The first and the last hole: tokens between the first and the last that any head sees, but that some head does not
+/// see. first > last: there is none.
 struct Holes {
   int32_t first;
   int32_t last;

@@ -38,8 +38,8 @@ struct PermutedRows {
   }
 };
 
-/// How kThreads threads share the chunks of a tile's rows: so many rows at a time, and of each row `kPieces` pieces of
-/// `kChunks` chunks, a power of two, one after another.
+/// How kThreads threads share the chunks of a tile's rows. They take some rows at a time, and of each row `kPieces`
+/// pieces of `kChunks` chunks, a power of two, one after another.
 template <class Tile, int kThreads>
 struct RowPieces {
   // Wide rows take few chunks at a time, so that more rows share what is computed for a chunk.

@@ -1,8 +1,8 @@
 // Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there; and the
 // conversion of Q to the cache's type.
 //
-// A thread keeps to its columns, and goes through the rows. Those of 8 bits lie there widened; here they are multiplied
-// by their scale first: a hook sees what the numbers stand for.
+// A thread keeps its columns and goes through the rows. Rows of 8-bit tensors have been widened by then. They are
+// multiplied by their scale first, so that a hook sees the values that they stand for.
 #pragma once
 
 #include "attention/kv_tokens.h"
@@ -11,7 +11,7 @@
 
 namespace attn {
 
-// What the three hooks have in common. They keep a reference to the variant.
+// Each hook has a transform with the members below. It keeps a reference to the variant.
 template <class Variant_>
 struct QueryTransform {
   using Variant = Variant_;
@@ -33,50 +33,40 @@ struct QueryTransform {
   }
 };
 
-/// `tokens`: those whose rows are transformed.
-template <class Variant_>
-struct KeyTransform {
+/// The hook for rows of K, or for rows of V. `tokens`: those whose rows are transformed.
+template <class Variant_, bool kOfKeys>
+struct TokenTransform {
   using Variant = Variant_;
   using Place = KvToken;
-  static constexpr bool kExists = VariantHooks<Variant>::kKey;
-  static constexpr PairLayout kPairs = Variant::kKeyPairs;
+  static constexpr bool kExists = kOfKeys ? VariantHooks<Variant>::kKey : VariantHooks<Variant>::kValue;
+  static constexpr PairLayout kPairs = kOfKeys ? Variant::kKeyPairs : Variant::kValuePairs;
   static constexpr bool kScales = kExists && Variant::kHasScales;
 
   const Variant& variant;
   float scale = 1.0f;  // if kScales
 
-  __device__ __forceinline__ KeyTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
-    if constexpr (kScales) scale = variant.scales.k.of(tokens.first.request, variant.kv_head);
+  __device__ __forceinline__ TokenTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
+    if constexpr (kScales) {
+      const auto& scales = kOfKeys ? variant.scales.k : variant.scales.v;
+      scale = scales.of(tokens.first.request, variant.kv_head);
+    }
   }
 
   __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const KvToken& token) const {
     if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
-    return variant.key(x, first, second, token);
+    if constexpr (kOfKeys)
+      return variant.key(x, first, second, token);
+    else
+      return variant.value(x, first, second, token);
   }
 };
 
-template <class Variant_>
-struct ValueTransform {
-  using Variant = Variant_;
-  using Place = KvToken;
-  static constexpr bool kExists = VariantHooks<Variant>::kValue;
-  static constexpr PairLayout kPairs = Variant::kValuePairs;
-  static constexpr bool kScales = kExists && Variant::kHasScales;
+template <class Variant>
+using KeyTransform = TokenTransform<Variant, true>;
+template <class Variant>
+using ValueTransform = TokenTransform<Variant, false>;
 
-  const Variant& variant;
-  float scale = 1.0f;  // if kScales
-
-  __device__ __forceinline__ ValueTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
-    if constexpr (kScales) scale = variant.scales.v.of(tokens.first.request, variant.kv_head);
-  }
-
-  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const KvToken& token) const {
-    if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
-    return variant.value(x, first, second, token);
-  }
-};
-
-/// So many 4-byte words of a row, loaded and stored together.
+/// kWords 4-byte words of a row, loaded and stored together.
 template <int kWords>
 struct RowPiece;
 
@@ -90,6 +80,12 @@ struct RowPiece<2> {
   using Stored = uint2;
 };
 
+/// Two elements, each times `scale`.
+template <class Element>
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float scale) {
+  return Element::pack(Element::unpack(pair) * scale, Element::unpack(pair >> 16) * scale);
+}
+
 /// Multiplies columns [kFirst, kEnd) of rows [first_row, end_row) of a tile by `scale`; `thread` of kThreads.
 template <class Tile, class Element, int kFirst, int kEnd, int kThreads>
 __device__ __forceinline__ void scale_columns(char* tile, int first_row, int end_row, int thread, float scale) {
@@ -100,11 +96,11 @@ __device__ __forceinline__ void scale_columns(char* tile, int first_row, int end
     const int word = kFirst / kWordColumns + i % kWords;
     char* const chunk = tile + Tile::offset(first_row + i / kWords, word / kChunkWords);
     uint32_t& pair = reinterpret_cast<uint32_t*>(chunk)[word % kChunkWords];
-    pair = Element::pack(Element::unpack(pair) * scale, Element::unpack(pair >> 16) * scale);
+    pair = scaled_pair<Element>(pair, scale);
   }
 }
 
-/// Makes Element of rows [first_row, end_row) of a tile of another 16-bit type, where they lie; `thread` of kThreads.
+/// Converts rows [first_row, end_row) of a tile from another 16-bit type to Element, in place; `thread` of kThreads.
 template <class Tile, class Element, class Other, int kThreads>
 __device__ __forceinline__ void convert_rows(char* tile, int first_row, int end_row, int thread) {
   constexpr int kChunks = Tile::kRowChunks;
@@ -115,10 +111,11 @@ __device__ __forceinline__ void convert_rows(char* tile, int first_row, int end_
   }
 }
 
-/// Rewrites rows [first_row, end_row) of a tile, a multiple of kMultiple; `thread` of kThreads. `find(row, place)`:
-/// where a row of the tile is; false: it does not exist, and is left alone. kColumns: of the head. A thread has pieces
-/// of kWords words in registers, one or, where pairs lie apart, two of a row, of kRows rows at a time. It keeps to its
-/// columns: what a transform reads for them alone is read once.
+/// Transforms rows [first_row, end_row) of a tile in place; their number is a multiple of kMultiple. `thread` of
+/// kThreads. `find(row, place)` says where a row is; if it returns false, the row does not exist and is not changed.
+/// kColumns: of the head. A thread holds pieces of kWords words of kRows rows at a time, one of each row, or two where
+/// the elements of a pair lie apart. It keeps its columns, so that what a transform reads for columns alone is read
+/// once.
 template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kMultiple, int kRows, int kWords,
           class Find>
 __device__ __forceinline__ void transform_rows(char* tile, int first_row, int end_row, int thread,
@@ -178,8 +175,7 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
             uint32_t& left_alone = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
-            left_alone = Element::pack(Element::unpack(left_alone) * transform.scale,
-                                       Element::unpack(left_alone >> 16) * transform.scale);
+            left_alone = scaled_pair<Element>(left_alone, transform.scale);
           }
           continue;
         } else {

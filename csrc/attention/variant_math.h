@@ -1,6 +1,6 @@
 // The functions that variants call: those that Python functions are traced into, and what a variant in C++ may want.
-// Right to about 1e-6 (tanh on a GPU: of 1, not of itself). There they are short; g++ vectorises loops over
-// them with -fno-math-errno -fno-trapping-math. (-ffast-math would break them.)
+// Relative errors are about 1e-6 (tanh on a GPU: absolute). On a GPU they are short; g++ vectorises loops over them
+// with -fno-math-errno -fno-trapping-math. (-ffast-math would break them.)
 #pragma once
 
 #include "attention/variants.h"
@@ -30,8 +30,8 @@ struct StoredFloat16 {
 #if defined(__CUDA_ARCH__)
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
 #else
-    // Exponent and mantissa where a float has them; then the exponent's bias is made right. An infinity or a NaN keeps
-    // the largest exponent.
+    // Moves exponent and mantissa to where a float has them, then corrects the exponent's bias. An infinity or a NaN
+    // keeps the largest exponent.
     const uint32_t magnitude = (bits & 0x7fffu) << 13;
     ATTN_MEMCPY(&value, &magnitude, sizeof(value));
     value *= 0x1p112f;
@@ -136,7 +136,7 @@ ATTN_HD float scaled_exp(float rest, float exponent) {
   return power * power_of_2(half) * power_of_2(both - half);
 }
 
-/// To the nearest integer, for |x| < 2^22.
+/// Rounds to the nearest integer, for |x| < 2^22.
 ATTN_HD float round_to_integer(float x) { return (x + 12582912.0f) - 12582912.0f; }
 
 ATTN_HD float exp2(float x) {

@@ -9,8 +9,7 @@
 //   about the tokens [begin, end), positions in the row's request;
 // - float output(float value, const ScoreRow& row, int32_t column) const: the transformed output, once, where a row is
 //   complete;
-// - Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const: transforms two elements of a row of
-// Q,
+// - Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const: transforms two elements of a Q row,
 //   from columns `first` and `second`; PairLayout kQueryPairs says which columns are a pair;
 // - Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const: the same for a row of K, by kKeyPairs;
 // - Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const: for a row of V, by kValuePairs;
@@ -40,17 +39,17 @@ struct ScoreRow {
   int32_t row;      // of Q
   int32_t request;  // its place in the batch
   int32_t qo_head;
-  int32_t position;  // of the query among the tokens of its request; where a level says it (RowPositions), that
+  int32_t position;  // of the query among the tokens of its request, or as a level says (RowPositions)
   int32_t index;     // of the query among those of its request
   int32_t kv_len;    // tokens of its request
 };
 
 /// Coordinates of a row of K or V.
 struct KvToken {
-  int32_t request;   // its place in the batch; -1: of several that share it
+  int32_t request;   // its place in the batch; -1: several requests share the token
   int32_t position;  // among the tokens of its request
   int32_t kv_head;
-  int32_t kv_len;  // tokens of its request; nothing where several share it
+  int32_t kv_len;  // tokens of its request; meaningless where several share the token
 };
 
 /// Two elements of a row of Q, K or V.

@@ -274,7 +274,7 @@ struct WarpState {
 
   /// The same with V of an 8-bit cache, widened on the way. A lane gets words of two neighbouring tokens x two
   /// neighbouring columns, so columns of each 16 are multiplied in another order: o[b][2i] and o[b][2i + 1] hold
-  /// columns 4t, 4t + 2 and 4t + 1, 4t + 3 of number 16 * i on (four_outputs()).
+  /// columns 4t, 4t + 2 and 4t + 1, 4t + 3 of the 16 from 16 * i on (four_outputs()).
   template <int kTokens, class VTile, class KvElement>
   __device__ __forceinline__ void widened_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     static_assert(kColumns % 32 == 0, "two groups of 16 columns are loaded together");
@@ -306,7 +306,7 @@ struct WarpState {
     }
   }
 
-  /// After widened_accumulate(): columns 4t to 4t + 3 of number 8 * n on, n even.
+  /// Columns 8 * n + 4t to 8 * n + 4t + 3 after widened_accumulate(); n is even.
   __device__ __forceinline__ float4 four_outputs(int b, int n, int half, float factor) const {
     const float (&even)[4] = o[b][n];
     const float (&odd)[4] = o[b][n + 1];
@@ -388,7 +388,8 @@ __device__ __forceinline__ void scale_scores(const Variant& variant, float (&s)[
   }
 }
 
-/// What all scores of a KV head are multiplied by: what scales a row of Q or K that is transformed is part of it.
+/// What all scores of a KV head are multiplied by. Scales of Q or K are not part of it if a variant transforms their
+/// rows, which were multiplied by them.
 template <class Variant>
 __device__ __forceinline__ float score_scale(const Variant& variant, float sm_scale) {
   if constexpr (Variant::kHasQueryScale && !VariantHooks<Variant>::kQuery)

@@ -9,7 +9,7 @@
 
 namespace attn {
 
-/// Sixteen numbers as they are stored, times `scale`, as two chunks of Element.
+/// Widens sixteen stored numbers to two chunks of Element, times `scale`.
 template <class Element, class Stored>
 __device__ __forceinline__ void widen_sixteen(const uint4& bytes, float scale, uint4 (&wide)[2]) {
   const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};

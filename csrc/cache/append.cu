@@ -40,7 +40,8 @@ __device__ __forceinline__ void append(const AppendParams& p) {
   }
 }
 
-/// Bits that are set in some address or byte stride: a power of two that divides them all is below the lowest one.
+/// The bits that are set in some address or byte stride. A power of two divides all of them if it is at or below the
+/// lowest bit.
 __device__ __forceinline__ uint64_t address_bits(const AppendParams& p) {
   const int64_t strides = p.k_token_stride | p.k_head_stride | p.v_token_stride | p.v_head_stride |
                           p.k_cache.page_stride | p.k_cache.token_stride | p.k_cache.head_stride |

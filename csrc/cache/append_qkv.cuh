@@ -1,6 +1,6 @@
-// From a projection's output to the cache in one launch: norm, RoPE, write. As many lanes as a head has chunks take a
-// group of heads of one token (HeadGroup), once: with many CTAs and all loads under way before the first is used,
-// memory is kept busy.
+// Normalises, rotates and writes a projection's output to the cache in one launch. Each group of heads of one token
+// (HeadGroup) is taken once, by as many lanes as a head has chunks. Many CTAs, each of which issues all loads before it
+// uses the first, keep the memory busy.
 #pragma once
 
 #include "cache/elements_in_memory.cuh"
@@ -11,7 +11,7 @@
 
 namespace attn {
 
-/// Cosine and sine. One copy: with those of large angles it is long.
+/// Cosine and sine. Not inlined: with the path for large angles the code is long.
 __device__ __noinline__ float2 cos_sin(float angle) {
   float2 result;
   sincosf(angle, &result.y, &result.x);
@@ -42,7 +42,7 @@ struct Angles {
     }
   }
 
-  /// To the bits of float32 numbers.
+  /// Turns what was loaded into the bits of float32 numbers.
   __device__ __forceinline__ void widen(const QkvParams& p, int32_t position) {
     if (p.rotary == RotaryTable::kCosSin) {
 #pragma unroll
@@ -79,8 +79,8 @@ struct Chunk {
 
   __device__ __forceinline__ float operator[](int32_t i) const { return Element::unpack(words[i / 2] >> i % 2 * 16); }
 
-  /// The compiler no longer knows the words: else it keeps what it unpacked for the sum of squares, in twice the
-  /// registers.
+  /// Makes the compiler forget what it knows of the words: else it keeps what it unpacked for the sum of squares, in
+  /// twice the registers.
   __device__ __forceinline__ void forget() {
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) asm volatile("" : "+r"(words[i]));
@@ -152,7 +152,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
-  // All loads, before anything waits for one of them: only a row of the table must wait, for its position.
+  // All loads are issued before anything waits for one of them. Only the row of the table must wait, for its position.
   IndexArray::Words position_words{}, slot_words{group.token, 0};
   if (is_rotated) position_words = p.positions.words(group.token);
   if (is_cached && p.slots) slot_words = p.slots.words(group.token);

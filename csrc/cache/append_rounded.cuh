@@ -9,7 +9,7 @@
 
 namespace attn {
 
-/// A block takes a token, as many lanes as a head has chunks take a head of its K or V.
+/// A block takes a token. As many lanes as a head has chunks take a head of its K or V.
 template <class Element>
 __device__ __forceinline__ void append_rounded(const QkvParams& p) {
   constexpr int32_t kSize = half_chunk(QkvKernel::kRounded);

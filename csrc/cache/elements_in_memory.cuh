@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_bytes(const uint32_t* words, uint8_t* to) 
   }
 }
 
-/// Divides by a scale, as IEEE 754 rounds, without the branches of a division: a product with the reciprocal, corrected
-/// by its remainder (Markstein 1990). What is far beyond an 8-bit number stays there.
+/// Divides by a scale and rounds as IEEE 754 does, without the branches of a division: multiplies by the reciprocal,
+/// and corrects the product by its remainder (Markstein 1990). What is far beyond the 8-bit numbers stays so.
 class Divisor {
  public:
   __device__ __forceinline__ explicit Divisor(float scale)

@@ -24,7 +24,7 @@ struct KvScale {
     return data[row * request_stride + static_cast<int64_t>(kv_head) * head_stride];
   }
 
-  /// Of all requests; 1 if they differ.
+  /// The scale of all requests; 1 if requests have their own.
   ATTN_HD float of_all_requests(int32_t kv_head) const { return is_of_requests() ? 1.0f : of(0, kv_head); }
 };
 

@@ -8,7 +8,7 @@
 
 namespace attn {
 
-/// Of a block of the kernel, which takes one token at a time: a warp for each scale.
+/// Threads of a block of the kernel, which takes one token at a time: a warp for each scale.
 constexpr int32_t kAppendLatentThreads = ScaledLatentRow::kScales * 32;
 
 /// Writes bf16 latents and rotated parts to rows with scales of their own; a slot that is negative or beyond the cache
@@ -35,7 +35,7 @@ struct LatentParams {
 
 /// What numbers of this magnitude are divided by: the largest becomes the largest that e4m3 holds.
 ATTN_HD float latent_scale(float largest) {
-  constexpr float kLeast = 1.17549435e-38f;  // zeros are divided by something
+  constexpr float kLeast = 1.17549435e-38f;  // so that zeros are not divided by 0
   return max_of(largest / 448.0f, kLeast);
 }
 

@@ -7,7 +7,7 @@
 
 namespace attn {
 
-/// Of a block of the append kernel.
+/// Threads of a block of the append kernel.
 constexpr int32_t kAppendThreads = 128;
 
 /// Copies new tokens into the paged cache: token i goes to slot slots[i] (page * page_size + token in page); a negative

@@ -54,8 +54,8 @@ struct QkvParams {
   int32_t lane_bits;            // log2 of the lanes that have a head
 };
 
-/// The kernels. kGeneral takes everything, a few bytes at a time; the others what is aligned, with angles from a table;
-/// kRounded neither Q nor angles, for 8-bit caches.
+/// The kernels. kGeneral takes everything, a few bytes at a time. The others need aligned tensors, and angles from a
+/// table. kRounded is for 8-bit caches, without Q and angles.
 enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
@@ -70,7 +70,7 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
            static_cast<uint64_t>((cache.page_stride | cache.token_stride | cache.head_stride) * 2);
   };
   const int64_t table_bytes = p.table_stride * (p.rotary == RotaryTable::kCosSinFloat32 ? 4 : 2);
-  // A power of two that divides them all is below the lowest bit that is set.
+  // A power of two divides all of them if it is at or below the lowest bit that is set.
   const uint64_t bits = of_rows(p.q) | of_rows(p.k) | of_rows(p.v) | of_rows(p.q_out) | of_cache(p.k_cache) |
                         of_cache(p.v_cache) | address(p.table) | static_cast<uint64_t>(table_bytes) |
                         address(p.q_norm) | address(p.k_norm);
@@ -86,8 +86,8 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
 
 constexpr int32_t kAppendQkvThreads = 128;
 
-/// Of a group, at most. Two put some 60 KB under way on a multiprocessor, more than memory's latency takes, and leave a
-/// decode of one token few instructions to wait for.
+/// Most heads of a group. With two, some 60 KB are in flight on a multiprocessor, more than the memory's latency needs,
+/// and a decode of one token waits for few instructions.
 constexpr int32_t kGroupHeads = 2;
 
 enum class HeadKind : int32_t { kQ, kK, kV };

@@ -52,7 +52,7 @@ __device__ __forceinline__ uint4 converted(const uint4& pairs) {
                     converted<Element, Other>(pairs.z), converted<Element, Other>(pairs.w));
 }
 
-// Of 8 bits: four elements a word, which are widened before they are multiplied.
+// 8-bit types: four elements a word, which are widened before they are multiplied.
 
 struct Float8E4M3 {
   static constexpr int kBytes = 1;
@@ -68,7 +68,7 @@ struct Float8E5M2 {
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e5m2(pair); }
 };
 
-/// Of rows that hold more than elements (cache/scaled_latent.h): what is e4m3 in them.
+/// The e4m3 numbers in rows that hold more than elements (cache/scaled_latent.h).
 struct ScaledLatent : Float8E4M3 {
   static constexpr bool kRowsHaveScales = true;
 };

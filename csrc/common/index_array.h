@@ -32,7 +32,7 @@ struct IndexArray {
   ATTN_HD Words words(int32_t i) const {
     const char* element = static_cast<const char*>(data) + static_cast<int64_t>(i) * (is_int64 ? 8 : 4);
     const int32_t* at = reinterpret_cast<const int32_t*>(element);
-    // `high` of an int32 is not looked at.
+    // `high` of an int32 is not used.
 #if defined(__CUDA_ARCH__)
     return Words{__ldg(at), __ldg(at + is_int64)};
 #else

@@ -12,7 +12,7 @@ namespace attn {
 /// 0};`.
 __device__ char unknown_code;
 
-/// Thread `thread` of each block prefetches one of the lines, if there are so many, to be evicted last. Nothing waits
+/// Thread `thread` of each block prefetches one of the lines, if there are enough, to be evicted last. Nothing waits
 /// for them.
 __device__ __forceinline__ void prefetch_code(const KernelCode& code, uint32_t thread) {
   constexpr uint32_t kLineBytes = 128;

@@ -14,18 +14,18 @@ ATTN_HD constexpr Int ceil_div(Int a, Int b) {
   return (a + b - 1) / b;
 }
 
-/// a * b for 0 <= a, b: one instruction of a GPU, which with signs takes five.
+/// a * b for 0 <= a, b: one instruction on a GPU, where a signed product takes five.
 ATTN_HD uint64_t multiply(int32_t a, int32_t b) {
   return static_cast<uint64_t>(static_cast<uint32_t>(a)) * static_cast<uint32_t>(b);
 }
 
-/// a / b for 0 <= a and 0 < b: for a GPU, unsigned is shorter.
+/// a / b for 0 <= a and 0 < b. On a GPU an unsigned division is shorter.
 ATTN_HD int32_t divide(int32_t a, int32_t b) {
   return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
-/// a / b for 0 <= a and 0 < b: where both fit into 32 bits, as they nearly always do, without a 64-bit division, which
-/// costs a GPU a hundred instructions.
+/// a / b for 0 <= a and 0 < b. A 64-bit division takes a hundred instructions on a GPU: where both fit into 32 bits, as
+/// they nearly always do, it is avoided.
 ATTN_HD int64_t divide(int64_t a, int64_t b) {
   if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;

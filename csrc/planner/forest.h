@@ -193,8 +193,8 @@ ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestNode& no
   return node_cost(p, node, weight, node_states(node.rows, node.begin));
 }
 
-/// The most that a node counts for in what a forest saves. It is far more than any forest must save, and the sum over
-/// all nodes is an int32.
+/// The most that a node counts for in what a forest saves. It is far more than any forest must save, and small enough
+/// that the sum over all nodes is an int32.
 constexpr int32_t kMostSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
 
 /// What a node that is taken counts for, by node_cost_beside_none(). Where everything is taken it may cost more than it

@@ -1,4 +1,4 @@
-// From metadata to row groups and row tiles: what an engine says about a batch is read, clamped where it cannot be
+// Turns metadata into row groups and row tiles: what an engine says about a batch is read, clamped where it cannot be
 // right, and reported. The device planner and the host planner share it: the same arithmetic gives the same schedule,
 // bit for bit.
 #pragma once

@@ -16,7 +16,8 @@ constexpr int32_t kMaxSearchCtas = 128;
 /// (planner/device/context.cuh).
 constexpr int32_t kPlanSharedBytes = 18 * 1024;
 
-/// Row tiles of a plan in which a forest is sought: fewer, so that the cost of a KV tile of all of them is an int32.
+/// A forest is sought only in plans of fewer row tiles than this, so that the cost of a KV tile of all of them is an
+/// int32.
 constexpr int32_t kMaxForestTiles = 1 << 21;
 
 /// Row tiles whose place in the list of work the first CTA keeps in shared memory.

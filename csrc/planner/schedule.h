@@ -270,7 +270,7 @@ ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int32_t packed_rows, i
   return max_of(min_of(kind, config.max_kind), smallest);
 }
 
-/// Row tiles of a kind that hold so many packed rows.
+/// Row tiles of a kind that hold this many packed rows.
 ATTN_HD int32_t row_tiles_of(int32_t packed_rows, int32_t kind) {
   return static_cast<int32_t>((static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1) >> (4 + kind));
 }

@@ -13,7 +13,7 @@ namespace attn {
 constexpr int32_t kSelectionThreads = 512;
 
 /// The level of a plan whose page table is written: its pages have one token, and all rows of a request see all of
-/// them. It was planned for the most tokens that there may be; its lengths are reduced to those that there are.
+/// them. It was planned for the most tokens that may be selected; its lengths are reduced to how many were.
 struct PlannedSelection {
   Schedule schedule;
   int32_t is_planned;  // 0: there is no plan to tell

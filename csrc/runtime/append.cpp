@@ -47,7 +47,8 @@ std::atomic<const driver::Kernel*> append_kernels[kMaxDevices];
 
 std::string_view view(const String& text) { return {text.data(), text.size()}; }
 
-/// Before append_kv on a CUDA device, which then need not be given a file: looking it up takes a tenth of its time.
+/// Loads the kernel for a CUDA device. append_kv then need not be given a file: looking one up takes a tenth of its
+/// time.
 void load_append(String file, int64_t device) {
   const int32_t id = narrow("device", device, 0, kMaxDevices - 1);
   append_kernels[id] = &loaded("append_kernel", view(file), DLDevice{kDLCUDA, id});

@@ -267,7 +267,7 @@ uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_p
   } else {
     plan_on_host(params);
     errors = schedule_.header->errors;
-    // Of a table whose page ids change, those of a run count, which clamps and reports them.
+    // Where page ids may still change (then no prefixes are sought), a run clamps and reports those that it reads.
     if (errors == 0 && seeks_prefixes && has_negative_page(params)) errors = kPageIndexInvalid;
   }
   if (errors == 0) planned_page_size_ = params.levels[0].table.page_size;

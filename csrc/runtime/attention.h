@@ -31,7 +31,7 @@ struct AttentionConfig {
   int32_t max_levels;  // of a composition
   int32_t num_ctas;    // 0: as many as the device holds at once
   CascadeMode cascade;
-  int32_t design;  // in kDesigns: that the schedule is made for; without a GPU the CPU runs it, whichever it is
+  int32_t design;  // in kDesigns: the schedule is made for it; a CPU runs the schedules of all
   int32_t device;
   bool batch_invariant;
   bool on_cuda;

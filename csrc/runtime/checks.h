@@ -203,7 +203,7 @@ inline void check_no_overlap(const char* name, const TensorView& tensor) {
 }
 
 /// Kernels move 16 bytes at a time: the base address and every stride that is used must be multiples of 16 bytes. Rows
-/// of an 8-bit cache need not have so many: those are moved 8 bytes at a time.
+/// of 8-bit elements that are no multiple of 16 bytes are moved 8 bytes at a time, and need multiples of 8.
 inline void check_alignment(const char* name, const TensorView& tensor) {
   const int64_t element_bytes = tensor.dtype().bits / 8;
   const int64_t bytes = tensor.size(tensor.ndim() - 1) * element_bytes % 16 == 0 ? 16 : 8;

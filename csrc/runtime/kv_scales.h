@@ -10,7 +10,7 @@
 
 namespace attn {
 
-/// What is a tensor or a number; None: the number `otherwise`.
+/// Takes a tensor or a number; None: the number `otherwise`.
 struct TensorOrNumber {
   std::optional<TensorView> tensor;
   double number;

@@ -146,11 +146,11 @@ int32_t multiprocessors_of(int32_t device) {
   return known[device];
 }
 
-/// CTAs of the cluster that takes a row, from measurements (ADR 32). They are doubled while a warp has more than one
-/// segment and there is room: for three on a multiprocessor where a row has one so far; then for one in short rows, two
-/// in long rows with top-k, which leaves few tokens soon, and four in other long rows. Long rows with top-p are read
-/// more than once, some more often than others: two CTAs a row, even if not all have room at once, end sooner. Clusters
-/// of 16 take longer to start: only for long rows, where every multiprocessor has one CTA at most.
+/// CTAs of the cluster that takes a row, from measurements (ADR 32). Their number is doubled while a warp has more than
+/// one segment and no multiprocessor gets too many: at most three at the first doubling; then one for short rows, two
+/// for long rows with top-k, which soon leaves few tokens, and four for other long rows. Long rows with top-p are read
+/// more than once, some more often than others: two CTAs a row end sooner, even if not all have room at once. Clusters
+/// of 16 take longer to start, and are only for long rows where every multiprocessor has at most one CTA.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
   const int32_t multiprocessors = multiprocessors_of(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);

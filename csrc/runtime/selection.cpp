@@ -16,7 +16,7 @@ using tvm::ffi::String;
 constexpr int32_t kMaxDevices = 64;
 driver::Kernel selection_kernels[kMaxDevices];  // from load_selection(), which comes before
 
-/// Before anything is packed on a CUDA device.
+/// Loads the kernel for a CUDA device, before anything is packed there.
 void load_selection(String file, int64_t device) {
   static std::mutex mutex;
   const int32_t id = narrow("device", device, 0, kMaxDevices - 1);

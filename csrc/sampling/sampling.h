@@ -25,7 +25,7 @@ constexpr int32_t kPortableClusterCtas = 8;
 constexpr int32_t kMaxClusterCtas = 16;
 constexpr int32_t kSamplingStateBytes = 63744;  // of shared memory, before the tables of segments
 
-// Of rows without filters whose CTAs tell each other through global memory.
+// For rows without filters, whose CTAs exchange messages through global memory.
 constexpr int32_t kUnfilteredCtas = 3;    // on a multiprocessor at a time
 constexpr int32_t kMostSharedRows = 256;  // whose CTAs wait at a time
 constexpr int32_t kWorkspaceWords =
@@ -306,7 +306,7 @@ struct LogitWeights {
 
   ATTN_HD uint64_t operator()(float logit) const { return exp2_fixed(max_of(logit - reference, floor), scale); }
 
-  /// log2 of what the logit weighs, up to what is the same for the whole row; exact.
+  /// log2 of the logit's weight, up to a term that is the same for the whole row; exact.
   ATTN_HD double strength(float logit) const { return static_cast<double>(logit) * static_cast<double>(scale); }
 };
 
@@ -326,7 +326,8 @@ struct ProbWeights {
   ATTN_HD double strength(float prob) const { return static_cast<double>(log2_of(prob)); }
 };
 
-/// How much one unit of a segment's sum, relative to the segment's own reference, is of the row's, times 2^40.
+/// What one unit of a segment's sum, which is relative to the segment's own reference, is in units of the row's, times
+/// 2^40.
 ATTN_HD uint64_t segment_factor(const LogitWeights& row, float segment_reference) { return row(segment_reference); }
 ATTN_HD uint64_t segment_factor(const ProbWeights& row, float segment_reference) {
   const uint32_t shift = (float_bits(row.reference) >> 23) - (float_bits(segment_reference) >> 23);
@@ -373,7 +374,7 @@ ATTN_HD uint32_t race_tail(int64_t seed, int64_t position, int32_t token) {
 }
 
 /// -log2 of the exponential number -ln(1 - x), x = (bits + 1/2) / 2^48, to 4e-7 (absolute near 1, else relative). No
-/// more than -log2(x), but for that error.
+/// more than -log2(x), except for that error.
 ATTN_HD float race_gain(uint64_t bits) {
   constexpr float kUnit = 3.552713678800501e-15f;  // 2^-48
   constexpr uint64_t kAll = (uint64_t{1} << 48) - 1;

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from health_server import SERVE_HEALTH
 
 from integration import compare_tokens
 from integration.compare_tokens import compare, serve_side_by_side
@@ -46,13 +47,9 @@ def test_answers_of_different_lengths_are_refused():
         compare([answer(1)], [answer(1, 2)])
 
 
-SERVER = """
-import http.server, sys, time
+SLOW_START = """
+import sys, time
 time.sleep(float(sys.argv[2]))
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
 
@@ -62,7 +59,7 @@ class FakeEngine:
     name = "fake"
 
     def server_command(self, launch):
-        return [sys.executable, "-c", SERVER if launch.backend == "answers" else "exit('no GPU')", str(launch.port), "1.0"]
+        return [sys.executable, "-c", SLOW_START + SERVE_HEALTH if launch.backend == "answers" else "exit('no GPU')", str(launch.port), "1.0"]
 
     def server_environment(self, launch):
         return {}

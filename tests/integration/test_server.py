@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from health_server import SERVE_HEALTH
 from tiers import mostly_slow
 
 from integration.engines import Launch
@@ -16,16 +17,12 @@ from integration.model import Model
 from integration.processes import STOP_GRACE_S, process_environment
 from integration.server import ServerError, free_port, running_server
 
-SERVER = """
-import http.server, os, signal, subprocess, sys, time
+WITH_WORKER = """
+import os, signal, subprocess, sys, time
 worker = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"])
 print(f"workers {os.getpid()} {worker.pid}", flush=True)
 if sys.argv[2] == "fails":
     sys.exit("cannot load the model")
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
 
@@ -35,7 +32,7 @@ class FakeEngine:
     name = "fake"
 
     def server_command(self, launch):
-        return [sys.executable, "-c", SERVER, str(launch.port), launch.backend]
+        return [sys.executable, "-c", WITH_WORKER + SERVE_HEALTH, str(launch.port), launch.backend]
 
     def server_environment(self, launch):
         return {}

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from health_server import SERVE_HEALTH
 
 from integration import benchmark as serving
 from integration import side_by_side, warm_up
@@ -25,15 +26,11 @@ from integration.side_by_side import benchmark_side_by_side, side_by_side_turns
 from integration.tokenizer import write_word_tokenizer
 from integration.workload import Prompt, Workload
 
-SERVER = """
-import http.server, sys, time
+MAY_FAIL = """
+import sys, time
 if sys.argv[2] == "fails":
     sys.exit("cannot load the model")
 time.sleep(float(sys.argv[3]))
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
 CLIENT = """
@@ -62,7 +59,7 @@ class FakeEngine:
 
     def server_command(self, launch):
         self.ports[launch.port] = launch.backend
-        return [sys.executable, "-c", SERVER, str(launch.port), launch.backend, "4.0" if launch.backend == "slow" else "0"]
+        return [sys.executable, "-c", MAY_FAIL + SERVE_HEALTH, str(launch.port), launch.backend, "4.0" if launch.backend == "slow" else "0"]
 
     def server_environment(self, launch):
         return {}

@@ -50,6 +50,25 @@ def test_strided_input_and_padding(device: torch.device) -> None:
     assert int((~storage.isnan()).sum()) == 2 * 4 * HEADS * 64
 
 
+@pytest.mark.parametrize("form", ["slots", "view of K"])
+def test_append_writes_rows_of_different_widths(device: torch.device, form: str) -> None:
+    generator = torch.Generator(device).manual_seed(1)
+    k = torch.randn(9, 2, 192, device=device, generator=generator).bfloat16()
+    v = k[..., :128] if form == "view of K" else torch.randn(9, 2, 128, device=device, generator=generator).bfloat16()
+    k_cache = torch.full((40, 2, 192), torch.nan, dtype=torch.bfloat16, device=device)
+    v_cache = k_cache[..., :128] if form == "view of K" else torch.full((40, 2, 128), torch.nan, dtype=torch.bfloat16, device=device)
+    slots = torch.tensor([3, 39, -1, 0, 17, 16, 40, 21, 5], device=device)
+    append_kv(k, v, KVCache.from_slots(k_cache, v_cache, 4), slots)
+    written = [i for i in range(9) if i not in (2, 6)]
+    places = slots[written]
+    assert k_cache[places].equal(k[written])
+    assert v_cache[places].equal(v[written])
+    untouched = torch.ones(40, dtype=torch.bool, device=device)
+    untouched[places] = False
+    assert k_cache[untouched].isnan().all()
+    assert v_cache[untouched].isnan().all()
+
+
 @pytest.mark.parametrize("of_v", ["heads first", "dense", "wide tokens", "wide heads"])
 def test_k_and_v_lie_in_different_ways(device: torch.device, of_v: str) -> None:
     """Each tensor has token and head strides of its own: K and V of the tokens, and both halves of the cache."""

@@ -40,7 +40,7 @@ def check(case: case_tensors.Case) -> None:
 
 def test_room_grows(device: torch.device) -> None:
     case = case_tensors.build(Spec((1, 70, 3), (300, 200, 130), dtype=torch.bfloat16), device)
-    small = Attention(8, 2, 64, device=device, max_rows=8, max_batch=2, num_ctas=37, cascade=False)
+    small = Attention(8, 2, 64, device=device, max_rows=8, max_batch=2, num_ctas=37, cascade=False, kernel=attention_kernels.kernel_of(device))
     with pytest.raises(ValueError, match="max_batch = 2"):
         small.plan(case.view)
     assert small.with_room(max_rows=3, max_batch=2) is small
@@ -55,7 +55,8 @@ def test_room_grows(device: torch.device) -> None:
 
 
 def test_growth_keeps_every_option(device: torch.device) -> None:
-    small = Attention(4, 2, 64, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn, device=device, max_rows=8, max_batch=2)
+    options = {"max_rows": 8, "max_batch": 2, "kernel": attention_kernels.kernel_of(device)}
+    small = Attention(4, 2, 64, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn, device=device, **options)
     large = small.with_room(max_rows=16)
     assert (large.q_dtype, large.max_rows) == (torch.float8_e4m3fn, 16)
     assert {"self", *vars(small._config)} == set(inspect.signature(Attention.__init__).parameters)
@@ -326,7 +327,7 @@ def test_a_plan_keeps_its_tensors(device: torch.device, as_composition: bool) ->
 @pytest.mark.parametrize(("num_qo_heads", "max_rows"), [(1, 2**31), (2, 2**30), (64, 2**25)])
 def test_packed_rows_fit_into_31_bits(device: torch.device, num_qo_heads: int, max_rows: int) -> None:
     with pytest.raises(ValueError, match=r"^max_rows\b.* is .*, must be "):
-        Attention(num_qo_heads, 1, 64, device=device, max_rows=max_rows, max_batch=1)
+        Attention(num_qo_heads, 1, 64, device=device, max_rows=max_rows, max_batch=1, kernel=attention_kernels.kernel_of(device))
 
 
 @pytest.mark.parametrize("seed", range(40))

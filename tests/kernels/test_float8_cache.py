@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 import variant_sources
+from attention_kernels import kernel_of
 from compositions import Shape, cascade_problem
 from float8_cases import DTYPES, MULTIPLIED_LSE_TOLERANCE, MULTIPLIED_TOLERANCE, Q_SCALES, SCALES, TOLERANCE, Float8Case, Needle, rounded_cache
 from tiers import mostly_slow
@@ -114,7 +115,7 @@ def test_queries_of_8_bits(device: torch.device, kernel: str | None, q_form: str
 def test_a_needle_among_128k_tokens(device: torch.device, kernel: str | None, head_dim: int, place: int) -> None:
     """One CTA's sum over all tokens must lose little: tensor cores add products of 8-bit numbers with about 14 bits."""
     needle = Needle(131_072, place, 128 if device.type == "cuda" else 3, head_dim, device)
-    attention = needle.attention(kernel=kernel)
+    attention = needle.attention(kernel=kernel_of(device))
     attention.plan(needle.view)
     assert needle.error(attention.run(needle.q, needle.kv, sm_scale=needle.sm_scale)) <= 1e-2
 
@@ -262,7 +263,7 @@ def test_bits_of_8_bit_queries_do_not_depend_on_the_batch(device: torch.device, 
         rows, own_k, own_v = (
             torch.cat([x.view(torch.uint8).split(lens)[i] for i in requests]).view(x.dtype) for x, lens in ((q, qo_lens), (k, kv_lens), (v, kv_lens))
         )
-        room = {"max_rows": len(q), "max_batch": 4, "batch_invariant": True, "kernel": kernel, "device": device}
+        room = {"max_rows": len(q), "max_batch": 4, "batch_invariant": True, "kernel": kernel_of(device), "device": device}
         attention = Attention(4, 2, 128, q_dtype=q.dtype, kv_dtype=q.dtype, **room)
         indptr = [torch.tensor([0, *[lens[i] for i in requests]], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device) for lens in (qo_lens, kv_lens)]
         attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
@@ -279,7 +280,7 @@ def test_saturated_queries(device: torch.device, kernel: str | None) -> None:
     shapes = ((40, 4, 128), (300, 2, 128), (300, 2, 128))
     q, k, v = (torch.randn(shape, device=device, generator=generator).sign().mul(448).to(torch.float8_e4m3fn) for shape in shapes)
     scale = 1 / 448
-    attention = Attention(4, 2, 128, q_dtype=q.dtype, kv_dtype=q.dtype, device=device, max_rows=40, max_batch=1, kernel=kernel)
+    attention = Attention(4, 2, 128, q_dtype=q.dtype, kv_dtype=q.dtype, device=device, max_rows=40, max_batch=1, kernel=kernel_of(device))
     indptr = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (40, 300)]
     attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
     out, lse = attention.run(q, KVCache.from_ragged(k, v, k_scale=scale, v_scale=scale), q_scale=scale, return_lse=True)

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import variant_sources
+from attention_kernels import kernel_of
 from compositions import Shape, cascade_problem
 from float8_cases import DTYPES, MULTIPLIED_TOLERANCE, TOLERANCE, Float8Case
 from float8_outputs import DTYPE, LARGEST, check_like_unfused, check_rounded, out_of_8_bits, scale_for
@@ -171,7 +172,7 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, kernel: str | Non
 
     def attend(requests: list[int]) -> torch.Tensor:
         rows, own_k, own_v = (torch.cat([x.split(lens)[i] for i in requests]) for x, lens in ((q, qo_lens), (k, kv_lens), (v, kv_lens)))
-        attention = Attention(4, 2, 128, max_rows=len(q), max_batch=4, batch_invariant=True, kernel=kernel, device=device, float8_out=True)
+        attention = Attention(4, 2, 128, max_rows=len(q), max_batch=4, batch_invariant=True, kernel=kernel_of(device), device=device, float8_out=True)
         indptr = [torch.tensor([0, *[lens[i] for i in requests]], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device) for lens in (qo_lens, kv_lens)]
         attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
         return attention.run(rows, KVCache.from_ragged(own_k, own_v), out_scale=0.01).view(torch.uint8)

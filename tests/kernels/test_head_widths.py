@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiers import mostly_slow
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
+from attn_backend import Attention, BSRView, KVCache, PageTable
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -79,25 +79,6 @@ def test_a_request_has_the_same_bits_in_every_batch(device: torch.device, head_d
         alone = case.attention(batch_invariant=True)
         alone.plan(BSRView(indptr, own))
         assert alone.run(case.q[first : first + rows], case.kv).equal(out[first : first + rows])
-
-
-@pytest.mark.parametrize("form", ["slots", "view of K"])
-def test_append_writes_rows_of_different_widths(device: torch.device, form: str) -> None:
-    generator = torch.Generator(device).manual_seed(1)
-    k = torch.randn(9, 2, 192, device=device, generator=generator).bfloat16()
-    v = k[..., :128] if form == "view of K" else torch.randn(9, 2, 128, device=device, generator=generator).bfloat16()
-    k_cache = torch.full((40, 2, 192), torch.nan, dtype=torch.bfloat16, device=device)
-    v_cache = k_cache[..., :128] if form == "view of K" else torch.full((40, 2, 128), torch.nan, dtype=torch.bfloat16, device=device)
-    slots = torch.tensor([3, 39, -1, 0, 17, 16, 40, 21, 5], device=device)
-    append_kv(k, v, KVCache.from_slots(k_cache, v_cache, 4), slots)
-    written = [i for i in range(9) if i not in (2, 6)]
-    places = slots[written]
-    assert k_cache[places].equal(k[written])
-    assert v_cache[places].equal(v[written])
-    untouched = torch.ones(40, dtype=torch.bool, device=device)
-    untouched[places] = False
-    assert k_cache[untouched].isnan().all()
-    assert v_cache[untouched].isnan().all()
 
 
 def test_wrong_widths_are_refused_by_name() -> None:

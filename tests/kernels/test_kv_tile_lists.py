@@ -178,7 +178,7 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
     tokens = 4096
     mask = list(masks(numpy.random.default_rng(8), 1, tokens, device))[number]
     view, *_ = one_request((8, 2), tokens, tokens, device)
-    attention = Attention(8, 2, 64, max_rows=tokens, max_batch=1, variant=mask.variant, device=device)
+    attention = Attention(8, 2, 64, max_rows=tokens, max_batch=1, variant=mask.variant, device=device, kernel=kernel_of(device))
     attention.plan(view, variant_args=mask.arguments)
     schedule = attention.schedule()
     rows = 128 // 4
@@ -263,7 +263,7 @@ def test_row_tiles_that_see_nothing(device: torch.device) -> None:
     assert (case.out[1500] == 0).all()
 
 
-def test_interval_masks_have_no_lists(device: torch.device) -> None:
+def test_interval_masks_have_no_lists() -> None:
     for variant in (builtin.chunked_local(100), builtin.prefix_lm(), builtin.causal(), builtin.tree_mask()):
         assert not variant.skips_kv_tiles, variant
         assert "kSkipsTiles" not in variant.source

@@ -11,6 +11,7 @@ import mixed_cases
 import numpy
 import pytest
 import torch
+from attention_kernels import kernel_of
 from compositions import Shape, cascade_problem, tree_problem
 from float8_cases import rounded, rounding
 from float8_outputs import check_rounded, out_of_8_bits, scale_for
@@ -117,7 +118,7 @@ def test_numbers_that_float16_does_not_have(device: torch.device, kernel: str | 
     """Q in bfloat16 becomes the largest float16, not infinity; NaN stays NaN. What the output cannot hold is infinite, as in any product of float16."""
     k = torch.full((3, 1, 64), 2.0**-14, device=device)
     v = torch.arange(3, device=device, dtype=torch.float32)[:, None, None].expand(3, 1, 64)
-    room: dict[str, Any] = {"device": device, "max_rows": 4, "max_batch": 1, "kernel": kernel}
+    room: dict[str, Any] = {"device": device, "max_rows": 4, "max_batch": 1, "kernel": kernel_of(device)}
     view = BSRView(
         torch.tensor([0, 4], dtype=torch.int32, device=device), PageTable.ragged(torch.tensor([0, 3], dtype=torch.int32, device=device)), causal=False
     )

@@ -13,8 +13,9 @@ from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES, 
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.kernels.append import append_kv
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.kernel_files import arch_on
-from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, SM90, HeadDims
+from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, SM90
 from attn_backend.metadata.kv_cache import KVCache
 
 

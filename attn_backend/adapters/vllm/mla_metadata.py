@@ -24,7 +24,7 @@ from attn_backend.adapters.vllm.metadata import workspace_maxima
 from attn_backend.adapters.vllm.mla_prefill import MlaPrefill, make_prefill
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
-from attn_backend.kernels.manifest import HeadDims
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
 

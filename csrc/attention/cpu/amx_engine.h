@@ -114,7 +114,7 @@ class AmxEngine {
     }
   }
 
-  /// Enough for probabilities that are rounded to bf16 and for sums of them.
+  /// Accurate enough for probabilities that are rounded to bf16, and for their sums.
   static __m512 exp2(__m512 x) { return Isa::exp2_short(x); }
 
   void store_probabilities(int buffer, int panel_row, int token, __m512 p) {

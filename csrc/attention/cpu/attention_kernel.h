@@ -41,8 +41,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   using Rows = CacheRows<Isa, Element>;
   using TransformedRows = typename Rows::TransformedRows;
 
-  // A row's reference maximum follows a greater score only when exponentials would grow beyond 2^this: outputs are
-  // rarely rescaled.
+  // A row's reference maximum is raised only when exponentials would exceed 2^kMaxGrowth, so that outputs are rarely
+  // rescaled.
   static constexpr float kMaxGrowth = 8.0f;
 
  public:
@@ -53,7 +53,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     kernel.compute(next);
   }
 
-  /// Of all rows of a level, one after another.
+  /// Finds the ranges of all rows of a level, and lists KV tiles if the variant skips some.
   static void find_row_ranges(const RowRangeParams& params) {
     using Variant = typename WithoutScales<Variant_>::Variant;
     if constexpr (VariantHooks<Variant>::kMask) {
@@ -70,7 +70,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   }
 
  private:
-  /// Of a row tile of a level.
+  /// Lists the KV tiles that one row tile of a level needs.
   template <class Variant>
   static void list_kv_tiles(const RowRangeParams& params, int32_t number) {
     const TileOfLevel of_level(params.plan, params.level, number);
@@ -112,7 +112,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
       if (count_rows(params, item) == 0) kv_tile_ = item.kv_tile_end;
     }
 
-    /// Empty after the last one.
+    /// The next block; empty after the last one.
     TokenRange next() {
       while (run_.begin >= run_.end && kv_tile_ < item_.kv_tile_end) next_run();
       const TokenRange block{run_.begin, min_of(run_.end, run_.begin + Engine::kBlockTokens)};
@@ -121,7 +121,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
 
    private:
-    /// Goes to the next KV tiles between which there are no holes.
+    /// Goes to the next run of KV tiles without holes between them.
     void next_run() {
       const RowTile& tile = params_.schedule.tiles[item_.tile];
       const int32_t begin = token_of(tile, kv_tile_);
@@ -196,7 +196,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   void load_queries() {
     for (int r = 0; r < rows_; ++r) {
       RowPlace place = find_row(params_, item_, r);
-      if (!place.exists) place.row = 0;  // of a row list with a wrong row: computed for nothing
+      if (!place.exists) place.row = 0;  // the row list is wrong: the result is not used
       Element made[kMaxHeadDim];
       const Element* q = row_of_q(place, made);
       if constexpr (VariantHooks<Variant>::kQuery) {
@@ -214,7 +214,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
   }
 
-  /// A row of Q; of two parts, or of another type: made in `made`.
+  /// A row of Q. It is put together in `made` if it has two parts or another type.
   const Element* row_of_q(const RowPlace& place, Element* made) const {
     const QueryPart q{params_.q, params_.q_row_stride, params_.q_head_stride};
     const QueryPart& rope = params_.q_rope;
@@ -229,7 +229,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     return made;
   }
 
-  /// Columns of a row of Q; of another type: as Element in `made`.
+  /// Columns of a row of Q, converted in `made` if they have another type.
   const Element* part_of_q(const QueryPart& part, const RowPlace& place, int columns, Element* made) const {
     const int64_t element = place.row * part.row_stride + place.head * part.head_stride;
     if constexpr (kWidens) {
@@ -286,7 +286,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   /// Bytes of an element of the cache.
   static constexpr int64_t kKvBytes = kWidens ? 1 : static_cast<int64_t>(sizeof(Element));
 
-  /// Of tokens [begin, end) of the block.
+  /// Widens the keys and values of tokens [begin, end) of the block.
   void widen_cache(TokenRows& tokens, const TokenRange& part, TransformedRows& keys, TransformedRows& values) const {
     if constexpr (kWidens) {
       if (variant_.scales.element == DataType::kScaledLatent) {
@@ -352,8 +352,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
       engine_.pack_values(tokens, begin, end);
     }
 
-    // Panels go through three steps, and each step works on another panel: none waits for what was written just before
-    // it.
+    // Panels go through three steps. At any time each step works on another panel, so that none waits for what was
+    // written just before.
     Panel scored{}, weighted{};
     int buffer = 0;
     for (int row = 0; row < rows_ || scored.rows > 0 || weighted.rows > 0;) {

@@ -51,7 +51,7 @@ struct CacheRows {
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 
-  /// A row of Q of the other 16-bit type. Beyond the largest float16 is that one, as on a GPU.
+  /// Converts a row of Q from the other 16-bit type. What exceeds the largest float16 becomes that, as on a GPU.
   static void convert_row(const typename OtherElementOf<Element>::Type* row, int columns, Element* to) {
     alignas(64) float values[kMaxHeadDim];
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store(values + j, Isa::load_elements(row + j, columns - j));

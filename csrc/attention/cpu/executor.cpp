@@ -11,7 +11,7 @@
 namespace attn::cpu {
 namespace {
 
-// Below these a job is done before other threads have woken up.
+// A job with less work is done before other threads have woken up.
 constexpr int64_t kMinThreadedWork = 20000;  // about a nanosecond each
 constexpr int64_t kMinThreadedBytes = 256 * 1024;
 
@@ -81,7 +81,7 @@ void run_cta(const CpuAttentionParams& params, const Kernels& kernels, HeadDims 
   }
 }
 
-/// The (row tile, KV head) pairs that start in one CTA's interval and end in a later one's, but for those whose rows
+/// The (row tile, KV head) pairs that start in one CTA's interval and end in a later one's, except those whose rows
 /// keep states.
 std::vector<SplitPair> find_split_pairs(const AttentionParams& params) {
   const Position* positions = params.schedule.positions;

@@ -48,7 +48,7 @@ struct MatrixProduct {
     for (; column < columns; column += Isa::kWidth) block<Rows, 1>(a, lda, b + column, ldb, c + column, ldc, depth);
   }
 
-  /// Fewer than kMicroRows rows.
+  /// The last rows, fewer than kMicroRows.
   template <int Rows>
   static void last_rows(int rows, const float* a, int lda, const float* b, int ldb, float* c, int ldc, int depth,
                         int columns) {

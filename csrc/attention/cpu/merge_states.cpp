@@ -36,7 +36,7 @@ struct Columns {
   }
 };
 
-/// One row, all heads. `merged`: head_dim floats, rounded up to whole vectors.
+/// Merges one row, all heads. `merged`: head_dim floats, rounded up to whole vectors.
 template <class Element>
 void merge_row(const MergeStatesParams& p, int32_t row, float* merged) {
   using Vectors = Columns<Element>;

@@ -36,7 +36,7 @@ class RowStates {
     }
   }
 
-  /// All heads of row number `merge_row` among those that are in several row groups.
+  /// Merges all heads of a row: number `merge_row` of those that are in several row groups.
   static void merge_row(const CpuAttentionParams& params, HeadDims dims, int32_t merge_row, Scratch& scratch) {
     const ScheduleHeader& header = *params.schedule.header;
     const int32_t group_size = params.group_size.divisor;
@@ -71,13 +71,13 @@ class RowStates {
 
  protected:
   struct RowOut {
-    Element* o;  // unless it is one of these
+    Element* o;  // unless O has one of the types below
     OtherElement* other;
     Float8E4M3* float8;
     float* lse;
   };
 
-  /// A row of a tile as a row and a head of Q and O.
+  /// Which row and head of Q and O a row of a tile is.
   struct RowPlace {
     bool exists;
     int64_t row;
@@ -89,8 +89,8 @@ class RowStates {
     return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
   }
 
-  /// Rows of the tile that the schedule knows: packed rows are in order of query rows, and those of a query row beyond
-  /// num_rows are ignored.
+  /// How many rows of the tile exist. Packed rows are in the order of query rows; those of query rows beyond num_rows
+  /// are ignored.
   static int count_rows(const AttentionParams& params, const WorkItem& item) {
     const RowTile& tile = params.schedule.tiles[item.tile];
     const RowGroup& group = params.schedule.groups[tile.group];

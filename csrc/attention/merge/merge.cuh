@@ -23,8 +23,7 @@ __device__ __forceinline__ bool is_inside(const Position& position, const Positi
 }
 
 /// The last CTA up to `cta` whose interval does not start inside `pair`. All lanes of the warp take part. `position`:
-/// of the CTA as many before `cta` as the lane's number; it is loaded beforehand, since nothing hides the latency of
-/// what depends on another load.
+/// that of CTA `cta` - lane, loaded beforehand because nothing would hide the latency of a dependent load.
 __device__ __forceinline__ int32_t find_first_part(const AttentionParams& params, int32_t cta, const Position& pair,
                                                    Position position) {
   const int32_t lane = threadIdx.x % 32;
@@ -38,7 +37,7 @@ __device__ __forceinline__ int32_t find_first_part(const AttentionParams& params
 }
 
 /// The first CTA from `cta` on whose interval does not start inside `pair`. All lanes of the warp take part.
-/// `position`: of the CTA as many after `cta` as the lane's number.
+/// `position`: that of CTA `cta` + lane.
 __device__ __forceinline__ int32_t find_end(const AttentionParams& params, int32_t cta, const Position& pair,
                                             Position position) {
   const int32_t lane = threadIdx.x % 32;

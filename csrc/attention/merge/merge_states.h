@@ -6,7 +6,7 @@
 
 namespace attn {
 
-/// Of a block; a warp takes one row and head.
+/// Threads of a block. A warp takes one row and head.
 constexpr int32_t kMergeStatesThreads = 128;
 
 /// Row r has the states [begin(r), end(r)): of `indptr`, where all rows' states lie one after another, or else

@@ -190,7 +190,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
   using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kWidensInRegisters>;
   using Query = QTile<Traits>;
-  // As they are multiplied.
+  // K and V as they are multiplied.
   using Keys = typename Conditional<Traits::kStages, StagedKTile<Traits>, KTile<Traits>>::Type;
   using Values = typename Conditional<Traits::kStages, StagedVTile<Traits>, VTile<Traits>>::Type;
   using Output = OTile<Traits>;

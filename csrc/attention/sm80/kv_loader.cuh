@@ -114,7 +114,7 @@ struct KvLoader {
     look_up(page_table());
   }
 
-  /// Fills the ring but for its last slot. Every thread of the CTA takes part in this and in the other public steps.
+  /// Fills the ring except its last slot. Every thread of the CTA takes part in this and in the other public steps.
   __device__ __forceinline__ void start() {
     PageTableView table = page_table();
     publish(table, 0);
@@ -182,7 +182,7 @@ struct KvLoader {
     ptx::cp_async_commit();
   }
 
-  /// The same of rows that are widened on their way, through registers: four threads take a row.
+  /// The same for rows that are widened on their way, in registers. Four threads take a row.
   template <class Tile>
   __device__ __forceinline__ void copy_widened(int which, int parity, int pair) {
     if (!published) return;
@@ -192,7 +192,7 @@ struct KvLoader {
     constexpr int kAtOnce = 5;  // pieces of a row that are on their way
     static_assert(kThreads / 4 == kTokens && Tile::kHeadColumns % 64 == 0);
     char* const tile = shared + layout.kv + pair * layout.pair_bytes + which * layout.k_slot_bytes;
-    // The rows of a pair that eight lanes write differ such that their stores fall into different banks.
+    // Eight lanes write a pair of rows, chosen so that their stores fall into different banks.
     const int lane = threadIdx.x % 32;
     const int row = threadIdx.x / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
     const Row from{reinterpret_cast<const char*>(row_addresses(parity, which)[Passes<Tile>::number(row)]), lane % 4};

@@ -30,7 +30,7 @@ struct Tuning {
   int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };
 
-/// The first that is for heads of such widths; one without tokens: there is none.
+/// The first entry for heads of these widths. If there is none, its kv_tile is 0.
 template <int kCount>
 ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dims) {
   for (const Tuning& tuning : tunings) {

@@ -28,7 +28,7 @@ using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;
 template <class Traits>
 using VTile = SharedTile<typename Traits::KvElement, Traits::Shape::kV>;
 
-// As they are multiplied, where they are staged (Traits::kStages).
+// K and V tiles that are widened into memory of their own before they are multiplied (Traits::kStages).
 template <class Traits>
 using StagedKTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
 

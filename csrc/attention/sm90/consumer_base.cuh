@@ -34,7 +34,7 @@ __device__ __forceinline__ void sync_warpgroup() {
   ptx::barrier_sync(kWarpgroupBarrier + warpgroup(), kWarpgroupThreads);
 }
 
-/// Of this warpgroup, or of both.
+/// Waits for the threads of this warpgroup, or of both.
 template <int kLanes>
 __device__ __forceinline__ void sync_consumers() {
   static_assert(kLanes == kWarpgroupThreads || kLanes == kConsumerThreads);
@@ -93,7 +93,7 @@ struct ConsumerBase {
   /// with ALiBi: rows would outgrow their maxima all the time (a prefill of 4 x 4096 took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
       Shared::kTuning.keeps_maxima && !(VariantHooks<Variant>::kLogits && Variant::kReadsRows);
-  /// Of one warp: 16 rows.
+  /// The state of one warp, which has 16 rows.
   using State = WarpState<Element, kVColumns, 1>;
   using Rows = LaneRows<Variant, 1>;
   using Target = OutputTarget<typename Traits::OutElement, true, Variant>;
@@ -162,7 +162,7 @@ struct ConsumerBase {
     return kv_tile.token;
   }
 
-  /// From products to logits, masked. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on; `rows`: the
+  /// Turns products into masked logits. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on. `rows`: the
   /// lane's.
   template <int kBlocks>
   __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
@@ -180,13 +180,13 @@ struct ConsumerBase {
 
   // --- 8-bit caches
 
-  /// What wgmma takes of K and V.
+  /// The K and V tiles that wgmma reads.
   __device__ __forceinline__ char* wide_keys(int slot) const { return kWidens ? shared.widened(0) : shared.kv(slot); }
   __device__ __forceinline__ char* wide_values(int slot) const { return kWidens ? shared.widened(1) : shared.kv(slot); }
 
-  /// Widens what is multiplied together, and transforms it: the V tile from `token` on, and the K tile after it;
-  /// `has_values`, `has_keys`: those that there are; `left`: KV tiles of the item after the V tile. Both warpgroups
-  /// call it, with the same, when they have no products under way. Frees the parts.
+  /// Widens and transforms the tiles that are multiplied together: the V tile from `token` on, and the K tile after it.
+  /// `has_values`, `has_keys`: whether there is one. `left`: KV tiles of the item after the V tile. Both warpgroups
+  /// call it with the same arguments, when they have no products under way. Frees the parts of the ring.
   __device__ __forceinline__ void widen_tiles(const WorkItem& item, const typename Shared::KvPlace& values,
                                               const typename Shared::KvPlace& keys, int32_t token, bool has_values,
                                               bool has_keys, int32_t left) const {
@@ -310,8 +310,8 @@ struct ConsumerBase {
     arrive_transformed(item);
   }
 
-  /// The same once the product of Q and the K tile at `kv`, from `token` on, has been started: while the tensor cores
-  /// work.
+  /// Transforms the next tiles early: the product of Q and the K tile at `kv`, which begins at `token`, has been
+  /// started, and the tensor cores work meanwhile.
   __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys,
                                                   int32_t left) const {
     if constexpr (kTransformsRing && kTransformsEarly)
@@ -343,14 +343,14 @@ struct ConsumerBase {
 #pragma unroll
     for (int part = 0; part < Shared::kParts; ++part, ++place.slot) shared.free_kv(place, 1);
   }
-  /// After the products with a tile.
+  /// Frees a tile after its products. (A tile that is widened was freed by widen_tiles().)
   __device__ __forceinline__ void multiplied(const typename Shared::KvPlace& place) const {
     if constexpr (!kWidens) free_tile(place);
   }
   __device__ __forceinline__ void next_tile() { kv = kv.ahead(Shared::kParts); }
 
-  /// Waits for K and V. Mostly they have arrived: testing all barriers at once is faster than waiting for one after
-  /// another.
+  /// Waits for K and V. Usually they have arrived: testing all barriers at once is then faster than waiting for one
+  /// after another.
   __device__ __forceinline__ void wait_for_tiles(typename Shared::KvPlace keys, typename Shared::KvPlace values) const {
     if (kWidens || (is_tile_full(keys) & is_tile_full(values))) return;  // widen_tiles() waits itself
     wait_for_tile(values);
@@ -360,7 +360,7 @@ struct ConsumerBase {
   /// Zeroes the rows of a V tile that must not be read.
   __device__ __forceinline__ void clear_unreadable(const typename Shared::KvPlace& place, int32_t first_token,
                                                    const TokenRange& readable) const {
-    if constexpr (kWidens) return;  // widen_share() does it
+    if constexpr (kWidens) return;  // widen_tiles() does it
     if (first_token < readable.begin || first_token + kTokens > readable.end) {
       zero_rows<Values, kWarpgroupThreads>(shared.kv(place.slot), 0, kTokens, readable.begin - first_token,
                                            readable.end - first_token, consumer_thread() % kWarpgroupThreads);

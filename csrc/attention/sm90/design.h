@@ -37,7 +37,7 @@ inline int32_t unit_shift(const AttentionParams& params) {
 inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data, DataType dtype,
                         int32_t columns, int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
   const int32_t group_size = params.group_size.divisor;
-  // Of wide heads a row tile may have some heads of one row.
+  // With wide heads a row tile may have only some heads of a row.
   const bool has_part_of_group = is_wide(context.dims) && group_size % packed_rows == 0;
   const int32_t box_heads = has_part_of_group ? packed_rows : group_size;
   if (packed_rows % box_heads != 0 || params.num_rows == 0) return false;

@@ -12,8 +12,8 @@
 //     tensor cores  | Q K(0) |        | P V(0) | Q K(1) |        | P V(1) | ...
 //     warpgroup     | V(0)^T | exp(0) |        | V(1)^T | exp(1) |        | ...
 //
-// Two warps of an instruction scheduler are few, so what a warp waits for counts: what a product needs (whether K and V
-// have come, descriptors) is found out while another product is under way.
+// An instruction scheduler has only two warps here, so what a warp waits for counts. What a product needs (whether K
+// and V have arrived, descriptors) is therefore prepared while another product is under way.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -118,7 +118,7 @@ struct Float8Consumer : Consumer<Traits> {
     ptx::wgmma_commit();
   }
 
-  /// Of the K tile in `slot`.
+  /// The descriptor of the K tile in `slot`.
   __device__ __forceinline__ ptx::MatrixDescriptor keys(int slot) const {
     return StoredKeys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
   }
@@ -136,7 +136,8 @@ struct Float8Consumer : Consumer<Traits> {
                                                  readable.end - first_token, consumer_thread() % kWarpgroupThreads);
       sync_warpgroup();
     }
-    // All have multiplied the tile before the last one: they have arrived for the last one, and do so after it.
+    // All warps have multiplied the tile before the last one: they do so before they arrive for the last one, and all
+    // have arrived.
     transposition.template run<kChunks>(values, transposed(), 0);
     if (item.kind != kMaxKind) transposition.template run<kChunks>(values, transposed(), kChunks);
     ptx::fence_async_proxy();  // before wgmma reads it
@@ -194,7 +195,7 @@ struct Float8Consumer : Consumer<Traits> {
     }
   }
 
-  /// As A of wgmma: a lane's probabilities of 32 tokens in the order of TransposedValues.
+  /// Packs a lane's probabilities as A of wgmma, 32 tokens at a time, in the order of TransposedValues.
   __device__ __forceinline__ static void pack(const float (&s)[1][kTokens / 8][4], uint32_t (&p)[kTokens / 32][4]) {
 #pragma unroll
     for (int k = 0; k < kTokens / 32; ++k) {

@@ -30,8 +30,8 @@ struct HopperParams {
   KernelCode merge_code;  // of the merge kernel, which runs next
 };
 
-/// Those of kernels of MLA's latents, whose Q may be two tensors: maps `q` and `q_row` describe the columns that V has,
-/// too, and these the others.
+/// The arguments of kernels of MLA's latents, whose Q may be two tensors. Maps `q` and `q_row` describe the columns
+/// that V also has, the maps below the others.
 struct LatentHopperParams : HopperParams {
   QueryPart q_rope;
   TensorMap q_rope_tile;

@@ -6,8 +6,8 @@
 // - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
 // - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
 //   no multiple of 16 bytes (RowCopier).
-// Of wide heads over an 8-bit cache all four widen tokens on the way (widening_copier.cuh).
-// The warps that load V also load Q: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
+// With wide heads over an 8-bit cache all four warps widen tokens on the way (widening_copier.cuh). The warps that load
+// V also load Q: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
 #pragma once
 
 #include "attention/output.cuh"
@@ -33,7 +33,7 @@ struct Share {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = Shared::kTuning.kv_tile / 2;
   static constexpr int kMostBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
-  /// Of wide heads: blocks that lie in the first part of a slot.
+  /// With wide heads: the blocks in the first part of a slot.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
 
   bool is_v;
@@ -49,7 +49,7 @@ struct Share {
 
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
-  /// Of blocks [first, end) of a row that TMA loads: it fills columns after the head's with zeros.
+  /// Bytes that TMA writes for blocks [first, end) of a row. It fills columns after the head's with zeros.
   __device__ __forceinline__ int row_bytes(int first, int end) const {
     return (min_of(end, blocks()) - first) * kBlockRowBytes;
   }
@@ -252,7 +252,7 @@ struct RowCopier {
   }
 };
 
-/// Whether the rows of Q that fill a Q tile end in it.
+/// Whether rows of Q, with all their heads, go into a Q tile without reaching beyond it.
 template <class Traits>
 __device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size) {
   if constexpr (!is_wide(Traits::Shape::kDims)) return true;  // half of the tile is room

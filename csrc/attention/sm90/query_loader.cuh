@@ -16,7 +16,7 @@
 
 namespace attn::sm90 {
 
-/// Of latents: blocks of columns that V has, too. They come first.
+/// With latents: the blocks of columns that V also has. They come first.
 template <class Traits>
 constexpr int kLatentBlocks = Traits::Shape::kV / kBlockColumns;
 

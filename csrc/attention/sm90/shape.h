@@ -44,7 +44,7 @@ struct Tuning {
   ATTN_HD constexpr int32_t q_rows() const { return tile_rows(max_kind); }  // of a Q tile
 };
 
-/// The first that is for heads of such widths; one without tokens: there is none.
+/// The first entry for heads of these widths. If there is none, its kv_tile is 0.
 template <int kCount>
 ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dims) {
   for (const Tuning& tuning : tunings) {
@@ -81,13 +81,14 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
 /// Bytes of WorkItem (attention/sm90/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 
-/// Of a row in one block of a tile in shared memory.
+/// Bytes of a row in one block of a tile in shared memory.
 constexpr int32_t kBlockRowBytes = 128;
 
 /// Columns of a row in one block of a tile that is multiplied.
 constexpr int32_t kBlockColumns = 64;
 
-/// After the WorkItem, with an 8-bit cache: requests of its rows, int32 [kQRows]; what its scores are multiplied by.
+/// Bytes after the WorkItem with an 8-bit cache: the requests of its rows, int32 [kQRows], and what its scores are
+/// multiplied by.
 constexpr int32_t kItemScalesBytes = kQRows * 4 + 16;
 
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K

@@ -64,14 +64,14 @@ struct SharedMemory {
     return base + kLayout.kv + slot / 2 * (kLayout.k_slot_bytes + kLayout.v_slot_bytes) +
            slot % 2 * kLayout.k_slot_bytes;
   }
-  /// Of an 8-bit cache: where the K tile is that is multiplied next, or (1) the V tile.
+  /// With an 8-bit cache: the K tile that is multiplied next, or the V tile if `is_v`.
   __device__ __forceinline__ char* widened(int is_v) const {
     return base + kLayout.widened + is_v * kLayout.widened_bytes;
   }
   __device__ __forceinline__ WorkItem& item(int slot) const {
     return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kLayout.item_bytes);
   }
-  /// Of an 8-bit cache: as write_requests() leaves them.
+  /// With an 8-bit cache: the requests of an item's rows, as write_requests() leaves them.
   __device__ __forceinline__ static const int32_t* requests(const WorkItem& item) {
     return reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(&item) + kWorkItemBytes);
   }
@@ -89,22 +89,22 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
   __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
 
-  /// Of variants that transform K or V, and where V of 8 bits is transposed.
+  /// The barrier of variants that transform K or V, and of 8-bit V, which is transposed.
   __device__ __forceinline__ uint32_t transformed() const { return q_full(2 * (kQSlots + kKvParts)); }
 
-  /// Of wide heads: the probabilities of a KV tile, their rows' corrections, and at the end of an item its rows'
-  /// states.
+  /// With wide heads: the probabilities of a KV tile and the corrections of their rows; at the end of an item the
+  /// states of its rows.
   __device__ __forceinline__ char* probabilities() const { return base + kLayout.probabilities; }
   __device__ __forceinline__ uint32_t p_full() const { return q_full(2 * (kQSlots + kKvParts) + 1); }
   __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQSlots + kKvParts) + 2); }
 
-  /// Where a producer thread's piece number `piece` is on its way.
+  /// Where piece number `piece` of a producer thread arrives.
   __device__ __forceinline__ char* staged(int piece) const {
     return base + kLayout.staged + (piece * kProducerThreads + ptx::thread_id()) * 16;
   }
 
-  /// All threads of the producer's warps that load V arrive at q_full; the thread that publishes the item arrives a
-  /// second time. At kv_full the warps that fill the part arrive, each with `lanes` lanes; where they widen, once.
+  /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
+  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);

@@ -31,7 +31,7 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>>
     return chunk / 8 * kBlockBytes + row * kRowBytes + (((chunk & 7) ^ (row & 7)) << 4);
   }
 
-  /// As in SharedTile.
+  /// As SharedTile::block().
   __device__ __forceinline__ static uint32_t block(uint32_t first, int rows, int columns) {
     return (first ^ columns % 4 * 32) + columns / 4 * kBlockBytes + rows * 16 * kRowBytes;
   }

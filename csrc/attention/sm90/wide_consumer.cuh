@@ -71,9 +71,9 @@ struct WideConsumer : Consumer<Traits> {
     }
   }
 
-  /// Of this warp, in the row tile.
+  /// This warp's first row in the row tile.
   __device__ __forceinline__ static int first_row() { return consumer_warp() % 4 * 16; }
-  /// Of this lane: the first of its two.
+  /// The first of this lane's two rows.
   __device__ __forceinline__ static int own_row() { return first_row() + ptx::lane_id() / 4; }
 
   // Places of the KV tile whose K is at `kv`, and of its neighbours; computed where they are needed, because registers
@@ -90,7 +90,7 @@ struct WideConsumer : Consumer<Traits> {
   __device__ __forceinline__ static KvPlace right_of(const KvPlace& place) {
     return KvPlace{place.slot + 1, place.parity};
   }
-  /// Frees a part that only this warpgroup reads last, for the other one, too.
+  /// Frees a part that this warpgroup alone reads last, also in the name of the other one.
   __device__ __forceinline__ void free_alone(const KvPlace& place) const { shared.free_kv(place, 2); }
 
   // Floats of each row, for the follower.

@@ -17,8 +17,7 @@ __device__ __forceinline__ void widen_rows(const char* from, char* to, int first
   constexpr int kChunks = 4;    // of 16 elements: a block of the wide tile
   constexpr int kWarpRows = 8;  // that a warp takes at a time
   const int lane = ptx::lane_id();
-  // The rows of a pair that eight lanes take differ such that neither their loads nor their stores fall into the same
-  // banks.
+  // Eight lanes take a pair of rows, chosen so that neither their loads nor their stores fall into the same banks.
   const int row_of_warp = ptx::thread_id() / 32 % 4 * kWarpRows + (lane / 8 ^ lane / 4 % 2 * 5);
   const int chunk = lane % kChunks;
 #pragma unroll 1  // unrolled, it takes registers that the output needs

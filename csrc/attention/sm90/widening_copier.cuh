@@ -14,9 +14,9 @@
 
 namespace attn::sm90 {
 
-/// A warp's share of the tiles: 16 tokens, of which a lane has two, and of their rows the quarters of blocks. It goes
-/// through them piece by piece, the right ones first, as the consumers take them; the next few are on their way, to
-/// shared memory if there is room, else to registers.
+/// A warp's share of the tiles: 16 tokens. A lane has two of them, and a quarter of each block of their rows. It loads
+/// piece by piece, the right part first, as the consumers take them. The next few pieces are on their way, to shared
+/// memory if there is room, else to registers.
 template <class Traits>
 struct WideningCopier {
   static constexpr bool kGathers = true;
@@ -41,8 +41,8 @@ struct WideningCopier {
   template <class Share>
   __device__ __forceinline__ WideningCopier(const HopperParams& params_, const Share& /*share*/) : params(params_) {}
 
-  /// Of the lane's rows: the first, in the tile. The rows of a pair that eight lanes write differ such that their
-  /// stores fall into different banks.
+  /// The first of the lane's rows in the tile. Eight lanes write a pair of rows, chosen so that their stores fall into
+  /// different banks.
   __device__ __forceinline__ static int first_row() {
     const int lane = ptx::lane_id();
     return ptx::thread_id() / 32 * kWarpTokens + (lane / 8 ^ lane / 4 % 2 * 5);
@@ -69,7 +69,7 @@ struct WideningCopier {
     return is_v ? params.attention.v : params.attention.k;
   }
 
-  /// Where what was looked up is, of KV head 0.
+  /// Where the rows that were looked up begin, for KV head 0.
   __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
     Box box;
 #pragma unroll
@@ -122,7 +122,7 @@ struct WideningCopier {
       row_of(box, step).template store<Tile>(tile, first_row() + row * kRowsAtOnce, piece_of(step),
                                              arrived(shared, step), scale(step));
       if (step + kAhead < kSteps) load(shared, box, step + kAhead);
-      if constexpr (kStages) ptx::cp_async_commit();  // also of nothing: arrived() counts on it
+      if constexpr (kStages) ptx::cp_async_commit();  // an empty group, too: arrived() counts them
     }
     ptx::fence_async_proxy();
     Shared::arrive_as_warp(shared.kv_full(part), 1);

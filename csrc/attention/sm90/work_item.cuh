@@ -77,7 +77,8 @@ struct WorkItem {
 
   WorkItem() = default;
 
-  /// From the cursor to the end of its pair, or of the interval. `kv_begin_`: of what is under the cursor.
+  /// The KV tiles from the cursor to the end of its pair, or of the interval. `kv_begin_`: where the one under the
+  /// cursor begins.
   __device__ __forceinline__ WorkItem(const LoadedRowTile& tile, const WorkCursor& cursor, int32_t kv_begin_) {
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     rows = tile.rows;

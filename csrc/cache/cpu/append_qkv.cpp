@@ -110,7 +110,7 @@ class TokenWriter {
     }
   }
 
-  /// As the other 16-bit type. Beyond the largest float16 is that one, as on a GPU.
+  /// Converts to the other 16-bit type. What exceeds the largest float16 becomes that, as on a GPU.
   void store_converted(const void* data, int64_t at) {
     using Other = typename OtherElementOf<Element>::Type;
     Other* to = static_cast<Other*>(const_cast<void*>(data)) + at;

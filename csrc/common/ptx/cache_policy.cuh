@@ -5,7 +5,7 @@
 
 namespace attn::ptx {
 
-/// As createpolicy makes them, of all of a copy's lines.
+/// The values that createpolicy makes, for all lines of a copy.
 enum CachePolicy : uint64_t {
   kKeepNormally = 0x1000000000000000,  // evict_normal
   kEvictFirst = 0x12f0000000000000,

@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
 #endif
 }
 
-/// Of the cluster in a grid of one dimension.
+/// The cluster's number in a grid of one dimension.
 __device__ __forceinline__ uint32_t cluster_id() {
 #if __CUDA_ARCH__ >= 900
   uint32_t id;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-/// The two halves of a barrier. The first orders nothing: it tells that all threads of the cluster have come to the
-/// first.
+/// The two halves of a barrier: the second returns once all threads of the cluster have called the first. That is
+/// relaxed: it makes no earlier writes visible.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -12,8 +12,8 @@ __device__ __forceinline__ uint32_t f16_of_e4m3(uint16_t pair) {
 #if __CUDA_ARCH__ >= 890
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
 #else
-  // Exponent and mantissa where an f16 has them; the product makes the exponent's bias right, of subnormal numbers,
-  // too. 0x7f is NaN: all bits below the sign are set.
+  // Moves exponent and mantissa to where an f16 has them. The product corrects the exponent's bias, for subnormal
+  // numbers, too. 0x7f is NaN: all bits below the sign are set.
   const uint32_t high = __byte_perm(pair, 0, 0x1404);  // each in the upper byte of its half
   const uint32_t magnitude = high & 0x7f007f00u;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(magnitude >> 1), "r"(0x5c005c00u));  // 2^8

@@ -12,7 +12,7 @@ __device__ __forceinline__ uint64_t global_timer() {
   return time;
 }
 
-/// What a CTA waits for another one at most: far longer than any launch takes, under a sanitizer too.
+/// The longest that a CTA waits for another one: far longer than any launch takes, even under a sanitizer.
 constexpr uint64_t kMostWait = 4'000'000'000;
 
 }  // namespace attn::ptx

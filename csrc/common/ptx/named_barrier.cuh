@@ -10,7 +10,7 @@ __device__ __forceinline__ void barrier_sync(int32_t barrier, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// Counts as one of those `threads`, but waits for none.
+/// Arrives as one of those `threads`, without waiting.
 __device__ __forceinline__ void barrier_arrive(int32_t barrier, int32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

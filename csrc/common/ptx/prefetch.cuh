@@ -5,7 +5,7 @@
 
 namespace attn::ptx {
 
-/// To be evicted last. Nothing waits for it.
+/// The line is evicted last. Nothing waits for it.
 __device__ __forceinline__ void prefetch_to_l2(const char* address) {
   asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(address));
 }

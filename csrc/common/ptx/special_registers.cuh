@@ -18,7 +18,7 @@ __device__ __forceinline__ int thread_id() {
   return thread;
 }
 
-/// Of a grid of one or two dimensions.
+/// Blocks of a grid of one or two dimensions.
 __device__ __forceinline__ uint32_t num_blocks() {
   uint32_t blocks;
   asm volatile("{\n.reg .u32 y;\nmov.u32 y, %%nctaid.y;\nmov.u32 %0, %%nctaid.x;\nmul.lo.u32 %0, %0, y;\n}"

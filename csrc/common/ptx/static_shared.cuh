@@ -3,7 +3,7 @@
 
 namespace attn::ptx {
 
-/// So many bytes beside a launch's dynamic shared memory: the same ones wherever a kernel asks for them.
+/// kBytes of static shared memory, beside a launch's dynamic one: the same bytes wherever a kernel asks for them.
 template <int kBytes>
 __device__ __forceinline__ char* static_shared() {
   static __shared__ __align__(1024) char memory[kBytes];

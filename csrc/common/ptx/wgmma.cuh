@@ -22,7 +22,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-/// What is computed of these values before stays before, what is computed after stays after: around waits for products.
+/// Keeps the compiler from moving computations with these values across this point. Used around waits for products.
 template <int kBlocks>
 __device__ __forceinline__ void wgmma_fence_operand(float (&c)[kBlocks][4]) {
 #pragma unroll

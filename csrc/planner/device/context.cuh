@@ -22,7 +22,7 @@ __device__ __forceinline__ void for_each(int32_t end, const Body& body) {
   for (int32_t i = thread_index(); i < end; i += kPlanThreads) body(i);
 }
 
-/// As for_each(), where the threads do something together in `body`: all call it equally often, also with i >= end.
+/// Like for_each(), for a `body` in which the threads work together: all call it equally often, also with i >= end.
 template <class Body>
 __device__ __forceinline__ void for_each_together(int32_t end, const Body& body) {
 #pragma unroll 1
@@ -61,7 +61,7 @@ __device__ __forceinline__ void report(PlanShared& shared, uint32_t errors) {
   if (errors != 0) atomicOr(&shared.errors, errors);
 }
 
-/// Writes to shared memory the largest of a warp's values and what is there.
+/// Raises a number in shared memory to the largest of a warp's values.
 __device__ __forceinline__ void shared_max(int32_t* address, int32_t value) {
   const int32_t largest = __reduce_max_sync(kAllLanes, value);
   if (lane_index() == 0) atomicMax(address, largest);

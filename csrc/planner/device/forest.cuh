@@ -186,7 +186,7 @@ __device__ __forceinline__ void link_forest(const PlanContext& c, const ForestMe
   const Forest& f = m.forest;
   if (c.planned.num_merge_rows == 0) return;
   for_each(f.size, [&](int32_t i) { link_own_rows(c.p, f, i, c.planned.num_links); });
-  // From the last warp on: the first ones have other things to write.
+  // Starts with the last warp: the first ones have other things to write.
 #pragma unroll 1
   for (int32_t number = kPlanWarps - 1 - warp_index(); number < c.planned.num_groups - f.size; number += kPlanWarps) {
     const int32_t n = m.taken[number];

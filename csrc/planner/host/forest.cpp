@@ -79,7 +79,7 @@ bool find_attachments(const Tables& tables, const Forest& f) {
 
 /// Fills what follows from attachments. Returns the nodes in order.
 std::vector<int32_t> find_nodes(const PlanParams& p, const Forest& f) {
-  // Of each request, the nodes on its own path by their pages.
+  // The nodes on each request's own path, by their pages.
   std::vector<std::map<int32_t, int32_t>> paths(static_cast<size_t>(f.size));
   const auto path = [&](int32_t leader) -> std::map<int32_t, int32_t>& { return paths[static_cast<size_t>(leader)]; };
   std::vector<int32_t> nodes;

@@ -1,7 +1,7 @@
-// Few survivors: every CTA lists the tokens at or above a bound that is sure to leave as many as are needed, the first
-// one finds among all lists which tokens survive, which one wins the race, and which are the most likely ones. In small
-// batches the time is that of this chain of dependent steps, so a list is sent by stores that an mbarrier counts as
-// they arrive: a barrier of the cluster would first wait for every store of every thread.
+// The way for few survivors. Every CTA lists its tokens at or above a bound that is sure to leave enough. The first CTA
+// finds in all lists which tokens survive, which one wins the race, and which are the most likely ones. In small
+// batches these dependent steps take most of the time, so a list is sent by stores that an mbarrier counts as they
+// arrive: a barrier of the cluster would first wait for every store of every thread.
 #pragma once
 
 #include "sampling/device/row.cuh"
@@ -112,8 +112,8 @@ struct Candidates {
     }
   }
 
-  /// Min-p alone, which the largest value decides: the survivors of each CTA race there. Returns this thread's best.
-  /// More than there is room for count as an invalid race.
+  /// Min-p alone, whose threshold follows from the largest value: the survivors of each CTA race in it. Returns this
+  /// thread's best. If there are more than there is room for, the race is invalid.
   __device__ __forceinline__ Racer race_from(uint32_t lane_key, uint32_t bound) const {
     list(lane_key, bound, kMaxCandidates, [&](int32_t at, uint64_t token) { shared.list[at] = token; });
     __syncthreads();
@@ -135,8 +135,9 @@ struct Candidates {
     return best;
   }
 
-  /// All of it, after a read of the row. needs_token: it is not known yet. True: the token is found (in shared.token of
-  /// the first CTA), or the row is not valid. The same in all CTAs, which have decision then.
+  /// Takes all steps, after a read of the row. needs_token: the token is not known yet. Returns true if the token is
+  /// found (in shared.token of the first CTA) or the row is not valid: the same in all CTAs, which then have the
+  /// decision.
   __device__ __forceinline__ bool run(uint32_t lane_key, bool needs_token) const {
     uint32_t bound = kWholeRow;
     if (wanted() > 0) bound = bound_of_pairs(lane_key, pairs_at_bound());
@@ -176,7 +177,7 @@ struct Candidates {
   };
 
   /// At least `wanted` of the candidates, and few more; all from `low` on, if these are fewer. candidates: this
-  /// thread's. A digit of a radix at a time; one is enough mostly. The counts are 0.
+  /// thread's. It looks at one digit of a radix at a time; usually one is enough. The counts are 0.
   __device__ __forceinline__ Cut cut(const uint64_t (&candidates)[kThreadCandidates], uint32_t low, uint32_t high,
                                      int32_t wanted) const {
     int32_t above = 0;

@@ -33,7 +33,7 @@ struct RowSampler : Row<Source> {
 
   using Base::Base;
 
-  /// Of a row that cannot be sampled. token_index: where in token_ids the token goes.
+  /// Writes the results of a row that cannot be sampled. token_index: where in token_ids the token goes.
   __device__ __forceinline__ void write_invalid(int64_t token_index) const {
     if (rank != 0) return;
     const int32_t first = this->warp() == 0 ? first_allowed(params, row) : 0;
@@ -49,7 +49,7 @@ struct RowSampler : Row<Source> {
     }
   }
 
-  /// shared.token and, if they are asked for, its log-probability.
+  /// Writes shared.token and, if it is asked for, its log-probability.
   __device__ __forceinline__ void write_token(int64_t token_index) const {
     if (rank != 0 || threadIdx.x != 0) return;
     store_token(params, token_index, shared.token);
@@ -57,7 +57,7 @@ struct RowSampler : Row<Source> {
     if (params.logprobs != nullptr) params.logprobs[row] = this->logprob_of(source.one(shared.token));
   }
 
-  /// The race of the whole row, as it is read first. False: the row is not valid.
+  /// Races the whole row, in its first read. Returns false if the row is not valid.
   __device__ __forceinline__ bool race_all() const {
     const RaceResult result = this->race(Everything{});
     take(result);

@@ -23,7 +23,7 @@ struct alignas(16) Racer {
   }
 };
 
-/// Loses to every token: order -inf.
+/// A racer that loses to every token: its order is -inf.
 __device__ __forceinline__ Racer no_racer() { return Racer{0x000fffffffffffffull, kMaxVocab, 0}; }
 
 /// Philox of two counters, in place.
@@ -74,7 +74,7 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
                __shfl_sync(ptx::kAllLanes, own.key, lane)};
 }
 
-/// What values weigh of what the reference does, nearly: 2^error times as much or as little at most.
+/// What values weigh relative to the reference, to within a factor of 2^error.
 template <class Weights>
 struct ApproximateShare;
 
@@ -87,7 +87,7 @@ struct ApproximateShare<LogitWeights> {
         offset(-weights.reference * weights.scale),
         error(fused_multiply_add(fabsf(offset), 2.4e-7f, kRaceTolerance)) {}
 
-  /// By how many powers of two more than the reference something is that has this strength.
+  /// How many powers of two something of this strength is above the reference.
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
   /// Powers of two between a value's weight and that of the reference.

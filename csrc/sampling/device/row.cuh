@@ -15,7 +15,7 @@ constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
 constexpr int32_t kMaxCandidates = 1536;  // of all CTAs
 constexpr int32_t kCountBins = kSamplingThreads;
 
-/// Masses in units of what Bands::reference weighs, nearly: of all tokens, of those at or above Bands::low, and
+/// Masses, about in units of the weight of Bands::reference: of all tokens, of those at or above Bands::low, and
 /// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
 struct BandMasses {
   double all = 0.0, low = 0.0, high = 0.0;
@@ -163,7 +163,7 @@ struct Row {
       __syncthreads();
   }
 
-  /// Where something of this CTA's, or its mbarrier, lies in the CTA of that rank.
+  /// The cluster address in CTA `cta` of what `own` is in this CTA's shared memory.
   __device__ __forceinline__ static uint32_t address_in(int32_t cta, const void* own) {
     return ptx::cluster_address(ptx::shared_address(own), cta);
   }
@@ -186,7 +186,7 @@ struct Row {
     if (num_ctas > 1) ptx::cluster_mbarrier_arrive_expect(address_in(cta, &shared.mbarriers[mbarrier]), bytes);
   }
 
-  /// Waits until all has come that is sent; a barrier of the CTA. False: not in time.
+  /// Waits until all that is sent has arrived; also a barrier of the CTA. Returns false if it does not arrive in time.
   __device__ __forceinline__ bool wait(int32_t mbarrier) const {
     const bool has_come = num_ctas == 1 || ptx::cluster_mbarrier_wait(ptx::shared_address(&shared.mbarriers[mbarrier]));
     return __syncthreads_and(has_come) != 0;
@@ -392,7 +392,7 @@ struct Row {
     if (high != 0) atomicAdd(&words[1], high);
   }
 
-  /// Adds up the CTAs' bins: each a part of them, which it gives to all.
+  /// Adds up the CTAs' bins. Each CTA adds up a part of them, and gives the sums to all.
   __device__ __forceinline__ void add_bins() const {
     sync();
     if (num_ctas == 1) return;
@@ -437,8 +437,9 @@ struct Row {
     __syncthreads();  // before it is written again
   }
 
-  /// The largest key from `low` on from which on the row's tokens sum up to `target`, by mass or by number; `low`, if
-  /// that is nowhere. A digit of a radix at a time, a read of the row each. The same in all threads.
+  /// The largest key, not below `low`, such that the row's tokens at or above it sum up to `target`, by mass or by
+  /// number; `low` if there is none. It is found digit by digit, with a read of the row for each, and is the same in
+  /// all threads.
   __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
     const Weights of_row = weights();
     uint32_t high = shared.decision.best_key;

@@ -200,7 +200,7 @@ struct SegmentReader {
 
   __device__ __forceinline__ int32_t num_segments() const { return ceil_div(vocab, kSegmentTokens); }
 
-  /// Has the first segments on their way: before each for_each(), some time if possible.
+  /// Starts to load the first segments. Called before each for_each(), some time before if possible.
   __device__ __forceinline__ void start() const {
 #pragma unroll 1
     for (int32_t i = 0; i < kAhead; ++i) stage(first + i * step, i);
@@ -272,7 +272,7 @@ __device__ __forceinline__ T pick(const T (&v)[kCount], int32_t i) {
   return picked;
 }
 
-/// Of the largest value; a NaN's is above all others (max_nan gives the positive one).
+/// The key of the largest value. That of a NaN is above all others (max_nan gives the positive one).
 __device__ __forceinline__ uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
   float most = v[0];
 #pragma unroll
@@ -282,7 +282,7 @@ __device__ __forceinline__ uint32_t lane_max_key(const float (&v)[kLaneTokens]) 
 
 __device__ __forceinline__ bool is_drawable(uint32_t key) { return key > kExcludedKey && key < kInfiniteKey; }
 
-/// The first token that the mask allows, or 0: of a row that cannot be sampled. For a warp.
+/// The token of a row that cannot be sampled: the first that the mask allows, or 0. Called by a warp.
 __device__ __forceinline__ int32_t first_allowed(const SamplingParams& params, int32_t row) {
   uint32_t first = 0xffffffffu;
   if (params.token_mask != nullptr) {

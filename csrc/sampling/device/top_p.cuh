@@ -8,7 +8,7 @@
 
 namespace attn {
 
-/// The value that weighs 2^-depth of what the reference does, nearly.
+/// The value whose weight is about 2^-depth of the reference's.
 __device__ __forceinline__ float value_at(const LogitWeights& weights, float depth) {
   return weights.reference - depth / weights.scale;
 }
@@ -60,7 +60,7 @@ struct TopP {
     return s.has_top_p && s.top_k == 0 && s.min_p == 0.0f && row.params.vocab >= 4 * kSurveyTokens;
   }
 
-  /// All of it, after reader.start(). The token is then in shared.token.
+  /// Takes all steps, after reader.start(). The token is then in shared.token.
   __device__ __forceinline__ Found run() const {
     if (!survey()) return Found::kNothing;
 #pragma unroll 1
@@ -111,7 +111,7 @@ struct TopP {
     constexpr float kSquareUnit = 4096.0f;
     const uint64_t both = row.block_sum(static_cast<uint64_t>(squares * kSquareUnit) << 32 | mass);
     const float total = static_cast<float>(static_cast<uint32_t>(both)), whole = total / kUnit;
-    // Of a sum of n numbers the share above a value is known as well as of this many equal ones.
+    // The share of the sum above a value is known as well as if it were a sum of this many equal numbers.
     const float count = whole * whole * kSquareUnit / static_cast<float>(static_cast<uint32_t>(both >> 32) + 1);
     const float unsure = 2.5f * sqrtf(top_p() * (1.0f - top_p()) / count) + 0.005f;
     const float low = depth_of(bins, (top_p() + unsure) * total, 0.5f, weights, kMinusInfinity);
@@ -121,7 +121,7 @@ struct TopP {
     return true;
   }
 
-  /// The value where the survey's running mass reaches `target`, so many bins lower; `otherwise`, if it does not.
+  /// The value where the survey's running mass reaches `target`, lowered by `lower` bins; `otherwise` if it does not.
   __device__ __forceinline__ float depth_of(const uint32_t* bins, float target, float lower, const Weights& weights,
                                             float otherwise) const {
     constexpr int32_t kLaneBins = kDepthBins / 32;  // each warp for itself
