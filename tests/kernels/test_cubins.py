@@ -170,6 +170,19 @@ def test_without_jit_only_what_was_compiled_ahead_is_used(fake: FakeKernels, mon
     assert cubins.find_kernel("k", "sm_90a") == path
 
 
+def test_without_a_compiler_what_another_machine_compiled_is_used(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = cubins.compile_kernel("k", "sm_90a")
+    monkeypatch.setattr(cubins, "nvcc", lambda: None)
+    assert cubins.find_kernel("k", "sm_90a") == path
+    for spoil in (lambda: fake.sources.update(k="// another kernel\n"), lambda: path.write_bytes(b"")):
+        cubins.find_kernel.cache_clear()
+        spoil()
+        with pytest.raises(RuntimeError, match="kernel k for sm_90a is neither in the package nor compilable"):
+            cubins.find_kernel("k", "sm_90a")
+        fake.sources["k"] = "// a kernel\n"
+    assert fake.runs() == 1
+
+
 @pytest.mark.parametrize(("content", "reason"), [(cubin()[:-1], "is truncated"), (b"", "is empty"), (b"version https://git-lfs", "is neither a cubin nor")])
 def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = cubins.shipped_kernel("k", "sm_90a")
@@ -178,6 +191,7 @@ def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str,
     compiled = cubins.find_kernel("k", "sm_90a")
     assert compiled.read_bytes() == cubin()
     assert compiled.is_relative_to(fake.cache)
+    compiled.unlink()
     cubins.find_kernel.cache_clear()
     monkeypatch.setattr(cubins, "nvcc", lambda: None)
     with pytest.raises(RuntimeError, match=f"{shipped} {reason}.*: reinstall attn-backend; .* no nvcc was found"):
