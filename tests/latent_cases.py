@@ -13,7 +13,8 @@ from attn_backend import BSRView, KVCache, PageTable
 
 LATENT, WIDTH = 512, 576
 SM_SCALE = 192**-0.5
-TOLERANCE = 1e-2  # ||o - ref|| / ||ref||: 8-bit numbers and their scales are exact, what they become has 16 bits
+# ||o - ref|| / ||ref|| over latents of 16 bits and of 8: numbers of 8 bits and their scales are exact, but what they become is rounded to 16 bits.
+TOLERANCE, FLOAT8_TOLERANCE = 5e-3, 1e-2
 PLAIN = "plain"  # latents of Q's dtype
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "scaled": torch.uint8}
 
@@ -97,8 +98,9 @@ class Batch:
         device = self.q.device
         return {"packed_mask": torch.from_numpy(np.concatenate(packed)).to(device), "mask_indptr": begins.to(device)}
 
-    def check(self, out: Tensor, lse: Tensor, tolerance: float = TOLERANCE) -> None:
+    def check(self, out: Tensor, lse: Tensor) -> None:
         expected, expected_lse = self.expected()
+        tolerance = FLOAT8_TOLERANCE if self.kv.k.element_size() == 1 else TOLERANCE
         error = float((out.double().cpu() - expected).norm() / expected.norm())
         assert error <= tolerance, f"{error:.2e} > {tolerance}"
         empty = expected_lse.isneginf()

@@ -93,8 +93,12 @@ def _include(source: str, root: Path, files: dict[str, str]) -> None:
 
 
 def cache_key(source: str, arch: str, compiler: str) -> str:
-    """Hash of the source, of what it includes, the flags, the compiler and the arch."""
-    return content_key(source, [arch, nvcc_version(compiler), *(flag for flag in flags(arch) if not flag.startswith("-I"))])
+    """Two hashes: of the source, of what it includes, the flags and the arch; and of the compiler."""
+    return f"{_source_key(source, arch)}-{hashlib.sha256(nvcc_version(compiler).encode()).hexdigest()[:8]}"
+
+
+def _source_key(source: str, arch: str) -> str:
+    return content_key(source, [arch, *(flag for flag in flags(arch) if not flag.startswith("-I"))])
 
 
 def content_key(source: str, how: Sequence[str]) -> str:
@@ -112,6 +116,13 @@ def content_key(source: str, how: Sequence[str]) -> str:
 def cached_kernel(name: str, arch: str, compiler: str) -> Path:
     """Where the cache keeps a kernel, which may be missing or damaged."""
     return cache_dir() / arch / f"{name}-{cache_key(_source_of(name, arch), arch, compiler)}.cubin"
+
+
+def _cached_by_any_compiler(name: str, arch: str) -> Path | None:
+    """A whole kernel of the cache, of the present source; compiled by whatever nvcc another machine had."""
+    pattern = f"{name}-{_source_key(_source_of(name, arch), arch)}-*.cubin"
+    folder = kernel_cache.place(cache_dir() / arch / pattern)[0].parent
+    return next((entry for entry in sorted(folder.glob(pattern)) if not kernel_cache.fault(entry)), None)
 
 
 def shipped_kernel(name: str, arch: str) -> Path:
@@ -194,7 +205,9 @@ def _warn_once(text: str) -> None:
 
 def _cached_or_compiled(name: str, arch: str) -> Path:
     path = nvcc()
-    if Settings.read().jit or path is None:
+    if path is None:
+        return _cached_by_any_compiler(name, arch) or compile_kernel(name, arch)[0]
+    if Settings.read().jit:
         return compile_kernel(name, arch)[0]
     cached = kernel_cache.place(cached_kernel(name, arch, path))[0]
     fault = kernel_cache.fault(cached)

@@ -31,11 +31,12 @@ OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 # By variant. Kernels of other heads are compiled when they are first needed, or ahead (attn-backend compile).
 SHIPPED_HEAD_DIMS = {
-    "standard": tuple(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
+    "standard": (*(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))), *_WIDE_HEAD_DIMS),
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
     "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),  # and all of SHIPPED_VARIANTS: of each arch's default design
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
+_SHIPPED_WIDENED = {"e4m3": _WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}  # of bf16, by elements of caches that are widened as they are loaded
 MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # whose e4m3 Q and K Hopper multiplies as they are
 SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
 
@@ -301,6 +302,9 @@ def _attention_kernels() -> list[Kernel]:
                     made += variant_kernels(arch, design, element, dims, shipped).values()
     for dims in SHIPPED_FLOAT8_HEAD_DIMS:
         made += attention_kernels("bf16", dims, ("standard",), "e4m3")
+    for widened_element, widened in _SHIPPED_WIDENED.items():
+        for dims in widened:
+            made += attention_kernels("bf16", dims, ("standard",), widened_element)
     for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
         made += _multiplied_float8_kernels(dims, float8_out=False)
     for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:

@@ -20,9 +20,14 @@ GENERIC = manifest.DESIGNS["generic"]
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """A GPU that is not there, under ATTN_BACKEND_ARCH=sm_80. Returns name and arch of each kernel that is looked for."""
-    monkeypatch.setenv("ATTN_BACKEND_ARCH", "sm_80")
+def arch() -> str:
+    return "sm_80"
+
+
+@pytest.fixture
+def hopper(arch: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """A GPU that is not there, under ATTN_BACKEND_ARCH=`arch`. Returns name and arch of each kernel that is looked for."""
+    monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     found: list[tuple[str, str]] = []
     monkeypatch.setattr(kernel_files, "find_kernel", lambda name, arch: found.append((name, arch)) or Path(arch, name))
@@ -72,6 +77,28 @@ def test_kernels_of_attention(hopper: list[tuple[str, str]]) -> None:
     assert {"plan", "merge_bf16"} < {name for name, _ in hopper}
     assert {arch for _, arch in hopper} == {"sm_80"}
     assert all(name in manifest.kernels("sm_80") for name, _ in hopper)
+
+
+# What attention of models with latents, and of Gemma 4, asks for: heads, dtype, dtype of the cache.
+WIDE_HEADS = [
+    *((dims, dtype, dtype) for dims in ((576, 512), (192, 128), (512, 512), (256, 256)) for dtype in (torch.bfloat16, torch.float16)),
+    *((dims, torch.bfloat16, torch.float8_e4m3fn) for dims in ((576, 512), (512, 512), (256, 256))),
+    ((576, 512), torch.bfloat16, torch.uint8),
+]
+
+
+@pytest.mark.parametrize("arch", manifest.ARCHS)
+@pytest.mark.parametrize(("dims", "dtype", "kv_dtype"), WIDE_HEADS)
+def test_kernels_of_wide_heads_are_in_the_package(
+    hopper: list[tuple[str, str]], arch: str, dims: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Those of every design that the arch has."""
+    for kernel, design in manifest.DESIGNS.items():
+        if arch in design.archs:
+            room = (4, 4, 1, None, True, False)
+            AttentionConfig(16, 1, *dims, dtype, dtype, kv_dtype, CUDA, *room, kernel, variant=None, sinks=False, float8_out=False).kernel_files(None)
+    assert {name for name, _ in hopper} > {"plan"}
+    assert [found for found in hopper if found[1] != arch or found[0] not in manifest.kernels(arch)] == []
 
 
 def test_sampling_has_no_clusters(hopper: list[tuple[str, str]]) -> None:

@@ -16,17 +16,19 @@ needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
 
 def test_kernel_set_is_complete() -> None:
-    head_dims = {"standard": (64, 96, 128, 192, "192_128", 256), "sinks": (64, 128, 256)}
+    head_dims = {"standard": (64, 96, 128, 192, "192_128", 256, 512, "576_512"), "sinks": (64, 128, 256)}
     shapes = [f"{dtype}_d{head_dim}_{variant}" for dtype in ("bf16", "f16") for variant, dims in head_dims.items() for head_dim in dims]
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
     shapes += [f"bf16{cache}_to_e4m3_d128_standard" for cache in ("", "_e4m3")]
+    widened = [f"bf16_{form}_standard" for form in ("e4m3_d512", "e4m3_d576_512", "latent_d576_512")]  # on Hopper one kernel serves all caches
     multiplied = ["bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard", "bf16_e4m3_q_to_e4m3_d128_standard"]
     merges = {"merge_bf16", "merge_f16", "merge_e4m3", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
     appends = {"append", "append_latent"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
     alibi = [f"{dtype}_d{head_dim}_alibi" for dtype in ("bf16", "f16") for head_dim in (64, 128)]
-    everywhere = {"plan", "selected_slots"} | appends | merges | {f"attention_sm80_{shape}" for shape in shapes} | samplers
+    everywhere = {"plan", "selected_slots"} | appends | merges | {f"attention_sm80_{shape}" for shape in [*shapes, *widened]} | samplers
     hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, *multiplied, *alibi]}
+    hopper |= {f"attention_sm90_{shape}" for shape in widened}
     assert set(manifest.kernels("sm_80")) == everywhere | {f"attention_sm80_{shape}" for shape in alibi}
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
 
@@ -168,6 +170,19 @@ def test_without_jit_only_what_was_compiled_ahead_is_used(fake: FakeKernels, mon
     assert cubins.find_kernel("k", "sm_90a") == path
 
 
+def test_without_a_compiler_what_another_machine_compiled_is_used(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = cubins.compile_kernel("k", "sm_90a")
+    monkeypatch.setattr(cubins, "nvcc", lambda: None)
+    assert cubins.find_kernel("k", "sm_90a") == path
+    for spoil in (lambda: fake.sources.update(k="// another kernel\n"), lambda: path.write_bytes(b"")):
+        cubins.find_kernel.cache_clear()
+        spoil()
+        with pytest.raises(RuntimeError, match="kernel k for sm_90a is neither in the package nor compilable"):
+            cubins.find_kernel("k", "sm_90a")
+        fake.sources["k"] = "// a kernel\n"
+    assert fake.runs() == 1
+
+
 @pytest.mark.parametrize(("content", "reason"), [(cubin()[:-1], "is truncated"), (b"", "is empty"), (b"version https://git-lfs", "is neither a cubin nor")])
 def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = cubins.shipped_kernel("k", "sm_90a")
@@ -176,6 +191,7 @@ def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str,
     compiled = cubins.find_kernel("k", "sm_90a")
     assert compiled.read_bytes() == cubin()
     assert compiled.is_relative_to(fake.cache)
+    compiled.unlink()
     cubins.find_kernel.cache_clear()
     monkeypatch.setattr(cubins, "nvcc", lambda: None)
     with pytest.raises(RuntimeError, match=f"{shipped} {reason}.*: reinstall attn-backend; .* no nvcc was found"):
