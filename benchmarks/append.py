@@ -5,12 +5,12 @@ Peers, where they are installed: vLLM's (fused_qk_norm_rope or rotary_embedding,
 rope_quantize_fp8_append_paged_kv_cache, which has no norm and rounds Q to 8 bits, too. One process, one GPU, CUDA-graph replay, median, with a cold L2: the
 projection's output is usually still there in an engine, for vLLM's second kernel as well.
 
-python -m benchmarks.append [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.append [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from attn_backend import KVCache, Rotary, append_kv, append_qkv
 from benchmarks.lines import measure_lines
 from benchmarks.peers import vllm_append, vllm_rotate
-from benchmarks.report import number, options, table
+from benchmarks.report import asked_peers, number, options, table
 from benchmarks.timing import Machine, Timer
 
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
@@ -129,11 +129,14 @@ class Projected:
         return max(float((of_peer - ours).norm() / ours.norm()) for of_peer, ours in pairs)
 
 
-def measure(line: Line, timer: Timer, machine: Machine, device: str = "cuda") -> dict[str, Any]:
+def measure(line: Line, timer: Timer, machine: Machine, device: str = "cuda", peers: Collection[str] = PEERS) -> dict[str, Any]:
+    """One line of the table; times in µs. peers: that are measured."""
     projected = Projected(line, torch.device(device))
     result: dict[str, Any] = {"case": line.name, "floor": projected.moved_bytes / machine.bandwidth * 1e6} | dict.fromkeys(PEERS)
     runs: dict[str, Callable[[], object]] = {"ours": projected.ours(), "append alone": projected.append_alone()}
     for peer, make in projected.peers().items():
+        if peer not in peers:
+            continue
         try:
             run = make()
             difference = projected.difference(run)
@@ -163,12 +166,13 @@ def all_lines() -> list[Line]:
 
 
 def main() -> None:
-    arguments = options(__doc__).parse_args()
+    arguments = options(__doc__, peers=PEERS).parse_args()
+    peers = asked_peers(PEERS, arguments)
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = f"{machine} Times in µs: bf16, 32/{KV_HEADS} heads of {HEAD_DIM}, page {PAGE_SIZE}, cold L2, CUDA-graph replay, median of {arguments.repeats}."
-    measure_lines(all_lines(), lambda line: measure(line, timer, machine), lambda lines: markdown(lines, header), header, arguments)
+    measure_lines(all_lines(), lambda line: measure(line, timer, machine, peers=peers), lambda lines: markdown(lines, header), header, arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks.board import PEERS, markdown
 from benchmarks.cases import Case, SharedCase, all_cases
 from benchmarks.lines import measure_lines
 from benchmarks.peers import fastest, peers_of, peers_of_shared
-from benchmarks.report import options, wanted
+from benchmarks.report import asked_peers, options, wanted
 from benchmarks.timing import Machine, Timer
 
 
@@ -64,18 +64,18 @@ def measure(case: Case | SharedCase, timer: Timer, machine: Machine, arguments: 
     line |= dict(zip([*runs, "launch"], timer.together([*runs.values(), lambda: empty.add_(1)]), strict=True))
     line |= {"plan": timer(default.plan), "error": expected.error(default.run())}
     of_peers = expected if grouped is batch else Expected(grouped)
+    asked = asked_peers(PEERS, arguments)
     for peer in PEERS:
-        kernels = {} if arguments.peer and peer not in arguments.peer else peers.get(peer, {})
+        kernels = peers.get(peer, {}) if peer in asked else {}
         line |= fastest(peer, case.name, kernels, timer, lambda out: of_peers.error(out) if of_peers.outputs else None, LARGEST_ERROR)
     line["seconds"] = time.monotonic() - begin
     return line
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = options(__doc__, peers=PEERS)
     parser.add_argument("--batch-invariant", action="store_true", help="also Attention(batch_invariant=True), beside the default")
     parser.add_argument("--part", default="1/1", help="K/N: of the lines every N-th, beginning with the K-th")
-    parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="only this peer; repeatable")
     arguments = parser.parse_args()
     part, _, parts = arguments.part.partition("/")
     if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):

@@ -4,11 +4,12 @@ under queries of both kinds, and the floor.
 One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. The floor: bytes of the 8-bit cache, Q and O at the bandwidth of a
 device copy. Errors are against float64 on the dequantised cache.
 
-python -m benchmarks.fp8 [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.fp8 [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -21,15 +22,16 @@ from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_e
 from benchmarks.cases import Case
 from benchmarks.lines import measure_lines
 from benchmarks.peers import Kernels, Run, fastest, page_table, workspace
-from benchmarks.report import number, options, table
+from benchmarks.report import asked_peers, number, options, table
 from benchmarks.timing import Machine, Timer
 
 HEADS = (32, 8)
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 K_SCALE, V_SCALE = 0.02, 0.01
-PEERS = ("FA3 fp8", "FlashInfer fp8", "FlashInfer fp8 Q")
-COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", "fp8 Q", *PEERS)
+PEERS = {"FA3": ("FA3 fp8",), "FlashInfer": ("FlashInfer fp8", "FlashInfer fp8 Q")}  # and their columns
+PEER_COLUMNS = [column for columns in PEERS.values() for column in columns]
+COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", "fp8 Q", *PEER_COLUMNS)
 LARGEST_FLOAT8_Q_ERROR = 6e-2  # probabilities and Q of 8 bits
 
 
@@ -156,7 +158,7 @@ def flashinfer_float8_q(batch: Batch, cache: torch.Tensor) -> Run:
 
 
 def peers_of(batch: Batch, cache: torch.Tensor) -> dict[str, Kernels]:
-    """The kernels of each peer, by name; what counts for a peer is its fastest."""
+    """The kernels of each column of a peer, by name; what counts is its fastest."""
     bf16_q = ("tensor cores", "CUDA cores") if max(batch.case.qo_lens) == 1 else ("fa2",)
     return {
         "FA3 fp8": {"FA3 fp8": partial(flash_attention_3, batch, cache)},
@@ -165,8 +167,8 @@ def peers_of(batch: Batch, cache: torch.Tensor) -> dict[str, Kernels]:
     }
 
 
-def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
-    """One line of the table; times in µs."""
+def measure(case: Case, timer: Timer, machine: Machine, peers: Collection[str] = tuple(PEERS)) -> dict[str, Any]:
+    """One line of the table; times in µs. peers: that are measured."""
     cache, batch = quantised(Batch.make(case))
     last = len(case.kv_lens) - 1
     expected = reference(batch, last)
@@ -174,14 +176,15 @@ def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
     runs = {"bf16": ours(batch).run, "fp8": widened(batch, cache), "fp8, scales of heads": widened(batch, cache, of_heads=True)}
     runs["fp8 Q"] = widened(batch, cache, float8_q=True)
     times = timer.together(list(runs.values()))
-    line: dict[str, Any] = {"case": case.name, "floor": floor_bytes(case) / machine.bandwidth * 1e6}
+    line: dict[str, Any] = {"case": case.name, "floor": floor_bytes(case) / machine.bandwidth * 1e6} | dict.fromkeys(PEER_COLUMNS)
     for (name, run), time in zip(runs.items(), times, strict=True):
         line[name], line[f"{name} error"] = time, relative_error(run()[first:], expected)
         if not line[f"{name} error"] <= (LARGEST_FLOAT8_Q_ERROR if name == "fp8 Q" else LARGEST_ERROR):
             print(f"{case.name}: {name}: WRONG, relative error {line[f'{name} error']:.1e}", flush=True)
-    for peer, kernels in peers_of(batch, cache).items():
-        largest = LARGEST_ERROR if peer == "FlashInfer fp8" else LARGEST_FLOAT8_Q_ERROR
-        line |= fastest(peer, case.name, kernels, timer, lambda out: relative_error(out[first:], expected), largest)
+    kernels = peers_of(batch, cache)
+    for column in (column for peer in peers for column in PEERS[peer]):
+        largest = LARGEST_ERROR if column == "FlashInfer fp8" else LARGEST_FLOAT8_Q_ERROR
+        line |= fastest(column, case.name, kernels[column], timer, lambda out: relative_error(out[first:], expected), largest)
     return line
 
 
@@ -192,7 +195,7 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
         pairs = [("bf16", "fp8"), ("floor", "fp8"), ("fp8", "FA3 fp8"), ("fp8", "FlashInfer fp8")]
         pairs += [("bf16", "fp8 Q"), ("fp8 Q", "FA3 fp8"), ("fp8 Q", "FlashInfer fp8 Q")]
         ratios = [None if line[dividend] is None or line[divisor] is None else line[dividend] / line[divisor] for dividend, divisor in pairs]
-        errors = [line.get(f"{name} error") for name in ("fp8", "fp8 Q", *PEERS)]
+        errors = [line.get(f"{name} error") for name in ("fp8", "fp8 Q", *PEER_COLUMNS)]
         shown_errors = ["" if error is None else f"{error:.1e}" for error in errors]
         rows.append([line["case"], *(number(line[column]) for column in COLUMNS), *(number(ratio, 2) for ratio in ratios), *shown_errors])
     names = ["bf16 / fp8", "floor / fp8", "fp8 / FA3", "fp8 / FlashInfer", "bf16 / fp8 Q", "fp8 Q / FA3", "fp8 Q / FlashInfer"]
@@ -201,12 +204,13 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
 
 
 def main() -> None:
-    arguments = options(__doc__).parse_args()
+    arguments = options(__doc__, peers=PEERS).parse_args()
+    peers = asked_peers(PEERS, arguments)
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
     header = f"{machine} Times in µs, cold L2, CUDA-graph replay, median of {arguments.repeats}."
-    measure_lines(cases(), lambda case: measure(case, timer, machine), lambda lines: markdown(lines, header), header, arguments)
+    measure_lines(cases(), lambda case: measure(case, timer, machine, peers), lambda lines: markdown(lines, header), header, arguments)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from benchmarks.head_shape_cases import KV_DTYPES, MLA, ShapeCase, Tensors, all_
 from benchmarks.head_shape_peers import peers_of
 from benchmarks.lines import measure_lines
 from benchmarks.peers import Run, fastest
-from benchmarks.report import number, options, table
+from benchmarks.report import asked_peers, number, options, table
 from benchmarks.timing import Machine, Timer
 
 PEERS = ("FA3", "FlashMLA", "FlashInfer")
@@ -57,9 +57,9 @@ def measure(case: ShapeCase, timer: Timer, machine: Machine, arguments: argparse
     line |= {"ours": timer(run), "plan": timer(plan), "error": tensors.error(run())}
     if not line["error"] <= LARGEST_ERROR:
         print(f"{case.name}: ours: WRONG, relative error {line['error']:.1e}", flush=True)
-    for peer, kernels in peers_of(tensors).items():
-        if not arguments.peer or peer in arguments.peer:
-            line |= fastest(peer, case.name, kernels, timer, tensors.error, LARGEST_ERROR)
+    peers = peers_of(tensors)
+    for peer in asked_peers(peers, arguments):
+        line |= fastest(peer, case.name, peers[peer], timer, tensors.error, LARGEST_ERROR)
     line["seconds"] = time.monotonic() - begin
     return line
 
@@ -77,8 +77,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--peer", action="append", choices=(*PEERS, "none"), default=[], help="only this peer, or none; repeatable")
+    parser = options(__doc__, peers=PEERS)
     parser.add_argument("--kernel", choices=KERNELS, help="of ours; default: the GPU's")
     parser.add_argument("--q-parts", action="store_true", help="ours of MLA: Q is two tensors, as the engines' layers make it")
     arguments = parser.parse_args()

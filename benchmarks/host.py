@@ -1,6 +1,6 @@
 """What calls cost the host: the wrappers of attn_backend.flashinfer beside FlashInfer's own, and run, plan, append_kv and sample themselves. Batch 256.
 
-    python -m benchmarks.host [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+    python -m benchmarks.host [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
     python -m benchmarks.host --device cpu                    # without a GPU: Python's part alone
 
 On a GPU a call is timed as a whole, launches included; the batch is so short that the device keeps up. On a CPU the functions of the host library are replaced
@@ -22,11 +22,12 @@ import attn_backend
 import attn_backend.flashinfer as drop_in
 from attn_backend import BSRView, KVCache, PageTable
 from attn_backend.kernels.library import library
-from benchmarks.report import number, options, save, table, wanted
+from benchmarks.report import asked_peers, number, options, save, table, wanted
 
 BATCH, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 256, 32, 8, 128, 16
 LATENT, ROTATED = 512, 64  # columns of MLA
 CALLS = 50  # of a round
+PEERS = ("FlashInfer",)  # on a GPU
 LIBRARY = ("plan_level", "run", "set_variant_params", "append_kv", "append_qkv", "sample")  # what is replaced on a CPU
 
 Call = Callable[[], object]
@@ -246,10 +247,11 @@ def time_of_flashinfer(make: Make, batch: Batch, repeats: int) -> float | None:
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = options(__doc__, peers=PEERS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
+    has_peer = on_gpu and bool(asked_peers(PEERS, arguments))
     if not on_gpu:
         for name in LIBRARY:
             setattr(library(), name, lambda *_: 0)
@@ -268,7 +270,7 @@ def main() -> None:
             if not wanted(name, arguments):
                 continue
             line: dict[str, Any] = {"case": name, "µs": time_of(makes[name]() if name in makes else calls[name], arguments.repeats)}
-            line["FlashInfer"] = time_of_flashinfer(WRAPPERS[name], batch, arguments.repeats) if on_gpu and name in WRAPPERS else None
+            line["FlashInfer"] = time_of_flashinfer(WRAPPERS[name], batch, arguments.repeats) if has_peer and name in WRAPPERS else None
             lines.append(line)
             print(f"{name:65} {line['µs']:8.2f} {number(line['FlashInfer']):>8}", flush=True)
     text = table(["case", "µs", "FlashInfer"], [[line["case"], number(line["µs"]), number(line["FlashInfer"])] for line in lines])

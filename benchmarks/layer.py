@@ -4,12 +4,12 @@ One CUDA graph holds several layers (product, append, attention); from its time 
 vLLM's kernel. With an 8-bit cache (e4m3, beside bf16) append rounds K and V. With --rope Q and K are rotated first: by ours in the launch that appends, for
 peers by vLLM's kernel.
 
-python -m benchmarks.layer [--rope] [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.layer [--rope] [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,9 +23,10 @@ from benchmarks.cases import Case, lengths
 from benchmarks.fp8 import K_SCALE, V_SCALE, quantised
 from benchmarks.lines import measure_lines
 from benchmarks.peers import flash_attention_3, flashinfer_backends, vllm_append, vllm_rotate
-from benchmarks.report import number, options, table
+from benchmarks.report import asked_peers, number, options, table
 from benchmarks.timing import Launch, Machine, Timer
 
+PEERS = ("FA3", "FlashInfer")
 LAYERS = 8  # of one graph
 PRODUCT = (4096, 14336)  # of a layer of 8B parameters
 PRODUCT_ROWS = {True: 16, False: 512}  # decodes, prompts
@@ -94,8 +95,8 @@ class NewTokens:
         return [append] if self.table is None else [vllm_rotate(q, self.k, self.table, self.positions), append]
 
 
-def measure(case: Case, timer: Timer, machine: Machine, rope: bool = False) -> dict[str, Any]:
-    """One line of the table; µs a layer."""
+def measure(case: Case, timer: Timer, machine: Machine, rope: bool = False, peers: Collection[str] = PEERS) -> dict[str, Any]:
+    """One line of the table; µs a layer. peers: that are measured."""
     batch = Batch.make(case)
     device = batch.q.device
     new = NewTokens.make(batch, rope)
@@ -111,7 +112,7 @@ def measure(case: Case, timer: Timer, machine: Machine, rope: bool = False) -> d
     product: Launch = partial(torch.matmul, x, weight)
     prepared, float8 = ours(batch), ours(batch, kv_dtype=cache.dtype)
     of_ours = attend(prepared.attention, batch.kv)
-    launches: dict[str, list[Launch]] = {"product": [], "8-bit cache": attend(float8.attention, float8_kv), "ours": of_ours} | of_peers(batch, new)
+    launches: dict[str, list[Launch]] = {"product": [], "8-bit cache": attend(float8.attention, float8_kv), "ours": of_ours} | of_peers(batch, new, peers)
     runs: list[Launch] = [partial(layers, product, *following) for following in launches.values()]
     times = dict(zip(launches, timer.together(runs), strict=True))
     line: dict[str, Any] = {"case": case.name, "floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6}
@@ -121,12 +122,14 @@ def measure(case: Case, timer: Timer, machine: Machine, rope: bool = False) -> d
     return line | {name: (time - times["product"]) / LAYERS for name, time in times.items() if name != "product"}
 
 
-def of_peers(batch: Batch, new: NewTokens) -> dict[str, list[Launch]]:
-    """Append and attention of the peers that import."""
+def of_peers(batch: Batch, new: NewTokens, peers: Collection[str]) -> dict[str, list[Launch]]:
+    """Append and attention of those of the peers that import."""
     makes: dict[str, Callable[[], Launch]] = {"FA3": partial(flash_attention_3, batch)}
     makes |= {f"FlashInfer, {name}": make for name, make in flashinfer_backends(batch).items()}
     launches: dict[str, list[Launch]] = {}
     for name, make in makes.items():
+        if name.partition(",")[0] not in peers:
+            continue
         try:
             of_layer = [*new.append_by_vllm(batch.q, batch.cache), make()]
             for launch in of_layer:
@@ -154,9 +157,10 @@ def markdown(lines: list[dict[str, Any]], rope: bool = False) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=21)
+    parser = options(__doc__, repeats=21, peers=PEERS)
     parser.add_argument("--rope", action="store_true", help="with the rotary embedding of Q and K")
     arguments = parser.parse_args()
+    peers = asked_peers(PEERS, arguments)
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)
@@ -169,7 +173,7 @@ def main() -> None:
     def text(lines: list[dict[str, Any]]) -> str:
         return f"{header}\n\n{markdown(lines, arguments.rope)}\n"
 
-    measure_lines(layer_cases(), lambda case: measure(case, timer, machine, arguments.rope), text, header, arguments)
+    measure_lines(layer_cases(), lambda case: measure(case, timer, machine, arguments.rope, peers), text, header, arguments)
 
 
 if __name__ == "__main__":

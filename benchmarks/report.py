@@ -11,10 +11,19 @@ from pathlib import Path
 from tabulate import tabulate
 
 
-def options(description: str | None, repeats: int = 50) -> argparse.ArgumentParser:
-    """A parser of the options that every benchmark has. `repeats`: default number of timed replays."""
+def options(description: str | None, repeats: int = 50, peers: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """A parser of the options that every benchmark has.
+
+    Args:
+        repeats: default number of timed replays.
+        peers: names that --peer takes; none: there is no --peer.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", default=[], help="only lines whose name contains this; repeatable")
+    if peers:
+        parser.add_argument(
+            "--peer", action="append", choices=[*peers, "none"], default=[], help="only this peer, or none; repeatable; default: all that import"
+        )
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -24,6 +33,11 @@ def options(description: str | None, repeats: int = 50) -> argparse.ArgumentPars
 def wanted(name: str, arguments: argparse.Namespace) -> bool:
     """Whether --case asks for this line."""
     return not arguments.case or any(text in name for text in arguments.case)
+
+
+def asked_peers(peers: Iterable[str], arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Those of the peers that --peer asks for."""
+    return tuple(peer for peer in peers if not arguments.peer or peer in arguments.peer)
 
 
 def number(value: float | None, digits: int = 1) -> str:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attn_backend import sample, sampling_workspace
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.report import asked_peers, brief, number, options, save, table, wanted
 from benchmarks.sampling_peers import Filters, Requests, copy_time, flashinfer, torch_sort, vllm
 from benchmarks.timing import Launch, Machine, Timer
 
@@ -68,7 +68,7 @@ def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> floa
         return None
 
 
-def measure(case: str, requests: Requests, machine: Machine, timer: Timer, peers: list[str]) -> dict[str, Any]:
+def measure(case: str, requests: Requests, machine: Machine, timer: Timer, peers: Collection[str]) -> dict[str, Any]:
     line: dict[str, Any] = {"case": case, "floor": requests.logits.nbytes / (machine.bandwidth * 1e-6) + machine.launch, "ours": timer(ours(requests))}
     for name in PEERS:
         line[name] = time_of_peer(name, case, requests, timer) if name in peers else None
@@ -97,8 +97,7 @@ def report(header: str, lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=20)
-    parser.add_argument("--peer", action="append", choices=[*PEERS, "none"], help="repeatable; default: all")
+    parser = options(__doc__, repeats=20, peers=PEERS)
     parser.add_argument("--batch", type=int, action="append", help="repeatable; default: all")
     parser.add_argument("--vocab", type=int, action="append", help="repeatable; default: all")
     parser.add_argument("--add", type=Path, action="append", default=[], help="lines of an earlier run's --json; repeatable")
@@ -121,7 +120,7 @@ def main() -> None:
                     case = f"{batch} x {vocab} {shape}: {filters.name}"
                     if not wanted(case, arguments):
                         continue
-                    line = measure(case, Requests(logits, filters), machine, timer, arguments.peer or list(PEERS))
+                    line = measure(case, Requests(logits, filters), machine, timer, asked_peers(PEERS, arguments))
                     lines.append(line)
                     print(brief(line), flush=True)
                 save(arguments, report(header, lines), {"header": header, "lines": lines})

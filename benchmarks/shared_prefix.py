@@ -3,35 +3,40 @@
 One process, one GPU, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. Where ours looks for prefixes by itself the requests lie in
 random order; hand-made levels and the peers get the requests of a prefix one after another.
 
-python -m benchmarks.shared_prefix [--case TEXT ...] [--rounds N] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.shared_prefix [--case TEXT ...] [--peer NAME ...] [--rounds N] [--repeats N] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.batches import LARGEST_ERROR, Batch, SharedBatch, hand_made, ours, reference, relative_error
 from benchmarks.cases import Case, SharedCase, shared_cases, unshared_cases
-from benchmarks.peers import flash_attention_3, flashinfer_cascade, flashinfer_decode, time_of
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.peers import Run, flash_attention_3, flashinfer_cascade, flashinfer_decode, time_of
+from benchmarks.report import asked_peers, brief, number, options, save, table, wanted
 from benchmarks.schedules import balance, taken_prefixes
 from benchmarks.timing import Machine, Timer
 
-PEERS = {
-    "FI decode": lambda batch: flashinfer_decode(batch.grouped),
-    "FI cascade": flashinfer_cascade,
-    "FI cascade, fa2": lambda batch: flashinfer_cascade(batch, "fa2"),
-    "FA3": lambda batch: flash_attention_3(batch.grouped),
+PEERS: dict[str, dict[str, Callable[[SharedBatch], Run]]] = {  # and their columns
+    "FlashInfer": {
+        "FI decode": lambda batch: flashinfer_decode(batch.grouped),
+        "FI cascade": flashinfer_cascade,
+        "FI cascade, fa2": lambda batch: flashinfer_cascade(batch, "fa2"),
+    },
+    "FA3": {"FA3": lambda batch: flash_attention_3(batch.grouped)},
 }
+PEER_COLUMNS = [column for columns in PEERS.values() for column in columns]
 OURS = ("hand-made", "automatic", "off")
 LAYERS = 32  # that share one plan in a model's step
 
 
-def measure_shared(shared: SharedCase, timer: Timer, machine: Machine) -> dict[str, Any]:
-    """One line of the table of shared prefixes; times in µs."""
+def measure_shared(shared: SharedCase, timer: Timer, machine: Machine, peers: Collection[str]) -> dict[str, Any]:
+    """One line of the table of shared prefixes; times in µs. peers: that are measured."""
     batch = SharedBatch.make(shared)
     expected = torch.cat([reference(batch.grouped, request) for request in range(shared.batch)])
     prepared = dict(zip(OURS, (hand_made(batch), ours(batch.interleaved, cascade=True), ours(batch.interleaved, cascade=False)), strict=True))
@@ -44,14 +49,15 @@ def measure_shared(shared: SharedCase, timer: Timer, machine: Machine) -> dict[s
         line[f"{name} balance"], line[f"{name} row groups"] = balance(schedule, shared.num_kv_heads), len(schedule.groups)
         line[f"{name} error"] = relative_error(of.run(), expected if name == "hand-made" else expected[batch.order])
     line["prefixes taken"] = taken_prefixes(prepared["automatic"].attention.schedule())
-    for name, peer in PEERS.items():
-        line[name], out = time_of(name, shared.name, lambda peer=peer: peer(batch), timer)  # type: ignore[misc]
+    line |= dict.fromkeys((*PEER_COLUMNS, *(f"{name} error" for name in PEER_COLUMNS)))
+    for name, make in (column for peer in peers for column in PEERS[peer].items()):
+        line[name], out = time_of(name, shared.name, partial(make, batch), timer)
         line[f"{name} error"] = None if out is None else relative_error(out, expected)
-    for name in (*OURS, *PEERS):
+    for name in (*OURS, *PEER_COLUMNS):
         error = line[f"{name} error"]
         if error is not None and not error <= LARGEST_ERROR:
             print(f"{shared.name}: {name}: WRONG, relative error {error:.1e}", flush=True)
-            if name in PEERS:
+            if name in PEER_COLUMNS:
                 line[name] = None  # no time to be compared with
     return line
 
@@ -84,15 +90,15 @@ def measure_unshared(case: Case, timer: Timer, rounds: int) -> dict[str, Any]:
 
 def shared_table(lines: list[dict[str, Any]]) -> str:
     """Markdown."""
-    columns = ["prefix + suffix", "floor", *OURS, *PEERS, *(f"plan {name}" for name in OURS), "balance hand-made", "balance automatic"]
+    columns = ["prefix + suffix", "floor", *OURS, *PEER_COLUMNS, *(f"plan {name}" for name in OURS), "balance hand-made", "balance automatic"]
     columns += ["automatic / hand-made", "best peer / automatic", "error"]
     rows = []
     for line in lines:
-        peers = [line[name] for name in PEERS if line[name] is not None]
+        peers = [line[name] for name in PEER_COLUMNS if line[name] is not None]
         rows.append(
             [
                 line["case"],
-                *(number(line[name]) for name in ("floor", *OURS, *PEERS)),
+                *(number(line[name]) for name in ("floor", *OURS, *PEER_COLUMNS)),
                 *(number(line[f"{name} plan"]) for name in OURS),
                 *(number(line[f"{name} balance"], 2) for name in ("hand-made", "automatic")),
                 number(line["automatic"] / line["hand-made"], 2),
@@ -123,7 +129,7 @@ def unshared_table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = options(__doc__, peers=PEERS)
     parser.add_argument("--rounds", type=int, default=5, help="of every line without sharing")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -142,7 +148,7 @@ def main() -> None:
         if not wanted(case.name, arguments):
             continue
         if isinstance(case, SharedCase):
-            shared.append(measure_shared(case, timer, machine))
+            shared.append(measure_shared(case, timer, machine, asked_peers(PEERS, arguments)))
         else:
             unshared.append(measure_unshared(case, timer, arguments.rounds))
         print(brief((unshared or shared)[-1]), flush=True)

@@ -16,7 +16,7 @@ import torch
 from benchmarks.batches import LARGEST_ERROR, Batch
 from benchmarks.lines import measure_lines
 from benchmarks.peers import fastest
-from benchmarks.report import number, options, table
+from benchmarks.report import asked_peers, number, options, table
 from benchmarks.timing import Machine, Timer
 from benchmarks.variant_cases import MEANINGS, Expected, VariantCase, all_cases, ours, work
 from benchmarks.variant_peers import peers_of
@@ -43,9 +43,9 @@ def measure(line_of: VariantCase, timer: Timer, machine: Machine, arguments: arg
     if line["error"] > LARGEST_ERROR:
         print(f"{name}: ours: WRONG, relative error {line['error']:.1e}", flush=True)
     line |= dict.fromkeys(PEERS)
-    for peer, kernels in peers_of(batch, meaning).items():
-        if not arguments.peer or peer in arguments.peer:
-            line |= fastest(peer, name, kernels, timer, expected.error, LARGEST_ERROR)
+    peers = peers_of(batch, meaning)
+    for peer in asked_peers(peers, arguments):
+        line |= fastest(peer, name, peers[peer], timer, expected.error, LARGEST_ERROR)
     line["seconds"] = time.monotonic() - begin
     return line
 
@@ -62,9 +62,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--peer", action="append", choices=(*PEERS, "none"), default=[], help="only this peer, or none; repeatable")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, peers=PEERS).parse_args()
     torch.manual_seed(0)
     timer = Timer(arguments.repeats)
     machine = Machine.measure(timer)

@@ -21,6 +21,7 @@ from integration.model import Model, resolve_model
 from integration.report import write_report, write_tables
 from integration.results import Row
 from integration.server import free_port, running_server
+from integration.warm_up import Prompts, warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
 CLIENT_TIMEOUT_S = 3600
@@ -165,6 +166,10 @@ class Benchmark:
             settings.results / f"{name}.go" if waits else None,
         )
 
+    def warm_up_prompts(self) -> list[Prompts]:
+        """Of each load; other prompts than those of its measured runs."""
+        return [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(self.workloads)]
+
     def announce(self, backend: str, index: int, repeat: int) -> None:
         print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
 
@@ -188,11 +193,13 @@ class Benchmark:
 def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
     """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
     run = Benchmark.make(settings)
+    prompts = run.warm_up_prompts()
     for backend in settings.backends:
         launch = run.launch(backend)
         with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
             if when_ready:
                 when_ready(backend, url)
+            warm_up(run.engine, url, prompts, settings.sampling)  # or the first backend would pay for more than itself
             for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
                 run.add(backend, index, measure(run, launch, index, repeat))
     return run.finish()

@@ -14,13 +14,13 @@
         --server-args='--speculative-algorithm STANDALONE --speculative-draft-model-path integration/models/llama-3.2-1b \\
         --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16'
 
-Several data sets are sent to the same server one after another. With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
+Several data sets are sent to the same server one after another. Before anything is measured every server answers a few requests of every load
+(integration/warm_up.py). With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
 sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not answers.
 
 With --side-by-side all servers are started at once, on one device, and each load is sent to one after another before the next load has its turn: starting
 engines is most of a run, and a run that is cut short has compared what it has measured. Each server must then be told (--server-args) to take its share of
-the memory; those that wait for their turn do nothing. Before anything is measured every server answers a few requests of every load (integration/warm_up.py),
-and each load, and each of its --repeats, begins with the next backend: none is always the first or the last.
+the memory; those that wait for their turn do nothing. Each load, and each of its --repeats, begins with the next backend: none is always the first or the last.
 
 Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
 `attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other

@@ -14,7 +14,7 @@ from integration.client import ClientError, RunningClient
 from integration.compare_sampling import check_seeds
 from integration.results import Row
 from integration.server import Server, ServerError, print_tail
-from integration.warm_up import wait_for_turn, warm_up, warm_up_prompts
+from integration.warm_up import wait_for_turn, warm_up
 
 CLIENTS_AHEAD = 8  # clients that have been started before their turn: their preparations take longer than many a load
 
@@ -59,7 +59,7 @@ class SideBySide:
         stack.callback(stop_all, self._waiting)
         for _ in range(CLIENTS_AHEAD):
             self._start_client()
-        self._prompts = [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(run.workloads)]
+        self._prompts = run.warm_up_prompts()
 
     def get_ready(self) -> None:
         """Waits until the servers answer, and has them answer requests that are not measured."""

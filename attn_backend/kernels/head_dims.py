@@ -45,7 +45,7 @@ class HeadDims(NamedTuple):
     @property
     def is_wide(self) -> bool:
         """Whether several warps share the columns of the output (csrc/attention/head_shape.h)."""
-        return self in _WIDE_HEAD_DIMS
+        return self in WIDE_HEAD_DIMS
 
     def __str__(self) -> str:
         return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
@@ -53,7 +53,7 @@ class HeadDims(NamedTuple):
 
 _MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
 MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
-_WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
+WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
 FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
 LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"

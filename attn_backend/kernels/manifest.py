@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from . import kernel_templates as templates
-from .head_dims import MAX_TRANSFORMED_HEAD_DIM, MLA_HEAD_DIMS, HeadDims
+from .head_dims import MAX_TRANSFORMED_HEAD_DIM, MLA_HEAD_DIMS, WIDE_HEAD_DIMS, HeadDims
 from .shipped_variants import SHIPPED_VARIANTS, shipped_variant
 
 SM90, SM80 = "sm_90a", "sm_80"
@@ -31,12 +31,12 @@ OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 # By variant. Kernels of other heads are compiled when they are first needed, or ahead (attn-backend compile).
 SHIPPED_HEAD_DIMS = {
-    "standard": (*(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))), *_WIDE_HEAD_DIMS),
+    "standard": (*(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))), *WIDE_HEAD_DIMS),
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
     "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),  # and all of SHIPPED_VARIANTS: of each arch's default design
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
-_SHIPPED_WIDENED = {"e4m3": _WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}  # of bf16, by elements of caches that are widened as they are loaded
+_SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}  # of bf16, by elements of caches that are widened as they are loaded
 MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # whose e4m3 Q and K Hopper multiplies as they are
 SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
 

@@ -79,7 +79,7 @@ SelectionParams selection_params(const Selection& selection, DLDevice device) {
   if (selection.kv_lens.has_value())
     params.kv_lens = index_array("kv_lens", selection.kv_lens.value(), device, indices.size(0));
   if (!selection.block_table.has_value()) {
-    if (selection.requests.has_value()) refuse("requests", "a tensor", "None without a block_table");
+    if (selection.requests.has_value()) refuse("block_table", "None", "a tensor: requests is given");
     return params;
   }
   const TensorView& table = selection.block_table.value();

@@ -37,23 +37,23 @@ def models_folder() -> Path:
     def fill(folder: Path) -> None:
         for name, family in FAMILIES.items():
             make_model(family, folder / name)
-        run("reference", folder, list(FAMILIES))
+        run("reference", folder, list(FAMILIES), "--jobs", str(os.cpu_count() or 1))
 
     return cached_folder(f"tiny_models/{digest.hexdigest()[:12]}", fill)
 
 
-def run(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None) -> None:
-    """One of the programs of this package, in a process of its own.
+def run(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None, shows: bool = False) -> None:
+    """One of the programs of this package, in a process of its own. shows: lines on its standard output are seen when it writes them.
 
     Raises:
-        RuntimeError: a family has failed; the end of what the program said.
+        RuntimeError: a family has failed; the end of what the program said and was not seen.
     """
     command = [sys.executable, "-m", f"integration.tiny_models.{program}", str(folder), *families, *options]
-    environment = os.environ | own_modules() | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | own_modules() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {} if answers is None else {"ATTN_BACKEND_ANSWERS": str(answers)}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
+    done = subprocess.run(command, check=False, stdout=None if shows else subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{(done.stdout or '')[-3000:]}\n{done.stderr[-6000:]}")
 
 
 def serve(engine: str, answers: Path) -> None:

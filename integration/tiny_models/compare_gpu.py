@@ -1,10 +1,13 @@
 """Serves a tiny random model of each family with both engines on a GPU in bfloat16, with CUDA graphs, and compares with transformers in float32 on a CPU.
 
-    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME ...] [--models FOLDER] [--jobs N]
+    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME ...] [--models FOLDER] [--jobs N] [--results FOLDER]
 
 In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far away as that one, and a
 token may be another one where both are as probable. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells
 them, and of generated tokens. --models: made elsewhere, with the reference's answers (`compare.models_folder`).
+
+A line says when a family's engine starts, with its log, when it is ready, has answered or failed; a family is compared when both backends have ended with it.
+Answers and logs lie in FOLDER/FAMILY: a run that is killed leaves what there was.
 
 Exit status: 1 if a family is farther away, or fails with our backend; else 0. One that fails with the engine's own backend is compared with transformers alone.
 """
@@ -14,16 +17,20 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from integration.environment import REPOSITORY
 from integration.tiny_models.compare import models_folder, run
 from integration.tiny_models.families import FAMILIES
 from integration.tiny_models.questions import Answer, read_answers
-from integration.tiny_models.runner import answers_file
+from integration.tiny_models.runner import answers_file, failure_file, log_file
 
+BACKENDS = ("ours", "stock")
+POLL_S = 0.5
 RUNNERS = {"vllm": "vllm_runner", "sglang": "sglang_engine_runner"}
 MOST_TIMES_STOCK = 1.5
 LARGEST_ALONE = 0.1
@@ -67,26 +74,39 @@ def families_of(engine: str, asked: list[str] | None) -> list[str]:
     return [name for name, family in FAMILIES.items() if engine in family.engines and name in (asked or FAMILIES)]
 
 
-def serve(engine: str, families: list[str], models: Path, answers: Path, jobs: int) -> None:
-    """Writes the answers of both backends; what a backend does not serve has none."""
-    with ThreadPoolExecutor(2) as pool:
-        options = ("--device", "cuda", "--jobs", str(jobs))
-        runs = {backend: pool.submit(run, RUNNERS[engine], models, families, "--backend", backend, *options, answers=answers) for backend in ("ours", "stock")}
-        for backend, one in runs.items():
+def served(engine: str, families: list[str], models: Path, results: Path, jobs: int, device: str = "cuda") -> Iterator[str]:
+    """Writes the answers of both backends, and gives each family when both have ended with it; what a backend does not serve has no answers."""
+    files = {
+        name: [(answers_file(results, name, who), failure_file(results, name, who)) for who in map(f"{engine}-{{}}".format, BACKENDS)] for name in families
+    }
+    for earlier in (file for of_family in files.values() for of_backend in of_family for file in of_backend):
+        earlier.unlink(missing_ok=True)
+    waiting = list(families)
+    with ThreadPoolExecutor(len(BACKENDS)) as pool:
+        options = ("--device", device, "--jobs", str(jobs))
+        runs = [pool.submit(run, RUNNERS[engine], models, families, "--backend", name, *options, answers=results, shows=True) for name in BACKENDS]
+        while waiting:
+            are_over = all(one.done() for one in runs)  # seen before their files are
+            for name in [name for name in waiting if are_over or all(any(file.exists() for file in of_backend) for of_backend in files[name])]:
+                waiting.remove(name)
+                yield name
+            time.sleep(0 if are_over else POLL_S)
+        for backend, one in zip(BACKENDS, runs, strict=True):
             if error := one.exception():
                 print(f"{engine}, {backend}: {error}", flush=True)
 
 
 def compare(engine: str, family: str, models: Path, answers: Path) -> tuple[bool, str]:
     """Whether ours is near enough, and a line that says how near."""
-    found = {backend: answers_file(answers, family, f"{engine}-{backend}") for backend in ("ours", "stock")}
+    found = {backend: answers_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
+    logs = {backend: log_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
     if not found["ours"].exists():
-        return False, "failed"
+        return False, f"failed, log {logs['ours']}"
     reference = read_answers(answers_file(models, family, "reference"))
     ours = read_answers(found["ours"])
     to_reference = distance(ours, reference)
     if not found["stock"].exists():
-        return to_reference.rms <= LARGEST_ALONE, f"{to_reference.rms:.1e}, own backend does not serve it"
+        return to_reference.rms <= LARGEST_ALONE, f"{to_reference.rms:.1e}, own backend does not serve it, log {logs['stock']}"
     stock = read_answers(found["stock"])
     to_stock, of_stock = distance(ours, stock), distance(stock, reference)
     near = to_reference.rms <= MOST_TIMES_STOCK * of_stock.rms and to_stock.tie <= LARGEST_TIE
@@ -99,18 +119,19 @@ def main() -> None:
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="may be given more than once; default: all")
     parser.add_argument("--models", type=Path, help="default: they are made")
     parser.add_argument("--jobs", type=int, default=4, help="families that a backend serves at a time")
+    parser.add_argument("--results", type=Path, help="folder for answers and logs; default: results/tiny-models-TIME")
     arguments = parser.parse_args()
-    models = arguments.models or models_folder()
+    results = (arguments.results or REPOSITORY / "results" / f"tiny-models-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    print(f"answers and logs go to {results}", flush=True)
+    begin = time.monotonic()
+    models = arguments.models.resolve() if arguments.models else models_folder()
+    print(f"models and the reference's answers: {models}, there after {time.monotonic() - begin:.0f} s", flush=True)
     all_near = True
-    with tempfile.TemporaryDirectory() as folder:
-        for engine in arguments.engines:
-            families = families_of(engine, arguments.family)
-            if families:
-                serve(engine, families, models, Path(folder), arguments.jobs)
-            for name in families:
-                near, line = compare(engine, name, models, Path(folder))
-                all_near &= near
-                print(f"{engine:8}{name:12}{'ok   ' if near else 'WRONG'}  {line}", flush=True)
+    for engine in arguments.engines:
+        for name in served(engine, families_of(engine, arguments.family), models, results, arguments.jobs):
+            near, line = compare(engine, name, models, results)
+            all_near &= near
+            print(f"{engine:8}{name:12}{'ok   ' if near else 'WRONG'}  {line}", flush=True)
     sys.exit(int(not all_near))
 
 

@@ -1,4 +1,4 @@
-"""What the three programs have in common: their command line, and a process for each family that begins with everything imported."""
+"""What the programs that answer have in common: their command line, and a process for each family, with a log, that begins with everything imported."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import argparse
 import gc
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from integration.tiny_models.families import FAMILIES, Family
 from integration.tiny_models.questions import Answer, write_answers
+
+TAIL_LINES = 40  # of a log, after a failure
+LONGEST_LINE = 1000  # SGLang prints all its arguments in one line of 20 kB
 
 
 def answers_file(folder: Path, name: str, who: str) -> Path:
@@ -19,10 +24,47 @@ def answers_file(folder: Path, name: str, who: str) -> Path:
     return folder / name / f"{who}.answers.json"
 
 
+def failure_file(folder: Path, name: str, who: str) -> Path:
+    """Where the error of a family that failed is kept, in one line."""
+    return answers_file(folder, name, who).with_suffix(".error")
+
+
+def log_file(folder: Path, name: str, who: str) -> Path:
+    """Where what a family's process and its engine print is kept."""
+    return folder / name / f"{who}.log"
+
+
+class Progress:
+    """Lines about a family on the standard output that there was; the process's own output, and that of the processes it starts, goes to its log."""
+
+    def __init__(self, label: str, log: Path) -> None:
+        self._label, self._begin, self._output = label, time.monotonic(), os.dup(1)
+        with log.open("wb") as file:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is killed has written what it said
+        self.say(f"starts, log {log}")
+
+    def say(self, text: str) -> None:
+        os.write(self._output, f"{self._label}: {text}\n".encode())  # at once, and a line of another process does not come between
+
+    def say_when(self, what: str, more: str = "") -> None:
+        self.say(f"{what} after {time.monotonic() - self._begin:.0f} s{more}")
+
+
+_of_this_process: list[Progress] = []
+
+
+def say_ready() -> None:
+    """Says that the engine of this family's process is ready."""
+    for progress in _of_this_process:
+        progress.say_when("ready")
+
+
 def run_families(description: str | None, who: str, names: list[str], answer_all: Callable[[Family, Path], list[Answer]]) -> None:
     """Writes the answers of each family that the command line names. Exits with 1 if one has failed; the others are answered all the same.
 
-    ATTN_BACKEND_ANSWERS: a folder for the answers; default: beside the models.
+    ATTN_BACKEND_ANSWERS: a folder for the answers and logs; default: beside the models.
 
     Engines are made to be started once a process: each family gets a fork of this one, which has imported the engine and has started no thread.
     """
@@ -31,14 +73,21 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
     parser.add_argument("families", nargs="*", help=f"default: {' '.join(names)}")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time")
     arguments, _ = parser.parse_known_args()
+    if unknown := [name for name in arguments.families if name not in FAMILIES]:
+        parser.error(f"families: {' '.join(unknown)}, must be of {' '.join(FAMILIES)}")
     answers = Path(os.environ.get("ATTN_BACKEND_ANSWERS", arguments.folder))
     failed: list[str] = []
     running: dict[int, str] = {}
 
     def wait_for_one() -> None:
         child, status = os.wait()
-        failed.extend([running.pop(child)] if os.waitstatus_to_exitcode(status) != 0 else [])
-        running.pop(child, None)
+        name = running.pop(child, None)
+        if name is not None and os.waitstatus_to_exitcode(status) != 0:
+            failed.append(name)
+            failure = failure_file(answers, name, who)
+            if not failure.exists():  # a signal has ended it
+                failure.parent.mkdir(parents=True, exist_ok=True)
+                failure.write_text(f"ended with status {os.waitstatus_to_exitcode(status)}")
 
     gc.freeze()  # the engines collect garbage when they start, which would look through all that was imported, each time
     for name in arguments.families or names:
@@ -50,27 +99,42 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
             wait_for_one()
     while running:
         wait_for_one()
-    for name in failed:  # last: what the others have printed may be long
-        print(f"{name}: {failure_file(answers, name, who).read_text() if failure_file(answers, name, who).exists() else 'ended'}", file=sys.stderr)
-    sys.exit(f"failed: {' '.join(failed)}" if failed else 0)
+    for name in failed:
+        log = log_file(answers, name, who)
+        lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if log.exists() else []
+        print(f"--- the end of {log}", *(line[:LONGEST_LINE] for line in lines), "---", sep="\n", file=sys.stderr)
+        print(f"{name}: {failure_file(answers, name, who).read_text()}", file=sys.stderr, flush=True)
+    if failed:
+        print(f"failed: {' '.join(failed)}", file=sys.stderr)
+    _leave(int(bool(failed)))
 
 
-def failure_file(folder: Path, name: str, who: str) -> Path:
-    """Where the error of a family that failed is kept, in one line."""
-    return answers_file(folder, name, who).with_suffix(".error")
+def _leave(status: int) -> NoReturn:
+    """At once: at a usual end libraries of the engines write about what they have not released, after what is to be read."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _answer_and_leave(family: Family, folder: Path, answers: Path, who: str, answer_all: Callable[[Family, Path], list[Answer]]) -> None:
     status = 1
-    written = answers_file(answers, family.name, who)
-    written.parent.mkdir(parents=True, exist_ok=True)
+    written, failure = answers_file(answers, family.name, who), failure_file(answers, family.name, who)
+    partial = written.with_suffix(".partial")
     try:
-        write_answers(written, answer_all(family, folder / family.name))
-        status = 0
-    except BaseException as error:
-        traceback.print_exc(limit=-12)
-        failure_file(answers, family.name, who).write_text(f"{type(error).__name__}: {error}")
+        written.parent.mkdir(parents=True, exist_ok=True)
+        for earlier in (written, failure):
+            earlier.unlink(missing_ok=True)
+        progress = Progress(f"{who}, {family.name}", log_file(answers, family.name, who))
+        _of_this_process.append(progress)
+        try:
+            write_answers(partial, answer_all(family, folder / family.name))
+            partial.rename(written)  # whoever waits for the file finds it whole
+        except BaseException as error:
+            traceback.print_exc(limit=-12)
+            failure.write_text(f"{type(error).__name__}: {error}")
+            progress.say_when("failed", f": {type(error).__name__}: {error}"[:LONGEST_LINE].partition("\n")[0])
+        else:
+            progress.say_when("answered")
+            status = 0
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        _leave(status)

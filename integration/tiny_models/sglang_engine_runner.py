@@ -15,13 +15,15 @@ from typing import Any
 from integration.server import free_port
 from integration.tiny_models.families import FAMILIES, Family
 from integration.tiny_models.questions import LABELS, NEW_TOKENS, Answer, Question, questions
-from integration.tiny_models.runner import run_families
+from integration.tiny_models.runner import run_families, say_ready
 from integration.tiny_models.tokenizer import BOS, text_of
 
 OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend") + 1] == "ours" else "stock"
 ON_CPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"
 SHIMS = Path(__file__).resolve().parents[1] / "sglang_cpu"
 GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "mem_fraction_static": 0.9, "cuda_graph_max_bs_decode": 4}
+# By default there would be a graph of prefills for each of some 50 numbers of tokens, up to max_total_tokens; all questions together have fewer than 256.
+GPU_OPTIONS |= {"cuda_graph_bs_prefill": [16, 64, 256], "cuda_graph_max_bs_prefill": 256}
 CPU_OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "mem_fraction_static": 0.5, "disable_cuda_graph": True}
 STOCK_OF_KIND = {"audio": "flashinfer", "items": "flashinfer"}  # Triton has no cross attention in graphs, and no items
 
@@ -29,6 +31,7 @@ STOCK_OF_KIND = {"audio": "flashinfer", "items": "flashinfer"}  # Triton has no 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
     """Twice, the second time from the prefix cache where a family has one; the answers are those of the second time."""
     engine = start(family, folder)
+    say_ready()
     try:
         asked = questions(family)
         for _ in range(2):
@@ -47,7 +50,7 @@ def start(family: Family, folder: Path) -> Any:
     import sglang
 
     stock = "torch_native" if ON_CPU else STOCK_OF_KIND.get(family.kind, "triton")
-    options: dict[str, Any] = {"context_length": 128, "max_running_requests": 8, "max_total_tokens": 4096, "log_level": "error", "port": free_port()}
+    options: dict[str, Any] = {"context_length": 128, "max_running_requests": 8, "max_total_tokens": 4096, "log_level": "info", "port": free_port()}
     options |= {"attention_backend": "attn_backend" if OURS == "ours" else stock, "sampling_backend": "pytorch"}
     engine = sglang.Engine(model_path=str(folder), **options | (CPU_OPTIONS if ON_CPU else GPU_OPTIONS) | family.engines["sglang"])
     if family.kind == "audio":

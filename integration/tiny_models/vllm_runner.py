@@ -15,7 +15,12 @@ from typing import Any
 OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend") + 1] == "ours" else "stock"
 ON_GPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cuda"
 # One process, so that the backend's class can be looked at; one thread, because there is a program for each backend at the same time.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO" if ON_GPU else "ERROR",
+}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"ATTN_BACKEND_VLLM_CPU": str(int(OURS == "ours" and not ON_GPU))}
 if not ON_GPU:
@@ -32,7 +37,7 @@ else:
 
 from integration.tiny_models.families import FAMILIES, Family
 from integration.tiny_models.questions import NEW_TOKENS, SAMPLING_RATE, Answer, Question, questions
-from integration.tiny_models.runner import run_families
+from integration.tiny_models.runner import run_families, say_ready
 
 if OURS == "ours":
     from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
@@ -58,6 +63,7 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
     options |= ON_GPU_OPTIONS if ON_GPU else ON_CPU_OPTIONS
     llm = LLM(str(folder), max_model_len=128, max_num_seqs=4, **options | family.engines["vllm"])
     STARTED.append(llm)
+    say_ready()
     _check_backend(llm)
     prompts = [_prompt(question) for question in questions(family)]
     if family.kind == "embed":

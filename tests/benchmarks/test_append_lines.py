@@ -58,6 +58,13 @@ def test_a_peer_that_does_something_else_has_no_time(cache: torch.dtype, monkeyp
     assert "- " in append.markdown([line], "header")
 
 
+def test_only_peers_that_are_asked_for_have_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_peers(monkeypatch)
+    for peers in ((), ("vLLM",), ("FlashInfer",)):
+        line = append.measure(Line(40, False, E4M3), OneMoreEach(), MACHINE, "cpu", peers)  # type: ignore[arg-type]
+        assert [peer for peer in append.PEERS if line[peer] is not None] == list(peers)
+
+
 def test_a_wrong_scale_is_noticed() -> None:
     projected = Projected(Line(40, False, E4M3), torch.device("cpu"))
     wrong, rotary = replace(projected.kv, v_scale=2 * append.SCALE), Rotary(projected.table)

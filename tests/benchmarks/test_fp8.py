@@ -23,6 +23,10 @@ def test_a_small_line_is_right(qo_len: int, monkeypatch: pytest.MonkeyPatch, cap
     assert line["FA3 fp8"] is None
     assert line["FlashInfer fp8"] == line["FlashInfer fp8 Q"] == 1.0
     assert line["FlashInfer fp8 error"] < fp8.LARGEST_ERROR < line["FlashInfer fp8 Q error"] < fp8.LARGEST_FLOAT8_Q_ERROR
+    without = fp8.measure(Case("small", (qo_len,) * 3, (100, 64, 77), 8, 2), OneMoreEach(), MACHINE, peers=())  # type: ignore[arg-type]
+    assert [without[column] for column in fp8.PEER_COLUMNS] == [None] * 3
+    assert capsys.readouterr().err == "", "no peer is asked"
+    assert "small" in fp8.markdown([without], "header")
     cells = [row.split("|") for row in fp8.markdown([line], "header").splitlines()[2:]]
     row = dict(zip((cell.strip() for cell in cells[0]), (cell.strip() for cell in cells[2]), strict=True))
     assert (row["FA3 fp8"], row["fp8 / FA3"], row["fp8 / FlashInfer"], row["fp8 Q / FlashInfer"], row["FA3 error"]) == ("-", "-", "2.00", "4.00", "")

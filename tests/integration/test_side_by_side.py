@@ -94,7 +94,7 @@ class Numbered(Workload):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that measures some backends side by side with two loads; gives the engine, and what was raised."""
+    """A function that measures some backends with two loads, side by side if nothing else is said; gives the engine, and what was raised."""
     engine = FakeEngine(tmp_path)
     model = Model("none", tmp_path, True)
     write_word_tokenizer(tmp_path, 1000)
@@ -103,16 +103,16 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "resolve_model", lambda name, python: model)
     monkeypatch.setattr(serving, "make_workload", lambda dataset, number, *_: Numbered(number, 2, dataset, tmp_path))
 
-    def benchmark(backends, **changes):
+    def measured(backends, measure=benchmark_side_by_side, **changes):
         loads = [Load("first", 2), Load("second", 20)]
         settings = Settings("fake", backends, "none", tmp_path / "results", loads, start_timeout_s=30, **changes)
         try:
-            benchmark_side_by_side(settings)
+            measure(settings)
         except ServerError as error:
             return SimpleNamespace(engine=engine, error=str(error))
         return SimpleNamespace(engine=engine, error=None)
 
-    return benchmark
+    return measured
 
 
 def rows(tmp_path):
@@ -147,6 +147,16 @@ def test_every_server_has_met_every_load_before_one_is_measured(run):
         assert all(tokens == min(6 * prompt[1] + 1, warm_up.MOST_TOKENS) for tokens, prompt in zip(num_tokens, prompts, strict=True))
         assert set(samplings) == {warm_up.GREEDY}
         assert not any(logprobs)
+
+
+def test_servers_one_after_another_are_warmed_up_alike(run, tmp_path):
+    engine = run(["quick", "third"], measure=serving.benchmark, seed=7).engine
+    assert rows(tmp_path) == [(backend, load, 1) for load in ("first", "second") for backend in ("quick", "third")]
+    sent = {backend: [prompt for _, prompt, *_ in engine.warmed[backend]] for backend in ("quick", "third")}
+    assert sorted(sent["quick"]) == sorted(sent["third"])
+    assert {prompt[0] for prompt in sent["quick"]} == {5, 6}, "prompts of other seeds than 7, 8, 1007, ..."
+    for backend in ("quick", "third"):
+        assert max(request[0] for request in engine.warmed[backend]) < min(times["sent"] for name, times in engine.times.items() if backend in name)
 
 
 def test_servers_are_warmed_up_as_they_are_measured(run):

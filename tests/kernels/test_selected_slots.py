@@ -68,7 +68,7 @@ def test_refuses(device: torch.device) -> None:
         ("indices", lambda: selected_slots([[1]])),  # type: ignore[arg-type]
         ("requests", lambda: selected_slots(indices, table)),
         ("requests", lambda: selected_slots(indices, table, requests[:1])),
-        ("requests", lambda: selected_slots(indices, None, requests)),
+        ("block_table", lambda: selected_slots(indices, None, requests)),
         ("requests", lambda: selected_slots(indices, table, requests.float())),
         ("block_table", lambda: selected_slots(indices, table.float(), requests)),
         ("block_table", lambda: selected_slots(indices, table[0], requests)),
