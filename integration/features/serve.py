@@ -30,7 +30,7 @@ from integration.model import Model
 from integration.server import Server, ServerError, free_port, stop_on_signals
 
 NUM_TOKENS = 24
-LARGEST_LOGPROB_DIFFERENCE = 1e-3
+LARGEST_LOGPROB_DIFFERENCE = 1e-3  # with the adapter, transformers' own float32 is up to 5e-4 away from its float64; without it 5e-6
 CONCURRENCY = 4
 TIMEOUT_S = 600
 # Engines of one thread, which other processes may share the cores with, and which compile nothing.
