@@ -1,5 +1,5 @@
-"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE drafts, and a MiMo that
-predicts a second token by itself (MTP)."""
+"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE drafts, a MiMo that
+predicts a second token by itself (MTP), and a DeepSeek (MLA)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from integration.tiny_models.families import COMMON, Family, make_model
+from integration.tiny_models.families import COMMON, FAMILIES, Family, make_model
 from integration.tiny_models.tokenizer import FIRST_WORD, VOCAB
 
 LLAMA = Family("llama", "", "", lambda: (transformers.LlamaConfig(**COMMON, tie_word_embeddings=False), transformers.LlamaForCausalLM))
 WIDE = COMMON | {"hidden_size": 4 * COMMON["head_dim"]}  # vLLM computes the heads' width
 MIMO = Family("mimo", "", "", lambda: (transformers.Qwen2Config(**WIDE, tie_word_embeddings=False), transformers.Qwen2ForCausalLM))
+MODELS = {"model": LLAMA, "mimo": MIMO, "deepseek": FAMILIES["deepseek"]}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 Answer = list[tuple[int, float]]  # tokens with the natural logarithms of their probabilities
 RANK = 8
@@ -23,12 +24,12 @@ ALPHA = 16
 
 
 def make_models(folder: Path) -> None:
-    """Writes `model`, and for it `adapter`, `eagle` and `eagle-sglang`; and `mimo`."""
-    make_model(LLAMA, folder / "model")
+    """Writes MODELS, and for `model` also `adapter`, `eagle` and `eagle-sglang`."""
+    for name, family in MODELS.items():
+        make_model(family, folder / name)
     _make_adapter(folder / "model", folder / "adapter")
     _make_eagle(folder / "model", folder / "eagle", "LlamaForCausalLM")
     _make_eagle(folder / "model", folder / "eagle-sglang", "LlamaForCausalLMEagle")
-    make_model(MIMO, folder / "mimo")
     _add_mtp_layer(folder / "mimo")
 
 
@@ -72,7 +73,7 @@ def _add_mtp_layer(model: Path) -> None:
 
 
 def make_prompts() -> list[list[int]]:
-    """Four with prefixes that they share in part, four with none."""
+    """Four with prefixes that they share in part; four with none, of which the last is too long for vLLM to keep it in MLA's latents."""
     generator = torch.Generator().manual_seed(2)
 
     def words(count: int) -> list[int]:
@@ -80,16 +81,21 @@ def make_prompts() -> list[list[int]]:
         return tokens
 
     shared = words(100)
-    return [shared[: 70 + 5 * i] + words(8 + 7 * i) for i in range(4)] + [words(20 + 30 * i) for i in range(4)]
+    return [shared[: 70 + 5 * i] + words(8 + 7 * i) for i in range(4)] + [words(20 + 50 * i) for i in range(4)]
+
+
+def base_of(asked: str) -> str:
+    """Which of MODELS a server has that is asked for this."""
+    return "model" if asked == "adapter" else asked
 
 
 @torch.no_grad()
 def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
-    """Greedy answers: float32, eager attention, no cache. asked: "model", "adapter" or "mimo"."""
-    is_adapter = asked == "adapter"
-    model_class = transformers.Qwen2ForCausalLM if asked == "mimo" else transformers.LlamaForCausalLM  # which leaves the MTP layer out
-    model = model_class.from_pretrained(folder / ("model" if is_adapter else asked), dtype=torch.float32, attn_implementation="eager").eval()
-    if is_adapter:
+    """Greedy answers: float32, eager attention, no cache. asked: one of MODELS, or "adapter"."""
+    base = base_of(asked)
+    model_class = MODELS[base].make()[1]  # for a MiMo one that leaves the MTP layer out
+    model = model_class.from_pretrained(folder / base, dtype=torch.float32, attn_implementation="eager").eval()
+    if asked == "adapter":
         weights = load_file(folder / "adapter" / "adapter_model.safetensors")
         for name in _projections(folder / "model"):
             a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")

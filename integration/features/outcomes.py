@@ -24,12 +24,11 @@ from integration.environment import REPOSITORY
 
 FILE = REPOSITORY / "docs" / "features.json"
 ENGINE_NAMES = ("vllm", "sglang")
-BY_HAND = "noted by hand"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well, or BY_HAND: it ran before outcomes were recorded."""
+    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well."""
 
     engine: str
     version: str
@@ -39,7 +38,7 @@ class Seen:
 
     @property
     def when(self) -> str:
-        return f"{self.version}, {self.date}{f', {BY_HAND}' if self.reason == BY_HAND else ''}"
+        return f"{self.version}, {self.date}"
 
 
 def read_outcomes(file: Path = FILE) -> dict[str, Seen]:

@@ -23,14 +23,14 @@ from integration.engines import ENGINES, Engine, Launch, Token
 from integration.engines.base import OURS
 from integration.engines.sglang import SGLang
 from integration.engines.vllm import VLLM
-from integration.features.model import Answer, make_models, make_prompts, reference
+from integration.features.model import Answer, base_of, make_models, make_prompts, reference
 from integration.features.outcomes import record
 from integration.http import counter, post_json
 from integration.model import Model
 from integration.server import Server, ServerError, free_port, stop_on_signals
 
 NUM_TOKENS = 24
-LARGEST_LOGPROB_DIFFERENCE = 1e-3
+LARGEST_LOGPROB_DIFFERENCE = 1e-3  # with the adapter, transformers' own float32 is up to 5e-4 away from its float64; without it 5e-6
 CONCURRENCY = 4
 TIMEOUT_S = 600
 # Engines of one thread, which other processes may share the cores with, and which compile nothing.
@@ -43,7 +43,7 @@ class Run:
     Attributes:
         arguments: of the server. {folder} is that of the models, {scratch} an empty one.
         environment: of the server.
-        asks: what is asked one after the other: "model", "adapter" (LoRA), "mimo".
+        asks: what is asked one after the other: models of integration/features/model.py, all of one server; "adapter" is "model" with LoRA.
         counts: a counter of the server's, which must not be 0 in the end: what shows that the feature was in use.
         package: that the engine needs for it.
         through: another server of the same kind computes the prompts, and this one gets their KV from it.
@@ -93,6 +93,7 @@ NGRAM = _drafts(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, p
 
 RUNS: dict[str, Run] = {
     "vllm-tensor-parallel": Run("vllm", ("--tensor-parallel-size", "2", *LORA, *NGRAM), asks=("model", "adapter"), counts=ACCEPTED),
+    "vllm-tensor-parallel-mla": Run("vllm", ("--tensor-parallel-size", "2"), asks=("deepseek",)),
     # What the connector wrote when the prompts came first is read when they come again.
     "vllm-pipeline": Run("vllm", (*PIPELINE, "--no-enable-prefix-caching", *FOLDER_STORE), asks=("model", "model"), counts=FROM_ELSEWHERE),
     "vllm-data-parallel": Run("vllm", ("--data-parallel-size", "2")),
@@ -101,6 +102,8 @@ RUNS: dict[str, Run] = {
     "vllm-eagle": Run("vllm", _drafts(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED),
     "vllm-mtp": Run("vllm", _drafts(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED),
     "sglang-tensor-parallel": Run("sglang", ("--tp-size", "2"), _a_core_for_each_rank()),
+    # Prompts are decompressed when they come first; when they come again, from the cache, they stay in their latents. On a CPU vLLM caches no latents.
+    "sglang-tensor-parallel-mla": Run("sglang", ("--tp-size", "2"), _a_core_for_each_rank(), asks=("deepseek", "deepseek")),
     "sglang-pipeline": Run("sglang", ("--pp-size", "2"), _a_core_for_each_rank()),
     "sglang-data-parallel": Run("sglang", ("--dp-size", "2"), _a_core_for_each_rank()),
     "sglang-eagle": Run("sglang", _drafts_in_sglang("EAGLE", "{folder}/eagle-sglang"), counts=VERIFIED),
@@ -170,7 +173,7 @@ class Served:
     def _start(self, run: Run, scratch: Path, number: int, stack: ExitStack) -> Server:
         arguments = [argument.replace("{folder}", str(self.folder)).replace("{scratch}", str(scratch)) for argument in run.arguments]
         environment = SMALL | run.environment | ({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} if run.through else {})
-        name = "mimo" if "mimo" in run.asks else "model"
+        name = base_of(run.asks[0])
         model = Model(name, self.folder / name, random_weights=False)
         launch = Launch(sys.executable, model, OURS, "cpu", free_port(), "float32", max_model_len=384, max_num_seqs=CONCURRENCY)
         launch = replace(launch, extra_arguments=arguments, environment=environment)

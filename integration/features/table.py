@@ -42,6 +42,7 @@ NO_OPTION = Cell(says="has no such option")
 
 FEATURES = (
     Feature("tensor parallel 2", Cell(("vllm-tensor-parallel",)), Cell(("sglang-tensor-parallel",))),
+    Feature("tensor parallel 2, MLA", Cell(("vllm-tensor-parallel-mla",)), Cell(("sglang-tensor-parallel-mla",))),
     Feature("pipeline parallel 2", Cell(("vllm-pipeline",), "works; on a CPU not with `--enforce-eager`"), Cell(("sglang-pipeline",))),
     Feature("data parallel 2", Cell(("vllm-data-parallel",)), Cell(("sglang-data-parallel",))),
     Feature(

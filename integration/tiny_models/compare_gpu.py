@@ -40,7 +40,7 @@ LARGEST_TIE = 0.1  # difference of log-probabilities of two tokens that are as p
 @dataclass(frozen=True)
 class Distance:
     """Attributes:
-    rms: of differences of log-probabilities, or of elements of embeddings.
+    rms: of differences of log-probabilities, or of elements of embeddings, or of scores.
     tie: the largest difference between two tokens' log-probabilities where answers part; 0 where they do not.
     """
 
@@ -58,7 +58,7 @@ def distance(ours: list[Answer], other: list[Answer]) -> Distance:
     tie = 0.0
     for a, b in zip(ours, other, strict=True):
         prompts = zip(a.prompt_logprobs, b.prompt_logprobs, strict=True) if a.prompt_logprobs and b.prompt_logprobs else ()
-        squares += [(x - y) ** 2 for x, y in [*prompts, *zip(a.embedding, b.embedding, strict=True)]]
+        squares += [(x - y) ** 2 for x, y in [*prompts, *zip(a.values, b.values, strict=True)]]
         for token, other_token, x, y in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=True):
             if token != other_token:
                 tie = max(tie, abs(x - y))

@@ -47,7 +47,7 @@ class Family:
         asks: what attention must do.
         models: that ask it.
         make: its configuration and its class.
-        kind: "generate", "embed", "image", "audio", or "items": the tokens after each of several items are scored.
+        kind: "generate", "embed", "score" (documents to a query), "image", "audio", or "items": the tokens after each of several items are scored.
         stock: engines whose answers are compared with those of their own backend, because their model is not quite transformers' (another GELU, another
             pooling).
         pools_mean: whether an embedding is the mean of a prompt's states, not its first token's.
@@ -94,10 +94,19 @@ def _bloom() -> tuple[Any, Any]:
     return config, transformers.BloomForCausalLM
 
 
-def _bert() -> tuple[Any, Any]:
+def _bert_config(**more: Any) -> Any:
     names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id")
     layers: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
-    return transformers.BertConfig(**{name: COMMON[name] for name in names}, **layers), transformers.BertModel
+    return transformers.BertConfig(**{name: COMMON[name] for name in names}, **layers, **more)
+
+
+def _bert() -> tuple[Any, Any]:
+    return _bert_config(), transformers.BertModel
+
+
+def _reranker() -> tuple[Any, Any]:
+    # What follows the scores in checkpoints of sentence-transformers; both engines read it.
+    return _bert_config(num_labels=1, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity"), transformers.BertForSequenceClassification
 
 
 def _modernbert() -> tuple[Any, Any]:
@@ -230,6 +239,7 @@ FAMILIES = {
         Family("gpt_oss", "attention sinks, sliding window", "gpt-oss", _gpt_oss),
         Family("bloom", "ALiBi", "BLOOM, Falcon-RW", _bloom, stock=("vllm",), engines={"vllm": {}}),
         Family("bert", "bidirectional", "BERT, RoBERTa, BGE, E5", _bert, "embed", engines=ENGINES_OF_ENCODERS),
+        Family("reranker", "bidirectional, a query with a document", "BERT rerankers: MS MARCO MiniLM", _reranker, "score", engines=ENGINES_OF_ENCODERS),
         Family("modernbert", "bidirectional, window to both sides", "ModernBERT, GTE", _modernbert, "embed", ("vllm",), engines={"vllm": {}}),
         Family(
             "embedding_gemma", "bidirectional, window to both sides, in a decoder", "EmbeddingGemma", _embedding_gemma, "embed", (), True, ENGINES_OF_ENCODERS
@@ -285,7 +295,7 @@ def make_model(family: Family, folder: Path) -> None:
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, tells_texts=family.kind == "score")
     if family.kind == "image":
         _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
         image = transformers.Gemma3ImageProcessor(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})

@@ -24,7 +24,7 @@ class Question:
     tokens: of the prompt; where an image is, the one token before it.
     image: uint8 [height, width, 3], or None.
     audio: float32 [samples] at SAMPLING_RATE, or None.
-    items: each continues the prompt, as if the others were not there.
+    items: each continues the prompt, as if the others were not there; of a reranker, documents to a query.
     """
 
     tokens: list[int]
@@ -46,13 +46,13 @@ class Answer:
     tokens: generated, greedily.
     logprobs: float natural logarithms of the probabilities of each of them.
     prompt_logprobs: the same of the prompt's tokens but the first, from those who tell.
-    embedding: of a model that does not generate.
+    values: of a model that does not generate: an embedding, or the scores of documents.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
-    embedding: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
 
 
 def questions(family: Family) -> list[Question]:
@@ -71,6 +71,8 @@ def questions(family: Family) -> list[Question]:
         return [Question([BOS, *words(count)], audio=pixels.standard_normal(SAMPLING_RATE * AUDIO_SECONDS).astype(np.float32)) for count in (3, 9)]
     if family.kind == "items":
         return [Question(words(count), items=[words(length) for length in lengths]) for count, lengths in ((30, (1, 4, 2)), (5, (9, 3)))]
+    if family.kind == "score":
+        return [Question(words(count), items=[words(length) for length in lengths]) for count, lengths in ((12, (40, 3, 80)), (30, (25,)))]
     return [Question(words(count)) for count in (70, 33, 5, 90)]
 
 
@@ -83,7 +85,7 @@ def read_answers(path: Path) -> list[Answer]:
 
 
 def largest_difference(one: list[Answer], other: list[Answer]) -> float:
-    """The largest difference of log-probabilities, or of elements of embeddings of length 1. Infinite where tokens differ.
+    """The largest difference of log-probabilities, or of elements of embeddings of length 1, or of scores. Infinite where tokens differ.
 
     Raises:
         ValueError: answers to other questions, or none.
@@ -92,9 +94,9 @@ def largest_difference(one: list[Answer], other: list[Answer]) -> float:
         raise ValueError(f"{len(one)} and {len(other)} answers, must be as many, and some")
     largest = 0.0
     for a, b in zip(one, other, strict=True):
-        if a.tokens != b.tokens or len(a.embedding) != len(b.embedding) or not (a.tokens or a.embedding):
+        if a.tokens != b.tokens or len(a.values) != len(b.values) or not (a.tokens or a.values):
             return float("inf")
         prompts = [a.prompt_logprobs, b.prompt_logprobs] if a.prompt_logprobs and b.prompt_logprobs else [[], []]
-        pairs = [*zip(a.logprobs, b.logprobs, strict=True), *zip(a.embedding, b.embedding, strict=True), *zip(*prompts, strict=True)]
+        pairs = [*zip(a.logprobs, b.logprobs, strict=True), *zip(a.values, b.values, strict=True), *zip(*prompts, strict=True)]
         largest = max(largest, *(abs(x - y) for x, y in pairs))
     return largest

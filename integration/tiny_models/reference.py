@@ -27,7 +27,10 @@ def _answer(family: Family, folder: Path, model: Any, question: Question) -> Ans
     prompt = question.expanded
     if family.kind == "embed":
         states = model(torch.tensor([prompt])).last_hidden_state[0]
-        return Answer(embedding=torch.nn.functional.normalize(states.mean(0) if family.pools_mean else states[0], dim=-1).tolist())
+        return Answer(values=torch.nn.functional.normalize(states.mean(0) if family.pools_mean else states[0], dim=-1).tolist())
+    if family.kind == "score":
+        pairs = [(torch.tensor([prompt + document]), torch.tensor([[0] * len(prompt) + [1] * len(document)])) for document in question.items]
+        return Answer(values=[float(model(tokens, token_type_ids=types).logits) for tokens, types in pairs])
     if question.items:
         scores = [model(torch.tensor([prompt + item])).logits[0, -1].log_softmax(-1)[LABELS] for item in question.items]
         return Answer(LABELS * len(scores), torch.cat(scores).tolist())

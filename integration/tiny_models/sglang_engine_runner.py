@@ -88,7 +88,13 @@ def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
 def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
     """Embeddings of text: the engine takes no tokens for them."""
     outputs = engine.encode([text_of(question.expanded) for question in asked])
-    return [Answer(embedding=output["embedding"]) for output in outputs]
+    return [Answer(values=output["embedding"]) for output in outputs]
+
+
+def score_documents(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
+    """Scores of pairs of texts."""
+    scores = [engine.rerank([[text_of(question.tokens), text_of(document)] for document in question.items]) for question in asked]
+    return [Answer(values=[output["embedding"] for output in of_question]) for of_question in scores]
 
 
 def score_items(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
@@ -116,6 +122,7 @@ ASK: dict[str, Callable[[Any, Path, list[Question]], list[Answer]]] = {
     "image": generate,
     "audio": generate,
     "embed": embed,
+    "score": score_documents,
     "items": score_items,
 }
 

@@ -62,9 +62,11 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
     runner = start(folder, family.engines["sglang"])
     init_mm_embedding_cache()
     asked = questions(family)
+    if family.kind == "score":
+        return [Answer(values=extend(runner, [_pair(question, document, folder) for document in question.items]).embeddings.tolist()) for question in asked]
     requests = [_request(i, question, folder) for i, question in enumerate(asked)]
     if family.kind == "embed":
-        return [Answer(embedding=embedding.tolist()) for embedding in extend(runner, requests).embeddings]
+        return [Answer(values=embedding.tolist()) for embedding in extend(runner, requests).embeddings]
     if family.kind == "items":
         scores = extend(runner, requests).input_token_ids_logprobs_val
         return [Answer(LABELS * len(question.items), _flat(of_question)[len(LABELS) :]) for question, of_question in zip(asked, scores, strict=True)]
@@ -151,6 +153,13 @@ def _request(number: int, question: Question, folder: Path) -> Req:
         tokens = [VOCAB - 1] * encoder_len + tokens  # the encoder's places are in front
     request.origin_input_ids = array("q", tokens)
     _show(request, tokens)
+    return request
+
+
+def _pair(question: Question, document: list[int], folder: Path) -> Req:
+    """A query with a document, and which tokens are whose."""
+    request = _request(0, Question(question.tokens + document), folder)
+    request.token_type_ids = [0] * len(question.tokens) + [1] * len(document)
     return request
 
 

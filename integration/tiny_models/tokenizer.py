@@ -19,8 +19,8 @@ def text_of(tokens: list[int]) -> str:
     return " ".join(_WORDS[token] for token in tokens)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`."""
+def write_tokenizer(folder: Path, tells_texts: bool = False) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`. tells_texts: of two texts, which tokens are of which (`token_type_ids`)."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<unk>"))
@@ -30,4 +30,5 @@ def write_tokenizer(folder: Path) -> None:
     image = dict(zip(("image_token", "boi_token", "eoi_token"), _NAMES[3:6], strict=True))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "extra_special_tokens": image}
     config |= {"pad_token": _NAMES[PAD], "bos_token": _NAMES[BOS], "eos_token": _NAMES[EOS], "unk_token": "<unk>", **image}
+    config |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if tells_texts else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

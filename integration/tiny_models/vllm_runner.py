@@ -38,6 +38,7 @@ else:
 from integration.tiny_models.families import FAMILIES, Family
 from integration.tiny_models.questions import NEW_TOKENS, SAMPLING_RATE, Answer, Question, questions
 from integration.tiny_models.runner import run_families, say_ready
+from integration.tiny_models.tokenizer import text_of
 
 if OURS == "ours":
     from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
@@ -58,22 +59,30 @@ STARTED: list[LLM] = []  # an engine shuts down when nothing refers to it any mo
 def answer_all(family: Family, folder: Path) -> list[Answer]:
     """Twice, the second time from the prefix cache; both must be the same."""
     options: dict[str, Any] = {"max_num_batched_tokens": 48 if family.kind == "generate" else 128}
-    if family.kind == "embed":  # it has no decodes that graphs could hold
+    if family.kind in ("embed", "score"):  # it has no decodes that graphs could hold
         options = {"runner": "pooling", "enforce_eager": True}
     options |= ON_GPU_OPTIONS if ON_GPU else ON_CPU_OPTIONS
     llm = LLM(str(folder), max_model_len=128, max_num_seqs=4, **options | family.engines["vllm"])
     STARTED.append(llm)
     say_ready()
     _check_backend(llm)
+    if family.kind == "score":
+        return [_score(llm, question) for question in questions(family)]
     prompts = [_prompt(question) for question in questions(family)]
     if family.kind == "embed":
-        return [Answer(embedding=output.outputs.embedding) for output in llm.embed(prompts, use_tqdm=False)]
+        return [Answer(values=output.outputs.embedding) for output in llm.embed(prompts, use_tqdm=False)]
     tells = family.kind == "generate"
     answers = _generate(llm, prompts, prompt_logprobs=tells)
     again = _generate(llm, prompts, prompt_logprobs=False)
     if not ON_GPU and [answer.tokens for answer in again] != [answer.tokens for answer in answers]:  # in bfloat16 there are ties
         raise AssertionError("other tokens with prefixes from the cache")
     return answers
+
+
+def _score(llm: LLM, question: Question) -> Answer:
+    """The engine takes text alone for it: it joins a query and a document, and tells the model which tokens are whose."""
+    outputs = llm.score(text_of(question.tokens), [text_of(document) for document in question.items], use_tqdm=False)
+    return Answer(values=[output.outputs.score for output in outputs])
 
 
 def _generate(llm: LLM, prompts: list[Any], prompt_logprobs: bool) -> list[Answer]:

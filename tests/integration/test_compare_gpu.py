@@ -36,7 +36,7 @@ def test_distance_ends_where_tokens_differ():
 
 
 def test_distance_of_embeddings_and_of_nothing():
-    assert distance([Answer(embedding=[0.5, 1.0])], [Answer(embedding=[0.25, 1.25])]).rms == 0.25
+    assert distance([Answer(values=[0.5, 1.0])], [Answer(values=[0.25, 1.25])]).rms == 0.25
     with pytest.raises(ValueError, match="nothing that can be compared"):
         distance([Answer([1], [-1.0])], [Answer([2], [-1.0])])
 
@@ -73,6 +73,10 @@ class FakeEngine:
 
     def generate(self, **asked):
         self.asked = asked
+        return self.outputs
+
+    def rerank(self, pairs):
+        self.asked = pairs
         return self.outputs
 
     def encode(self, prompts):
@@ -163,8 +167,19 @@ def test_embeddings_are_asked_for_by_words(tmp_path):
     write_tokenizer(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(range(VOCAB))
     engine = FakeEngine([{"embedding": [0.5, -0.5]}])
-    assert sglang_engine_runner.embed(engine, tmp_path, [Question([12, 13])]) == [Answer(embedding=[0.5, -0.5])]
+    assert sglang_engine_runner.embed(engine, tmp_path, [Question([12, 13])]) == [Answer(values=[0.5, -0.5])]
     assert engine.asked == ["t012 t013"]
+
+
+def test_documents_are_scored_in_pairs_of_words(tmp_path):
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path, tells_texts=True)
+    encoded = AutoTokenizer.from_pretrained(tmp_path)("t012 t013", "t014")
+    assert (encoded["input_ids"], encoded["token_type_ids"]) == ([12, 13, 14], [0, 0, 1])
+    engine = FakeEngine([{"embedding": 0.5}, {"embedding": -0.5}])
+    assert sglang_engine_runner.score_documents(engine, tmp_path, [Question([12, 13], items=[[14], [15]])]) == [Answer(values=[0.5, -0.5])]
+    assert engine.asked == [["t012 t013", "t014"], ["t012 t013", "t015"]]
 
 
 def test_items_are_scored_after_their_delimiters(need_engine):

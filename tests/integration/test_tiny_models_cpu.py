@@ -45,7 +45,7 @@ def test_differences_are_seen():
     assert largest_difference([answer], [Answer([1, 2], [-1.0, -2.5])]) == 0.5
     assert largest_difference([answer], [Answer([1, 2], [-1.0, -2.0], [-4.0])]) == 1.0
     assert largest_difference([answer], [Answer([1, 3], [-1.0, -2.0])]) == float("inf")
-    assert largest_difference([Answer(embedding=[0.5])], [Answer(embedding=[0.25])]) == 0.25
+    assert largest_difference([Answer(values=[0.5])], [Answer(values=[0.25])]) == 0.25
     assert largest_difference([Answer()], [Answer()]) == float("inf")
     with pytest.raises(ValueError, match="0 and 1 answers"):
         largest_difference([], [answer])
