@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import threading
 import time
@@ -16,7 +17,8 @@ MIB = 2**20
 
 
 def memory_of(group: int, device: str) -> float:
-    """MiB that the processes of a group hold: on a GPU of its memory. Where the driver has other ids for processes, as in a container, all that is taken."""
+    """MiB that the processes of a group hold: on a GPU of its memory. Where the driver has other ids for processes, as in a container, all that is taken of
+    the GPUs that CUDA_VISIBLE_DEVICES leaves."""
     if device == "cuda":
         pids = {process.pid for process in group_members(group)}
         return of_processes(_query("compute-apps=pid,used_memory"), pids) or sum(float(line) for line in _query("gpu=memory.used").split())
@@ -28,7 +30,9 @@ def memory_of(group: int, device: str) -> float:
 
 
 def _query(what: str) -> str:
-    return subprocess.run(["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True).stdout
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits", *(["--id=" + visible] if visible else [])]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def of_processes(listed: str, pids: set[int]) -> float:

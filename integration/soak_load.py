@@ -119,18 +119,26 @@ def check_json(text: str) -> None:
 
 def run_load(url: str, requests: Requests, seconds: float, concurrency: int, keep_every: int, is_enough: Callable[[Outcome], bool]) -> Outcome:
     """Sends requests for so long, and up to `PATIENCE` times as long until `is_enough`; `concurrency` at a time. Every `keep_every`th that is not aborted is
-    kept."""
+    kept. Each minute prints a line: a load that is cut short has told what it saw."""
     outcome, lock, numbers = Outcome(), threading.Lock(), itertools.count()
     start = time.monotonic()
-    waited_for = itertools.count(1)
+    waited_for, minutes_told = itertools.count(1), 0
 
     def goes_on() -> bool:
         elapsed = time.monotonic() - start
         return elapsed < seconds or (elapsed < PATIENCE * seconds and not is_enough(outcome))
 
+    def tell() -> None:
+        nonlocal minutes_told
+        minute = int(time.monotonic() - start) // 60
+        if minute > minutes_told:
+            minutes_told = minute
+            print(f"{minute} min: {sum(outcome.finished.values())} requests, {len(outcome.errors)} errors", flush=True)
+
     def work() -> None:
         while goes_on():
             with lock:
+                tell()
                 request = requests.make(next(numbers))
             try:
                 if request.kind == "aborted":

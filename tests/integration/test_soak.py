@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from integration import soak
+from integration import memory, soak, soak_load
 from integration.engines import ENGINES
 from integration.memory import growth, of_processes
 from integration.model import Model
@@ -175,3 +175,32 @@ def test_the_memory_of_a_gpu_is_that_of_the_servers_processes() -> None:
     listed = "12, 300\n13, 50\n99, 7000\n14, [N/A]\n"
     assert of_processes(listed, {12, 13, 14}) == 350
     assert of_processes(listed, {1}) == of_processes("", {12}) == 0
+
+
+def test_where_processes_cannot_be_told_apart_the_memory_is_that_of_the_visible_gpus(monkeypatch) -> None:
+    commands = []
+
+    def answer(command, **_):
+        commands.append(command)
+        return SimpleNamespace(stdout="7, 1000\n" if "--query-compute-apps=pid,used_memory" in command else "300\n400\n")
+
+    monkeypatch.setattr(memory.subprocess, "run", answer)
+    monkeypatch.setattr(memory, "group_members", lambda group: [SimpleNamespace(pid=8)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert memory.memory_of(8, "cuda") == 700
+    assert all(command[-1] == "--id=1,2" for command in commands)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    memory.memory_of(8, "cuda")
+    assert not any(word.startswith("--id") for word in commands[-1])
+
+
+def test_a_load_tells_what_it_saw_each_minute(monkeypatch, capsys) -> None:
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(soak_load.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(soak_load, "ask", lambda url, request: ("text", True))
+    monkeypatch.setattr(soak_load, "read_and_leave", lambda *_: None)
+    requests = SimpleNamespace(make=lambda number: SimpleNamespace(number=number, kind="greedy"))
+    soak_load.run_load("", requests, 200, 1, 50, is_enough=lambda outcome: True)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["1 min", "2 min", "3 min"]
+    assert all(line.endswith(" requests, 0 errors") for line in lines)
