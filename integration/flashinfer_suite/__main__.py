@@ -5,8 +5,9 @@ too, and cases that capture CUDA graphs are skipped; take a sample of the cases,
 
     python -m integration.flashinfer_suite ../flashinfer --device cpu --sample 40 --max-tokens 2048 --timeout 60 --markdown table.md
 
-The table has a line for each file: cases that passed, failed, need what attn_backend.flashinfer refuses by name, were skipped by their own conditions (on a
-CPU also for want of memory), or did not run before the time limit. With --markdown it is that of docs/flashinfer.md.
+The table has a line for each file, and one for the references of FlashInfer's traces: cases that passed, failed, need what attn_backend.flashinfer refuses by
+name, were skipped by their own conditions (on a CPU also for want of memory), or did not run before the time limit. A case that catches an error and skips
+itself counts by that error. With --markdown it is the table of docs/flashinfer.md.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from pathlib import Path
 
 from integration.processes import own_modules
 
-from .layout import FILES, lay_out, missing_files
+from .layout import LINES, lay_out, missing_files
 
 OUTCOMES = ("passed", "failed", "not supported", "skipped")
 COLUMNS = ("file", "cases", "taken", *OUTCOMES, "not run")
 
 
-def run_file(folder: Path, name: str, options: dict[str, object], timeout: float, pytest_arguments: list[str]) -> dict[str, object]:
-    """What became of one file's cases: counts by outcome, the reasons, and how the run ended."""
+def run_line(folder: Path, name: str, options: dict[str, object], timeout: float, pytest_arguments: list[str]) -> dict[str, object]:
+    """What became of the cases of one line: counts by outcome, the reasons, and how the run ended."""
     results = folder / "results.jsonl"
     results.unlink(missing_ok=True)
     environment = os.environ | own_modules(str(folder)) | {"FLASHINFER_SUITE": json.dumps(options | {"results": str(results)})}
     command = [sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
-    command += ["--show-capture=no", "-W", "ignore", name, *pytest_arguments]
+    command += ["--show-capture=no", "-W", "ignore", *LINES[name], *pytest_arguments]
     ended = "in time"
     try:
         done = subprocess.run(command, cwd=folder, env=environment, timeout=timeout, check=False, capture_output=True, text=True)
@@ -53,7 +54,7 @@ def run_file(folder: Path, name: str, options: dict[str, object], timeout: float
 
 
 def rows_of(results: list[dict[str, object]]) -> list[tuple[str, ...]]:
-    """The table: its head, a row for each file, and the sums."""
+    """The table: its head, a row for each line, and the sums."""
     rows = [tuple(str(result[column]) for column in COLUMNS) for result in results]
     return [COLUMNS, *rows, ("all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, len(COLUMNS))))]
 
@@ -78,11 +79,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="FlashInfer's source")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="files whose names contain this")
+    parser.add_argument("--only", default="", help="lines whose names contain this")
     parser.add_argument("--sample", type=int, default=0, help="so many cases of each file, by chance; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--max-tokens", type=int, default=0, help="leave out cases with more tokens (requests times longest length); 0: none")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each file")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each line")
     parser.add_argument("--json", type=Path, help="every case with its outcome")
     parser.add_argument("--markdown", type=Path, help="the table of docs/flashinfer.md")
     parser.add_argument("--output", type=Path, help="what pytest printed")
@@ -95,10 +96,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lay_out(given.checkout, folder, given.device)
-        for file in FILES:
-            if given.only in file:
-                results.append(run_file(folder, file, options, given.timeout, shlex.split(given.pytest)))
-                print(f"{file}: {', '.join(f'{results[-1][outcome]} {outcome}' for outcome in OUTCOMES)}; ended {results[-1]['ended']}", flush=True)
+        for line in LINES:
+            if given.only in line:
+                results.append(run_line(folder, line, options, given.timeout, shlex.split(given.pytest)))
+                print(f"{line}: {', '.join(f'{results[-1][outcome]} {outcome}' for outcome in OUTCOMES)}; ended {results[-1]['ended']}", flush=True)
     print(table(results))
     if given.markdown:
         given.markdown.write_text(markdown(results))

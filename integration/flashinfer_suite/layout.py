@@ -8,8 +8,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "attn_backend.flashinfer"
-# The tests to run; all others in tests/ are about kernels that this package does not have (docs/flashinfer.md).
-FILES = tuple(
+# The tests to run; docs/flashinfer.md says which others there are.
+_TESTS = tuple(
     f"tests/attention/test_{name}.py"
     for name in (
         "alibi",
@@ -28,6 +28,8 @@ FILES = tuple(
         "hopper_fp8_attention",
         "hopper_fp8_sliding_window",
         "logits_cap",
+        "mla_decode_kernel",
+        "mla_page",
         "non_contiguous_decode",
         "non_contiguous_prefill",
         "page",
@@ -39,8 +41,63 @@ FILES = tuple(
         "workspace_size",
     )
 ) + tuple(f"tests/utils/test_{name}.py" for name in ("jit_example", "logits_processor", "pod_kernels", "quantization", "sampling", "triton_cascade"))
+# Functions beside the references that FlashInfer's traces give for them: two small cases each.
+_TRACES = tuple(
+    f"tests/trace/test_{name}_reference_correctness.py"
+    for name in (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "apply_llama31_rope",
+        "apply_llama31_rope_inplace",
+        "apply_llama31_rope_pos_ids",
+        "apply_llama31_rope_pos_ids_inplace",
+        "apply_rope",
+        "apply_rope_inplace",
+        "apply_rope_pos_ids",
+        "apply_rope_pos_ids_inplace",
+        "apply_rope_with_cos_sin_cache",
+        "apply_rope_with_cos_sin_cache_inplace",
+        "batch_attention_run",
+        "batch_pod_run",
+        "block_sparse_run",
+        "chain_speculative_sampling",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+        "min_p_sampling",
+        "mla_rope_quantize_fp8",
+        "multi_level_cascade_run",
+        "pod_with_paged_kv_cache_run",
+        "rope_quantize_fp8",
+        "rope_quantize_fp8_append_paged_kv_cache",
+        "sampling_from_logits",
+        "sampling_from_probs",
+        "single_decode",
+        "single_prefill",
+        "softmax",
+        "top_k_mask_logits",
+        "top_k_renorm_probs",
+        "top_k_sampling",
+        "top_k_top_p_sampling",
+        "top_k_top_p_sampling_from_logits",
+        "top_p_renorm_probs",
+        "top_p_sampling",
+        "var_block_sparse_run",
+    )
+)
+FILES = _TESTS + _TRACES
+# What each line of the table counts.
+LINES = {name: (name,) for name in _TESTS} | {"tests/trace/test_*_reference_correctness.py": _TRACES}
 # Beside the tests. jit_utils.py is written anew: it lists kernels that are to be compiled ahead.
-HELPERS = ("alibi_reference", "rope_reference", "sink_attention_reference", "test_helpers", "utils_fp4")
+HELPERS = (
+    *(f"tests/test_helpers/{name}.py" for name in ("alibi_reference", "rope_reference", "sink_attention_reference", "test_helpers", "utils_fp4")),
+    "tests/trace/reference_utils.py",
+)
+# The traces' inputs and references, by the names of modules: attn_backend.flashinfer.trace in the copy.
+TRACE_MODULES = (
+    *(f"trace/{name}" for name in ("__init__", "solution", "template")),
+    *(f"trace/templates/{name}" for name in ("__init__", "_init_helpers", "attention", "cascade", "page", "rope", "sampling")),
+)
 # Text that tests hand to jit_args.
 _DECLARATIONS = "flashinfer/jit/attention/variants.py"
 
@@ -50,7 +107,8 @@ _DEVICES = (
     (re.compile(r"""(["'])cuda(?::\d)?\1(?!, "cutile")"""), '"cpu"'),  # not the backend of that name
     (re.compile(r'f"cuda:\{\w+\}"'), '"cpu"'),
     (re.compile(r"torch\.cuda\.current_device\(\)"), "0"),
-    (re.compile(r"\.cuda\(\)"), ""),
+    (re.compile(r"\.cuda\((device=dev_id)?\)"), ""),
+    (re.compile(r"\bdev_id = 0\b"), 'dev_id = "cpu"'),
     (re.compile(r"\.to\(0\)"), '.to("cpu")'),
     (re.compile(r"\bdevice=0\b"), 'device="cpu"'),
 )
@@ -75,18 +133,18 @@ def _import(match: re.Match[str]) -> str:
 
 def missing_files(checkout: Path) -> list[str]:
     """What a checkout should have and lacks."""
-    wanted = [*FILES, *(f"tests/test_helpers/{name}.py" for name in HELPERS), _DECLARATIONS]
+    wanted = (*FILES, *HELPERS, *(f"flashinfer/{name}.py" for name in TRACE_MODULES), _DECLARATIONS)
     return [name for name in wanted if not (checkout / name).is_file()]
 
 
 def lay_out(checkout: Path, folder: Path, device: str) -> None:
-    """Writes the copy into an empty folder."""
-    for package in ("tests", "tests/attention", "tests/utils", "tests/test_helpers"):
-        (folder / package).mkdir(parents=True)
+    """Writes the copy into an empty folder: the tests, and beside them modules/, where plugin.py finds modules of FlashInfer's."""
+    copies = {name: name for name in (*FILES, *HELPERS)} | {f"flashinfer/{name}.py": f"modules/{name}.py" for name in TRACE_MODULES}
+    for name, copy in copies.items():
+        (folder / copy).parent.mkdir(parents=True, exist_ok=True)
+        (folder / copy).write_text(redirected((checkout / name).read_text(), device))
+    for package in ("tests", "tests/attention", "tests/trace", "tests/utils", "tests/test_helpers"):
         (folder / package / "__init__.py").touch()
-    for name in (*FILES, *(f"tests/test_helpers/{helper}.py" for helper in HELPERS)):
-        text = redirected((checkout / name).read_text(), device)
-        (folder / name).write_text(text)
     shutil.copy(HERE / "jit_utils.py", folder / "tests" / "test_helpers" / "jit_utils.py")
     shutil.copy(HERE / "plugin.py", folder / "conftest.py")
     shutil.copy(checkout / _DECLARATIONS, folder / "flashinfer_declarations.py")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,6 +126,7 @@ def _stand_in_for_cuda() -> None:
     cuda.CUDAGraph = cuda.graph = _skip("CUDA graphs need a GPU")
     cuda.get_device_properties = lambda *_arguments: _Properties()
     cuda.memory_reserved = lambda *_arguments: 0
+    cuda.mem_get_info = lambda *_arguments: (MAX_CPU_BYTES, MAX_CPU_BYTES)
     cuda.get_device_capability = lambda *_arguments: (9, 0)
     run_process = subprocess.run
 
@@ -139,6 +141,7 @@ def _stand_in_for_cuda() -> None:
 
 
 _stand_in_for_jit()
+ours.__path__.append(str(Path(__file__).with_name("modules")))  # FlashInfer's traces
 if ON_CPU:
     _stand_in_for_cuda()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CPU_BYTES, MAX_CPU_BYTES))
@@ -164,15 +167,27 @@ def captures_graph(item: pytest.Item) -> bool:
     return bool(parameters_of(item).get("use_cuda_graph")) or "cuda_graph" in item.name
 
 
+def sample_of(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Some of a file's cases, in their order."""
+    chosen = random.Random(OPTIONS["seed"]).sample(range(len(cases)), min(OPTIONS["sample"], len(cases)))
+    return [cases[i] for i in sorted(chosen)]
+
+
+def error_behind_skip(error: BaseException | None) -> Exception | None:
+    """What a test caught and made a skip of ("... unavailable"): its outcome is that of the error."""
+    if isinstance(error, pytest.skip.Exception) and isinstance(error.__context__, Exception):
+        return error.__context__
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     total = len(items)
     most = OPTIONS["max_tokens"] or math.inf
     kept = [item for item in items if not (ON_CPU and captures_graph(item))]
     most = max(most, min((tokens_of(parameters_of(item)) for item in kept), default=0))  # where all are larger the smallest
     kept = [item for item in kept if tokens_of(parameters_of(item)) <= most]
-    if OPTIONS["sample"] and len(kept) > OPTIONS["sample"]:
-        chosen = set(random.Random(OPTIONS["seed"]).sample(range(len(kept)), OPTIONS["sample"]))
-        kept = [item for i, item in enumerate(kept) if i in chosen]
+    if OPTIONS["sample"]:
+        kept = [item for _file, cases in groupby(kept, lambda item: item.path) for item in sample_of(list(cases))]
     for item in kept:
         if reason := NO_SUCH_LIMIT.get(getattr(item, "originalname", item.name)):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -186,6 +201,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     outcome = report.outcome
     error = call.excinfo.value if call.excinfo is not None else None
+    if report.skipped and (caught := error_behind_skip(error)) is not None:
+        error, outcome = caught, "failed"
+        report.outcome = "failed"
+        report.longrepr = f"skipped itself over {type(caught).__name__}: {caught}"
     text = str(error) if error is not None else ""
     is_refusal = isinstance(error, NotImplementedError) or "NotImplementedError: " in text  # of a process that the test started
     if report.failed and is_refusal and NOT_SUPPORTED in text:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integration.flashinfer_suite.__main__ import markdown, run_file, table
-from integration.flashinfer_suite.layout import FILES, HELPERS, lay_out, missing_files, redirected
+from integration.flashinfer_suite.__main__ import markdown, run_line, table
+from integration.flashinfer_suite.layout import FILES, HELPERS, LINES, TRACE_MODULES, lay_out, missing_files, redirected
 
 TEST = """
 import pytest
@@ -55,11 +55,42 @@ def test_large(kv_len):
 def test_end(kv_len):
     os._exit(3)
 """
+TRACE = """
+import pytest
+import torch
+import flashinfer
+from flashinfer.trace.templates.cascade import init
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bool, "nvfp4"])
+def test_merge_state(dtype):
+    v, s = init()
+    try:
+        if dtype == "nvfp4":
+            flashinfer.mm_fp8(v)
+        out, _ = flashinfer.merge_state(v.to(dtype), s, v.to(dtype), s)
+    except Exception as exc:
+        pytest.skip(f"merge_state unavailable: {exc}")
+    assert out.device.type == "cpu"
+
+
+def test_skips():
+    pytest.skip("by a condition")
+"""
+TRACE_INPUTS = """
+import torch
+from ..template import NAME
+
+
+def init(device: str = "cuda"):
+    return torch.ones(3, 2, 64, device=device), torch.zeros(3, 2, device=device)
+"""
+TRACE_LINE = "tests/trace/test_*_reference_correctness.py"
 
 
 def checkout_with(folder: Path) -> Path:
     """The files that a checkout has, empty but for one."""
-    for name in (*FILES, *(f"tests/test_helpers/{helper}.py" for helper in HELPERS), "flashinfer/jit/attention/variants.py"):
+    for name in (*FILES, *HELPERS, *(f"flashinfer/{module}.py" for module in TRACE_MODULES), "flashinfer/jit/attention/variants.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     (folder / FILES[0]).write_text(TEST)
@@ -82,7 +113,7 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     assert missing_files(checkout) == []
     lay_out(checkout, folder, "cpu")
     options: dict[str, object] = {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}
-    result = run_file(folder, FILES[0], options, 300, [])
+    result = run_line(folder, FILES[0], options, 300, [])
     assert {key: result[key] for key in ("cases", "taken", "passed", "failed", "not supported", "skipped", "not run", "ended")} == {
         "cases": 7,
         "taken": 6,
@@ -104,9 +135,23 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
 def test_takes_the_smallest_where_all_are_too_large(tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     lay_out(checkout_with(tmp_path / "checkout"), folder, "cpu")
-    result = run_file(folder, FILES[1], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}, 300, [])
+    result = run_line(folder, FILES[1], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}, 300, [])
     assert (result["cases"], result["taken"], result["passed"], result["not run"]) == (4, 2, 1, 1), result["output"]
     assert result["ended"] == "with exit status 3"
+
+
+def test_errors_that_a_test_makes_skips_of_are_counted(tmp_path: Path) -> None:
+    checkout, folder = checkout_with(tmp_path / "checkout"), tmp_path / "copy"
+    (checkout / "flashinfer/trace/template.py").write_text('NAME = "trace"')
+    (checkout / "flashinfer/trace/templates/cascade.py").write_text(TRACE_INPUTS)
+    first, second = LINES[TRACE_LINE][:2]
+    (checkout / first).write_text(TRACE)
+    (checkout / second).write_text(TRACE + "\n\ndef test_another(): ...\n")
+    lay_out(checkout, folder, "cpu")
+    result = run_line(folder, TRACE_LINE, {"device": "cpu", "sample": 4, "seed": 0, "max_tokens": 100}, 300, [])
+    assert (result["cases"], result["taken"]) == (9, 8), result["output"]  # four of each file
+    counts = {name: result[name] for name in ("passed", "failed", "not supported", "skipped")}
+    assert counts == {"passed": 3, "failed": 2, "not supported": 1, "skipped": 2}, result["output"]
 
 
 def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
