@@ -25,11 +25,13 @@ using tvm::ffi::TensorView;
 inline std::string dtype_name(DLDataType dtype) {
   if (dtype.code == kDLFloat8_e4m3fn) return "float8_e4m3fn";
   if (dtype.code == kDLFloat8_e5m2) return "float8_e5m2";
-  const char* kind = dtype.code == kDLInt      ? "int"
-                     : dtype.code == kDLUInt   ? "uint"
-                     : dtype.code == kDLFloat  ? "float"
-                     : dtype.code == kDLBfloat ? "bfloat"
-                                               : "dtype";
+  if (dtype.code == kDLBool) return "bool";
+  const char* kind = dtype.code == kDLInt       ? "int"
+                     : dtype.code == kDLUInt    ? "uint"
+                     : dtype.code == kDLFloat   ? "float"
+                     : dtype.code == kDLBfloat  ? "bfloat"
+                     : dtype.code == kDLComplex ? "complex"
+                                                : "dtype";
   return kind + std::to_string(dtype.bits);
 }
 

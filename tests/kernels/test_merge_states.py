@@ -112,6 +112,7 @@ STATES, LSE = torch.zeros(4, 2, 8), torch.zeros(4, 2)
     [
         (lambda: merge_states(STATES, LSE), "o is a float32 tensor of shape"),
         (lambda: merge_states(STATES.unsqueeze(1).double(), LSE.unsqueeze(1)), "o.dtype is float64, must be float32, float16 or bfloat16"),
+        (lambda: merge_states(STATES.unsqueeze(1).bool(), LSE.unsqueeze(1)), "o.dtype is bool, must be float32, float16 or bfloat16"),
         (lambda: merge_states(STATES.unsqueeze(1), LSE), "lse.shape is"),
         (lambda: merge_states(STATES.unsqueeze(1), LSE.unsqueeze(1).double()), "lse.dtype is float64"),
         (lambda: merge_states(STATES, LSE, torch.zeros(3)), "indptr.dtype is float32"),
