@@ -96,7 +96,7 @@ class AttentionVariant:
         try:
             of_products = manifest.multiplied_dtype(self._dtype, self._kv_element)
             widens = self._kv_element in manifest.CUDA_KV_ELEMENTS
-            return {"variant": str(variant_kernels.find_library(self.variant, isa, of_products, self._dims, self._ahead(jit), jit, widens))}
+            return {"variant": str(variant_kernels.find_library(self.variant, isa, of_products, self._dims, widens, None if jit else self._ahead))}
         except RuntimeError as error:
             if not jit or cpp_compiler.compiler() is not None or not interpreted_variant.is_possible(self.variant):
                 raise
@@ -110,8 +110,8 @@ class AttentionVariant:
         Raises:
             RuntimeError: it is missing and cannot be compiled, or must not be.
         """
-        jit = Settings.read().jit
-        return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, self._ahead(jit), jit))
+        ahead = None if Settings.read().jit else self._ahead
+        return str(variant_kernels.find_cubin(self.variant, self._kernels[name], self._target, ahead))
 
     def loads_missing_kernel(self, handle: int, error: Exception) -> bool:
         """Whether a run of the Attention with this handle has failed for want of one of manifest.LATE_KERNELS. It is loaded now: the run may be tried again."""
@@ -234,10 +234,8 @@ class AttentionVariant:
         visibilities = [self.visibility(view, len(levels)) for view in levels]
         interpreted_variant.run(self.variant, self._bound or {}, levels, visibilities, q, kv, out, lse, sm_scale, sinks, q_scale, out_scale)
 
-    def _ahead(self, jit: bool) -> str:
-        """What compiles the variant ahead, for messages; "" if it is compiled now."""
-        if jit:
-            return ""
+    def _ahead(self) -> str:
+        """What compiles the variant ahead, for messages."""
         place, note = place_of(self._given)
         on_gpu = self._target != "cpu"
         options = manifest.float8_options(self._kv_element, self._float8_q and on_gpu, self._float8_out and on_gpu)

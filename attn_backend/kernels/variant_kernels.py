@@ -44,9 +44,9 @@ def is_target(text: str) -> bool:
     return text in (*manifest.ARCHS, PTX_OF_SM80) or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in manifest.ARCHS)
 
 
-def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, ahead: str, jit: bool) -> Path:
-    """The cubin of a variant's kernel, seen to be whole: from the package if it ships there, else from the cache, or compiled now if it is missing and `jit`.
-    ahead: what compiles it so, for messages.
+def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, ahead: Callable[[], str] | None = None) -> Path:
+    """The cubin of a variant's kernel, seen to be whole: from the package if it ships there, else from the cache, or compiled now if it is missing.
+    ahead: for a message, what compiles it ahead of time; None: it may be compiled now.
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.
@@ -55,17 +55,17 @@ def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, ahe
 
     def found() -> Path:
         place = Path(target) / f"{kernel.name}-{cubins.content_key(kernel.source, _nvcc_flags(target))}.cubin"
-        return _find(what, place, lambda: _compile_cuda(variant, kernel, target, what), ahead, jit)
+        return _find(what, place, lambda: _compile_cuda(variant, kernel, target, what), ahead)
 
     arch = arch_of(target)
     is_shipped = manifest.kernels(arch).get(kernel.name) == kernel  # not another variant of its name
     return code_address.usable(cubins.shipped_or(kernel.name, arch, found) if is_shipped else found())
 
 
-def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | HeadDims, ahead: str, jit: bool, widens: bool = False) -> Path:
-    """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing and `jit`.
+def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | HeadDims, widens: bool = False, ahead: Callable[[], str] | None = None) -> Path:
+    """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing.
 
-    isa: the one in use (csrc/common/cpu/isa.h). dtype: torch's name. ahead: what compiles it so, for messages. widens: for float8 caches.
+    isa: the one in use (csrc/common/cpu/isa.h). dtype: torch's name. widens: for float8 caches. ahead: as in find_cubin().
 
     Raises:
         RuntimeError: it is not there, and cannot be compiled, or must not be.
@@ -77,7 +77,7 @@ def find_library(variant: VariantSource, isa: str, dtype: str, head_dim: int | H
     # The digest, too: the host library takes no other, and covers more headers than the source includes.
     key = cubins.content_key(source, [folder, *cpp_compiler.flags(isa), _headers_digest(cubins.source_root())])
     place = Path(folder) / f"attention_cpu_{dtype}{'_float8' if widens else ''}_{variant.name}-{key}.so"
-    return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), ahead, jit)
+    return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), ahead)
 
 
 @cache
@@ -85,15 +85,15 @@ def _headers_digest(root: Path) -> str:
     return headers_digest(root)
 
 
-def _find(what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], ahead: str, jit: bool) -> Path:
+def _find(what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], ahead: Callable[[], str] | None) -> Path:
     """An entry of the cache. place: below its folder. compiled: gives its content, and what the compiler said."""
     cached = kernel_cache.cache_dir() / place
     entry, reason = kernel_cache.place(cached)
     fault = kernel_cache.fault(entry)
     if not fault:
         return entry
-    if not jit:
-        raise RuntimeError(f"{what} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): {ahead}")
+    if ahead is not None:
+        raise RuntimeError(f"{what} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): {ahead()}")
     if not reason:
         try:
             kernel_cache.prepare(entry)
@@ -204,7 +204,7 @@ def compile_ahead(
     for target in targets:
         if target == "cpu":
             of_products = manifest.multiplied_dtype(dtype, kv_element)
-            entries.append(find_library(variant, isa, of_products, head_dim, "", True, kv_element in manifest.CUDA_KV_ELEMENTS))
+            entries.append(find_library(variant, isa, of_products, head_dim, kv_element in manifest.CUDA_KV_ELEMENTS))
             continue
         arch = arch_of(target)
         if dtype not in manifest.ELEMENT_NAMES or not HeadDims.of(head_dim).runs_on_cuda:
@@ -219,5 +219,5 @@ def compile_ahead(
             raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
         design = designs[design_name or next(iter(designs))]
         kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant, sinks, kv_element, float8_q, float8_out)
-        entries += [find_cubin(variant, kernel, target, "", True) for kernel in kernels.values()]
+        entries += [find_cubin(variant, kernel, target) for kernel in kernels.values()]
     return entries

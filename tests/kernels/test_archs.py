@@ -123,7 +123,7 @@ def test_variants_are_compiled_to_ptx(compiler: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", compiler)
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     kernel = manifest.variant_kernels("sm_80", GENERIC, "bf16", 64, variant_sources.SLANTED)["merge"]
-    entry = variant_kernels.find_cubin(variant_sources.SLANTED, kernel, variant_kernels.PTX_OF_SM80, "", jit=True)
+    entry = variant_kernels.find_cubin(variant_sources.SLANTED, kernel, variant_kernels.PTX_OF_SM80)
     assert kernel_cache.fault(entry) == ""
     content = entry.read_bytes()
     assert all(kernel_cache.damage(content[:length]) for length in (*range(0, len(content), 997), len(content) - 1))

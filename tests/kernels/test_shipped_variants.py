@@ -60,7 +60,7 @@ def found(
 ) -> list[Path]:
     arch = variant_kernels.arch_of(target)
     kernels = manifest.variant_kernels(arch, design, element, head_dim, variant, **options)
-    return [variant_kernels.find_cubin(variant, kernel, target, "the command", False) for kernel in kernels.values()]
+    return [variant_kernels.find_cubin(variant, kernel, target, lambda: "the command") for kernel in kernels.values()]
 
 
 @pytest.mark.parametrize("variant", SHIPPED.values(), ids=SHIPPED)
@@ -93,7 +93,7 @@ def test_a_damaged_one_is_compiled_or_named(package: FakeKernels, monkeypatch: p
         found(builtin.alibi())
     monkeypatch.setattr(cuda_compiler, "nvcc", lambda: str(package.nvcc))
     kernel = manifest.variant_kernels("sm_90a", HOPPER, "bf16", 128, builtin.alibi())["attention"]
-    compiled = variant_kernels.find_cubin(builtin.alibi(), kernel, "sm_90a", "", True)
+    compiled = variant_kernels.find_cubin(builtin.alibi(), kernel, "sm_90a")
     assert compiled.read_bytes() == cubin()
     assert compiled.is_relative_to(package.cache)
 
@@ -103,7 +103,7 @@ def test_combinations_share_what_is_compiled(package: FakeKernels, monkeypatch: 
     places = set()
     for variant in SHIPPED.values():
         kernel = manifest.variant_kernels("sm_90a", HOPPER, "bf16", 256, variant)["attention"]
-        places.add(variant_kernels.find_cubin(variant, kernel, "sm_90a", "", True))
+        places.add(variant_kernels.find_cubin(variant, kernel, "sm_90a"))
     assert len(places) == package.runs() == 1
 
 

@@ -48,7 +48,7 @@ def kernel_of(variant: Variant, design: manifest.Design = HOPPER, head_dim: int 
 
 
 def find(variant: Variant = ALIBI, jit: bool = True) -> Path:
-    return variant_kernels.find_cubin(variant, kernel_of(variant), TARGET, AHEAD, jit)
+    return variant_kernels.find_cubin(variant, kernel_of(variant), TARGET, None if jit else (lambda: AHEAD))
 
 
 # The cache
@@ -69,8 +69,8 @@ def test_what_was_compiled_is_found_whatever_the_compiler(fake: FakeKernels, mon
 def test_what_decides_about_a_kernel_is_in_its_name(fake: FakeKernels) -> None:
     other = variant_sources.alibi(ALIBI_CPP.replace("logit +", "logit -"))
     names = {find().name, find(other).name, find(SLANTED).name}
-    names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI), "sm_80", AHEAD, True).parent.name}
-    names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI, name="attention_rows"), TARGET, AHEAD, True).name}
+    names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI), "sm_80").parent.name}
+    names |= {variant_kernels.find_cubin(ALIBI, kernel_of(ALIBI, name="attention_rows"), TARGET).name}
     assert len(names) == 5
 
 
@@ -291,16 +291,16 @@ def check_misspelt(message: str) -> None:
 @needs_cpp
 def test_an_error_of_a_cpp_compiler_shows_the_line_of_the_variant(cache: Path) -> None:
     with pytest.raises(RuntimeError) as failure:
-        variant_kernels.find_library(MISSPELT, "baseline", "float32", 64, AHEAD, True)
+        variant_kernels.find_library(MISSPELT, "baseline", "float32", 64)
     check_misspelt(str(failure.value))
 
 
 def test_without_a_cpp_compiler_the_message_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_compiler, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler was found: install g\+\+, or set CXX"):
-        variant_kernels.find_library(ALIBI, "baseline", "float32", 64, AHEAD, True)
+        variant_kernels.find_library(ALIBI, "baseline", "float32", 64)
     with pytest.raises(RuntimeError, match=f"ATTN_BACKEND_JIT=0.*{AHEAD}"):
-        variant_kernels.find_library(ALIBI, "baseline", "float32", 64, AHEAD, False)
+        variant_kernels.find_library(ALIBI, "baseline", "float32", 64, ahead=lambda: AHEAD)
 
 
 def test_the_instruction_sets_have_the_flags_of_the_package() -> None:
@@ -370,13 +370,13 @@ def test_the_command_names_what_is_wrong(arguments: list[str], message: str, cac
 @needs_cpp
 def test_what_is_in_the_cache_is_found_without_a_compiler(cache: Path) -> None:
     """In a process of its own, which remembers nothing. A header is read at most twice: for the digest of all, and for those that the source includes."""
-    variant_kernels.find_library(ALIBI, "baseline", "float32", 64, AHEAD, True)
+    variant_kernels.find_library(ALIBI, "baseline", "float32", 64)
     program = (
         "import sys, variant_sources\n"
         "from attn_backend.kernels import variant_kernels\n"
         "events = []\n"
         "sys.addaudithook(lambda event, given: events.append((event, given[0])) if event in ('open', 'subprocess.Popen') else None)\n"
-        "variant_kernels.find_library(variant_sources.ALIBI, 'baseline', 'float32', 64, '', False)\n"
+        "variant_kernels.find_library(variant_sources.ALIBI, 'baseline', 'float32', 64, ahead=str)\n"
         "print(*(f'{event} {what}' for event, what in events), sep='\\n')\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(variant_sources.__file__).parent), *sys.path])}
