@@ -23,6 +23,11 @@ TREE = 64  # tokens
 CHECKED_ROWS = 64
 ROWS_AT_ONCE = 1024
 
+SCALED = """
+  Pair key(Pair x, int32_t, int32_t, const KvToken& token) const { return {x.first * k_scale(token.kv_head), x.second * k_scale(token.kv_head)}; }
+  Pair value(Pair x, int32_t, int32_t, const KvToken& token) const { return {x.first * v_scale(token.kv_head), x.second * v_scale(token.kv_head)}; }
+"""
+
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -45,6 +50,7 @@ class Meaning:
     sinks: Tensor | None = None
     bias: float = 0.0  # of sigmoid
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # rows of Q or K [rows, heads, head_dim], and their positions
+    scales: tuple[Tensor, Tensor] | None = None  # float32 [num_kv_heads] each: what K and V are multiplied by
     made_with: dict[str, Any] = field(default_factory=dict)
     run_with: dict[str, Any] = field(default_factory=dict)
     variant_args: dict[str, Tensor] | None = None
@@ -129,6 +135,13 @@ def rope(case: Case, device: torch.device) -> Meaning:
     return Meaning(causal, rotate=rotate, made_with={"variant": builtin.rope(frequencies) & builtin.causal()})
 
 
+def scaled(case: Case, device: torch.device) -> Meaning:
+    """Both K and V are multiplied where they are read: the cheapest transform of each."""
+    k_scale, v_scale = (torch.rand(case.num_kv_heads, device=device) + 0.5 for _ in range(2))
+    variant = Variant.from_source(SCALED, {"k_scale": torch.float32, "v_scale": torch.float32}, name="scaled", causal=True)
+    return Meaning(causal, scales=(k_scale, v_scale), made_with={"variant": variant}, variant_args={"k_scale": k_scale, "v_scale": v_scale})
+
+
 def document(case: Case, device: torch.device) -> Meaning:
     """Documents of about an eighth of a request, not quite of one length."""
     longest = max(case.kv_lens)
@@ -202,6 +215,7 @@ MEANINGS: dict[str, Callable[[Case, torch.device], Meaning]] = {
     "sinks": sinks,
     "sigmoid": sigmoid,
     "RoPE": rope,
+    "scaled K and V": scaled,
     "document mask": document,
     "documents in pieces": documents_in_pieces,
     "window 1024 and first tokens": window_and_first_tokens,
@@ -286,6 +300,8 @@ class Expected:
         position, token = (kv_len - qo_len + rows)[:, None], torch.arange(kv_len, device=device)[None]
         if meaning.rotate is not None:
             q, k = meaning.rotate(q, position[:, 0]), meaning.rotate(k, token[0])
+        if meaning.scales is not None:
+            k, v = (x * scale.double()[:, None] for x, scale in zip((k, v), meaning.scales, strict=True))
         b = torch.tensor(request, device=device)
         self.out = torch.empty(len(rows), case.num_qo_heads, case.head_dim, dtype=torch.float64, device=device)
         for head in range(case.num_qo_heads):

@@ -37,6 +37,8 @@ struct SigmoidWeights : AttentionVariantBase {
 def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
     """The kernels of each peer that can do what a line means, by name; what counts for a peer is its fastest."""
     peers: dict[str, Kernels] = {"FA3": {}, "FlashInfer": {}, "flex_attention": {}}
+    if meaning.scales is not None:
+        return peers
     if meaning.is_causal and meaning.uses_softmax and not meaning.is_alibi and meaning.rotate is None:
         peers["FA3"]["FA3"] = partial(flash_attention_3, batch, meaning.window - 1, meaning.cap, meaning.sinks)
     if meaning.uses_softmax and meaning.rotate is None:

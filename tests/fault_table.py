@@ -201,6 +201,20 @@ FAULTS = (
         (ATTENTION, "-k", "random_cases and hopper"),
     ),
     Fault(
+        "Hopper kernel: a bias and a maximum are rounded apart",
+        "csrc/attention/sm90/consumer.cuh",
+        "fmaf(slope, rows.bias_distance(0, half, first_token), -maximum)",
+        "(slope * rows.bias_distance(0, half, first_token) - maximum)",
+        ("tests/csrc/test_biased_kernels.py", "-k", "far_from and hopper"),
+    ),
+    Fault(
+        "Hopper kernel: probabilities beyond float16 under a bias",
+        "csrc/attention/sm90/consumer.cuh",
+        ": 0x1p15f;",
+        ": 0x1p32f;",
+        ("tests/csrc/test_biased_kernels.py", "-k", "outgrow and hopper"),
+    ),
+    Fault(
         "Hopper kernel: a fence forgotten",
         "csrc/attention/sm90/consumer_base.cuh",
         "  ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again\n",

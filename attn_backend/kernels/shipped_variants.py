@@ -28,6 +28,10 @@ struct UserVariant : VariantBase {
   ATTN_HD float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
     return logit + (slopes(row.qo_head) * (static_cast<float>(kv_position) - static_cast<float>(row.position)));
   }
+
+  ATTN_HD float bias_slope(const ScoreRow& row) const {
+    return slopes(row.qo_head);
+  }
 };
 
 static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");

@@ -26,6 +26,7 @@ _MAX_EXPRESSION = 90  # characters; a longer value gets a name
 # What the hooks are in C++: type of the result, types and names of the arguments.
 HOOKS = {
     "logits": ("float", (("float", "logit"), ("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
+    "bias_slope": ("float", (("const ScoreRow&", "row"),)),
     "mask": ("bool", (("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
     "range": ("TokenRange", (("const ScoreRow&", "row"),)),
     "output": ("float", (("float", "value"), ("const ScoreRow&", "row"), ("int32_t", "column"))),
@@ -242,6 +243,11 @@ def _struct(name: str, body: Body) -> str:
     return "\n".join(filter(None, [struct, members, constructor, body.code])) + "};\n"
 
 
+def has_bias_slope(bodies: Sequence[Body]) -> bool:
+    """Whether the logits of several bodies are those of one, which has a bias with a slope."""
+    return ["bias_slope" in body.hooks for body in bodies if "logits" in body.hooks] == [True]
+
+
 def pairs_of(hook_name: str, bodies: Sequence[Body]) -> Pairs:
     """Which elements a transform takes, in several bodies.
 
@@ -304,12 +310,16 @@ def _combined(bodies: Sequence[Body]) -> str:
         having = [name for body, name in parts if hook_name in body.hooks]
         if not having and not (hook_name == "mask" and any(body.hides for body in bodies)):
             continue
+        if hook_name == "bias_slope" and not has_bias_slope(bodies):
+            continue
         passed = [argument for _, argument in arguments]
         text += f"  ATTN_HD {return_type} {hook_name}({', '.join(f'{kind} {argument}' for kind, argument in arguments)}) const {{\n"
         if hook_name == "mask":
             in_range = "range(row).contains(kv_position)" if any("range" in body.hooks for body in bodies) else ""
             masks = " & ".join(f"{name}.mask({', '.join(passed)})" for name in having)
             text += f"    return {' && '.join(filter(None, (in_range, masks)))};\n"
+        elif hook_name == "bias_slope":
+            text += f"    return {having[0]}.bias_slope(row);\n"
         elif hook_name == "range":
             text += f"    TokenRange seen = {having[0]}.range(row);\n"
             text += "".join(f"    seen = intersection(seen, {name}.range(row));\n" for name in having[1:]) + "    return seen;\n"

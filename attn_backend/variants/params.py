@@ -41,8 +41,8 @@ _CPP_WORDS = """
     delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not
     not_eq nullptr operator or or_eq private protected public register reinterpret_cast return short signed sizeof static static_assert static_cast
     struct switch template this throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq attn
-    int32_t int64_t uint32_t uint64_t uint8_t ParamTensor ScoreRow KvToken Pair PairLayout Params params kUsesSoftmax query key value logits mask
-    output logit row kv_position kv_head column abs ceil exp exp2 floor floor_divide floor_modulo infinity log log2 max min quick_divide rotated
+    int32_t int64_t uint32_t uint64_t uint8_t ParamTensor ScoreRow KvToken Pair PairLayout Params params kUsesSoftmax query key value logits bias_slope
+    mask output logit row kv_position kv_head column abs ceil exp exp2 floor floor_divide floor_modulo infinity log log2 max min quick_divide rotated
     select sigmoid soft_cap sqrt tanh turns_of
 """
 

@@ -45,6 +45,8 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
             tells_requests_apart |= "#define" in cpp or _tells_requests_apart(arguments, _inside_of_braces(code, outer, match.end()))
     if not found:
         raise ValueError("cpp has no hook, must have any of\n  " + "\n  ".join(f"{_signature(hook)};" for hook in HOOKS))
+    if "bias_slope" in found and "logits" not in found:
+        raise ValueError("cpp has bias_slope() without logits(), must have both: logit + bias_slope(row) * (kv_position - row.position)")
     if not found.keys() & set(TRANSFORMS) and pairs != Pairs():
         raise ValueError(f"pair_distance is {pairs.distance} and pair_columns {pairs.columns}, must be None: cpp has none of {', '.join(TRANSFORMS)}")
     code = cpp

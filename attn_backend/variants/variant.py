@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..metadata.structure import check_int, check_types, describe, refuse
-from .cpp import HOOKS, TRANSFORMS, Body, Pairs, hook, pairs_of, source_of
+from .cpp import HOOKS, TRANSFORMS, Body, Pairs, has_bias_slope, hook, pairs_of, source_of
 from .expressions import SCORE, constant
 from .functions import TracingError, error_at_definition
+from .linear_bias import bias_slope
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
 from .source import body_from
@@ -34,7 +35,8 @@ class Variant:
         source: the C++ that is compiled: defines attn::UserVariant.
         params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
-        has_logits, has_mask, has_range, has_output, has_query, has_key, has_value: which hooks there are; has_mask is true of a range(), too.
+        has_logits, has_bias_slope, has_mask, has_range, has_output, has_query, has_key, has_value: which hooks there are; has_mask is true of a range(), too;
+            has_bias_slope only where nothing else changes the logits.
         mask_params: names of those parameters of a run that the mask may read.
         reads_positions: whether hooks may depend on where rows and tokens stand in their requests.
         skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles in which no row of a row tile sees anything.
@@ -51,6 +53,7 @@ class Variant:
     params: tuple[Param, ...]
     uses_softmax: bool
     has_logits: bool
+    has_bias_slope: bool
     has_mask: bool
     has_range: bool
     has_output: bool
@@ -84,6 +87,7 @@ class Variant:
         for hook_name in HOOKS:
             fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
         fields["has_mask"] = any(body.hides for body in bodies)
+        fields["has_bias_slope"] = has_bias_slope(bodies)
         fields["reads_positions"] = any(body.reads_positions for body in bodies)
         fields["skips_kv_tiles"] = any(body.skips_kv_tiles for body in bodies)
         fields["tells_requests_apart"] = any(body.tells_requests_apart for body in bodies)
@@ -160,6 +164,9 @@ class Variant:
         hooks: dict[str, str] = {}
         if "score_mod" in traced and traced["score_mod"].result is not SCORE:
             hooks["logits"] = hook("logits", traced["score_mod"].result, params)
+            slope = bias_slope(traced["score_mod"].result)
+            if slope is not None:
+                hooks["bias_slope"] = hook("bias_slope", slope, params)
         visibility = visibility_of(traced["mask_mod"].result if "mask_mod" in traced else constant(True))
         if visibility.mask is not None:
             hooks["mask"] = hook("mask", visibility.mask, params)
@@ -186,6 +193,8 @@ class Variant:
         """From hooks in C++: any of
 
             float logits(float logit, const ScoreRow& row, int32_t kv_position) const     the transformed logit
+            float bias_slope(const ScoreRow& row) const                                   beside logits() that return logit + bias_slope(row) * (kv_position
+                                                                                          - row.position): Hopper's kernels then take less time
             bool mask(const ScoreRow& row, int32_t kv_position) const                     whether the row attends to the token
             TokenRange range(const ScoreRow& row) const                                   {begin, end}: it attends to no token outside of them
             float output(float value, const ScoreRow& row, int32_t column) const          the transformed output, once

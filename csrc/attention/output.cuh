@@ -77,8 +77,9 @@ __device__ __forceinline__ void write_requests(const AttentionParams& params, co
 template <class Variant, int kRowBlocks>
 struct LaneRows {
   ScoreRow rows[kRowBlocks][2];
-  int32_t kv_offset = 0;  // token t of the row group is token kv_offset + t of the request
-  TokenRange seen{0, 0};  // tokens of the row group that the variant lets all of the warp's rows see
+  float bias_slopes[kRowBlocks][2];  // of a variant that has them
+  int32_t kv_offset = 0;             // token t of the row group is token kv_offset + t of the request
+  TokenRange seen{0, 0};             // tokens of the row group that the variant lets all of the warp's rows see
 
   /// `first_row`: of the warp.
   template <bool kManyLevels>
@@ -92,6 +93,14 @@ struct LaneRows {
       for (int half = 0; half < 2; ++half)
         rows[b][half] = score_row(params, of_tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
     }
+    if constexpr (VariantHooks<Variant>::kBiasSlope) {
+      const Variant variant(params.variant.as<typename Variant::Params>(), kv_head);
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) bias_slopes[b][half] = variant.bias_slope(rows[b][half]);
+      }
+    }
     if constexpr (VariantHooks<Variant>::kMask) find_seen(params, of_tile, group, first_row);
   }
 
@@ -99,6 +108,12 @@ struct LaneRows {
   template <int kTokens>
   __device__ __forceinline__ void enter(const KvTileStart& kv_tile) {
     if (kv_tile.is_seen) seen = TokenRange{kv_tile.token, kv_tile.token + kTokens};
+  }
+
+  /// How far the lane's first column of a warp's scores, which begin at `first_token`, lies after a row: what a
+  /// variant's bias there is its slope times.
+  __device__ __forceinline__ float bias_distance(int b, int half, int32_t first_token) const {
+    return static_cast<float>(kv_offset + first_token + ptx::lane_id() % 4 * 2 - rows[b][half].position);
   }
 
  private:

@@ -4,6 +4,8 @@
 // - Params: plain data, at most VariantParams::kBytes, the same for a whole launch;
 // - float logits(float logit, const ScoreRow& row, int32_t kv_position) const: the transformed logit; q . k * sm_scale
 //   goes in, natural units in and out;
+// - float bias_slope(const ScoreRow& row) const, beside a logits() that returns
+//   logit + bias_slope(row) * (kv_position - row.position): GPU kernels then add that bias themselves, for less;
 // - bool mask(const ScoreRow& row, int32_t kv_position) const: whether the row attends to the token;
 // - TokenRange range(const ScoreRow& row) const, beside a mask() that is false outside of it: plans ask mask() only
 //   about the tokens [begin, end), positions in the row's request;
@@ -192,6 +194,14 @@ struct VariantHooks {
     return false;
   }
   template <class V>
+  static constexpr bool has_bias_slope(decltype(&V::bias_slope)*) {
+    return true;
+  }
+  template <class V>
+  static constexpr bool has_bias_slope(...) {
+    return false;
+  }
+  template <class V>
   static constexpr bool has_mask(decltype(&V::mask)*) {
     return true;
   }
@@ -242,6 +252,7 @@ struct VariantHooks {
 
  public:
   static constexpr bool kLogits = has_logits<Variant>(nullptr);
+  static constexpr bool kBiasSlope = has_bias_slope<Variant>(nullptr) && kLogits && Variant::kUsesSoftmax;
   static constexpr bool kMask = has_mask<Variant>(nullptr);
   static constexpr bool kRange = has_range<Variant>(nullptr);
   static constexpr bool kOutput = has_output<Variant>(nullptr);

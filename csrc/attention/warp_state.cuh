@@ -359,10 +359,27 @@ template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
                                                  float (&s)[kRowBlocks][kBlocks][4], int32_t first_token,
                                                  const Rows& rows) {
-  for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
-    score *= sm_scale;
-    if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
-  });
+  if constexpr (VariantHooks<Variant>::kBiasSlope) {
+#pragma unroll
+    for (int b = 0; b < kRowBlocks; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float slope = rows.bias_slopes[b][half];
+        const float first = slope * rows.bias_distance(b, half, first_token);
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            s[b][n][2 * half + c] = s[b][n][2 * half + c] * sm_scale + (slope * (n * 8 + c) + first);
+        }
+      }
+    }
+  } else {
+    for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
+      score *= sm_scale;
+      if constexpr (VariantHooks<Variant>::kLogits) score = variant.logits(score, row, kv_position);
+    });
+  }
 }
 
 /// Multiplies scores by K's scales where requests have their own; others are part of score_scale(), and a variant that

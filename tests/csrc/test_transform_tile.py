@@ -118,4 +118,4 @@ def test_they_compile_into_each_kernel(design: str, kv_element: str | None, tmp_
     text = manifest.variant_text(builtin.rope(builtin.rope_frequencies(128))) + source
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"rope": text})
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    assert fault("rope", cubins.compile_kernel("rope", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"
+    assert fault(cubins.compile_kernel("rope", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"

@@ -205,11 +205,9 @@ def test_spills_are_counted() -> None:
 
 def test_faults_are_found() -> None:
     spilled = "40 bytes stack frame, {} bytes spill stores, {} bytes spill loads"
-    assert fault("k", f"{spilled.format(0, 0)}\nUsed 168 registers") == ""
-    assert fault("k", spilled.format(20, 20)) == "SPILLS"
-    assert fault("k", "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...") == "SERIALIZES WGMMA"
-    assert fault("attention_sm80_bf16_d128_alibi", spilled.format(20, 20)) == ""
-    assert fault("attention_sm80_bf16_d128_alibi", spilled.format(24, 20)) == "SPILLS"
+    assert fault(f"{spilled.format(0, 0)}\nUsed 168 registers") == ""
+    assert fault(spilled.format(20, 20)) == "SPILLS"
+    assert fault("ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...") == "SERIALIZES WGMMA"
 
 
 def test_importing_needs_no_gpu() -> None:

@@ -24,7 +24,7 @@ struct Coordinates {
 };
 
 template <class Variant>
-void evaluate(const unsigned char* bytes, const Coordinates& at, int n, const float* scores, float* logits, bool* mask) {
+void evaluate(const unsigned char* bytes, const Coordinates& at, int n, const float* scores, float* logits, bool* mask, float* slopes) {
   attn::VariantParams params;
   __builtin_memcpy(params.bytes, bytes, sizeof(typename Variant::Params));
   for (int i = 0; i < n; ++i) {
@@ -32,7 +32,9 @@ void evaluate(const unsigned char* bytes, const Coordinates& at, int n, const fl
     const attn::ScoreRow row{0, at.b[i], at.h[i], at.q_idx[i], at.index[i], at.kv_len[i]};
     logits[i] = scores[i];
     mask[i] = true;
+    slopes[i] = 0;
     if constexpr (attn::VariantHooks<Variant>::kLogits) logits[i] = variant.logits(scores[i], row, at.kv_idx[i]);
+    if constexpr (attn::VariantHooks<Variant>::kBiasSlope) slopes[i] = variant.bias_slope(row);
     if constexpr (attn::VariantHooks<Variant>::kMask) mask[i] = variant.mask(row, at.kv_idx[i]);
   }
 }
@@ -40,7 +42,7 @@ void evaluate(const unsigned char* bytes, const Coordinates& at, int n, const fl
 template <class Variant>
 int hooks() {
   using Hooks = attn::VariantHooks<Variant>;
-  return Hooks::kLogits + 2 * Hooks::kMask + 4 * Hooks::kOutput + 8 * Variant::kUsesSoftmax;
+  return Hooks::kLogits + 2 * Hooks::kMask + 4 * Hooks::kOutput + 8 * Variant::kUsesSoftmax + 16 * Hooks::kBiasSlope;
 }
 """
 
@@ -63,8 +65,8 @@ class CompiledVariants:
         for i, variant in enumerate(variants):
             source.append(variant.source.replace("UserVariant", f"UserVariant{i}"))
             source.append(
-                f'extern "C" void evaluate_{i}(const unsigned char* params, const Coordinates& at, int n, const float* scores, float* logits, bool* mask) {{\n'
-                f"  evaluate<attn::UserVariant{i}>(params, at, n, scores, logits, mask);\n}}\n"
+                f'extern "C" void evaluate_{i}(const unsigned char* params, const Coordinates& at, int n, const float* scores, float* logits, bool* mask, '
+                f"float* slopes) {{\n  evaluate<attn::UserVariant{i}>(params, at, n, scores, logits, mask, slopes);\n}}\n"
                 f'extern "C" int hooks_{i}() {{ return hooks<attn::UserVariant{i}>(); }}\n'
             )
         path = folder / "variants.cpp"
@@ -78,14 +80,14 @@ class CompiledVariants:
     def hooks(self, i: int) -> int:
         return int(getattr(self._library, f"hooks_{i}")())
 
-    def evaluate(self, i: int, variant: Variant, at: Coordinates, scores: Tensor, args: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(logits, mask) of the hooks; the interval is not looked at."""
+    def evaluate(self, i: int, variant: Variant, at: Coordinates, scores: Tensor, args: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, mask, slopes of a bias) of the hooks; the interval is not looked at."""
         tensors = [t.to(torch.int32).contiguous() for t in (at.b, at.h, at.q_idx, at.kv_idx, at.index, at.kv_len)]
         addresses = (ctypes.c_void_p * 6)(*(t.data_ptr() for t in tensors))
-        logits, mask = torch.empty_like(scores), torch.empty(scores.shape, dtype=torch.bool)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (scores, logits, mask)]
+        logits, slopes, mask = torch.empty_like(scores), torch.empty_like(scores), torch.empty(scores.shape, dtype=torch.bool)
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (scores, logits, mask, slopes)]
         getattr(self._library, f"evaluate_{i}")(variant.pack(args, torch.device("cpu")), addresses, scores.shape[0], *pointers)
-        return logits, mask
+        return logits, mask, slopes
 
 
 def interval(variant: Variant, at: Coordinates) -> Tensor:

@@ -89,12 +89,14 @@ def test_same_as_python(compiled: CompiledVariants, name: str) -> None:
     at, scores = coordinates(3000), 3 * torch.randn(3000)
     reference = variant.reference()
     assert reference is not None
-    logits, mask = compiled.evaluate(list(VARIANTS).index(name), variant, at, scores, args)
+    logits, mask, slopes = compiled.evaluate(list(VARIANTS).index(name), variant, at, scores, args)
     expected = reference.logits(scores.double(), at.b, at.h, at.q_idx, at.kv_idx, args).float()
     torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+    if variant.has_bias_slope:
+        torch.testing.assert_close(scores + slopes * (at.kv_idx - at.q_idx), expected, rtol=2e-5, atol=2e-5)
     seen = reference.mask(at.b, at.h, at.q_idx, at.kv_idx, args, index=at.index, kv_len=at.kv_len)
     assert torch.equal(mask & interval(variant, at), seen)
-    hooks = variant.has_logits + 2 * variant.has_mask + 4 * variant.has_output + 8 * variant.uses_softmax
+    hooks = variant.has_logits + 2 * variant.has_mask + 4 * variant.has_output + 8 * variant.uses_softmax + 16 * variant.has_bias_slope
     assert compiled.hooks(list(VARIANTS).index(name)) == hooks
 
 
@@ -147,6 +149,37 @@ def test_intervals_take_the_place_of_masks() -> None:
 
 def test_scores_that_are_left_alone_need_no_hook() -> None:
     assert not VARIANTS["unchanged"][0].has_logits
+
+
+def test_biases_with_a_slope_are_found() -> None:
+    found = {name for name, (variant, _) in VARIANTS.items() if variant.has_bias_slope}
+    assert found == {
+        "alibi_declared",
+        "alibi_computed",
+        "alibi_of_a_number",
+        "alibi_from_behind",
+        "declared_name_in_helper",
+        "score_and_mask",
+        "alibi",
+        "alibi_bound",
+    }
+    assert (builtin.alibi() & builtin.document() & builtin.sliding_window(5)).has_bias_slope
+    assert not (builtin.alibi() & builtin.soft_cap(3.0)).has_bias_slope
+    assert not (builtin.alibi() & Variant.from_functions(lambda score, b, h, q_idx, kv_idx: score + 0.5 * (kv_idx - q_idx))).has_bias_slope
+
+
+def test_biases_that_fall_or_bend_have_no_slope() -> None:
+    for score_mod in (
+        lambda score, b, h, q_idx, kv_idx: score + 0.5 * (q_idx - kv_idx),
+        lambda score, b, h, q_idx, kv_idx: score - 0.5 * (kv_idx - q_idx),
+        lambda score, b, h, q_idx, kv_idx: score + torch.sqrt(kv_idx * 1.0) * (kv_idx - q_idx),
+        lambda score, b, h, q_idx, kv_idx: score + 0.01 * score * (kv_idx - q_idx),
+        lambda score, b, h, q_idx, kv_idx: score * 2 + 0.5 * (kv_idx - q_idx),
+        lambda score, b, h, q_idx, kv_idx: 0.5 * (kv_idx - q_idx) - score,
+        lambda score, b, h, q_idx, kv_idx: score + 0.5 * torch.abs(kv_idx - q_idx),
+        lambda score, b, h, q_idx, kv_idx: score + 0.5 * (kv_idx - kv_idx // 2),
+    ):
+        assert not Variant.from_functions(score_mod).has_bias_slope
 
 
 def test_slopes_of_alibi() -> None:

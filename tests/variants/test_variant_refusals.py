@@ -268,6 +268,8 @@ HOOK = "float logits(float logit, const ScoreRow& row, int32_t kv_position) cons
             "logits() must be `float logits(float logit, const ScoreRow& row, int32_t kv_position) const`",
         ),
         (HOOK.replace(") const", ")"), {}, "logits() must be `float logits("),
+        ("float bias_slope(const ScoreRow&) const { return 1.0f; }", {}, "cpp has bias_slope() without logits(), must have both"),
+        (HOOK + "\nfloat bias_slope(int32_t head) const { return 1.0f; }", {}, "bias_slope() must be `float bias_slope(const ScoreRow& row) const`"),
         (HOOK + "\n" + HOOK, {}, "logits() is defined twice, must be once\n  <variant mine>:2"),
         (HOOK + "}", {}, "cpp has a brace without its partner\n  <variant mine>:1"),
         (HOOK + "\n{", {}, "cpp has a brace without its partner\n  <variant mine>:2"),

@@ -84,6 +84,16 @@ def alibi_computed(score, b, h, q_idx, kv_idx):
 
 
 @case()
+def alibi_of_a_number(score, b, h, q_idx, kv_idx):
+    return (kv_idx.to(score.dtype) - q_idx.to(score.dtype)) * 0.125 + score
+
+
+@case({"slopes": floats(H)})
+def alibi_from_behind(score, b, h, q_idx, kv_idx):
+    return score - slopes[h] * (q_idx - kv_idx)
+
+
+@case()
 def soft_cap_by_hand(score, b, h, q_idx, kv_idx):
     return 20.0 * torch.tanh(score / 20.0)
 

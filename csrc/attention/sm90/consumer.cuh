@@ -31,9 +31,11 @@ struct Consumer : MmaConsumer<Traits> {
   using Base::first_start;
   using Base::free_tile;
   using Base::hopper_params;
+  using Base::kAddsBias;
   using Base::kKeepsMaxima;
   using Base::kQkColumns;
   using Base::kSkips;
+  using Base::kStep;
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
@@ -45,6 +47,7 @@ struct Consumer : MmaConsumer<Traits> {
   using Base::run_mma_item;
   using Base::scale;
   using Base::shared;
+  using Base::sm_scale;
   using Base::transform_early;
   using Base::transform_first;
   using Base::transform_late;
@@ -154,10 +157,51 @@ struct Consumer : MmaConsumer<Traits> {
     }
   }
 
+  /// The same for products, masked, where a variant's bias is added now (kAddsBias): two instructions a score instead
+  /// of the one that scales it. `first_token`: of the KV tile.
+  __device__ __forceinline__ void exponentiate_biased(const WorkItem& item, const State& state,
+                                                      float (&s)[1][kTokens / 8][4], float (&added)[2],
+                                                      int32_t first_token, const Rows& rows) const {
+    const float score_scale = sm_scale(item) * kLog2E;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float slope = rows.bias_slopes[0][half];
+      const float maximum = state.maximum[0][half] == minus_infinity() ? 0.0f : state.maximum[0][half];
+      // With one rounding: far from all that a row sees, bias and maximum are large, and their difference is not.
+      const float first = fmaf(slope, rows.bias_distance(0, half, first_token), -maximum) * kLog2E;
+      const float of_column = slope * kLog2E;
+      added[half] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& score = s[0][n][2 * half + c];
+          score = ptx::ex2(score * score_scale + (of_column * (n * 8 + c) + first));
+        }
+        added[half] += s[0][n][2 * half] + s[0][n][2 * half + 1];
+      }
+    }
+  }
+
+  /// WarpState::find_maxima() for such products.
+  __device__ __forceinline__ bool find_biased_maxima(const WorkItem& item, State& state,
+                                                     const float (&s)[1][kTokens / 8][4], int32_t first_token,
+                                                     const Rows& rows) const {
+    float logits[1][kTokens / 8][4];
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) logits[0][n][c] = s[0][n][c];
+    }
+    transform_logits(this->variant(item.kv_head), sm_scale(item), logits, first_token, rows);
+    return state.find_maxima(0, logits[0]);
+  }
+
   /// Online softmax with lazy maxima: a row keeps the maximum of the first KV tile in which it sees anything, until the
   /// probabilities of a lane's columns sum to more than this, or to NaN. The limit is far below what an element can
-  /// hold, and a maximum that is too small costs no accuracy.
-  static constexpr float kMostAdded = 4096.0f;
+  /// hold, and a maximum that is too small costs no accuracy. From the last KV tile to the first, a row may see but one
+  /// token in its first one, and others exceed that by more: there the limit is as high as it may be.
+  static constexpr float kMostAdded = !kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {
     return !(added[half] <= kMostAdded);
@@ -309,21 +353,28 @@ struct Consumer : MmaConsumer<Traits> {
       // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
       // (ADR 15).
       int32_t next_token = token;  // of the next KV tile
-      for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kTokens) {
+      for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kStep) {
         const bool is_first = left == item.num_kv_tiles;
         float added[2], correction[2];
         bool raised = false;
         if constexpr (kWidens) state.scale = scale(item);  // read again: it is not kept over products
-        finish_scores(item, s, first_row, token, unmasked, rows);
+        Base::template finish_scores<!kAddsBias>(item, s, first_row, token, unmasked, rows);
         if constexpr (!Variant::kUsesSoftmax) {
           added[0] = added[1] = 0.0f;
         } else {
           if constexpr (kKeepsMaxima) {
-            if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
+            if constexpr (kAddsBias) {
+              if (!have_maxima) have_maxima = find_biased_maxima(item, state, s, token, rows);
+            } else {
+              if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
+            }
           } else {
             raised = state.raise_maximum(0, s[0], correction);
           }
-          exponentiate(state, s, added);
+          if constexpr (kAddsBias)
+            exponentiate_biased(item, state, s, added, token, rows);
+          else
+            exponentiate(state, s, added);
         }
         ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
         if (!is_first) {
@@ -355,7 +406,7 @@ struct Consumer : MmaConsumer<Traits> {
         multiply_values(state, p, values.slot);
         if constexpr (kSkips)
           next_token = Base::enter(next_start(item, token, left), rows);  // early: it may have to be loaded
-        transform_early(item, kSkips ? next_token : token + kTokens, left > 1, left - 1);
+        transform_early(item, kSkips ? next_token : token + kStep, left > 1, left - 1);
         ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operand(s[0]);
       }

@@ -89,10 +89,14 @@ struct ConsumerBase {
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kVColumns =  // that this warpgroup makes
       is_wide(Traits::Shape::kDims) ? Traits::Shape::kV / 2 : columns_of_products(Traits::Shape::kVMultiplied);
-  /// Whether rows keep their maxima (consumer.cuh). Not where a variant's logits may grow from KV tile to KV tile, as
-  /// with ALiBi: rows would outgrow their maxima all the time (a prefill of 4 x 4096 took 6.8 times as long).
+  /// Whether the variant's bias is added where scores become probabilities, and KV tiles are taken from the last to the
+  /// first.
+  static constexpr bool kAddsBias = kTakesLastFirst<Traits>;
+  static constexpr int kStep = kAddsBias ? -kTokens : kTokens;  // from KV tile to KV tile
+  /// Whether rows keep their maxima (consumer.cuh). Not where a variant's logits may grow from KV tile to KV tile: rows
+  /// would outgrow their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
-      Shared::kTuning.keeps_maxima && !(VariantHooks<Variant>::kLogits && Variant::kReadsRows);
+      Shared::kTuning.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
   /// The state of one warp, which has 16 rows.
   using State = WarpState<Element, kVColumns, 1>;
   using Rows = LaneRows<Variant, 1>;
@@ -135,8 +139,9 @@ struct ConsumerBase {
 
   /// The first KV tile of an item.
   __device__ __forceinline__ KvTileStart first_start(const WorkItem& item) const {
-    if constexpr (kSkips)
-      return kv_tile_start<true>(params.schedule, item.group, item.kv_begin, 0, kTokens);
+    if constexpr (kSkips || kAddsBias)
+      return kv_tile_start<kSkips>(params.schedule, item.group, item.kv_begin, kAddsBias ? item.num_kv_tiles - 1 : 0,
+                                   kTokens);
     else
       return KvTileStart{item.kv_begin, false};
   }
@@ -145,10 +150,10 @@ struct ConsumerBase {
   /// used if there are none.
   __device__ __forceinline__ KvTileStart next_start(const WorkItem& item, int32_t token, int32_t left) const {
     if constexpr (kSkips)
-      return kv_tile_start<true>(params.schedule, item.group, item.kv_begin, item.num_kv_tiles - max_of(left, 1),
-                                 kTokens);
+      return kv_tile_start<true>(params.schedule, item.group, item.kv_begin,
+                                 kAddsBias ? max_of(left, 1) - 1 : item.num_kv_tiles - max_of(left, 1), kTokens);
     else
-      return KvTileStart{token + kTokens, false};
+      return KvTileStart{token + kStep, false};
   }
 
   /// The first token of that KV tile.
@@ -162,14 +167,14 @@ struct ConsumerBase {
     return kv_tile.token;
   }
 
-  /// Turns products into masked logits. `s`: a warp's scores of kBlocks * 8 tokens from `first_token` on. `rows`: the
-  /// lane's.
-  template <int kBlocks>
+  /// Turns products into masked logits; without kMakesLogits it only masks them. `s`: a warp's scores of kBlocks * 8
+  /// tokens from `first_token` on. `rows`: the lane's.
+  template <bool kMakesLogits = true, int kBlocks>
   __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
                                                 int32_t first_token, const TokenRange& unmasked,
                                                 const Rows& rows) const {
     scale_scores(variant(item.kv_head), s, shared.requests(item), first_row);
-    if (transforms_logits(variant(0))) {
+    if (kMakesLogits && transforms_logits(variant(0))) {
       transform_logits(variant(item.kv_head), sm_scale(item), s, first_token, rows);
     }
     if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end) {

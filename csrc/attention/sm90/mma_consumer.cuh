@@ -17,6 +17,7 @@ struct MmaConsumer : ConsumerBase<Traits> {
   using Base::first_start;
   using Base::kQkColumns;
   using Base::kSkips;
+  using Base::kStep;
   using Base::kTokens;
   using Base::kv;
   using Base::kVColumns;
@@ -115,7 +116,7 @@ struct MmaConsumer : ConsumerBase<Traits> {
     int32_t token = Base::enter(first_start(item), rows) + row;
     KvTileStart next{token, false};  // the next KV tile
     for (int tile = 0; tile < item.num_kv_tiles;
-         ++tile, token = kSkips ? Base::enter(next, rows) + row : token + kTokens, kv = kv.ahead(2 * kParts)) {
+         ++tile, token = kSkips ? Base::enter(next, rows) + row : token + kStep, kv = kv.ahead(2 * kParts)) {
       if constexpr (kSkips)
         next = next_start(item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
       const typename Shared::KvPlace keys = kv.ahead(part);

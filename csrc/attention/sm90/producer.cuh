@@ -384,10 +384,15 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
   const bool is_one_tile = kIsWide && !kLoadsBoth && hopper_params.v_is_k;
   const bool copies = Traits::kWidensOnLoad || !(is_one_tile && share.is_v);
   constexpr bool kSkips = Traits::Variant::kSkipsTiles;
+  int32_t item_begin = cursor.now.kv_tile;  // the item's first KV tile
   const auto look_up = [&] {
-    copier.look_up(tile, kv_tile_start<kSkips>(params.schedule, tile.group, tile.kv_begin, cursor.now.kv_tile,
-                                               Shared::kTuning.kv_tile)
-                             .token);
+    copier.look_up(
+        tile, kv_tile_start<kSkips>(params.schedule, tile.group, tile.kv_begin,
+                                    kTakesLastFirst<Traits>
+                                        ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - cursor.now.kv_tile
+                                        : cursor.now.kv_tile,
+                                    Shared::kTuning.kv_tile)
+                  .token);
   };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
@@ -446,6 +451,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
     if (cursor.done()) break;
     // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it.
     if (Copier::kGathers || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
+    item_begin = cursor.now.kv_tile;
     look_up();
   }
   if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem{}, q_place);

@@ -161,4 +161,10 @@ struct SharedMemory {
   }
 };
 
+/// Whether KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to
+/// token (ALiBi's does): rows then find their maxima among their nearest tokens, and can keep them (consumer.cuh).
+template <class Traits>
+constexpr bool kTakesLastFirst =
+    SharedMemory<Traits>::kTuning.keeps_maxima && VariantHooks<typename Traits::Variant>::kBiasSlope;
+
 }  // namespace attn::sm90
