@@ -90,14 +90,15 @@ struct Parts {
   }
 };
 
-/// Merges kMergeColumns columns of one row, with one warp; lane i holds four from first_column + 4i on.
-/// `transform(values, column)` changes four columns of the output. to_lse: nullptr if it is not wanted.
+/// Merges kMergeColumns columns of one row, with one warp; lane i holds four from first_column + 4i on, or the last
+/// four. `transform(values, column)` changes four columns of the output. If `waits`, it waits for the attention kernel
+/// before it reads what that has written.
 template <class Element, class Transform>
-__device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t qo_head, int32_t first_column,
-                                          char* to_o, float* to_lse, Parts parts, const Transform& transform) {
-  constexpr int kBatch = 3;  // parts whose loads are under way together
+__device__ __forceinline__ void merge_row(const AttentionParams& params, const OutputRow& row, int32_t first_column,
+                                          Parts parts, bool& waits, const Transform& transform) {
+  constexpr int kBatch = 4;  // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
-  const int32_t column = first_column + lane * 4;
+  const int32_t column = min_of<int32_t>(first_column + lane * 4, params.v_columns - 4);
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float maximum = minus_infinity();  // of the parts' lse, to base 2
   float sum = 0.0f;                  // of exp2(lse - maximum)
@@ -105,6 +106,8 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
   for (int32_t first = 0; first < parts.count; first += 32) {
     // Lane i finds and weighs part first + i.
     const int32_t state = parts.state(min_of(first + lane, parts.count - 1), params.max_tile_rows);
+    if (waits) ptx::wait_for_previous_grid();
+    waits = false;
     const float lse = first + lane < parts.count ? params.partial_lse[state] * kLog2E : minus_infinity();
     const float new_maximum = fmaxf(maximum, warp_max(lse));
     const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
@@ -120,32 +123,33 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int32_t
       float4 x[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
+        // After the last part it is loaded again. A load with a condition needs registers for zeros beside its own:
+        // ptxas then let the first one arrive before it issued the others (ADR 22).
         const float* part =
             params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.v_columns;
-        x[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (i + j < count && column < params.v_columns) x[j] = *reinterpret_cast<const float4*>(part + column);
+        x[j] = *reinterpret_cast<const float4*>(part + column);
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const float w = __shfl_sync(0xffffffffu, weight, i + j);  // 0 after the last part
-        o = make_float4(o.x + w * x[j].x, o.y + w * x[j].y, o.z + w * x[j].z, o.w + w * x[j].w);
+        const float w = __shfl_sync(0xffffffffu, weight, i + j);
+        if (i + j < count) o = make_float4(o.x + w * x[j].x, o.y + w * x[j].y, o.z + w * x[j].z, o.w + w * x[j].w);
       }
     }
   }
 
   // Without sinks the same as with one of -infinity: one path needs fewer registers than two.
-  const RowEnd end = end_row(maximum, sum, params.sinks == nullptr ? minus_infinity() : __ldg(params.sinks + qo_head));
+  const RowEnd end =
+      end_row(maximum, sum, params.sinks == nullptr ? minus_infinity() : __ldg(params.sinks + row.qo_head));
   const float factor = params.adds_up ? 1.0f : end.factor;
-  if (column < params.v_columns) {
-    float values[4] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
-    transform(values, column);
-    if constexpr (Element::kBytes == 1) {
-      const float out_factor = params.out_factor();
+  float values[4] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+  transform(values, column);
+  if constexpr (Element::kBytes == 1) {
+    const float out_factor = params.out_factor();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] *= out_factor;
-    }
-    store_four<Element>(to_o + column * Element::kBytes, values);
+    for (int i = 0; i < 4; ++i) values[i] *= out_factor;
   }
+  store_four<Element>(row.template o<Element>(params) + column * Element::kBytes, values);
+  float* const to_lse = row.lse(params);
   if (column == 0 && to_lse != nullptr) *to_lse = end.lse * params.lse_unit;
 }
 
@@ -199,24 +203,19 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
 
 /// The pair that blocks (x, y, z) serve.
 struct SharedPair {
-  int32_t tile;
-  int32_t head;
   int32_t first_cta;
   int32_t parts;  // CTAs that share it; the blocks of all but the last serve it
   int32_t rows;   // to be merged; 0: there is no pair, or its rows are in several row groups
 
-  __device__ __forceinline__ explicit SharedPair(const AttentionParams& params)
-      : tile(0), head(0), first_cta(0), parts(1), rows(0) {
+  __device__ __forceinline__ explicit SharedPair(const AttentionParams& params) : first_cta(0), parts(1), rows(0) {
     const int32_t cta = blockIdx.x, lane = threadIdx.x % 32;
     const Position pair = params.schedule.positions[cta + 1];
     const Position before = params.schedule.positions[max_of(cta - lane, 0)];
     const Position after = params.schedule.positions[min_of(cta + 1 + lane, params.num_ctas)];
     if (pair.kv_tile == 0) return;
-    tile = pair.tile;
-    head = pair.head;
     first_cta = find_first_part(params, cta, pair, before);
     parts = find_end(params, cta + 1, pair, after) - first_cta;
-    const RowTileRows<true> of_tile(params.schedule, tile, params.group_size.divisor);
+    const RowTileRows<true> of_tile(params.schedule, pair.tile, params.group_size.divisor);
     rows = of_tile.state_begin >= 0 ? 0 : of_tile.count;
   }
 };
@@ -249,26 +248,23 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
       parts = find_parts<VariantHooks<Variant>::kOutput>(params, i / num_qo_heads, row, group);
       i += warps * gridDim.x;
     } else {
-      row = OutputRow(params, RowTileRows<true>(params.schedule, pair.tile, params.group_size.divisor), pair.head,
-                      of_pair);  // read again: fewer registers
-      group = params.schedule.tiles[pair.tile].group;
+      const Position& position = params.schedule.positions[blockIdx.x + 1];  // read again: fewer registers
+      const RowTileRows<true> rows(params.schedule, position.tile, params.group_size.divisor);
+      row = OutputRow(params, rows, position.head, of_pair);
+      group = params.schedule.tiles[position.tile].group;
       const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + of_pair;
       parts = Parts{pair.parts,         pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0,
                     pair.first_cta + 1, of_pair,    first_state};
       of_pair += warps * (pair.parts - 1);
     }
-    if (waits) ptx::wait_for_previous_grid();
-    waits = false;
     if (row.exists) {
-      merge_row<Element>(params, row.qo_head, first_column, row.template o<Element>(params), row.lse(params), parts,
-                         [&](float (&values)[4], int32_t column) {
-                           if constexpr (VariantHooks<Variant>::kOutput) {
-                             const Variant variant(params.variant.as<typename Variant::Params>(),
-                                                   params.group_size.divide(row.qo_head));
-                             const ScoreRow of_row = score_row(params.schedule, group, row.index, row.row, row.qo_head);
-                             for (int i = 0; i < 4; ++i) values[i] = variant.output(values[i], of_row, column + i);
-                           }
-                         });
+      merge_row<Element>(params, row, first_column, parts, waits, [&](float (&values)[4], int32_t column) {
+        if constexpr (VariantHooks<Variant>::kOutput) {
+          const Variant variant(params.variant.as<typename Variant::Params>(), params.group_size.divide(row.qo_head));
+          const ScoreRow of_row = score_row(params.schedule, group, row.index, row.row, row.qo_head);
+          for (int i = 0; i < 4; ++i) values[i] = variant.output(values[i], of_row, column + i);
+        }
+      });
     }
   }
   if (waits)
