@@ -78,7 +78,13 @@ struct KernelDesign {
   KernelCosts costs;
   KernelCosts invariant_costs;                                   // of batch invariant plans
   int32_t (*max_kind)(HeadDims dims, int32_t kv_element_bytes);  // largest kind of row tile
-  int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);   // tokens of a KV tile
+  /// Whether row tiles are planned twice as large as the largest kind. Two CTAs then share each interval of the
+  /// schedule: the kernel is launched with blocks (i, 0) and (i, 1) for interval i, which take the first and the second
+  /// half of the rows.
+  bool (*halves_row_tiles)(HeadDims dims, int32_t group_size) = [](HeadDims /*dims*/, int32_t /*group_size*/) {
+    return false;
+  };
+  int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);  // tokens of a KV tile
   const char* kernels[kMaxDesignKernels];  // names of their cubins among KernelFiles; nullptr: there are fewer
   int32_t threads;                         // of a CTA
   int32_t (*shared_bytes)(HeadDims dims, int32_t kv_element_bytes);  // dynamic shared memory of a CTA

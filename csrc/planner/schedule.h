@@ -182,7 +182,7 @@ struct ScheduleHeader {
   int32_t aligned_tile;    // row tiles from here on are cut evenly (align_prefix() in cuts.h); num_tiles if none are
   int32_t aligned_cta;     // the first CTA that runs them
   int32_t aligned_parts;   // CTAs of each of their pairs
-  int32_t unused;
+  uint32_t second_queue_head;           // as queue_head, of the CTAs that take second halves of row tiles
   int64_t share;                        // cost that each CTA gets, of what lies before them
   int32_t kv_tile_cost[kNumCostKinds];  // as in ScheduleConfig
   int32_t pair_cost[kNumCostKinds];
@@ -240,7 +240,7 @@ struct ScheduleConfig {
   int32_t num_kv_heads;
   int32_t group_size;  // query heads of one KV head
   int32_t kv_tile;     // tokens of one KV tile
-  int32_t max_kind;    // largest kind of row tile that the kernel has
+  int32_t max_kind;    // largest kind of row tile
   int32_t num_ctas;
   int32_t max_groups;  // row groups
   int32_t max_rows;    // rows of Q

@@ -23,11 +23,10 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.flags = planned.flags;
   header.whole_pairs = planned.whole_pairs;
   header.num_requests = planned.num_requests;
-  header.queue_head = 0;
+  header.queue_head = header.second_queue_head = 0;
   header.aligned_tile = planned.aligned_tile;
   header.aligned_cta = planned.aligned_cta;
   header.aligned_parts = planned.aligned_parts;
-  header.unused = 0;
   header.share = planned.share;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];

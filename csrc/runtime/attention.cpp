@@ -34,6 +34,11 @@ constexpr int32_t max_forest_requests(int32_t shared_bytes) {
 static_assert(max_forest_requests(163 * 1024) == kMaxForestRequests && max_forest_requests(99 * 1024) == 736,
               "an A100's blocks, and those of GPUs with the least memory");
 
+/// CTAs that share an interval of the schedule.
+int32_t ctas_of_interval(const AttentionConfig& config, const KernelDesign& design) {
+  return design.halves_row_tiles(config.dims(), config.num_qo_heads / config.num_kv_heads) ? 2 : 1;
+}
+
 /// `forest_requests`: as many as a forest may be sought in.
 ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelDesign& design,
                                     int32_t forest_requests) {
@@ -41,7 +46,8 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   schedule.num_kv_heads = config.num_kv_heads;
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
   schedule.kv_tile = design.kv_tile(config.dims(), bytes_of(config.kv_dtype));
-  schedule.max_kind = design.max_kind(config.dims(), bytes_of(config.kv_dtype));
+  const int32_t ctas = ctas_of_interval(config, design);
+  schedule.max_kind = design.max_kind(config.dims(), bytes_of(config.kv_dtype)) + ctas - 1;
   schedule.num_ctas = config.num_ctas;
   schedule.cascade = config.cascade;
   schedule.batch_invariant = config.batch_invariant;
@@ -72,11 +78,13 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   const KernelCosts& costs = config.batch_invariant ? design.invariant_costs : design.costs;
   schedule.min_queue_pairs = costs.min_queue_pairs;
   schedule.min_share = costs.min_share;
-  schedule.state_cost = costs.state;
-  schedule.cascade_cost = costs.forest;
+  // Costs are times of an interval, in which two CTAs do twice as much as one. Two halves take as long as one of them.
+  schedule.state_cost = costs.state / ctas;
+  schedule.cascade_cost = costs.forest / ctas;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
-    schedule.kv_tile_cost[kind] = costs.kv_tile[kind];
-    schedule.pair_cost[kind] = costs.pair[kind];
+    const int32_t of_cta = kind % kNumTileKinds == schedule.max_kind ? kind - (ctas - 1) : kind;
+    schedule.kv_tile_cost[kind] = costs.kv_tile[of_cta];
+    schedule.pair_cost[kind] = costs.pair[of_cta];
   }
   return schedule;
 }
@@ -126,7 +134,8 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
   }
   if (config_.num_ctas == 0) {
     config_.num_ctas = config.on_cuda ? driver::multiprocessor_count(config.device) *
-                                            driver::ctas_per_multiprocessor(kernels_.attention[0], design_.threads)
+                                            driver::ctas_per_multiprocessor(kernels_.attention[0], design_.threads) /
+                                            ctas_of_interval(config_, design_)
                                       : cpu::kCtas;
   }
   schedule_config_ = make_schedule_config(config_, design_, forest_requests);
@@ -370,8 +379,9 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
            "smaller, or of a larger power of two: a row lies too far from the first");
   if (!kernels.attention[kernel])  // Python loads it
     TVM_FFI_THROW(MissingKernelError) << (float8_out ? kFloat8Out : "") << design_.kernels[kernel];
-  driver::launch(kernels.attention[kernel], driver::Launch{ctas, 1, static_cast<uint32_t>(design_.threads), -1, true},
-                 &arguments, stream);
+  const uint32_t halves = static_cast<uint32_t>(ctas_of_interval(config_, design_));
+  driver::launch(kernels.attention[kernel],
+                 driver::Launch{ctas, halves, static_cast<uint32_t>(design_.threads), -1, true}, &arguments, stream);
   driver::Launch merge{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, -1,
                        true};
   merge.grid_z = static_cast<uint32_t>(ceil_div(params.v_columns, kMergeColumns));

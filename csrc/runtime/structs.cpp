@@ -25,7 +25,7 @@ ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(positions),
 ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_FIELD(errors), ATTN_FIELD(num_levels),
             ATTN_FIELD(num_merge_rows), ATTN_FIELD(num_links), ATTN_FIELD(flags), ATTN_FIELD(whole_pairs),
             ATTN_FIELD(num_requests), ATTN_FIELD(queue_head), ATTN_FIELD(aligned_tile), ATTN_FIELD(aligned_cta),
-            ATTN_FIELD(aligned_parts), ATTN_FIELD(unused), ATTN_FIELD(share), ATTN_FIELD(kv_tile_cost),
+            ATTN_FIELD(aligned_parts), ATTN_FIELD(second_queue_head), ATTN_FIELD(share), ATTN_FIELD(kv_tile_cost),
             ATTN_FIELD(pair_cost), ATTN_FIELD(levels));
 
 ATTN_STRUCT(RowGroup, ATTN_FIELD(table_begin), ATTN_FIELD(qo_begin), ATTN_FIELD(qo_len), ATTN_FIELD(kv_len),

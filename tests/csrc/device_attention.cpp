@@ -132,18 +132,22 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
       levels.data(), static_cast<int32_t>(levels.size()), o_dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
-  std::vector<int32_t> order(static_cast<size_t>(params.num_ctas));
+  const int32_t halves = design.halves_row_tiles(dims, params.group_size.divisor) ? 2 : 1;
+  std::vector<int32_t> order(static_cast<size_t>(params.num_ctas * halves));
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
   const int32_t bytes = design.shared_bytes(dims, bytes_of(kv_dtype));
   for (const int32_t cta : order) {
-    emulation::run_cta(cta, params.num_ctas, design.threads, seed,
+    blockIdx.y = cta / params.num_ctas;
+    emulation::run_cta(cta % params.num_ctas, params.num_ctas, design.threads, seed,
                        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); });
     if (std::any_of(shared + bytes, std::end(shared) - emulation::static_bytes,
                     [](char byte) { return byte != emulation::kUnwritten; }))
       emulation::fail("more shared memory is used than asked for");
   }
-  if (params.schedule.header->queue_head != 0) emulation::fail("the work queue's counter is not 0 at the end");
+  blockIdx.y = 0;
+  if (params.schedule.header->queue_head != 0 || params.schedule.header->second_queue_head != 0)
+    emulation::fail("the work queue's counter is not 0 at the end");
 }
 
 void run_merge(int32_t rows_of_blocks, uint32_t seed) {

@@ -151,6 +151,29 @@ def test_wide_heads_in_several_row_groups(emulated: Path, kernel: str, head_dim:
         problem.check()
 
 
+@pytest.mark.parametrize("variant", ["standard", "sinks"])
+def test_halves_of_row_tiles(emulated: Path, variant: str) -> None:
+    """With 128 heads and more two CTAs share an interval: its row tiles are split, complete, or taken from the work queue, which each half goes through."""
+    batches = (((1, 1), (500, 700), 5), ((1, 0, 2), (70, 0, 150), 5), ((6, 4), (70, 64), 3))
+    for number, (qo_lens, kv_lens, num_ctas) in enumerate(batches):
+        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1 + number // 2, group_size=(128, 256, 128)[number], head_dim=576, head_dim_v=512, v_in_k=True)
+        spec = spec.with_(**CACHES[("pages", "tokens", "large pages")[number]], num_ctas=num_ctas, aligned=True, seed=number, padding_rows=number)
+        case = case_tensors.build(spec.with_(cache_form="pair", window_left=50 if number == 1 else -1), CPU)
+        attention = DeviceAttention(emulated, case.attention(kernel="hopper", cascade=False), "hopper", number, variant)
+        run_and_check(case, attention, wants_lse=number % 2 == 0)
+        schedule = attention.schedule()
+        assert (schedule.of_tiles("kind") == 3).all()
+        assert schedule.uses_queue == (number > 0)
+        assert (schedule.positions[:, 2] > 0).any() == (number == 0)
+    for seed, options in enumerate([{"cascade": "always"}, {"batch_invariant": True}]):
+        rng = numpy.random.default_rng([seed, 128])
+        shape = Shape(1, 128, 576, torch.bfloat16, 16, num_ctas=5, head_dim_v=512, v_in_k=True)
+        batch = forests.random_batch(rng, shape.page_size, kv_cost=576 * 128, budget=2e7, max_requests=8, max_rows=4)
+        problem = forests.make_problem(rng, shape, batch, CPU)
+        problem.run(DeviceAttention(emulated, problem.attention(kernel="hopper", **options), "hopper", seed, variant), batch.view(rng, CPU))  # type: ignore[arg-type]
+        problem.check()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sparse_mla(emulated: Path, kernel: str) -> None:
     """Tokens anywhere, in any order, twice; rows with few and with none; layers that have fewer than were planned, and not of every KV tile some."""

@@ -61,7 +61,7 @@ def test_latents(emulated: Path, kernel: str, form: str, dtype: torch.dtype, sca
 def test_trees(emulated: Path, kernel: str) -> None:
     """Draft tokens that are a tree, over latents of 16 bits: a mask in row tiles that hold several tokens and all of their heads."""
     variant = builtin.tree_mask()
-    for number, (nodes, kv_lens, heads, page_size) in enumerate((([7, 1, 16], [90, 64, 16], 16, 16), ([5], [150], 3, 1))):
+    for number, (nodes, kv_lens, heads, page_size) in enumerate((([7, 1, 16], [90, 64, 16], 16, 16), ([5], [150], 3, 1), ([3, 4], [150, 40], 128, 16))):
         batch = latent_cases.make_tree_batch(latent_cases.PLAIN, nodes, kv_lens, heads=heads, page_size=page_size, seed=number)
         rows, arguments = len(batch.q), batch.tree_arguments()
         room = {"max_rows": rows, "max_batch": len(nodes), "num_ctas": 3, "device": "cpu"}

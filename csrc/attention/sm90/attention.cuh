@@ -1,5 +1,6 @@
 // The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
-// a work queue. One warpgroup loads Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
+// a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign). One warpgroup loads
+// Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"

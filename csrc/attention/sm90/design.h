@@ -136,6 +136,10 @@ constexpr KernelDesign make_design() {
   design.costs = kCosts;
   design.invariant_costs = costs_of_whole_pairs();
   design.max_kind = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).max_kind; };
+  // Only where every row tile is then full (ADR 34).
+  design.halves_row_tiles = [](HeadDims dims, int32_t group_size) {
+    return is_latent(dims) && group_size % (2 * tuning(dims).q_rows()) == 0;
+  };
   design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";

@@ -334,12 +334,18 @@ class WorkQueue {
     // Each CTA asks once for every pair that it takes after its first: num_pairs - num_ctas requests in all, after
     // which the counter is 0 again.
     if (ptx::thread_id() == 0) {
-      next_ = 2 * params_.num_ctas +
-              static_cast<int32_t>(atomicInc(&params_.schedule.header->queue_head, num_pairs() - params_.num_ctas - 1));
+      next_ = 2 * params_.num_ctas + static_cast<int32_t>(atomicInc(&queue_head(), num_pairs() - params_.num_ctas - 1));
     }
   }
 
  private:
+  /// CTAs that take the same half of row tiles share a counter.
+  __device__ __forceinline__ uint32_t& queue_head() const {
+    ScheduleHeader& header = *params_.schedule.header;
+    if constexpr (Traits::kIsLatent) return blockIdx.y == 0 ? header.queue_head : header.second_queue_head;
+    return header.queue_head;
+  }
+
   __device__ __forceinline__ int32_t num_pairs() const { return num_tiles_ * params_.num_kv_heads; }
 
   __device__ __forceinline__ void take(WorkCursor& cursor, int32_t pair) const {
@@ -400,7 +406,9 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
   while (!cursor.done()) {
     if (share.is_v) {
       const int32_t kv_begin = kv_begin_after<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
-      produce_item<Traits>(hopper_params, shared, WorkItem(tile, cursor, kv_begin), q_place);
+      WorkItem item(tile, cursor, kv_begin);
+      if constexpr (Traits::kIsLatent) item.keep_half(static_cast<int32_t>(blockIdx.y), Shared::kTuning.max_kind);
+      produce_item<Traits>(hopper_params, shared, item, q_place);
     }
     const int32_t head = cursor.now.head;
     const bool for_mma = !kIsWide && tile.kind == 0;

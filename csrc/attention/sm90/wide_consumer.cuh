@@ -60,10 +60,10 @@ struct WideConsumer : Consumer<Traits> {
         follow(item, state);
       }
       sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      const TargetColumns<Target, OutElement::kBytes> target(
-          Target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
-                 shared.requests(item)),
-          warpgroup() * kColumns);
+      Target all_columns(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                         shared.requests(item));
+      if constexpr (Traits::kIsLatent) all_columns.partial_row += blockIdx.y * kRows;  // the half of the row tile
+      const TargetColumns<Target, OutElement::kBytes> target(all_columns, warpgroup() * kColumns);
       write_warp_rows<Half>(state, target, first_row(), shared.q(0) + warpgroup() * Half::kBlocks * Half::kBlockBytes);
       shared.free_q(place);
       place.next();

@@ -92,6 +92,14 @@ struct WorkItem {
     starts_inside = cursor.now.kv_tile > 0;
     ends_inside = end < tile.num_kv_tiles;
   }
+
+  /// Keeps the first or the second half of the rows, if the row tile is larger than those of `largest_kind`. It is full
+  /// then; otherwise there is one half.
+  __device__ __forceinline__ void keep_half(int32_t half, int32_t largest_kind) {
+    kind = min_of(kind, largest_kind);
+    rows.packed_begin += half * tile_rows(largest_kind);
+    rows.count = min_of(rows.count, tile_rows(largest_kind));
+  }
 };
 static_assert(sizeof(WorkItem) <= kWorkItemBytes && kWorkItemBytes % 16 == 0);
 
