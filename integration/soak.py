@@ -1,17 +1,20 @@
 """Does a server with this backend hold out? Mixed load for a while: shared prefixes that change, sampled answers with seeds, JSON by a schema, clients that
 hang up, and a KV cache so small that requests are preempted and prefixes evicted.
 
-    python -m integration.soak --engine vllm --minutes 3
-    python -m integration.soak --engine sglang --minutes 20 --batch-invariant --concurrency 64 --cache-tokens 6144
+    python -m integration.soak --engine vllm --minutes 20 --concurrency 64 --cache-tokens 6144
+    python -m integration.soak --engine vllm --minutes 3 --concurrency 64 --batch-invariant
 
 What must hold:
 
 - no request fails, every answer is as long as it may be, and JSON is of its schema;
 - the memory (of the GPU, or of the server's processes) does not grow after the first minute;
-- every 50th request, asked again alone after the load, gets the same text where the logits are the same: in float32, or with --batch-invariant (the engine's
-  own mode). Elsewhere differing answers are counted, with how close the two most probable tokens came in them;
+- every 50th request, asked again alone after the load, gets the same text where the logits are the same: in float32, or with --batch-invariant. Elsewhere
+  differing answers are counted, with how close the two most probable tokens came in them;
 - requests were aborted, preempted and guided: a soak in which they were not says nothing of them. Where one of these is still to come after --minutes, as on a
   slow machine, the load goes on, up to four times as long.
+
+--batch-invariant is the engine's own mode. Logits there depend on how many tokens of a request are computed at once, and those of a preempted request, or after
+a cached prefix, are computed at once where they came one by one before. So the cache then has room for all requests, and prefixes are not kept.
 
 Exit status: 0 when all that holds, 1 otherwise.
 """
@@ -70,7 +73,7 @@ def smallest_gap(engine: Engine, url: str, request: Request) -> float:
 def judge(given: argparse.Namespace, outcome: Outcome, replays: list[Replay], preempted: int, grown: float, tracebacks: int) -> list[str]:
     """What does not hold."""
     differing = [played for played in replays if not played.is_same]
-    exact = given.dtype == "float32" or given.batch_invariant
+    exact = given.dtype == "float32" or (given.batch_invariant and not preempted)
     wrong = []
     if outcome.errors:
         wrong.append(f"{len(outcome.errors)} requests failed")
@@ -80,12 +83,15 @@ def judge(given: argparse.Namespace, outcome: Outcome, replays: list[Replay], pr
         wrong.append(f"the memory grew by {grown:.0f} MiB after the first {given.warm_up:.0f} s")
     if differing and exact:
         wrong.append(f"{len(differing)} of {len(replays)} requests have another text when asked again alone")
-    return wrong + [f"no request was {what}" for what in not_seen(outcome, preempted)]
+    if given.batch_invariant and preempted:
+        wrong.append(f"{preempted} requests were preempted under batch invariance: --cache-tokens must be larger")
+    return wrong + [f"no request was {what}" for what in not_seen(given, outcome, preempted)]
 
 
-def not_seen(outcome: Outcome, preempted: int) -> list[str]:
-    """What no request has gone through."""
-    counts = {**outcome.finished, "preempted": preempted, "guided to the end": outcome.complete_json, "asked again": len(outcome.kept)}
+def not_seen(given: argparse.Namespace, outcome: Outcome, preempted: int) -> list[str]:
+    """What no request has gone through, but must have."""
+    counts = {**outcome.finished, "guided to the end": outcome.complete_json, "asked again": len(outcome.kept)}
+    counts |= {} if given.batch_invariant else {"preempted": preempted}
     return [what for what, count in counts.items() if not count]
 
 
@@ -93,10 +99,11 @@ def run(given: argparse.Namespace) -> bool:
     engine, results = ENGINES[given.engine], results_folder(given, f"soak-{given.engine}")
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
     given.memory_growth = (64 if given.device == "cuda" else 256) if given.memory_growth is None else given.memory_growth
+    given.cache_tokens = given.cache_tokens or (given.concurrency * (LONGEST + 64) if given.batch_invariant else 640)
     if given.cache_tokens < LONGEST + 64:
         raise ValueError(f"cache-tokens: {given.cache_tokens}, must be {LONGEST + 64} or more: a request takes up to {LONGEST}")
     model = resolve_model(given.model, given.python)
-    arguments, environment = engine.soak_settings(given.cache_tokens, given.device)
+    arguments, environment = engine.soak_settings(given.cache_tokens, given.device, given.batch_invariant)
     launch = Launch(
         given.python,
         model,
@@ -125,7 +132,7 @@ def run(given: argparse.Namespace) -> bool:
                 60 * given.minutes,
                 given.concurrency,
                 given.replay_every,
-                is_enough=lambda outcome: not not_seen(outcome, engine.preemptions(server.url, log)),
+                is_enough=lambda outcome: not not_seen(given, outcome, engine.preemptions(server.url, log)),
             )
         preempted = engine.preemptions(server.url, log)
         print(f"load done: {outcome.finished}, {len(outcome.errors)} errors, {preempted} preemptions; asking {len(outcome.kept)} again", flush=True)
@@ -169,7 +176,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows")
     parser.add_argument("--minutes", type=float, default=20, help="of load, at least; default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time; default: %(default)s")
-    parser.add_argument("--cache-tokens", type=int, default=640, help="of the KV cache: few, so that requests are preempted; default: %(default)s")
+    parser.add_argument("--cache-tokens", type=int, help="of the KV cache; default: 640, so few that requests are preempted; with --batch-invariant room for all")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
     parser.add_argument("--replay-every", type=int, default=50, help="every so many requests, one is asked again alone; default: %(default)s")

@@ -101,8 +101,8 @@ class Batch:
     def check(self, out: Tensor, lse: Tensor) -> None:
         expected, expected_lse = self.expected()
         tolerance = FLOAT8_TOLERANCE if self.kv.k.element_size() == 1 else TOLERANCE
-        error = float((out.double().cpu() - expected).norm() / expected.norm())
-        assert error <= tolerance, f"{error:.2e} > {tolerance}"
+        error, size = float((out.double().cpu() - expected).norm()), float(expected.norm())
+        assert error <= tolerance * size, f"{error:.2e} > {tolerance} * {size:.2e}"  # 0 where no row sees anything
         empty = expected_lse.isneginf()
         assert lse.cpu()[empty].isneginf().all()
         torch.testing.assert_close(lse.double().cpu()[~empty], expected_lse[~empty], rtol=5e-3, atol=1e-2)

@@ -142,9 +142,10 @@ class VLLM:
         token_ids: list[int] = post_json(f"{base_url}/v1/completions", body)["choices"][0]["token_ids"]
         return token_ids
 
-    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
+    def soak_settings(self, cache_tokens: int, device: str, batch_invariant: bool = False) -> tuple[list[str], dict[str, str]]:
         guided = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
-        return ["--num-gpu-blocks-override", str(cache_tokens // (32 if device == "cpu" else 16)), "--structured-outputs-config", guided], {}
+        arguments = ["--num-gpu-blocks-override", str(cache_tokens // (32 if device == "cpu" else 16)), "--structured-outputs-config", guided]
+        return arguments + (["--no-enable-prefix-caching"] if batch_invariant else []), {}
 
     def preemptions(self, base_url: str, log: Path) -> int:
         return counter(base_url, "vllm:num_preemptions_total")

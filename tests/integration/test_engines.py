@@ -94,6 +94,7 @@ def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
 def test_a_soaks_cache_is_counted_in_tokens():
     assert option(ENGINES["vllm"].soak_settings(768, "cpu")[0], "--num-gpu-blocks-override") == "24"
     assert option(ENGINES["vllm"].soak_settings(768, "cuda")[0], "--num-gpu-blocks-override") == "48"
+    assert "--no-enable-prefix-caching" in ENGINES["vllm"].soak_settings(768, "cuda", batch_invariant=True)[0]
     assert option(ENGINES["sglang"].soak_settings(768, "cpu")[0], "--max-total-tokens") == "768"
 
 

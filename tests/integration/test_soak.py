@@ -133,7 +133,14 @@ def test_what_does_not_hold(given, message, run_soak, capsys):
 def test_other_logits_may_give_other_texts(run_soak, capsys):
     assert run_soak("forgets", "--dtype", "bfloat16")
     assert "0.0125 apart" in capsys.readouterr().out
-    assert not run_soak("forgets", "--dtype", "bfloat16", "--batch-invariant")
+    assert not run_soak("forgets", "--dtype", "bfloat16", "--batch-invariant", preempted=itertools.repeat(0))
+    assert "have another text when asked again alone" in capsys.readouterr().out
+
+
+def test_batch_invariance_is_judged_without_preemptions(run_soak, capsys):
+    assert run_soak("", "--dtype", "bfloat16", "--batch-invariant", preempted=itertools.repeat(0))
+    assert not run_soak("", "--dtype", "bfloat16", "--batch-invariant", preempted=itertools.repeat(3))
+    assert "3 requests were preempted under batch invariance" in capsys.readouterr().out
 
 
 def test_a_cache_that_cannot_hold_a_request_is_refused(run_soak):
