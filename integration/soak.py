@@ -176,7 +176,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows")
     parser.add_argument("--minutes", type=float, default=20, help="of load, at least; default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time; default: %(default)s")
-    parser.add_argument("--cache-tokens", type=int, help="of the KV cache; default: 640, so few that requests are preempted; with --batch-invariant room for all")
+    parser.add_argument("--cache-tokens", type=int, help="of the KV cache; default: 640, too few for all requests; with --batch-invariant enough")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
     parser.add_argument("--replay-every", type=int, default=50, help="every so many requests, one is asked again alone; default: %(default)s")

@@ -207,8 +207,8 @@ class Engine(Protocol):
         """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""
 
     def soak_settings(self, cache_tokens: int, device: str, batch_invariant: bool = False) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until requests lose theirs; JSON has no blanks that the schema
-        does not need. batch_invariant: no prefix is kept, since logits after it would depend on its length."""
+        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until requests lose theirs; JSON has no blanks.
+        batch_invariant: no prefix is kept, since logits after it would depend on its length."""
 
     def preemptions(self, base_url: str, log: Path) -> int:
         """How often a server has taken away the tokens of a request that it had begun."""
