@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that `attn-backend doctor` can run, and say so, where torch is missing."""
+    if name == "__version__":
+        with suppress(PackageNotFoundError):  # a checkout
+            return version("attn-backend")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, ".kernels.sampling"), __name__), name)

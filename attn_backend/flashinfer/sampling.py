@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels import sampling as kernels
 from ..kernels.draws import mixed, row_numbers, seed_of
-from ..metadata.structure import check_same_device, refuse
+from ..metadata.structure import check_same_device, check_types, refuse
 
 __all__ = [
     "chain_speculative_sampling",
@@ -265,6 +265,9 @@ def _draw_probs(
     min_p: Tensor | float | None = None,
     filter_order: kernels.FilterOrder = "top_k_first",
 ) -> Samples:
+    check_types(Tensor, "a tensor", probs=probs)
+    if indices is not None:
+        check_types(Tensor, "a tensor", indices=indices)
     batch = probs.shape[0] if indices is None else indices.shape[0]
     draw_seed, position = _draws(batch, probs.device, generator, seed, offset)
     # A parameter belongs to a row of probs.

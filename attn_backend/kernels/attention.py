@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -392,3 +393,8 @@ class Attention:
         errors = self.schedule().errors
         if errors:
             raise ValueError(describe_errors(errors))
+
+
+_arguments = inspect.signature(Attention.__init__)
+# What help() and editors show: otherwise that of __new__.
+Attention.__signature__ = _arguments.replace(parameters=list(_arguments.parameters.values())[1:])  # type: ignore[attr-defined]

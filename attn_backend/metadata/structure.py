@@ -66,7 +66,8 @@ def check_device(device: object) -> torch.device:
     if found.type not in ("cuda", "cpu") or isinstance(device, int):
         refuse("device", str(device), "a CUDA device or the CPU")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        refuse("device", str(found), f"one of the {torch.cuda.device_count()} GPUs that torch sees, or the CPU")
+        count = torch.cuda.device_count()
+        refuse("device", str(found), f"one of the {count} GPUs that torch sees, or 'cpu'" if count else "'cpu': torch sees no GPU")
     return found
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from attn_backend import Attention, BSRView, KVCache, PageTable
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -16,14 +19,40 @@ NOT_IN_SOURCES = {
     "invalid choice: 'attn_backend'",  # SGLang's own
     "Backend CUSTOM must be registered before use",  # vLLM's own
     "...: CUDA_ERROR_... (...)",  # the driver's name of an error
-    "kv.k.dtype is float8_e4m3fn, must be ...",  # put together from a name and two dtypes
 }
+
+
+def attend(q_dtype: torch.dtype = torch.float32, cache: torch.Tensor | None = None, page: int = 0, device: str = "cpu", stride: int = 1) -> None:
+    """A run of one request over two pages of 16 tokens, with one mistake."""
+    attention = Attention(4, 2, 64, dtype=torch.float32, device=device, max_rows=1, max_batch=1)
+    attention.plan(BSRView(torch.tensor([0, 1]), PageTable.block_table(torch.tensor([[page, 0]], dtype=torch.int32), torch.tensor([20]), 16)))
+    q = torch.zeros(1, 4, 64 * stride, dtype=q_dtype)[..., ::stride]
+    attention.run(q, KVCache.from_tensor(torch.zeros(2, 2, 16, 2, 64) if cache is None else cache))
+
+
+# Put together from names, values and what must be.
+MADE = {
+    "q.stride(2) is ..., must be 1": lambda: attend(stride=2),
+    "q.dtype is ..., must be ...": lambda: attend(torch.bfloat16),
+    "kv.k.dtype is float8_e4m3fn, must be ...": lambda: attend(cache=torch.zeros(2, 2, 16, 2, 64).to(torch.float8_e4m3fn)),
+    "kv.k.shape is ..., must be [pages, page_size = ..., ...]": lambda: attend(cache=torch.zeros(2, 2, 2, 16, 64)),
+    "block_table: page ... of request ... is ..., must be in [0, ...)": lambda: attend(page=9),
+    "device is 'cuda', must be 'cpu': torch sees no GPU": lambda: attend(device="cuda"),
+}
+
+
+@pytest.mark.parametrize("message", MADE)
+def test_a_message_that_is_put_together(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert f"`{message}`" in PAGE.read_text()
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\.\.", ".*")):
+        MADE[message]()
 
 
 def messages() -> list[str]:
     """What stands in backquotes in the first column of the tables."""
     rows = re.findall(r"^\| (.*?) \| ", PAGE.read_text(), re.MULTILINE)
-    return [message for row in rows for message in re.findall(r"`([^`]+)`", row) if message not in NOT_IN_SOURCES]
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row) if message not in NOT_IN_SOURCES | set(MADE)]
 
 
 def said() -> str:

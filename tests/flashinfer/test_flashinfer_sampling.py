@@ -207,6 +207,8 @@ def test_steps_together_draw_as_the_functions_do() -> None:
         (ValueError, lambda: sampling.sampling_from_probs(torch.ones(2, 3), seed=torch.ones(1), offset=1), "offset is 1, must be a tensor"),
         (ValueError, lambda: sampling.sampling_from_probs(torch.ones(2, 3), seed=torch.ones(1), offset=torch.ones(1)), "seed is a float32 tensor"),
         (ValueError, lambda: sampling.top_k_top_p_sampling_from_probs(torch.ones(2, 3), 1, 1.0, filter_apply_order="p"), "filter_apply_order is 'p'"),
+        # as before FlashInfer drew its own random numbers
+        (ValueError, lambda: sampling.top_k_top_p_sampling_from_probs(torch.ones(2, 3), torch.rand(32, 2), 5, 0.9), "indices is 0.9, must be a tensor"),
         (ValueError, lambda: LogitsPipe([]), "processors is"),
         (ValueError, lambda: LogitsPipe([TopK()]), "input_type is None, must be given"),
         (ValueError, lambda: LogitsPipe([Softmax(), Softmax()]), r"processors\[1\] is Softmax.* must be a step that takes PROBS"),
