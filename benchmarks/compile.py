@@ -41,9 +41,9 @@ if {as_nobody}:
 begin = time.perf_counter()
 try:
     if {on_cpu}:
-        found = str(variant_kernels.find_library(variant, isa, "bfloat16", 128, "", True))
+        found = str(variant_kernels.find_library(variant, isa, "bfloat16", 128))
     else:
-        found = str(variant_kernels.find_cubin(variant, kernel, "sm_90a", "", True))
+        found = str(variant_kernels.find_cubin(variant, kernel, "sm_90a"))
 except RuntimeError as error:
     found = f"RuntimeError: {{error}}"
 print(json.dumps([time.perf_counter() - begin, found]))
