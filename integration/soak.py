@@ -132,7 +132,8 @@ def run(given: argparse.Namespace) -> bool:
                 60 * given.minutes,
                 given.concurrency,
                 given.replay_every,
-                is_enough=lambda outcome: not not_seen(given, outcome, engine.preemptions(server.url, log)),
+                # Preemptions last: SGLang's are counted in its log, which grows.
+                is_enough=lambda outcome: not not_seen(given, outcome, 1) and not not_seen(given, outcome, engine.preemptions(server.url, log)),
             )
         preempted = engine.preemptions(server.url, log)
         print(f"load done: {outcome.finished}, {len(outcome.errors)} errors, {preempted} preemptions; asking {len(outcome.kept)} again", flush=True)

@@ -265,10 +265,12 @@ def _draw_probs(
     min_p: Tensor | float | None = None,
     filter_order: kernels.FilterOrder = "top_k_first",
 ) -> Samples:
-    check_types(Tensor, "a tensor", probs=probs)
-    if indices is not None:
+    try:
+        batch = probs.shape[0] if indices is None else indices.shape[0]
+    except AttributeError:  # examined only on failure
+        check_types(Tensor, "a tensor", probs=probs)
         check_types(Tensor, "a tensor", indices=indices)
-    batch = probs.shape[0] if indices is None else indices.shape[0]
+        raise
     draw_seed, position = _draws(batch, probs.device, generator, seed, offset)
     # A parameter belongs to a row of probs.
     given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}

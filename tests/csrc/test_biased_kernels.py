@@ -224,7 +224,7 @@ def test_beside_other_hooks(emulated: Path, name: str) -> None:
 
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_bias_costs_two_instructions_a_score(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_a_slope_neither_spill_nor_wait(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No spills, and products that do not wait for each other."""
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     name = manifest.attention_name("sm90", "bf16", head_dim, "alibi")
