@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             _compile_variants(arguments)
             return 0
         if "cpu" in (arguments.arch or []):
-            print("The host library has the CPU's standard kernels, for every head_dim and cache: nothing to compile. --arch cpu compiles those of a --variant.")
+            print("The host library has all standard kernels of the CPU: nothing to compile. --arch cpu compiles those of a --variant.")
             arguments.arch = [arch for arch in arguments.arch if arch != "cpu"]
             if not arguments.arch:
                 return 0
