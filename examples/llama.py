@@ -85,7 +85,10 @@ def load(model: str | None, device: str) -> Llama:
         with needs("huggingface_hub"):
             from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:
+            sys.exit(f"error: --model is {model!r}, must be a folder, or a name that the hub gives: {error}")
     config = json.loads((folder / "config.json").read_text())
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -172,3 +172,11 @@ def test_a_missing_package_is_named_with_what_installs_it(example: str, missing:
     assert "Traceback" not in ended.stderr
     assert missing in ended.stderr
     assert ended.stderr.endswith(f"{install}\n")
+
+
+def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("huggingface_hub", "tokenizers", "safetensors"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit, match=r"error: --model is 'no name', must be a folder, or a name that the hub gives: "):
+        import_module("llama").load("no name", "cpu")
