@@ -182,7 +182,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             q_pe, ckv_scale = self._with_one_scale(q_pe, ckv_scale, kpe_scale)
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
-        wants_lse = return_lse or lse is not None
         try:
             if self._has_rope:
                 # Without pages both addresses are 0. Parts that are not as planned may pass, and are refused by the run.
@@ -191,8 +190,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)
                 q_rope, is_one = None, ckv_cache.shape[0] > 0
             k, v, k_rope = (ckv_cache, None, kpe_cache) if is_one and self._planned.is_direct else (*self._joined(ckv_cache, kpe_cache), None)
-            found = self._planned.run(
-                q_nope, k, v, self._scales(), q_rope=q_rope, k_rope=k_rope, kv_scale=ckv_scale, out=out, lse=lse, return_lse=wants_lse,
+            return self._planned.run(
+                q_nope, k, v, self._scales(), q_rope=q_rope, k_rope=k_rope, kv_scale=ckv_scale, out=out, lse=lse, return_lse=return_lse,
                 lse_to_base_2=not return_lse_base_on_e,
             )  # fmt: skip
         except (AttributeError, ValueError):
@@ -200,7 +199,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             check_plain("q_nope", q_nope)
             check_plain("q_pe", q_pe)
             raise
-        return found[0] if wants_lse and not return_lse else found
 
     def _with_one_scale(self, q_pe: Tensor, ckv_scale: float | None, kpe_scale: float | None) -> tuple[Tensor, float]:
         """q_pe and the scale of a whole row of the cache: what the scale of kpe differs by multiplies q_pe, whose products are the same then."""
