@@ -158,9 +158,9 @@ def test_caches_of_8_bits(device: str, dtype: torch.dtype, in_one: bool) -> None
             wrapper.run(*wrong, **scales)
     array = {"ckv_scale_arr": torch.ones(*caches[0].shape[:2], 4, device=device)}
     for given in ({}, {"kpe_scale": 1.0}, scales | array):
-        with pytest.raises(ValueError, match="^Exactly one of ckv_scale or ckv_scale_arr must be given"):
+        with pytest.raises(ValueError, match=r"^Exactly one of ckv_scale or ckv_scale_arr must be given"):
             wrapper.run(*parts, **given)
-    with pytest.raises(ValueError, match="^kpe_scale is None, must be a number"):
+    with pytest.raises(ValueError, match=r"^kpe_scale is None, must be a number"):
         wrapper.run(*parts, ckv_scale=1.0)
     with pytest.raises(NotImplementedError, match="the argument ckv_scale_arr"):
         wrapper.run(*parts, kpe_scale=1.0, **array)
