@@ -235,6 +235,7 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
     if (tensor.strides[i] < 0 || strides[i] % kUnit != 0) return false;
     if (tensor.sizes[i + 1] > 1) alignment_bits |= strides[i];
   }
+  if (alignment_bits % kUnit != 0) return false;
   // A box's row is 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of longer ones
   // are slower too (ADR 17). Rows that begin within a line of 128 share it with another head, which a CTA reads at
   // another time.
