@@ -18,6 +18,8 @@ CHECK_VENV ?= $(CURDIR)/.venv-check
 PACKAGE := $(CURDIR)/.build/package
 # of make kernels; empty: all of the manifest
 ARCHS ?=
+# all of them go to build/cubins; `make test` compiles those that differ in more than an element type, and keeps none
+KERNELS = --out build/cubins
 JOBS ?= $(shell nproc)
 TEST_PYTHON = $(TEST_VENV)/bin/python
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
@@ -32,7 +34,7 @@ help:
 	@echo "     MODEL=DIR                  another model; NUM_PROMPTS=N another load"
 	@echo "     PYTHON=...                 an interpreter that has torch and the engine: no environment is made"
 	@echo "make check                      before each commit, under 3 minutes: lint, types and the fast tests, without an engine"
-	@echo "make test                       everything that CI checks: lint, types, all CPU tests, every kernel compiled, both engines serving on the CPU"
+	@echo "make test                       everything that CI checks: lint, types, all CPU tests, kernels compiled, both engines serving on the CPU"
 	@echo "make kernels                    compile all CUDA kernels into build/cubins (ARCHS=sm_90a: of one arch); pip install ships them"
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests: without a running engine, and with one"
@@ -54,6 +56,7 @@ demo: base-python
 endif
 
 .PHONY: test
+test: KERNELS = --distinct
 test: environment lint kernels unit fuzz integration
 	@$(call warn_without_nvcc)
 
@@ -120,7 +123,7 @@ kernels: environment
 ifeq ($(NVCC),)
 	@$(call warn_without_nvcc)
 else
-	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) --out build/cubins
+	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
 endif
 
 DOCS_VENV ?= $(CURDIR)/.venv-docs
