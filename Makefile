@@ -25,7 +25,7 @@ TEST_PYTHON = $(TEST_VENV)/bin/python
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
 PYTEST = PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest
 # of make fuzz
-SECONDS ?= 60
+SECONDS ?= 30
 SEED ?= 0
 
 .PHONY: help
@@ -38,7 +38,7 @@ help:
 	@echo "make kernels                    compile all CUDA kernels into build/cubins (ARCHS=sm_90a: of one arch); pip install ships them"
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests: without a running engine, and with one"
-	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
+	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=30 of them, SEED=N for others"
 	@echo "make docs                       the documentation site, in .build/site; fails on a broken link"
 	@echo "make wheel                      the wheel (manylinux_2_28, all cubins) and the source distribution, in dist/; needs nvcc"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"

@@ -131,13 +131,15 @@ def kernels(arch: str) -> dict[str, Kernel]:
 
 
 def distinct_kernels(arch: str) -> dict[str, Kernel]:
-    """Those that CI compiles, which has no time for all. Attention of float16 has bfloat16's code with another type of products, and the generic design for
-    Hopper that for Ampere: of both it compiles the plainest kernels. A release compiles all (`make wheel`)."""
+    """Those that CI compiles, which has no time for all. Attention and sampling of float16 have bfloat16's code with another element, and the generic design
+    for Hopper that for Ampere: of such attention it compiles the plainest kernels. A release compiles all (`make wheel`)."""
     plainest = (None, False, False, HeadDims(128, 128))
 
     def is_distinct(name: str) -> bool:
         shape = _shape_of(name)
-        if shape is None or (name.endswith("_standard") and shape[1:] == plainest):
+        if shape is None:
+            return name != sampling_name("f16")
+        if name.endswith("_standard") and shape[1:] == plainest:
             return True
         return shape.element != "f16" and name.startswith(tuple(f"attention_{stem}_" for stem in default_design(arch).cubins.values()))
 
