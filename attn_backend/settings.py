@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shown  # of a long value: only so much is shown
 from typing import Annotated, Literal
@@ -52,14 +52,14 @@ class Settings(BaseModel):
     vllm_cpu: Switch = Field(False, description="take the place of vLLM's CPU attention backend")
 
     @classmethod
-    def read(cls) -> Settings:
-        """Reads the environment.
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Reads the environment variables.
 
         Raises:
             ValueError: names the variable, its value and what it must be.
         """
         try:
-            return cls.model_validate({name: os.environ[variable] for name in cls.model_fields if (variable := PREFIX + name.upper()) in os.environ})
+            return cls.model_validate({name: environment[variable] for name in cls.model_fields if (variable := PREFIX + name.upper()) in environment})
         except ValidationError as error:
             name, rest = refusal(error).split(" ", 1)
             raise ValueError(f"{PREFIX}{name.upper()} {rest}") from None

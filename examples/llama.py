@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packages import needs
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
@@ -75,14 +76,19 @@ def load(model: str | None, device: str) -> Llama:
     if model is None:
         print("A small random model, whose text is noise. --model takes a real one.\n", file=sys.stderr)
         return Llama(TINY, {name: w.to(device, dtype) for name, w in random_weights(TINY).items()}, frequencies_of(TINY), byte_tokens, byte_text)
-    from safetensors.torch import load_file
-    from tokenizers import Tokenizer
+    with needs("safetensors", "tokenizers"):
+        from safetensors.torch import load_file
+        from tokenizers import Tokenizer
 
     folder = Path(model)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+        with needs("huggingface_hub"):
+            from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:
+            sys.exit(f"error: --model is {model!r}, must be a folder, or a name that the hub gives: {error}")
     config = json.loads((folder / "config.json").read_text())
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -16,19 +16,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from packages import needs
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
-from transformers.masking_utils import flash_attention_mask
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
+
+with needs("transformers"):
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        AutoModelForCausalLM,
+        ContinuousBatchingConfig,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+    from transformers.masking_utils import flash_attention_mask
 
 PROMPT_LENS = (5, 40, 17, 23)
 CACHE_BLOCKS, CHUNK = 64, 32  # a chunk has fewer tokens than the prompts together, so that some are read in parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kernels import build, cubins, manifest
@@ -54,7 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.variant:
             _compile_variants(arguments)
             return 0
-        _check_archs(arguments.arch or [], [*manifest.ARCHS])
+        if "cpu" in (arguments.arch or []):
+            print("The host library has all standard kernels of the CPU: nothing to compile. --arch cpu compiles those of a --variant.")
+            arguments.arch = [arch for arch in arguments.arch if arch != "cpu"]
+            if not arguments.arch:
+                return 0
+        _check_archs(arguments.arch or [], manifest.ARCHS, "sm_90a (Hopper) or sm_80 (all other GPUs, from Ampere on)")
         if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
             raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
@@ -83,8 +89,8 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
     from ..kernels.library import library
 
     archs = arguments.arch or [_own_arch()]
-    known = ["cpu", *manifest.ARCHS, variant_kernels.PTX_OF_SM80, "sm_100, sm_120, ... (one for each major version)"]
-    _check_archs([arch for arch in archs if not variant_kernels.is_target(arch)], known)
+    others = [arch for arch in archs if not variant_kernels.is_target(arch)]
+    _check_archs(others, ["cpu"], f"cpu, sm_90a, sm_80 (8.6 and 8.9, too), sm_100, sm_120, ... (one for each major version), or {variant_kernels.PTX_OF_SM80}")
     isa = library().current_isa()
     for place in arguments.variant:
         variant = _imported(place)
@@ -133,10 +139,10 @@ def _own_arch() -> str:
     return target_of(torch.cuda.get_device_capability())
 
 
-def _check_archs(archs: list[str], known: list[str]) -> None:
+def _check_archs(archs: list[str], known: Sequence[str], must_be: str) -> None:
     for arch in archs:
         if arch not in known:
-            raise ValueError(f"--arch is {arch!r}, must be one of {', '.join(known)}")
+            raise ValueError(f"--arch is {arch!r}, must be {must_be}")
 
 
 def _imported(place: str) -> Variant:

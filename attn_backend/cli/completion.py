@@ -1,9 +1,13 @@
-"""`attn-backend completion`: what makes a shell complete the commands and their options."""
+"""`attn-backend completion`: what makes a shell complete the commands, their options and the values of these."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..kernels.manifest import ARCHS
 
 _EPILOG = """examples:
   eval "$(attn-backend completion bash)"                                                     # in ~/.bashrc
@@ -11,6 +15,7 @@ _EPILOG = """examples:
   attn-backend completion fish > ~/.config/fish/completions/attn-backend.fish
 """
 SHELLS = ("bash", "zsh", "fish")
+_VALUES = {"--arch": ("cpu", *ARCHS)}  # of options that take other values, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,37 +24,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
 
 
-def options_of(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """The options of each command, and the choices of its positional arguments; "" has the commands."""
+@dataclass
+class Words:
+    """What follows a command. values: of each option that has one; empty: a file, a number or another text."""
+
+    options: list[str] = field(default_factory=list)
+    positional: list[str] = field(default_factory=list)
+    values: dict[str, list[str]] = field(default_factory=dict)
+
+
+def words_of(parser: argparse.ArgumentParser) -> dict[str, Words]:
+    """The words of each command."""
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
-    words: dict[str, list[str]] = {"": [*commands]}
+    words = {name: Words() for name in commands}
     for name, command in commands.items():
-        words[name] = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
-        words[name] += [str(choice) for action in command._actions if not action.option_strings for choice in action.choices or ()]
+        for action in command._actions:
+            options = [option for option in action.option_strings if option.startswith("--")]
+            choices = [str(choice) for choice in action.choices or ()]
+            words[name].options += options
+            if not action.option_strings:
+                words[name].positional += choices
+            elif action.nargs != 0:
+                words[name].values |= {option: choices or [*_VALUES.get(option, ())] for option in options}
     return words
 
 
-def script(shell: str, words: dict[str, list[str]]) -> str:
+def script(shell: str, words: dict[str, Words]) -> str:
     """The script for one of SHELLS. Where nothing of ours fits, files are completed."""
     if shell == "fish":
-        lines = [f"complete -c attn-backend -n __fish_use_subcommand -f -a {shlex.quote(' '.join(words['']))}"]
-        for command, its_words in words.items():
-            options = [word.removeprefix("--") for word in its_words if word.startswith("--")]
-            if command:
-                seen = shlex.quote(f"__fish_seen_subcommand_from {command}")
-                lines += [f"complete -c attn-backend -n {seen} -l {option}" for option in options]
-                choices = " ".join(word for word in its_words if not word.startswith("--"))
-                lines += [f"complete -c attn-backend -n {seen} -f -a {shlex.quote(choices)}"] if choices else []
-        return "\n".join(lines) + "\n"
-    cases = "\n".join(f"    {command}) words={shlex.quote(' '.join(its_words))} ;;" for command, its_words in words.items() if command)
-    bash = f"""_attn_backend() {{
-  local words
-  if [ "$COMP_CWORD" -eq 1 ]; then words={shlex.quote(" ".join(words[""]))}
-  else case "${{COMP_WORDS[1]}}" in
-{cases}
+        return _fish(words)
+    return _bash(words) if shell == "bash" else f"autoload -Uz bashcompinit && bashcompinit\n{_bash(words)}"
+
+
+def _fish(words: dict[str, Words]) -> str:
+    lines = [f"complete -c attn-backend -n __fish_use_subcommand -f -a {_quoted(words)}"]
+    for command, its in words.items():
+        complete = f"complete -c attn-backend -n {shlex.quote(f'__fish_seen_subcommand_from {command}')}"
+        for option in its.options:
+            values = its.values.get(option)
+            takes = "" if values is None else f" -x -a {_quoted(values)}" if values else " -r"
+            lines.append(f"{complete} -l {option.removeprefix('--')}{takes}")
+        lines += [f"{complete} -f -a {_quoted(its.positional)}"] if its.positional else []
+    return "\n".join(lines) + "\n"
+
+
+def _bash(words: dict[str, Words]) -> str:
+    cases = [(f"{command} {option}", values) for command, its in words.items() for option, values in its.values.items()]
+    lines = [f"    {shlex.quote(typed)}) words={_quoted(values)} ;;" for typed, values in cases]
+    lines += [f"    {shlex.quote(f'{command} ')}*) words={_quoted([*its.options, *its.positional])} ;;" for command, its in words.items()]
+    cases_text = "\n".join(lines)
+    return f"""_attn_backend() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD - 1]}}" words=
+  if [ "$word" = "=" ]; then word=  # of --option=value, which bash takes for three words
+  elif [ "$before" = "=" ]; then before="${{COMP_WORDS[COMP_CWORD - 2]}}"
+  fi
+  if [ "$COMP_CWORD" -eq 1 ]; then words={_quoted(words)}
+  else case "${{COMP_WORDS[1]}} $before" in
+{cases_text}
   esac; fi
-  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
 complete -o default -F _attn_backend attn-backend
 """
-    return bash if shell == "bash" else f"autoload -Uz bashcompinit && bashcompinit\n{bash}"
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return shlex.quote(" ".join(words))

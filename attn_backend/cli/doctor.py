@@ -9,8 +9,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -103,7 +103,7 @@ def _kernels() -> list[Finding]:
         on_compiler, compiler = Finding("!!", "nvcc", str(error)), None
     try:
         on_cache, folder = _cache()
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         on_cache, folder = Finding("!!", "cache", str(error)), None
     findings = []
     for arch in cubins.ARCHS:
@@ -211,15 +211,31 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
     return Finding("ok", subject, success)
 
 
-def _settings() -> list[Finding]:
+def _wrong_settings() -> dict[str, str]:
+    """What is wrong with environment variables of this package, by their names."""
+    wrong = {}
+    for variable, value in os.environ.items():
+        try:
+            Settings.read({variable: value})
+        except ValueError as error:
+            wrong[variable] = str(error)
+    return wrong
+
+
+def _settings(wrong: dict[str, str]) -> list[Finding]:
     """Faults of the environment variables of this package."""
     unknown = [name for name in os.environ if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields]
     findings = [Finding("--", "settings", f"{name} is unknown and has no effect", "see the list of settings below") for name in unknown]
+    return [*findings, *(Finding("!!", "settings", text, "set it to that, or unset it") for text in wrong.values())]
+
+
+@contextmanager
+def _unset(variables: Iterable[str]) -> Iterator[None]:
+    values = {variable: os.environ.pop(variable) for variable in variables}
     try:
-        Settings.read()
-    except ValueError as error:
-        findings.append(Finding("!!", "settings", str(error), "set it to that, or unset it"))
-    return findings
+        yield
+    finally:
+        os.environ.update(values)
 
 
 def settings() -> list[tuple[str, str, str]]:
@@ -232,9 +248,11 @@ def settings() -> list[tuple[str, str, str]]:
 def findings() -> list[Finding]:
     """Everything that the doctor looks at, in the order of the report."""
     importlib.invalidate_caches()
-    report = [*_host(), *_gpu(), *_kernels(), *_settings()]
-    for name, group, usage in _ENGINES:
-        report += _engine(name, group, usage)
+    wrong = _wrong_settings()
+    with _unset(wrong):  # else whatever reads the settings would say the same again, instead of what it finds
+        report = [*_host(), *_gpu(), *_kernels(), *_settings(wrong)]
+        for name, group, usage in _ENGINES:
+            report += _engine(name, group, usage)
     return report
 
 

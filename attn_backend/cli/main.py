@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.command == "completion":
-        print(completion.script(arguments.shell, completion.options_of(parser)), end="")
+        print(completion.script(arguments.shell, completion.words_of(parser)), end="")
         return 0
     status: int = COMMANDS[arguments.command][0].run(arguments)
     return status

@@ -275,19 +275,19 @@ class Attention:
         """Runs the last plan. May be captured in a CUDA graph: grid and pointers never change.
 
         Args:
-            q: [rows, num_qo_heads, head_dim], of q_dtype; rows beyond the plan's are padding and left alone, rows of the plan beyond q's are not computed.
+            q: [rows, num_qo_heads, head_dim], of q_dtype. Rows beyond the plan's are padding, which engines add to a batch to replay a CUDA graph of a fixed
+                size: no kernel writes their out and lse. A new out holds anything there, NaN among it. Rows of the plan beyond q's are not computed.
             q_rope: of MLA's latents, whose V is K's first columns: [rows, num_qo_heads, head_dim - head_dim_v], the last columns of q, with strides of its own;
                 q is then [rows, num_qo_heads, head_dim_v]. On CUDA with head_dim 576 and head_dim_v 512. None: q has all columns.
             kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
-            out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; written; allocated when None. It may be q itself; otherwise it
-                must not overlap q or the cache (not checked).
+            out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; None: a new one. It may be q itself, else must not overlap q or
+                the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).
             return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0; 0 with a variant, which can be combined with soft_cap.
             after_append: promises that `append_kv` was called on this stream since the plan, and that the composition's tensors were complete before. The
-                kernel then starts while that one still runs, and has read the schedule by the time the new tokens are in the cache. Only the Hopper kernel
-                makes use of it.
+                Hopper kernel then starts while that one still runs, and has read the schedule by the time the new tokens are in the cache. Others wait.
             variant_args: the variant's parameters by their names, tensors on this device or numbers. A captured CUDA graph has the numbers and the tensors'
                 addresses, as they were: change what tensors hold, not which they are.
             sinks: float32 [num_qo_heads]: exp(sink) joins the sum of exponentials of each row, once; lse includes it. Leave them out of states that are to be

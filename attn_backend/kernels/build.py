@@ -88,7 +88,8 @@ def _tracked(futures: list[Future[Any]]) -> Iterable[Future[Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[str] | None = ARCHS) -> None:
     """What `run` takes; `jobs`: the default number of compilers that run at a time; `archs`: what --arch may be, None: the caller checks."""
-    parser.add_argument("--arch", action="append", choices=archs, help=f"{', '.join(ARCHS)}; repeatable; default: all")
+    others = "" if archs else "; of variants also cpu, and such as sm_100"
+    parser.add_argument("--arch", action="append", choices=archs, help=f"{', '.join(ARCHS)}{others}; repeatable; default: all")
     parser.add_argument("--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)")
     parser.add_argument("--out", type=Path, help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,22 +66,40 @@ def test_doctor_writes_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "ATTN_BACKEND_CACHE" in {setting["name"] for setting in report["settings"]}
 
 
-@pytest.mark.parametrize(("typed", "expected"), [(["attn-backend", "pl"], "plan"), (["attn-backend", "bench", "--j"], "--json")])
-def test_bash_completes(typed: list[str], expected: str) -> None:
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("pl", "plan"),
+        ("bench --j", "--json"),
+        ("bench --device c", "cuda cpu"),
+        ("compile --head-dim 80 --kernel ", "hopper generic"),
+        ("compile --dtype = bf", "bfloat16"),  # --dtype=bf: bash takes it for three words
+        ("compile --dtype =", "bfloat16 float16 float32"),
+        ("compile --arch ", "cpu sm_90a sm_80"),
+        ("compile --out ", ""),  # a file
+        ("compile --sinks --float8-", "--float8-q --float8-out"),
+        ("completion ", "--help bash zsh fish"),
+    ],
+)
+def test_bash_completes(typed: str, expected: str) -> None:
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
-    script = completion.script("bash", completion.options_of(make_parser()))
-    words = " ".join(typed)
-    test = f'{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _attn_backend; echo "${{COMPREPLY[@]}}"'
-    assert subprocess.run(["bash", "-c", test], check=True, capture_output=True, text=True).stdout.split() == [expected]
+    script = completion.script("bash", completion.words_of(make_parser()))
+    words = ["attn-backend", *typed.split(" ")]
+    typed_words = " ".join(shlex.quote(word) for word in words)
+    test = f'{script}\nCOMP_WORDS=({typed_words}); COMP_CWORD={len(words) - 1}; _attn_backend; echo "${{COMPREPLY[@]}}"'
+    assert subprocess.run(["bash", "-uc", test], check=True, capture_output=True, text=True).stdout.strip() == expected
 
 
 def test_fish_completes_what_a_command_takes() -> None:
-    script = completion.script("fish", completion.options_of(make_parser()))
+    script = completion.script("fish", completion.words_of(make_parser()))
     assert "__fish_seen_subcommand_from completion' -f -a 'bash zsh fish'" in script
+    assert "__fish_seen_subcommand_from compile' -l dtype -x -a 'bfloat16 float16 float32'" in script
+    assert "__fish_seen_subcommand_from compile' -l out -r\n" in script
     if shutil.which("fish") is not None:
-        test = f'{script}\ncomplete -C "attn-backend completion z"'
-        assert subprocess.run(["fish", "-c", test], check=True, capture_output=True, text=True).stdout.split() == ["zsh"]
+        for typed, expected in (("completion z", ["zsh"]), ("bench --device c", ["cpu", "cuda"])):
+            test = f'{script}\ncomplete -C "attn-backend {typed}"'
+            assert subprocess.run(["fish", "-c", test], check=True, capture_output=True, text=True).stdout.split() == expected
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)

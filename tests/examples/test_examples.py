@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -148,3 +150,33 @@ def test_custom_variant(example: ModuleType) -> None:
     assert bias.argmax(1).tolist() == [1, 2, 3, 4]
     assert difference < 1e-5
     assert served < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("example", "missing", "install"),
+    [
+        ("transformers_attention", "transformers", "pip install --upgrade transformers"),
+        ("engine --model .", "tokenizers", "pip install --upgrade safetensors tokenizers"),
+        ("engine --model name/of-hub", "huggingface_hub", "pip install --upgrade huggingface_hub"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(example: str, missing: str, install: str) -> None:
+    if missing == "huggingface_hub":
+        pytest.importorskip("tokenizers", reason="what is imported before huggingface_hub")
+        pytest.importorskip("safetensors", reason="what is imported before huggingface_hub")
+    name, *arguments = example.split()
+    program = f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv = {[name, *arguments]}; runpy.run_path('{name}.py', run_name='__main__')"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    ended = subprocess.run([sys.executable, "-c", program], cwd=EXAMPLES, env=environment, check=False, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert missing in ended.stderr
+    assert ended.stderr.endswith(f"{install}\n")
+
+
+def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("huggingface_hub", "tokenizers", "safetensors"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit, match=r"error: --model is 'no name', must be a folder, or a name that the hub gives: "):
+        import_module("llama").load("no name", "cpu")

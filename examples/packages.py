@@ -1,0 +1,16 @@
+"""What an example says where a package is missing that only this example needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def needs(*packages: str) -> Iterator[None]:
+    """Around imports of these packages: one that is missing, or too old, ends the program with exit status 1."""
+    try:
+        yield
+    except ImportError as error:
+        sys.exit(f"error: {error}. This needs {' and '.join(packages)}: pip install --upgrade {' '.join(packages)}")
