@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[st
     parser.add_argument("--out", type=Path, help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins")
 
 
-def run(arguments: argparse.Namespace, kernels: Callable[[str], Iterable[str]] = cubins.kernel_sources) -> int:
-    """Compiles `kernels` of an arch. Returns the exit status."""
+def run(arguments: argparse.Namespace, kernels: Callable[[str], Iterable[str]] | None = None) -> int:
+    """Compiles what `kernels` has of an arch, or all. Returns the exit status."""
     archs = arguments.arch or list(ARCHS)
     try:
         compiler = nvcc()
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, kernels: Callable[[str], Iterable[str]] =
         nvcc_version(compiler)  # what would fail for each kernel is said once
         for arch in archs:
             kernel_cache.prepare(kernel_cache.place(kernel_cache.cache_dir() / arch / "any.cubin")[0])
-        tasks = [(name, arch) for arch in archs for name in kernels(arch)]
+        tasks = [(name, arch) for arch in archs for name in (kernels or cubins.kernel_sources)(arch)]
         return 1 if build(tasks, arguments.jobs, arguments.out) else 0
     except (RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -126,7 +126,7 @@ def main() -> None:
     add_arguments(parser, os.cpu_count() or 1)
     parser.add_argument("--distinct", action="store_true", help="leave out those that are much like others (manifest.distinct_kernels)")
     arguments = parser.parse_args()
-    sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else cubins.kernel_sources))
+    sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else None))
 
 
 if __name__ == "__main__":
