@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from integration.client import run_client
 from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
-from integration.engines.base import OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK
+from integration.engines.base import ON_OURS, OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK, engines_name
 from integration.model import Model, resolve_model
 from integration.report import write_report, write_tables
 from integration.results import Row
@@ -81,6 +81,8 @@ def label(engine: Engine, backend: str, device: str) -> str:
         return "attn_backend, cascade off"
     if backend == OURS_STOCK_SAMPLER:
         return "attn_backend, the engine's sampler"
+    if backend.endswith(ON_OURS):
+        return f"{engines_name(backend)} on attn_backend"
     return engine.stock_backend(device) if backend == STOCK else backend
 
 

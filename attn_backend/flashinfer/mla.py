@@ -165,8 +165,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 latent and rotated part as one row.
             out: [rows, num_heads, head_dim_ckv], lse: float32 [rows, num_heads], written.
             kv_len, page_table: of FlashInfer's backend "cutlass"; not used.
-            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by. Where they differ, q_pe is multiplied by the second over the first, and
-                rounded.
+            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; both must be given over them. Where they differ, q_pe is multiplied by
+                the second over the first, and rounded.
 
         Returns:
             out; with return_lse also lse, to base 2, or e with return_lse_base_on_e.
@@ -174,15 +174,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         Raises:
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
-        if profiler_buffer is not None or o_scale is not None or ckv_scale_arr is not None:
-            refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        if profiler_buffer is not None or o_scale is not None:
+            refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale)
         if not self._is_planned:
             self._check_planned()
-        if ckv_scale is not None or kpe_scale is not None:
-            q_pe, ckv_scale = self._with_one_scale(q_pe, ckv_scale, kpe_scale)
+        if self._heads.is_over_float8:
+            q_pe, ckv_scale = self._with_one_scale(q_pe, ckv_scale, ckv_scale_arr, kpe_scale)
+        elif ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
+            refuse("(ckv_scale, ckv_scale_arr, kpe_scale)", (ckv_scale, ckv_scale_arr, kpe_scale), f"None where kv_data_type is {self._of_cache}")
         if self._rows is not None and q_nope.shape[0] != self._rows:
             refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
-        wants_lse = return_lse or lse is not None
         try:
             if self._has_rope:
                 # Without pages both addresses are 0. Parts that are not as planned may pass, and are refused by the run.
@@ -191,8 +192,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)
                 q_rope, is_one = None, ckv_cache.shape[0] > 0
             k, v, k_rope = (ckv_cache, None, kpe_cache) if is_one and self._planned.is_direct else (*self._joined(ckv_cache, kpe_cache), None)
-            found = self._planned.run(
-                q_nope, k, v, self._scales(), q_rope=q_rope, k_rope=k_rope, kv_scale=ckv_scale, out=out, lse=lse, return_lse=wants_lse,
+            return self._planned.run(
+                q_nope, k, v, self._scales(), q_rope=q_rope, k_rope=k_rope, kv_scale=ckv_scale, out=out, lse=lse, return_lse=return_lse,
                 lse_to_base_2=not return_lse_base_on_e,
             )  # fmt: skip
         except (AttributeError, ValueError):
@@ -200,19 +201,22 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             check_plain("q_nope", q_nope)
             check_plain("q_pe", q_pe)
             raise
-        return found[0] if wants_lse and not return_lse else found
 
-    def _with_one_scale(self, q_pe: Tensor, ckv_scale: float | None, kpe_scale: float | None) -> tuple[Tensor, float]:
+    def _with_one_scale(self, q_pe: Tensor, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None) -> tuple[Tensor, float]:
         """q_pe and the scale of a whole row of the cache: what the scale of kpe differs by multiplies q_pe, whose products are the same then."""
-        if not self._heads.is_over_float8:
-            refuse_given(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
-        of_ckv, of_kpe = 1.0 if ckv_scale is None else float(ckv_scale), 1.0 if kpe_scale is None else float(kpe_scale)
+        if (ckv_scale is None) == (ckv_scale_arr is None):
+            raise ValueError(f"Exactly one of ckv_scale or ckv_scale_arr must be given where kv_data_type is {self._of_cache}")
+        if kpe_scale is None:
+            refuse("kpe_scale", kpe_scale, f"a number where kv_data_type is {self._of_cache}")
+        refuse_given(ckv_scale_arr=ckv_scale_arr)
+        assert ckv_scale is not None
+        of_ckv, of_kpe = float(ckv_scale), float(kpe_scale)
+        if not (0.0 < of_ckv < math.inf and 0.0 < of_kpe < math.inf):
+            refuse("(ckv_scale, kpe_scale)", (ckv_scale, kpe_scale), "above 0 and finite")
         if of_ckv == of_kpe:
             return q_pe, of_ckv
         if self._heads.float8_q:
             not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale} under q_data_type = {self._heads.q_dtype}")
-        if not (0.0 < of_ckv < math.inf and 0.0 < of_kpe < math.inf):
-            refuse("(ckv_scale, kpe_scale)", (ckv_scale, kpe_scale), "above 0 and finite")
         return q_pe * (of_kpe / of_ckv), of_ckv
 
     def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,8 +241,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         for name, tensor in tensors.items():
             columns = dims.v if name in ("q_nope", "ckv_cache") else dims.qk - dims.v
             dtype = self._of_cache if name.endswith("cache") else self._heads.q_dtype
-            if not isinstance(tensor, Tensor) or tensor.ndim != 3 or tensor.shape[2] != columns or tensor.dtype != dtype:
+            if not isinstance(tensor, Tensor) or tensor.ndim != 3 or tensor.shape[2] != columns:
                 refuse(name, tensor, f"a {dtype_name(dtype)} tensor [..., ..., {columns}], as planned")
+            if tensor.dtype != dtype:
+                refuse(f"{name}.dtype", tensor.dtype, f"{dtype}, as planned")
 
 
 class Kernels:

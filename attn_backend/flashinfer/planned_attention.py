@@ -238,6 +238,7 @@ class PlannedAttention:
             scales: of Q, K and logits.
             q_rope, k_rope: the last columns of MLA's Q and K; those of K right after the others.
             kv_scale: of latents.
+            lse: written also without return_lse.
             args: of a variant of the caller's.
 
         Returns:
@@ -273,10 +274,8 @@ class PlannedAttention:
                 check_plain("q_rope", q_rope)
             if sinks is not None and _needs_check(sinks):
                 check_plain("sinks", sinks)
-            if not return_lse:
-                lse = None
-            elif lse is None:
-                lse = self._new_lse(rows)
+            if lse is None:
+                lse = self._new_lse(rows) if return_lse else None
             elif _needs_check(lse):
                 check_plain("lse", lse)
             if made is None:
@@ -317,7 +316,7 @@ class PlannedAttention:
             raise
         if after is not None:
             made.mul_(after)
-        return made if lse is None else (made, lse)
+        return (made, lse) if return_lse and lse is not None else made
 
     def _new_lse(self, rows: int) -> Tensor:
         """float32 [rows, num_qo_heads]: by a tensor of that shape, in half the time."""

@@ -1,5 +1,5 @@
-"""Q and K, rotated and rounded to 8 bits; K and V to a paged cache. It takes several launches of kernels that are here for other
-reasons: numbers are rounded to 16 bits when they are rotated, and to 8 bits by an append, whose cache is the output.
+"""Q and K, rotated and rounded to 8 bits; K and V to a paged cache. All of it is appends to caches of float8, of which Q's are the outputs: rotated columns
+are appended as K, the others as V, in one launch where they are equally many.
 """
 
 from __future__ import annotations
@@ -7,8 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.append import append_kv
-from ..kernels.append_qkv import Rotary, append_qkv, rotate_qk
+from ..kernels.append_qkv import Rotary, append_rounded
 from ..metadata import KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
@@ -16,7 +15,7 @@ from .arguments import check_kv_layout, is_number, paged_cache
 from .features import not_supported
 from .page import slots_of
 
-_COLUMNS = 16  # a head is rounded as two halves, which an append takes for K and V
+_COLUMNS = 8  # what an append moves at a time
 
 
 def rope_quantize_fp8(
@@ -41,7 +40,7 @@ def rope_quantize_fp8(
 
     Args:
         q_rope: float16 or bfloat16 [rows, num_qo_heads, rotary_dim]; k_rope: [rows, num_kv_heads, rotary_dim], or [rows, rotary_dim] of MLA. Widths are
-            multiples of 16.
+            multiples of 8.
         q_nope, k_nope: the columns that are not rotated, of the same rows and heads; None: none.
         cos_sin_cache: float32 [positions, rotary_dim]: cosines, then sines.
         pos_ids: int32 or int64 [rows].
@@ -63,10 +62,13 @@ def rope_quantize_fp8(
     dtype = _float8_type(quantize_dtype, outs)
     made = {name: _output(f"{name}_out", outs[f"{name}_out"], part, dtype) for name, part in parts.items()}
     scales = {"q": _divisor("quant_scale_q", quant_scale_q), "k": _divisor("quant_scale_kv", quant_scale_kv)}
-    q, k = _rotated(q_rope, k_rope, cos_sin_cache, pos_ids, is_neox)
-    rows = torch.arange(q.shape[0], device=q.device)
-    for name, part in (parts | {"q_rope": q, "k_rope": k}).items():
-        _round(name, _in_heads(part), _in_heads(made[name]).unsqueeze(1), rows, scales[name[0]])
+    rotary = _table(cos_sin_cache, is_neox)
+    _check_columns(**parts)
+    rows = torch.arange(q_rope.shape[0], device=q_rope.device)
+    for name, scale in scales.items():
+        rope, nope = f"{name}_rope", f"{name}_nope"
+        places = KVCache.unchecked(_in_heads(made[rope]).unsqueeze(1), _in_heads(made[nope]).unsqueeze(1), scale, scale)
+        _append(parts[rope], parts[nope], places, rows, rotary, pos_ids)
     return made["q_rope"], made["k_rope"], made["q_nope"], made["k_nope"]
 
 
@@ -126,22 +128,19 @@ def rope_quantize_fp8_append_paged_kv_cache(
     if kv.page_size != page_size:
         refuse("page_size", page_size, f"{kv.page_size}, that of paged_kv_cache")
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, page_size)
-    if v is not None and k_nope is None:  # Q is rotated, K and V are in the cache, after one launch
-        cache = kv.with_scales(kv_scale, kv_scale)
-        q = torch.empty(q_rope.shape, dtype=q_rope.dtype, device=q_rope.device)
-        append_qkv(q_rope, k_rope, v, cache, slots, rotary=_table(cos_sin_cache, is_neox), positions=pos_ids, out=q)
-    else:
+    rotary = _table(cos_sin_cache, is_neox)
+    _check_columns(q_rope=q_rope, q_nope=q_nope, k_rope=k_rope, k_nope=_part_of(k_rope, k_nope), v=_part_of(k_rope, v))
+    if v is None:
         assert k_nope is not None
-        q, k = _rotated(q_rope, k_rope, cos_sin_cache, pos_ids, is_neox)
-        if v is None:
-            append_kv(k_nope.unsqueeze(1), k, kv.with_scales(kv_scale, kv_scale), slots)
-        else:
-            columns = k_rope.shape[-1]
-            append_kv(k, k_nope, KVCache.unchecked(kv.k[..., :columns], kv.k[..., columns:], kv_scale, kv_scale), slots)
-            _round("v", v, kv.v, slots, kv_scale)
-    rows = torch.arange(q.shape[0], device=q.device)
-    _round("q_rope", q, q_rope_out.unsqueeze(1), rows, q_scale)
-    _round("q_nope", q_nope, q_nope_out.unsqueeze(1), rows, q_scale)
+        _append(k_rope, k_nope, KVCache.unchecked(kv.v, kv.k, kv_scale, kv_scale), slots, rotary, pos_ids)
+    elif k_nope is None:
+        _append(k_rope, v, kv.with_scales(kv_scale, kv_scale), slots, rotary, pos_ids)
+    else:
+        columns = k_rope.shape[-1]
+        _append(k_rope, k_nope, KVCache.unchecked(kv.k[..., :columns], kv.k[..., columns:], kv_scale, kv_scale), slots, rotary, pos_ids)
+        append_rounded(v, None, KVCache.unchecked(kv.v, kv.v, kv_scale), slots)
+    rows = torch.arange(q_rope.shape[0], device=q_rope.device)
+    _append(q_rope, q_nope, KVCache.unchecked(q_rope_out.unsqueeze(1), q_nope_out.unsqueeze(1), q_scale, q_scale), rows, rotary, pos_ids)
     return q_rope_out, q_nope_out
 
 
@@ -155,11 +154,9 @@ def _in_heads(part: Tensor) -> Tensor:
     return part.unsqueeze(1) if part.ndim == 2 else part
 
 
-def _rotated(q: Tensor, k: Tensor, cos_sin_cache: Tensor, pos_ids: Tensor, is_neox: bool) -> tuple[Tensor, Tensor]:
-    """Q, and K as [rows, num_kv_heads, rotary_dim], in new tensors."""
-    k = _in_heads(k)
-    outs = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k))
-    return rotate_qk(q, k, _table(cos_sin_cache, is_neox), pos_ids, q_out=next(outs), k_out=next(outs))
+def _append(rotated: Tensor, rest: Tensor, kv: KVCache, slots: Tensor, rotary: Rotary, positions: Tensor) -> None:
+    """Rotates the columns that go to kv.k, and appends the rest, if there is any, to kv.v."""
+    append_rounded(_in_heads(rotated), _in_heads(rest) if rest.shape[-1] else None, kv, slots, rotary, positions)
 
 
 def _table(cos_sin_cache: Tensor, is_neox: bool) -> Rotary:
@@ -198,11 +195,7 @@ def _divisor(name: str, scale: object) -> float:
     return 1.0 / value
 
 
-def _round(name: str, part: Tensor, to: Tensor, slots: Tensor, divisor: float) -> None:
-    """Row i of part [rows, heads, columns], divided, to slot slots[i] of `to` [pages, page_size, heads, columns]."""
-    columns = part.shape[-1]
-    if columns % _COLUMNS:
-        refuse(f"{name}.shape[-1]", columns, f"a multiple of {_COLUMNS}")
-    if part.numel():
-        half = columns // 2
-        append_kv(part[..., :half], part[..., half:], KVCache.unchecked(to[..., :half], to[..., half:], divisor, divisor), slots)
+def _check_columns(**parts: Tensor) -> None:
+    for name, part in parts.items():
+        if part.shape[-1] % _COLUMNS:
+            refuse(f"{name}.shape[-1]", part.shape[-1], f"a multiple of {_COLUMNS}")

@@ -232,14 +232,15 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         by_kv_head = (self._num_kv_heads, heads // self._num_kv_heads, qo_len)
         rows = q.reshape(*by_kv_head, head_dim).transpose(1, 2).reshape(-1, by_kv_head[1], head_dim)
         kv = KVCache.from_slots(k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim))
-        result = self._planned.run(rows, kv.k, kv.v, self._scales(), return_lse=return_lse)
+        result = self._planned.run(rows, kv.k, kv.v, self._scales(), return_lse=return_lse or lse is not None)
         out_rows, lse_rows = result if isinstance(result, tuple) else (result, None)
         by_head = out_rows.view(self._num_kv_heads, qo_len, by_kv_head[1], head_dim).transpose(1, 2).reshape(q.shape)
         out = by_head if out is None else out.copy_(by_head)
         if lse_rows is None:
             return out
         lse_by_head = lse_rows.view(self._num_kv_heads, qo_len, by_kv_head[1]).transpose(1, 2).reshape(heads, qo_len)
-        return out, lse_by_head if lse is None else lse.copy_(lse_by_head)
+        lse = lse_by_head if lse is None else lse.copy_(lse_by_head)
+        return (out, lse) if return_lse else out
 
 
 def _indptr_of(lengths: Tensor) -> Tensor:

@@ -56,7 +56,9 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         k_cache = kv.k
         if k.dtype is not k_cache.dtype and (k_cache.dtype in FLOAT8_DTYPES or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()):
             file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype)
-            by_name("append_kv_rounded")(k=k, v=v, k_cache=k_cache, v_cache=kv.v, slots=slots, file=file, k_scale=kv.k_scale, v_scale=kv.v_scale)
+            by_name("append_kv_rounded", last="v_scale")(
+                k=k, v=v, k_cache=k_cache, v_cache=kv.v, slots=slots, file=file, k_scale=kv.k_scale, v_scale=kv.v_scale
+            )
             return
         _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)
     except (AttributeError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it

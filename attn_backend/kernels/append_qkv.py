@@ -155,6 +155,28 @@ def rotate_qk(
     return q_out, k_out
 
 
+def append_rounded(k: Tensor, v: Tensor | None, kv: KVCache, slots: Tensor, rotary: Rotary | None = None, positions: Tensor | None = None) -> None:
+    """As `append_kv` into a cache of float8. K is rotated before, in float32, so that it is rounded once.
+
+    Args:
+        v: None: K alone, and kv.v is not used.
+        rotary, positions: as `append_qkv` takes them; K has up to 256 columns with them.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    try:
+        table, is_interleaved = _check((None, k, v, None, slots, positions, None, None), rotary, positions, 0.0)
+        by_name("append_kv_rounded")(
+            k=k, v=v, k_cache=kv.k, v_cache=None if v is None else kv.v, slots=slots, file=qkv_kernel_file(k.device, k.dtype, kv.k.dtype),
+            k_scale=kv.k_scale, v_scale=kv.v_scale, is_interleaved=is_interleaved, positions=positions, table=table,
+        )  # fmt: skip
+    except (AttributeError, OverflowError, RuntimeError, TypeError):
+        tensors = {"k": k, "v": v, "slots": slots, "kv.k": kv.k, "kv.v": kv.v, "positions": positions}
+        explain_failure((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+        raise
+
+
 _NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
 
 

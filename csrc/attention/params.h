@@ -9,9 +9,21 @@
 
 namespace attn {
 
+/// First what a CTA reads before its first load of K, up to `q` (HopperParams).
 struct AttentionParams {
   Schedule schedule;
-  const void* q;  // [num_rows, num_kv_heads * group_size, columns of Q and K]
+  FastDivisor group_size;
+  FastDivisor page_size;
+  int32_t num_pages;     // of the cache (rows of a ragged tensor): page ids are clamped to [0, num_pages)
+  int32_t after_append;  // the append kernel, or another that waited for all before it, was launched between plan and
+                         // this: the schedule may be read while it runs (the Hopper kernel does)
+  int32_t num_kv_heads;
+  int32_t num_ctas;
+  int32_t kv_tile;  // tokens of one KV tile, as planned
+  float sm_scale;
+  int32_t num_rows;       // rows of q; rows of the schedule beyond it are ignored
+  int32_t max_tile_rows;  // tile_rows(max_kind)
+  const void* q;          // [num_rows, num_kv_heads * group_size, columns of Q and K]
   int64_t q_row_stride;
   int64_t q_head_stride;
   KvTensor k;
@@ -23,25 +35,14 @@ struct AttentionParams {
   float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), v_columns], normalised; then row states
                            // [max_states, num_qo_heads, v_columns]
   float* partial_lse;      // like partial_o, without v_columns
-  int32_t num_rows;        // rows of q; rows of the schedule beyond it are ignored
+  int32_t v_columns;       // of a head of V and O
   int32_t max_merge_rows;  // as planned
-  int32_t num_pages;       // pages of the cache (rows of a ragged tensor): page ids are clamped to [0, num_pages)
-  int32_t num_kv_heads;
-  int32_t v_columns;  // of a head of V and O
-  int32_t num_ctas;
-  int32_t max_tile_rows;  // tile_rows(max_kind)
-  int32_t kv_tile;        // tokens of one KV tile, as planned
-  FastDivisor group_size;
-  FastDivisor page_size;
-  float sm_scale;
-  const float* sinks;  // [num_qo_heads], natural logarithms: exp(sink) joins the sum of a row's exponentials, once,
-                       // where the row is complete; nullptr: none
-  int32_t adds_up;     // the variant has no softmax: partial outputs are sums, and their sum is the output
+  const float* sinks;      // [num_qo_heads], natural logarithms: exp(sink) joins the sum of a row's exponentials, once,
+                           // where the row is complete; nullptr: none
+  int32_t adds_up;         // the variant has no softmax: partial outputs are sums, and their sum is the output
   VariantParams variant;
-  int32_t after_append;  // the append kernel, or another that waited for all before it, was launched between plan and
-                         // this: the schedule may be read while it runs (the Hopper kernel does)
-  float lse_unit;        // what lse's natural logarithms are multiplied by: 1, or log2(e) for logarithms to base 2
-  float out_scale;       // of O in 8 bits; 0: it has none, or it lies in memory
+  float lse_unit;   // what lse's natural logarithms are multiplied by: 1, or log2(e) for logarithms to base 2
+  float out_scale;  // of O in 8 bits; 0: it has none, or it lies in memory
   const float* out_scale_data;  // read when the kernel runs; nullptr: out_scale
 
   ATTN_HD bool has_out_scale() const { return out_scale != 0.0f || out_scale_data != nullptr; }

@@ -254,21 +254,25 @@ ATTN_ARGUMENTS(AppendQkvArguments, ATTN_ARGUMENT(q), ATTN_ARGUMENT(k), ATTN_ARGU
                ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table), ATTN_ARGUMENT(q_norm), ATTN_ARGUMENT(k_norm),
                ATTN_ARGUMENT(k_scale), ATTN_ARGUMENT(v_scale));
 
-/// append_kv into a cache of another type, to which numbers are rounded: append_qkv without Q.
+/// append_kv into a cache of another type, to which numbers are rounded: append_qkv without Q. With a table K is
+/// rotated before that. `v` and `v_cache` may be missing.
 struct AppendKvRoundedArguments {
   TensorView k;
-  TensorView v;
+  Optional<TensorView> v;
   TensorView k_cache;
-  TensorView v_cache;
+  Optional<TensorView> v_cache;
   TensorView slots;
   String file;  // the cubin
   AnyView k_scale;
   AnyView v_scale;
+  Optional<bool> is_interleaved;
+  Optional<TensorView> positions;
+  Optional<TensorView> table;
 };
 
 ATTN_ARGUMENTS(AppendKvRoundedArguments, ATTN_ARGUMENT(k), ATTN_ARGUMENT(v), ATTN_ARGUMENT(k_cache),
                ATTN_ARGUMENT(v_cache), ATTN_ARGUMENT(slots), ATTN_ARGUMENT(file), ATTN_ARGUMENT(k_scale),
-               ATTN_ARGUMENT(v_scale));
+               ATTN_ARGUMENT(v_scale), ATTN_ARGUMENT(is_interleaved), ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table));
 
 namespace {
 
@@ -321,23 +325,21 @@ void append_qkv(const AppendQkvArguments& given) {
 
 /// K and V of different widths take a launch each.
 void append_kv_rounded(const AppendKvRoundedArguments& given) {
-  const TensorView &k = given.k, &v = given.v, &k_cache = given.k_cache, &v_cache = given.v_cache, &slots = given.slots;
+  const TensorView &k = given.k, &k_cache = given.k_cache, &slots = given.slots;
   const DLDevice device = k_cache.device();
   const DataType dtype = data_type("k", k, device.device_type == kDLCUDA);
   const DataType kv_dtype = cache_dtype(k_cache, dtype);
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim pages{"pages", k_cache.size(0)}, page_size{"page_size", k_cache.size(1)};
   const Dim heads{"num_kv_heads", k_cache.size(2)};
-  check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
-  const auto columns_of = [](const char* name, const TensorView& cache) {
-    constexpr int32_t kMaxColumns = 512;  // those of MLA's latents
-    const int32_t columns = narrow(name, cache.size(3), 8, kMaxColumns);
+  const auto columns_of = [](const char* name, const TensorView& cache, int32_t most) {
+    const int32_t columns = narrow(name, cache.size(3), 8, most);
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };
-  const int32_t k_columns = columns_of("kv.k.shape[3] (head_dim)", k_cache);
-  const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache);
-  const Dim head_dim{"head_dim", k_columns}, head_dim_v{k_columns == v_columns ? "head_dim" : "head_dim_v", v_columns};
+  constexpr int32_t kMaxColumns = 512, kMaxRotated = 256;  // 512: those of MLA's latents
+  const bool is_rotated = given.table.has_value();
+  const int32_t k_columns = columns_of("kv.k.shape[3] (head_dim)", k_cache, is_rotated ? kMaxRotated : kMaxColumns);
 
   QkvParams params{};
   params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2), 1, kMaxHeads);
@@ -350,23 +352,35 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
              "at least slots.shape[0] = " + std::to_string(slots.size(0)));
     return head_rows(tokens);
   };
+  const Dim head_dim{"head_dim", k_columns};
   params.k = rows_of("k", k, head_dim);
-  params.v = rows_of("v", v, head_dim_v);
   params.k_cache = cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, head_dim);
-  params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);
   params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
   params.scales = KvScales{append_scale("kv.k_scale", given.k_scale, device, k_cache.size(2)),
                            append_scale("kv.v_scale", given.v_scale, device, k_cache.size(2)), kv_dtype};
   params.head_dim = k_columns;
-  if (k_columns != v_columns) {
-    QkvParams values = params;
-    values.k = params.v;
-    values.k_cache = params.v_cache;
-    values.scales.k = params.scales.v;
-    values.head_dim = v_columns;
-    params.v = values.v = HeadRows{};
-    launch_append_qkv(values, dtype, device, view(given.file));
+  if (given.v.has_value()) {
+    const TensorView &v = given.v.value(), &v_cache = given.v_cache.value();
+    check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
+    const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache, kMaxColumns);
+    const Dim head_dim_v{k_columns == v_columns ? "head_dim" : "head_dim_v", v_columns};
+    params.v = rows_of("v", v, head_dim_v);
+    params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);
+    if (k_columns != v_columns) {
+      QkvParams values = params;
+      values.k = params.v;
+      values.k_cache = params.v_cache;
+      values.scales.k = params.scales.v;
+      values.head_dim = v_columns;
+      params.v = values.v = HeadRows{};
+      launch_append_qkv(values, dtype, device, view(given.file));
+    }
+  }
+  if (is_rotated) {
+    params.positions = index_array("positions", given.positions.value(), device, params.num_tokens);
+    set_table(params, given.table.value(), device, dtype);
+    params.is_interleaved = given.is_interleaved.value_or(false);
   }
   launch_append_qkv(params, dtype, device, view(given.file));
 }

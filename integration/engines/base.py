@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from integration.device import uses_multicast
+from integration.environment import REPOSITORY
 from integration.model import Model
 from integration.workload import Workload
 
@@ -16,6 +17,7 @@ OURS = "attn_backend"
 OURS_NO_CASCADE = "attn_backend-no-cascade"  # the same package, told not to look for shared prefixes
 OURS_STOCK_SAMPLER = "attn_backend-stock-sampler"  # the same package, told to leave sampling to the engine
 STOCK = "stock"
+ON_OURS = "-on-attn_backend"  # after the name of an engine's backend: flashinfer_alias/ is in FlashInfer's place
 
 BENCH_CLIENT = Path(__file__).resolve().parent.parent / "bench_client.py"
 
@@ -55,7 +57,8 @@ class Sampling:
 class Launch:
     """One server to start.
 
-    `backend` is `attn_backend`, `attn_backend-no-cascade`, `attn_backend-stock-sampler`, `stock` (the engine picks) or a name that the engine knows.
+    `backend` is `attn_backend`, `attn_backend-no-cascade`, `attn_backend-stock-sampler`, `stock` (the engine picks) or a name that the engine knows, to which
+    `-on-attn_backend` may be added.
     """
 
     python: str
@@ -105,8 +108,15 @@ def is_ours(backend: str) -> bool:
     return backend in (OURS, OURS_NO_CASCADE, OURS_STOCK_SAMPLER)
 
 
+def engines_name(backend: str) -> str:
+    """What the engine calls a backend that is not ours."""
+    return backend.removesuffix(ON_OURS)
+
+
 def our_environment(backend: str) -> dict[str, str]:
     """The environment of a server with our backend. It says "on" as well, so that a variable of the user's cannot make a report's label wrong."""
+    if backend.endswith(ON_OURS):
+        return {"PYTHONPATH": str(REPOSITORY / "flashinfer_alias")}
     if not is_ours(backend):
         return {}
     switches = {"ATTN_BACKEND_CASCADE": backend != OURS_NO_CASCADE, "ATTN_BACKEND_SAMPLER": backend != OURS_STOCK_SAMPLER}

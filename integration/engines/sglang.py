@@ -17,6 +17,7 @@ from integration.engines.base import (
     Token,
     bench_client,
     collective_environment,
+    engines_name,
     is_ours,
     our_environment,
     sampling_arguments,
@@ -44,7 +45,7 @@ class SGLang:
         command += ["--dtype", launch.dtype, "--context-length", str(launch.max_model_len), "--max-running-requests", str(launch.max_num_seqs)]
         if launch.model.random_weights:
             command += ["--load-format", "dummy"]
-        backend = OURS if is_ours(launch.backend) else launch.backend
+        backend = OURS if is_ours(launch.backend) else engines_name(launch.backend)
         if launch.device == "cpu":
             backend = "torch_native" if backend == STOCK else backend
             command += ["--device", "cpu", "--attention-backend", backend, "--max-total-tokens", str(CPU_KV_TOKENS)]

@@ -16,6 +16,7 @@ from integration.engines.base import (
     Token,
     bench_client,
     collective_environment,
+    engines_name,
     is_ours,
     our_environment,
     sampling_arguments,
@@ -50,7 +51,7 @@ class VLLM:
             command += ["--enforce-eager", "--block-size", "32"]  # blocks of 128, the default, are never full in short prompts, so prefixes are never shared
         else:
             if launch.backend != STOCK:
-                command += ["--attention-backend", "CUSTOM" if is_ours(launch.backend) else launch.backend]
+                command += ["--attention-backend", "CUSTOM" if is_ours(launch.backend) else engines_name(launch.backend)]
             if not launch.cuda_graphs:
                 command += ["--enforce-eager"]
         if not launch.prefix_caching:

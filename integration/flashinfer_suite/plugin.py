@@ -1,10 +1,12 @@
 """The conftest.py of the copied tests: takes a sample, stands in for CUDA on a CPU, and writes what became of each case.
 
-FLASHINFER_SUITE (JSON) says: device, sample, seed, max_tokens, results (a file).
+FLASHINFER_SUITE (JSON) says: device, sample, seed, max_tokens, gpu_memory (GiB, 0: all), results (a file).
 """
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import importlib
 import importlib.util
 import json
@@ -29,6 +31,8 @@ import attn_backend.flashinfer as ours
 OPTIONS = json.loads(os.environ["FLASHINFER_SUITE"])
 ON_CPU = OPTIONS["device"] == "cpu"
 MAX_CPU_BYTES = 8 * 2**30  # of memory on a CPU: references of large cases take more than a machine has
+GPU_MEMORY = OPTIONS["gpu_memory"]
+TOO_LARGE = "too large"
 NOT_SUPPORTED = "is not supported by attn_backend.flashinfer"
 # Tests that a limit of FlashInfer's is refused, where this package has none.
 NO_SUCH_LIMIT = {
@@ -36,6 +40,7 @@ NO_SUCH_LIMIT = {
     "test_tensor_core_decode_rejects_mismatched_q_len": "several queries of a request with every backend",
     "test_batch_decode_workspace_size_rejects_unaligned_workspace_buffer": "workspace buffers are not used",
     "test_batch_prefill_workspace_size_rejects_unaligned_workspace_buffer": "workspace buffers are not used",
+    "test_fp8_kv_plan_rejects_fp16_q": "Q may be float16 over latents of float8",
 }
 
 
@@ -119,7 +124,7 @@ def _skip(reason: str) -> Callable[..., None]:
 
 def _stand_in_for_cuda() -> None:
     cuda: Any = torch.cuda
-    for name in ("synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_device"):
+    for name in ("synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_device", "set_per_process_memory_fraction"):
         setattr(cuda, name, lambda *_arguments: None)
     for name in ("Stream", "Event", "stream", "device", "current_stream"):
         setattr(cuda, name, _Nothing)
@@ -147,9 +152,45 @@ if ON_CPU:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CPU_BYTES, MAX_CPU_BYTES))
 
 
+def set_gpu_memory(gib: float) -> None:
+    """How much of a GPU's memory this process may have; 0: all. What it no longer uses is given back."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory) if gib else 1.0)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    if GPU_MEMORY:
+        set_gpu_memory(GPU_MEMORY)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a GPU's memory was too small: assert_close raises another error from it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A case that needs more memory than its process may have runs once more without that limit. Of such cases one runs at a time."""
+    try:
+        return (yield)
+    except Exception as error:
+        if not GPU_MEMORY or not is_out_of_memory(error):
+            raise
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # they hold what the case has allocated
+        sys.__dict__.pop(name, None)
+    gc.collect()
+    with Path(__file__).with_name("memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.manual_seed(0)
+        set_gpu_memory(0)
+        try:
+            item.runtest()
+        finally:
+            set_gpu_memory(GPU_MEMORY)
 
 
 def tokens_of(parameters: dict[str, Any]) -> int:
@@ -214,6 +255,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed and ON_CPU and ("can't allocate memory" in text or "bad_alloc" in text or isinstance(error, MemoryError)):
         text = f"needs more than {MAX_CPU_BYTES >> 30} GiB of memory"
         outcome = report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, text)
+    if report.failed and is_out_of_memory(error):
+        outcome = TOO_LARGE  # type: ignore[assignment]
+        report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)
     if report.when == "call" or outcome != "passed":
         _write({"case": item.nodeid, "outcome": outcome, "why": text.split(NOT_SUPPORTED)[0].strip()[:300] if outcome != "passed" else ""})

@@ -226,3 +226,32 @@ def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype)
         assert library.device_append_qkv(ctypes.byref(params), 16, element == torch.bfloat16) == ROUNDED
         for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
             assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotated_and_rounded(library: ctypes.CDLL, interleaved: bool, dtype: torch.dtype) -> None:
+    """K without Q, with V and without, aligned and not: rotated in float32, then rounded once."""
+    slots, positions = torch.tensor([3, -1, 79, 80, 16, 31, 0]), torch.tensor([0, 5, 49, 7, 31, 2, 90])
+    for seed, (head_dim, heads, has_v, offset) in enumerate([(64, 2, True, 0), (128, 5, False, 0), (64, 3, False, 1), (256, 1, True, 1)]):
+        angles = torch.arange(50)[:, None] * frequencies(head_dim)
+        rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), interleaved)
+        k, v = torch.randn(2, 7, heads, head_dim + offset, generator=torch.Generator().manual_seed(seed)).half()[..., offset:]
+        kv = KVCache.from_pair(*(torch.full((5, 16, heads, head_dim), 7.0).to(dtype) for _ in range(2)))
+        params = _QkvParams(
+            k=_rows(k), k_cache=_cache(kv.k), slots=_indices(slots), positions=_indices(positions), table=rotary.table.data_ptr(), table_stride=head_dim,
+            rotary=3, is_interleaved=interleaved, rotary_dim=head_dim, num_positions=50, num_tokens=7, num_pages=5, num_kv_heads=heads, head_dim=head_dim,
+        )  # fmt: skip
+        if has_v:
+            params.v, params.v_cache = _rows(v), _cache(kv.v)
+        element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
+        params.scales = KvScales(KvScale.of(None), KvScale.of(None), element)
+        assert (library.device_append_qkv(ctypes.byref(params), 16, False) == PLAIN) == (offset == 0)
+        is_written = (slots >= 0) & (slots < 80)
+        exact = expected(k, positions, rotary, None, 0.0, 0.0)[is_written]
+        step = exact.abs().clamp(min=torch.finfo(dtype).smallest_normal).log2().floor().exp2() * torch.finfo(dtype).eps
+        found_k, found_v = (part.view(-1, heads, head_dim).float() for part in (kv.k, kv.v))
+        assert ((found_k[slots[is_written]].double() - exact).abs() <= 0.5 * step + 2e-6).all()
+        assert (found_k.sum(-1) == 7.0 * head_dim).sum() == (80 - 5) * heads
+        assert torch.equal(found_v[slots[is_written]], v[is_written].to(dtype).float() if has_v else torch.full_like(exact, 7.0).float())

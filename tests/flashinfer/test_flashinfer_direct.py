@@ -84,10 +84,12 @@ def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPat
         patch.setattr(Attention, "run", refused)
         out, lse = run(return_lse=True, **options)
         assert torch.equal(run(**options), out)
-        given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-        run(return_lse=True, out=given[0], lse=given[1], **options)
-    assert torch.equal(given[0], out)
-    assert torch.equal(given[1], lse)
+        for return_lse in (True, False):  # lse is written if it is given, as in FlashInfer
+            given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+            returned = run(return_lse=return_lse, out=given[0], lse=given[1], **options)
+            assert (returned[0] is given[0] and returned[1] is given[1]) if return_lse else returned is given[0]
+            assert torch.equal(given[0], out)
+            assert torch.equal(given[1], lse)
 
     monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")  # whose Attention is another, so that runs are Attention.run
     torch.manual_seed(0)
@@ -95,6 +97,8 @@ def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPat
     wanted, wanted_lse = run(return_lse=True, **options)
     assert torch.equal(out, wanted)
     torch.testing.assert_close(lse, wanted_lse)
+    run(lse=given[1].fill_(torch.nan), **options)
+    assert torch.equal(given[1], wanted_lse)
     assert lse.isfinite().all()
 
 

@@ -150,8 +150,20 @@ def test_caches_of_8_bits(device: str, dtype: torch.dtype, in_one: bool) -> None
         check(wrapper.run(*parts, return_lse=True, ckv_scale=0.5, kpe_scale=2.0), batch.expected(True), 2e-2)
     with pytest.raises(ValueError, match=r"^\(ckv_scale, kpe_scale\) is \(0\.5, -1\.0\), must be above 0"):
         wrapper.run(*parts, ckv_scale=0.5, kpe_scale=-1.0)
-    with pytest.raises(ValueError, match=r"^ckv_cache is .*, must be a float8"):
-        wrapper.run(*parts[:2], *(part.bfloat16() for part in caches))
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0}
+    names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
+    for name, other in zip(names, (torch.float16, torch.float16, torch.bfloat16, torch.bfloat16), strict=True):
+        wrong = [part.to(other) if name == of_part else part for part, of_part in zip(parts, names, strict=True)]
+        with pytest.raises(ValueError, match=rf"^{name}\.dtype is {other}, must be {dtype if name.endswith('cache') else torch.bfloat16}, as planned"):
+            wrapper.run(*wrong, **scales)
+    array = {"ckv_scale_arr": torch.ones(*caches[0].shape[:2], 4, device=device)}
+    for given in ({}, {"kpe_scale": 1.0}, scales | array):
+        with pytest.raises(ValueError, match=r"^Exactly one of ckv_scale or ckv_scale_arr must be given"):
+            wrapper.run(*parts, **given)
+    with pytest.raises(ValueError, match=r"^kpe_scale is None, must be a number"):
+        wrapper.run(*parts, ckv_scale=1.0)
+    with pytest.raises(NotImplementedError, match="the argument ckv_scale_arr"):
+        wrapper.run(*parts, kpe_scale=1.0, **array)
 
 
 def test_engines_that_fill_the_buffers_themselves() -> None:
@@ -208,9 +220,12 @@ def test_refuses() -> None:
     with pytest.raises(NotImplementedError, match="head_dim"):
         wrapper.plan(*tables, 16, 1024, ROPE, 4, True, SCALE, torch.bfloat16, torch.bfloat16)
     batch.plan(wrapper, True)
-    for name, wrong in (("q_nope", (parts[0].half(), *parts[1:])), ("kpe_cache", (*parts[:3], parts[2])), ("q_nope", (parts[0][:0], *parts[1:]))):
+    for name, wrong in (("q_nope.dtype", (parts[0].half(), *parts[1:])), ("kpe_cache", (*parts[:3], parts[2])), ("q_nope", (parts[0][:0], *parts[1:]))):
         with pytest.raises(ValueError, match=rf"^{name}(\.shape\[0\])? is .*, must be "):
             wrapper.run(*wrong)
-    for option in ({"o_scale": 1.0}, {"ckv_scale": 1.0}, {"profiler_buffer": parts[0]}):
+    for name, scale in (("ckv_scale", 1.0), ("kpe_scale", 1.0), ("ckv_scale_arr", torch.ones(1))):
+        with pytest.raises(ValueError, match=r"^\(ckv_scale, ckv_scale_arr, kpe_scale\) is .*, must be None where kv_data_type is torch\.bfloat16"):
+            wrapper.run(*parts, **{name: scale})
+    for option in ({"o_scale": 1.0}, {"profiler_buffer": parts[0]}):
         with pytest.raises(NotImplementedError, match=f"the argument {next(iter(option))}"):
             wrapper.run(*parts, **option)

@@ -79,6 +79,8 @@ def test_batches(device: str, options: dict[str, Any], kv_layout: str) -> None:
     for _, plan, run in runs(batch, device, kv_layout):
         plan(**named(options))
         check(run(return_lse=True), batch.expected(**options))
+        lse = torch.full((len(batch.q), 4), torch.nan, device=device)
+        check((run(lse=lse), lse), batch.expected(**options))  # written if it is given, as in FlashInfer
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -160,6 +162,9 @@ def test_indptrs_that_do_not_start_at_0() -> None:
     o, lse = wrapper.run(q, k, v, return_lse=True)
     assert not o[:2].any()
     check((o[2:], lse[2:]), batch.expected(causal=True))
+    given = torch.full_like(lse, torch.nan)
+    assert torch.equal(wrapper.run(q, k, v, lse=given), o)
+    assert torch.equal(given[2:], lse[2:])
 
 
 def test_plans_grow() -> None:

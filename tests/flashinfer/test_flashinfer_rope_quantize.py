@@ -36,12 +36,12 @@ def rotated_part(part: Tensor, is_neox: bool) -> Tensor:
 
 
 def check_rounded(found: Tensor, exact: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Each number is one of the two that are next to the exact one, but for the rounding to 16 bits on the way; too large ones are the largest."""
+    """Each number is the one next to the exact one, which is rounded once: float32 alone lies between them; too large ones are the largest."""
     assert found.dtype == dtype
     largest = torch.finfo(dtype).max
     wanted = (exact * scale).clamp(-largest, largest)
     step = wanted.abs().clamp(min=torch.finfo(dtype).smallest_normal).log2().floor().exp2() * torch.finfo(dtype).eps
-    assert ((found.cpu().double() - wanted).abs() <= 0.52 * step + 2**-9 * wanted.abs()).all()
+    assert ((found.cpu().double() - wanted).abs() <= 0.5 * step + 2e-6 * scale).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -123,7 +123,7 @@ def test_what_is_refused() -> None:
         ({"quant_scale_q": 0.0}, "quant_scale_q is 0.0, must be a number above 0"),
         ({"quant_scale_kv": math.nan}, "quant_scale_kv is nan"),
         ({"cos_sin_cache": table(64, "cpu").half()}, "cos_sin_cache is .*, must be a float32 tensor"),
-        ({"q_nope": q_nope[..., :24]}, r"q_nope.shape\[-1\] is 24, must be a multiple of 16"),
+        ({"q_nope": q_nope[..., :20]}, r"q_nope.shape\[-1\] is 20, must be a multiple of 8"),
         ({"pos_ids": POSITIONS[:3]}, "positions"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -193,3 +193,7 @@ def test_blocks_of_any_size(device: str) -> None:
         of_head = slice(2 * head, 2 * head + 2)
         expected = attention(q[of_head].transpose(0, 1), k[head].unsqueeze(1), v[head].unsqueeze(1), mask=mask)
         check((out[of_head].transpose(0, 1), lse[of_head].T), expected)
+    given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    assert wrapper.run(q.to(device), k.to(device), v.to(device), *given) is given[0]
+    assert torch.equal(given[0], out)
+    assert torch.equal(given[1], lse)

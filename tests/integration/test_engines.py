@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from integration.benchmark import describe, label
 from integration.engines import ENGINES, Client, Launch
-from integration.engines.base import OURS, OURS_NO_CASCADE, STOCK
+from integration.engines.base import ON_OURS, OURS, OURS_NO_CASCADE, STOCK
 from integration.model import Model
 from integration.processes import process_environment
 from integration.tokenizer import write_word_tokenizer
@@ -27,6 +29,17 @@ def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_pa
     assert "ATTN_BACKEND_CASCADE" not in engine.server_environment(stock)
     assert label(engine, OURS_NO_CASCADE, device) == "attn_backend, cascade off"
     assert label(engine, OURS, device) == "attn_backend"
+
+
+@pytest.mark.parametrize(("engine", "backend"), [("vllm", "FLASHINFER"), ("sglang", "flashinfer")])
+def test_an_engines_flashinfer_backend_gets_this_package_in_flashinfers_place(engine, backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # where FlashInfer itself may be
+    theirs, ours = (Launch("python", Model("none", tmp_path, True), name, "cuda", 1) for name in (backend, backend + ON_OURS))
+    assert ENGINES[engine].server_command(ours) == ENGINES[engine].server_command(theirs)
+    folder, *_others = process_environment(ENGINES[engine].server_environment(ours))["PYTHONPATH"].split(os.pathsep)
+    assert (Path(folder) / "flashinfer" / "__init__.py").is_file()
+    assert process_environment(ENGINES[engine].server_environment(theirs))["PYTHONPATH"] == str(tmp_path)
+    assert label(ENGINES[engine], backend + ON_OURS, "cuda") == f"{backend} on attn_backend"
 
 
 def test_vllm_has_no_choice_of_backends_on_a_cpu(tmp_path):

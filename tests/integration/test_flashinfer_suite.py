@@ -55,6 +55,32 @@ def test_large(kv_len):
 def test_end(kv_len):
     os._exit(3)
 """
+LARGE_ON_A_GPU = """
+import torch
+
+before = []
+
+
+def test_needs_more_than_its_share():
+    before.append(torch.rand(4))
+    if len(before) == 1:
+        raise torch.OutOfMemoryError("of its share")
+    assert torch.equal(*before)
+
+
+def test_needs_more_in_a_comparison():
+    before.append(torch.rand(4))
+    if len(before) == 3:
+        try:
+            raise torch.OutOfMemoryError("of its share")
+        except RuntimeError as error:
+            raise RuntimeError("Comparing") from error  # as torch.testing.assert_close does
+    assert torch.equal(*before[2:])
+
+
+def test_needs_more_than_there_is():
+    raise torch.OutOfMemoryError("of the GPU")
+"""
 TRACE = """
 import pytest
 import torch
@@ -112,7 +138,7 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     checkout, folder = checkout_with(tmp_path / "checkout"), tmp_path / "copy"
     assert missing_files(checkout) == []
     lay_out(checkout, folder, "cpu")
-    options: dict[str, object] = {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}
+    options: dict[str, object] = {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100, "gpu_memory": 0}
     result = run_line(folder, FILES[0], options, 300, [])
     assert {key: result[key] for key in ("cases", "taken", "passed", "failed", "not supported", "skipped", "not run", "ended")} == {
         "cases": 7,
@@ -135,9 +161,20 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
 def test_takes_the_smallest_where_all_are_too_large(tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     lay_out(checkout_with(tmp_path / "checkout"), folder, "cpu")
-    result = run_line(folder, FILES[1], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100}, 300, [])
+    result = run_line(folder, FILES[1], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100, "gpu_memory": 0}, 300, [])
     assert (result["cases"], result["taken"], result["passed"], result["not run"]) == (4, 2, 1, 1), result["output"]
     assert result["ended"] == "with exit status 3"
+
+
+def test_cases_that_are_large_for_a_gpu_run_once_more(tmp_path: Path) -> None:
+    checkout, folder = checkout_with(tmp_path / "checkout"), tmp_path / "copy"
+    (checkout / FILES[0]).write_text(LARGE_ON_A_GPU)
+    lay_out(checkout, folder, "cpu")
+    result = run_line(folder, FILES[0], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 0, "gpu_memory": 3}, 300, [])
+    assert (result["taken"], result["passed"], result["failed"], result["not run"]) == (3, 2, 0, 1), result["output"]
+    lines = result["lines"]
+    assert isinstance(lines, list)
+    assert [line["why"] for line in lines if line.get("outcome") == "too large"] == ["of the GPU"]
 
 
 def test_errors_that_a_test_makes_skips_of_are_counted(tmp_path: Path) -> None:
@@ -148,7 +185,7 @@ def test_errors_that_a_test_makes_skips_of_are_counted(tmp_path: Path) -> None:
     (checkout / first).write_text(TRACE)
     (checkout / second).write_text(TRACE + "\n\ndef test_another(): ...\n")
     lay_out(checkout, folder, "cpu")
-    result = run_line(folder, TRACE_LINE, {"device": "cpu", "sample": 4, "seed": 0, "max_tokens": 100}, 300, [])
+    result = run_line(folder, TRACE_LINE, {"device": "cpu", "sample": 4, "seed": 0, "max_tokens": 100, "gpu_memory": 0}, 300, [])
     assert (result["cases"], result["taken"]) == (9, 8), result["output"]  # four of each file
     counts = {name: result[name] for name in ("passed", "failed", "not supported", "skipped")}
     assert counts == {"passed": 3, "failed": 2, "not supported": 1, "skipped": 2}, result["output"]

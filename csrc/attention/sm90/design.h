@@ -1,11 +1,16 @@
 // The Hopper kernel as the planner and the launcher see it: costs, shape, and what TMA has to know of the tensors.
 #pragma once
 
+#include <cstddef>
+
 #include "attention/kernel_design.h"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 
 namespace attn::sm90 {
+
+static_assert(offsetof(HopperParams, attention) + offsetof(AttentionParams, q) <= 192,
+              "what a CTA reads first: the arguments begin 192 bytes before the end of a line");
 
 constexpr KernelCosts kCosts{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 25, 50}, 8, 12, 136, 1000};
 

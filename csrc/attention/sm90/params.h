@@ -9,11 +9,13 @@ namespace attn {
 
 /// The arguments of the Hopper kernel. TMA loads boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are
 /// column, token (in its page; of a ragged tensor: row), head and page.
+///
+/// First what a CTA reads before its first load of K, up to `attention.q`: every line of constants that nothing has
+/// read since other kernels ran is waited for. These bytes share one of 256 bytes with what each kernel reads anyway.
 struct HopperParams {
-  TensorMap k;
-  TensorMap v;
-  AttentionParams attention;
-  int32_t box_tokens;  // 0: tokens are gathered one by one
+  KernelCode code;        // of this kernel
+  KernelCode merge_code;  // of the merge kernel, which runs next
+  int32_t box_tokens;     // 0: tokens are gathered one by one
   int32_t run_tokens;  // with box_tokens 0: the maps describe boxes of this many consecutive pages of one token each;
                        // 0: no map describes these tensors
   int32_t unit_shift;  // page and token strides of K and V are multiples of 2^unit_shift elements, and no row lies 2^32
@@ -22,12 +24,13 @@ struct HopperParams {
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
   int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
+  AttentionParams attention;
+  TensorMap k;
+  TensorMap v;
   TensorMap o;      // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: a
                     // consumer warp's rows of a row tile for wgmma
   TensorMap q;      // boxes of 128 / group_size rows: one of the largest row tiles
   TensorMap q_row;  // boxes of one row
-  KernelCode code;  // of this kernel
-  KernelCode merge_code;  // of the merge kernel, which runs next
 };
 
 /// The arguments of kernels of MLA's latents, whose Q may be two tensors. Maps `q` and `q_row` describe the columns
