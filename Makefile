@@ -18,12 +18,14 @@ CHECK_VENV ?= $(CURDIR)/.venv-check
 PACKAGE := $(CURDIR)/.build/package
 # of make kernels; empty: all of the manifest
 ARCHS ?=
+# all of them go to build/cubins; `make test` compiles those that differ in more than an element type, and keeps none
+KERNELS = --out build/cubins
 JOBS ?= $(shell nproc)
 TEST_PYTHON = $(TEST_VENV)/bin/python
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
 PYTEST = PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest
 # of make fuzz
-SECONDS ?= 60
+SECONDS ?= 30
 SEED ?= 0
 
 .PHONY: help
@@ -32,11 +34,11 @@ help:
 	@echo "     MODEL=DIR                  another model; NUM_PROMPTS=N another load"
 	@echo "     PYTHON=...                 an interpreter that has torch and the engine: no environment is made"
 	@echo "make check                      before each commit, under 3 minutes: lint, types and the fast tests, without an engine"
-	@echo "make test                       everything that CI checks: lint, types, all CPU tests, every kernel compiled, both engines serving on the CPU"
+	@echo "make test                       everything that CI checks: lint, types, all CPU tests, kernels compiled, both engines serving on the CPU"
 	@echo "make kernels                    compile all CUDA kernels into build/cubins (ARCHS=sm_90a: of one arch); pip install ships them"
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests: without a running engine, and with one"
-	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=60 of them, SEED=N for others"
+	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=30 of them, SEED=N for others"
 	@echo "make docs                       the documentation site, in .build/site; fails on a broken link"
 	@echo "make wheel                      the wheel (manylinux_2_28, all cubins) and the source distribution, in dist/; needs nvcc"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
@@ -54,6 +56,7 @@ demo: base-python
 endif
 
 .PHONY: test
+test: KERNELS = --distinct
 test: environment lint kernels unit fuzz integration
 	@$(call warn_without_nvcc)
 
@@ -120,7 +123,7 @@ kernels: environment
 ifeq ($(NVCC),)
 	@$(call warn_without_nvcc)
 else
-	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) --out build/cubins
+	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
 endif
 
 DOCS_VENV ?= $(CURDIR)/.venv-docs

@@ -16,13 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
 
 
-def compile_object(target: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None = None) -> Path:
+def compile_object(
+    target: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None = None, precompiled: Path | None = None
+) -> Path:
     """`target`, which stays what it is if it exists.
 
     Args:
         options: of g++.
         includes: folders in which headers are looked for, in this order.
         header: text of a kernels.h, found after all others.
+        precompiled: a header that the source includes before anything else, as `<name>`. It is compiled once, into the folder of `target`, for all sources with
+            these options.
 
     Raises:
         subprocess.CalledProcessError: g++ fails; it has said why.
@@ -34,7 +38,8 @@ def compile_object(target: Path, source: Path, options: Sequence[str], includes:
         with (entry / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_current(entry):
-                _compile(entry, source, options, includes, header)
+                common = None if precompiled is None else _precompiled(target.parent, precompiled, options, includes)
+                _compile(entry, source, options, includes, header, common)
             partial = _partial(target)
             shutil.copyfile(entry / "made.o", partial)
         partial.rename(target)
@@ -55,16 +60,38 @@ def _partial(target: Path) -> Path:
     return target.with_name(f"{target.name}.{os.getpid()}")
 
 
-def _compile(entry: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None) -> None:
+def _precompiled(folder: Path, header: Path, options: Sequence[str], includes: Sequence[Path]) -> Path:
+    """A folder with `header`, precompiled. Not kept in the cache, since it names the files of this checkout."""
+    made = folder / f"{header.stem}-{_sha256(json.dumps(options).encode())[:16]}"
+    made.mkdir(exist_ok=True)
+    target = made / f"{header.name}.gch"
+    with (made / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            partial = _partial(target)
+            folders = [f"-I{include}" for include in includes]
+            dependencies = ["-MMD", "-MF", str(made / "made.d")]
+            subprocess.run([str(COMPILER), *options, *folders, "-x", "c++-header", str(header), "-o", str(partial), *dependencies], check=True)
+            partial.rename(target)
+    return made
+
+
+def _compile(entry: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None, common: Path | None) -> None:
     digests = _digests()  # before the compiler reads the files
     made_of, dependencies = entry / "made_of.json", entry / "made.d"
     made_of.unlink(missing_ok=True)
     if header is not None:
         (entry / "kernels.h").write_text(header)
-    folders = [f"-I{folder}" for folder in (*includes, entry)]
+    precompiled = [] if common is None else [common]  # of whose headers the compiler no longer says that it has read them
+    folders = [f"-I{folder}" for folder in (*precompiled, *includes, entry)]
     subprocess.run([str(COMPILER), *options, *folders, "-c", str(source), "-o", str(entry / "made.o"), "-MMD", "-MF", str(dependencies)], check=True)
-    read = {_name(Path(path)) for path in dependencies.read_text().replace("\\\n", " ").split()[1:]}
+    read = {name for file in (dependencies, *(folder / "made.d" for folder in precompiled)) for name in _names_in(file)}
     made_of.write_text(json.dumps({name: digests[name] for name in read & digests.keys() | {""}}))
+
+
+def _names_in(dependencies: Path) -> set[str]:
+    """Names of the files that g++ has read, by what it has written for make."""
+    return {_name(Path(path)) for path in dependencies.read_text().replace("\\\n", " ").split()[1:]}
 
 
 def _is_current(entry: Path) -> bool:

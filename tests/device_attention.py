@@ -109,7 +109,8 @@ def library(
     text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
     text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
     name = manifest.attention_name(design.name, element, head_dim, name, kv_element, float8_q, float8_out)
-    made = emulation.build(folder, name, emulation.TESTS / "device_attention.cpp", header=text, options=["-O1", f"-DDESIGN=attn::{design.name}"])
+    source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
+    made = emulation.build(folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h"))
     made.device_attention.restype = ctypes.c_char_p
     assert made.launched_offset() == _Passed.launched.offset
     return made

@@ -21,15 +21,16 @@ _FLAGS = ["-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-gnu-unique"]
 _INCLUDES = [TESTS / "emulated", ROOT / "csrc", TESTS]
 
 
-def build(folder: Path, name: str, source: Path, *, header: str = "", options: Sequence[str] = ()) -> ctypes.CDLL:
+def build(folder: Path, name: str, source: Path, *, header: str = "", options: Sequence[str] = (), precompiled: Path | None = None) -> ctypes.CDLL:
     """A library in `folder`, compiled from `source` and the emulation unless it is there (compilation.py).
 
     Args:
         header: text of kernels.h, which the source may include; another one makes another library.
         options: of the compiler.
+        precompiled: as in compile_object().
     """
     stem = f"{name}-{hashlib.sha256(header.encode()).hexdigest()[:16]}"
-    made = compile_object(folder / f"{stem}.o", source, [*_FLAGS, *options], _INCLUDES, header)
+    made = compile_object(folder / f"{stem}.o", source, [*_FLAGS, *options], _INCLUDES, header, precompiled)
     return ctypes.CDLL(str(link(folder / f"{stem}.so", [made, cuda_emulation(folder)])))
 
 

@@ -18,6 +18,7 @@ class Fault:
 DRAWS = ("tests/kernels/test_sampling_draws.py",)
 DEVICE = "tests/csrc/test_device_kernels.py"
 ATTENTION = "tests/csrc/test_attention_kernels.py"
+ROW_GROUPS = "tests/csrc/test_attention_row_groups.py"
 FLOAT8_OUTPUTS = ("tests/csrc/test_float8_output_kernels.py", "-k", "16_bits and hopper and dtype0")
 FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
@@ -177,7 +178,7 @@ FAULTS = (
         "csrc/attention/merge/merge.cuh",
         "parts.of_link = 1 + inside.end - inside.begin;",
         "parts.of_link = 1;",
-        (ATTENTION, "-k", "forests_and_chunks"),
+        (ROW_GROUPS, "-k", "forests_and_chunks"),
     ),
     Fault(
         "walk: a head too many",
@@ -254,7 +255,7 @@ FAULTS = (
         "attn_backend/adapters/sglang/plan.py",
         "if batch.num_rows <= self.attention.max_rows and batch_size <= self.attention.max_batch:",
         "if batch_size <= self.attention.max_batch:",
-        SGLANG,
+        ("tests/adapters/sglang/test_sglang_bounds.py",),
     ),
     Fault(
         "SGLang: the cache's view kept when the pool is reallocated",
@@ -324,7 +325,7 @@ FAULTS = (
         "csrc/attention/kv_tile_lists.h",
         "of_level.tokens(p, kv_tile).begin, !answer.some_hidden)",
         "of_level.tokens(p, kv_tile).begin, true)",
-        (ATTENTION, "-k", "masks_with_holes"),
+        (ROW_GROUPS, "-k", "masks_with_holes"),
     ),
     Fault(
         "sparse MLA: a plan finds prefixes in slots that the next layer changes",

@@ -65,7 +65,7 @@ class AttentionVariant:
         if design is not None and device.type == "cuda":
             self._target = variant_kernels.target_of(torch.cuda.get_device_capability(device))
             arch = variant_kernels.arch_of(self._target)
-            if design is not next(design for design in manifest.DESIGNS.values() if arch in design.archs):
+            if design is not manifest.default_design(arch):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             element = manifest.ELEMENT_NAMES[self._dtype]
             self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element, float8_q, float8_out)

@@ -11,13 +11,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import cubins, cuda_compiler, kernel_cache
+from . import cubins, cuda_compiler, kernel_cache, manifest
 from .cubins import ARCHS, compile_kernel, nvcc, nvcc_version
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -37,9 +37,8 @@ def fault(report: str) -> str:
     return "SERIALIZES WGMMA" if _SERIALIZED in report else ""
 
 
-def build(archs: list[str], jobs: int, out: Path | None) -> int:
-    """Compiles every kernel for every arch; copies them to `out/<arch>/<name>.cubin` when given. Returns the number of failures."""
-    tasks = [(name, arch) for arch in archs for name in cubins.kernel_sources(arch)]
+def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
+    """Compiles kernels, by name and arch; copies them to `out/<arch>/<name>.cubin` when given. Returns the number of failures."""
     failures = 0
 
     def one(task: tuple[str, str]) -> tuple[str, str, float, str, Path | None]:
@@ -95,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[st
     parser.add_argument("--out", type=Path, help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+def run(arguments: argparse.Namespace, kernels: Callable[[str], Iterable[str]] | None = None) -> int:
+    """Compiles what `kernels` has of an arch, or all. Returns the exit status."""
     archs = arguments.arch or list(ARCHS)
     try:
         compiler = nvcc()
@@ -105,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         nvcc_version(compiler)  # what would fail for each kernel is said once
         for arch in archs:
             kernel_cache.prepare(kernel_cache.place(kernel_cache.cache_dir() / arch / "any.cubin")[0])
-        return 1 if build(archs, arguments.jobs, arguments.out) else 0
+        tasks = [(name, arch) for arch in archs for name in (kernels or cubins.kernel_sources)(arch)]
+        return 1 if build(tasks, arguments.jobs, arguments.out) else 0
     except (RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -124,7 +124,9 @@ def _at_least_1(text: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser, os.cpu_count() or 1)
-    sys.exit(run(parser.parse_args()))
+    parser.add_argument("--distinct", action="store_true", help="leave out those that are much like others (manifest.distinct_kernels)")
+    arguments = parser.parse_args()
+    sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else None))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,7 @@
 // place of CUDA. tests/device_attention.py writes kernels.h: these sources, and
 //   constexpr auto kKernels: the design's attention kernels, in the order of KernelDesign::kernels.
 // DESIGN is the design's namespace. CTAs run one after another.
-#include <algorithm>
-#include <array>
-#include <cstddef>
-#include <numeric>
-#include <vector>
-
-#include "cuda_emulation.h"
+#include <device_attention.h>  // by this form, so that a precompiled one is found first
 
 namespace attn {
 alignas(1024) char shared[256 << 10];  // shared memory of the running CTA
@@ -30,12 +24,7 @@ bool loses_messages() { return false; }
 
 }  // namespace emulation
 
-#include "attention/merge/shape.h"
-#include "attention/sm80/design.h"
-#include "attention/sm90/design.h"
-#include "common/ptx/tensor_copy.cuh"
 #include "kernels.h"
-#include "planner/params.h"
 
 namespace {
 

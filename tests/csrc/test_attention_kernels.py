@@ -3,7 +3,6 @@ instruction, so that a wrong layout, a missing wait or a wrong count is seen."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import case_tensors
@@ -15,21 +14,17 @@ import numpy
 import oracle
 import pytest
 import torch
-from compositions import Shape, cascade_problem, prefix_sum, random_table, tree_problem
+from compositions import Shape, cascade_problem
 from device_attention import CACHES, DeviceAttention
+from device_forests import FORMS
 
-from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, SelectedTokens, Variant
-from attn_backend.kernels import cubins, manifest
-from attn_backend.kernels.build import fault
-from attn_backend.variants import builtin
+from attn_backend import Attention, BSRView, KVCache, PageTable, SelectedTokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 CPU = torch.device("cpu")
 KERNELS = device_attention.KERNELS
 PAGE_INDEX_INVALID = 1 << 5  # kPageIndexInvalid in csrc/planner/schedule.h
-# dtype and head_dim of the cases of a test, in turn.
-FORMS = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256))
 
 
 def run_and_check(case: case_tensors.Case, attention: DeviceAttention, wants_lse: bool = True) -> None:
@@ -103,8 +98,9 @@ def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, hea
 def test_keys_and_values_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
     """As above. V in its own memory, or, if it is the narrower one, in K's."""
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged", "large pages")]
+    dtype = (torch.bfloat16, torch.float16)[head_dim_v // 8 % 2]
     for number, cache in enumerate(caches):
-        dtype, group_size = (torch.bfloat16, torch.float16)[number % 2], 1 + 2 * (number % 2)
+        group_size = 1 + 2 * (number % 2)
         spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=group_size, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
         spec = spec.with_(**{"cache_form": "pair", **cache}, num_ctas=5, aligned=True, seed=number)
         case = case_tensors.build(spec.with_(v_in_k=number == 4 and head_dim_v < head_dim), CPU)
@@ -119,6 +115,7 @@ def test_keys_and_values_of_different_widths(emulated: Path, kernel: str, head_d
 
 # head_dim, head_dim_v, whether V lies in K's bytes
 WIDE = [(512, 512, False), (576, 512, True), (576, 512, False)]
+WIDE_DTYPES = {512: torch.float16, 576: torch.bfloat16}
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), WIDE)
@@ -129,7 +126,7 @@ def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int,
     for number, group_size in enumerate((16, 3, 1, 4, 128)):
         qo_lens, kv_lens = ((1, 5, 1, 2), (200, 5, 300, 150)) if group_size > 4 else ((1, 40, 3), (130, 40, 210))
         spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1 + number % 2, group_size=group_size, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k)
-        spec = spec.with_(**{"cache_form": "pair", **CACHES[names[number]]}, dtype=(torch.bfloat16, torch.float16)[number % 2], num_ctas=3, aligned=True)
+        spec = spec.with_(**{"cache_form": "pair", **CACHES[names[number]]}, dtype=WIDE_DTYPES[head_dim], num_ctas=3, aligned=True)
         if v_in_k:
             spec = spec.with_(cache_form="pair")
         case = case_tensors.build(spec.with_(seed=number, window_left=100 if number == 3 else -1), CPU)
@@ -144,7 +141,7 @@ def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int,
 def test_wide_heads_in_several_row_groups(emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
     for seed, options in enumerate([{"cascade": "always"}, {"batch_invariant": True}]):
         rng = numpy.random.default_rng([seed, head_dim, 49])
-        shape = Shape(1, [4, 16][seed], head_dim, torch.bfloat16, 16, num_ctas=5, head_dim_v=head_dim_v, v_in_k=v_in_k)
+        shape = Shape(1, [4, 16][seed], head_dim, WIDE_DTYPES[head_dim], 16, num_ctas=5, head_dim_v=head_dim_v, v_in_k=v_in_k)
         batch = forests.random_batch(rng, shape.page_size, kv_cost=head_dim * 64, budget=2e7, max_requests=8, max_rows=20)
         problem = forests.make_problem(rng, shape, batch, CPU)
         problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed), batch.view(rng, CPU))  # type: ignore[arg-type]
@@ -232,206 +229,6 @@ def test_pairs_from_the_work_queue(emulated: Path) -> None:
         attention = DeviceAttention(emulated, case.attention(kernel="hopper"), "hopper", number)
         run_and_check(case, attention, wants_lse=number == 0)
         assert attention.schedule().uses_queue
-
-
-def random_shape(rng: numpy.random.Generator, number: int) -> Shape:
-    dtype, head_dim = FORMS[number % 3]
-    sizes = {"num_kv_heads": int(rng.integers(1, 3)), "group_size": int(rng.choice([1, 2, 3, 4])), "page_size": int(rng.choice([1, 3, 16, 64]))}
-    return Shape(**sizes, head_dim=head_dim, dtype=dtype, num_ctas=int(rng.choice([2, 7, 19])), logits_soft_cap=float(rng.choice([0, 20])))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_compositions(emulated: Path, kernel: str) -> None:
-    """Rows of several row groups, row lists, states."""
-    for seed in range(6):
-        rng = numpy.random.default_rng([seed, 40])
-        shape = random_shape(rng, seed)
-        problem = tree_problem(rng, shape, CPU) if seed % 2 else cascade_problem(rng, shape, CPU, 2 + seed % 3)
-        problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel), kernel, seed))  # type: ignore[arg-type]
-        problem.check()
-
-
-@pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_forests_and_chunks(emulated: Path, kernel: str, options: dict[str, object]) -> None:
-    """What `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch invariant plan."""
-    merged = 0
-    for seed in range(6):
-        rng = numpy.random.default_rng([seed, 41])
-        shape = random_shape(rng, seed)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * shape.head_dim * 16, budget=1e7, max_requests=24, max_rows=80)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        attention = DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed)
-        problem.run(attention, batch.view(rng, CPU))  # type: ignore[arg-type]
-        problem.check()
-        merged += attention.schedule().links.shape[1]
-    assert merged > 0
-
-
-SLOPE = 0.02
-# The variants of slanted_variant.h for the oracle.
-VARIANTS = {
-    "slanted": oracle.Variant(
-        logits=lambda logits, at: logits + SLOPE * (at.head + 1) * (at.token - at.position),
-        mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0,
-        output=lambda o, at: o + at.request % 4 + torch.arange(o.shape[-1]) % 3,
-    ),
-    "squared": oracle.Variant(logits=lambda logits, _at: logits * logits, uses_softmax=False),
-}
-
-
-def batch_for(rng: numpy.random.Generator, shape: Shape, seed: int, options: dict[str, object]) -> forests.Batch:
-    """A random batch; the first of a batch invariant plan has requests that are cut into chunks."""
-    if seed > 0 or options != {"batch_invariant": True}:
-        cost = shape.num_kv_heads * shape.head_dim * 16
-        return forests.random_batch(rng, shape.page_size, kv_cost=cost, budget=1e7, max_requests=24, max_rows=80)
-    kv_lens = [1700, 40, 2900]
-    counts = [-(-length // shape.page_size) for length in kv_lens]
-    free = iter(rng.permutation(sum(counts)).tolist())
-    return forests.Batch(shape.page_size, [1, 2, 1], kv_lens, [[next(free) for _ in range(count)] for count in counts], sum(counts))
-
-
-@pytest.mark.parametrize("options", [{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_variants_know_requests_and_positions(emulated: Path, kernel: str, variant: str, options: dict[str, object]) -> None:
-    """In plain batches, after and inside shared prefixes, and in the chunks of a batch invariant plan."""
-    merged = 0
-    for seed in range(4):
-        rng = numpy.random.default_rng([seed, 43])
-        shape = replace(random_shape(rng, 0), logits_soft_cap=0.0)
-        batch = batch_for(rng, shape, seed, options)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        attention = DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed, variant)
-        problem.run(attention, batch.view(rng, CPU), slope=SLOPE)  # type: ignore[arg-type]
-        expected, lse = problem.expected(logits_soft_cap=0.0, variant=VARIANTS[variant])
-        if variant == "squared":  # has none
-            problem.lse[: len(lse)] = lse
-        problem.check((expected, lse))
-        merged += attention.schedule().links.shape[1]
-    assert (merged > 0) == (options != {"cascade": False})
-
-
-def biased(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
-    return score + slopes[h] * (kv_idx - q_idx)  # type: ignore[name-defined]  # noqa: F821
-
-
-def same_block_or_sink(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
-    return (kv_idx <= q_idx) & ((q_idx // 100 == kv_idx // 100) | (kv_idx < 4 + b))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_traced_functions(emulated: Path, kernel: str) -> None:
-    """Planned with what the mask lets rows see, and without."""
-    variant = Variant.from_functions(biased, same_block_or_sink, tensors={"slopes": torch.float32})
-    expected = oracle.Variant(
-        logits=lambda logits, at: logits + slopes[at.head] * (at.token - at.position),
-        mask=lambda at: (at.token <= at.position) & ((at.position // 100 == at.token // 100) | (at.token < 4 + at.request)),
-    )
-    dtype, head_dim = FORMS[0]
-    for number, page_size in enumerate((16, 3)):
-        spec = cases.Spec((1, 150, 3, 20), (700, 150, 300, 450), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=4, page_size=page_size, causal=False)
-        case = case_tensors.build(spec, CPU)
-        slopes = torch.linspace(0.001, 0.02, 6)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant, cascade="always"), kernel, number, variant)
-        attention.plan(case.view, variant_args={"slopes": slopes} if number == 0 else None)
-        case.run(attention, out=case.out, lse=case.lse, variant_args={"slopes": slopes})  # type: ignore[arg-type]
-        case_tensors.check(case, case.out, case.lse, case.expected(variant=expected))
-
-
-@pytest.mark.parametrize("options", [{"cascade": False}, {"cascade": "always"}, {"batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_masks_with_holes(emulated: Path, kernel: str, options: dict[str, object]) -> None:
-    """In row tiles of all kinds, wherever CTAs begin and end; by TMA and gathered."""
-    dtype, head_dim = FORMS[0]
-    variant = builtin.document()
-    for number, (page_size, num_ctas) in enumerate(((16, 5), (3, 2), (64, 40))):
-        spec = cases.Spec(
-            (1, 150, 3, 20, 1), (1400, 700, 900, 300, 1000), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=num_ctas, page_size=page_size,
-            causal=False, seed=number, sharing=0.5,
-        )  # fmt: skip
-        case = case_tensors.build(spec, CPU)
-        ids = torch.randint(4, (5, 8), generator=torch.Generator().manual_seed(number), dtype=torch.int32).repeat_interleave(200, dim=1)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant, **options), kernel, number, variant)
-        attention.plan(case.view, variant_args={"document_ids": ids})
-        assert options != {"cascade": False} or int((attention.schedule().tiles[:, 3] < 0).sum()) >= 1
-        case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})  # type: ignore[arg-type]
-        seen = oracle.Variant(mask=lambda at, ids=ids: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token])
-        case_tensors.check(case, case.out, case.lse, case.expected(variant=seen))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kv_tiles_in_holes_are_not_read(emulated: Path, kernel: str) -> None:
-    """V is NaN there, which no mask hides. K is transformed by what its tokens' positions are."""
-    dtype, head_dim = FORMS[0]
-    twice = "Pair key(Pair x, int32_t, int32_t, const KvToken& token) const { float f = token.position / 100 % 2 + 1; return {x.first * f, x.second * f}; }"
-    variant = builtin.document() & Variant.from_source(twice, name="twice")
-    for number, (rows, page_size) in enumerate(((1, 16), (10, 3), (100, 64))):
-        spec = cases.Spec((rows,), (1300,), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=3, page_size=page_size, causal=False)
-        case = case_tensors.build(spec, CPU)
-        ids = torch.zeros(1, 1300, dtype=torch.int32)
-        ids[:, 200:800] = 1
-        seen = oracle.Variant(
-            mask=lambda at: (at.token < 200) | (at.token >= 800), key=lambda k, at: k * (torch.arange(1300) // 100 % 2 + 1)[None, :, None].double()
-        )
-        expected = case.expected(variant=seen)
-        hidden = case.slots[0][256:768]
-        case.kv.v[hidden // page_size, hidden % page_size] = torch.nan
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant), kernel, number, variant)
-        attention.plan(case.view, variant_args={"document_ids": ids})
-        case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})  # type: ignore[arg-type]
-        case_tensors.check(case, case.out, case.lse, expected)
-
-
-def test_levels_say_where_their_tokens_and_rows_stand(emulated: Path) -> None:
-    """A batch as a composition of two levels, cut anywhere: the same as its own view."""
-    for seed in range(6):
-        rng = numpy.random.default_rng([seed, 45])
-        shape = replace(random_shape(rng, 0), logits_soft_cap=0.0)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * shape.head_dim * 16, budget=1e7, max_requests=12, max_rows=60)
-        batch = replace(batch, causal=False, window_left=-1)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        cuts = [int(rng.integers(0, length // batch.page_size + 1)) for length in batch.kv_lens]
-        qo_indptr = torch.tensor(prefix_sum(batch.qo_lens), dtype=torch.int32)
-        positions = torch.cat([torch.arange(kv_len - qo_len, kv_len) for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True)]).int()
-        requests = torch.arange(len(cuts)).repeat_interleave(torch.tensor(batch.qo_lens)).int()
-        fronts = [pages[:cut] for pages, cut in zip(batch.pages, cuts, strict=True)], [cut * batch.page_size for cut in cuts]
-        backs = [pages[cut:] for pages, cut in zip(batch.pages, cuts, strict=True)], [n - front for n, front in zip(batch.kv_lens, fronts[1], strict=True)]
-        levels = []
-        for (pages, lens), offsets in ((fronts, None), (backs, torch.tensor(fronts[1], dtype=torch.int32))):
-            table = random_table(rng, CPU, batch.page_size, pages, lens)
-            levels.append(BSRView(qo_indptr, table, causal=False, kv_offsets=offsets, positions=positions, requests=requests))
-        attention = DeviceAttention(emulated, problem.attention(kernel="generic", max_levels=2), "generic", seed, "placed")
-        variant = replace(VARIANTS["slanted"], mask=lambda at: (at.token + at.row + 5 * at.request + at.kv_head) % 3 != 0)
-        problem.run(attention, Composition(levels), slope=SLOPE)  # type: ignore[arg-type]
-        problem.check(problem.expected(variant=variant))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_sinks_join_the_sum_of_each_row_once(emulated: Path, kernel: str) -> None:
-    for seed, options in enumerate([{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}] * 3):
-        rng = numpy.random.default_rng([seed, 44])
-        shape = random_shape(rng, seed)
-        batch = batch_for(rng, shape, seed, options)
-        problem = forests.make_problem(rng, shape, batch, CPU)
-        sinks = torch.from_numpy(rng.normal(0, 4, shape.num_kv_heads * shape.group_size)).float()
-        sinks[seed % len(sinks)] = [-torch.inf, 5.0, -200.0][seed % 3]
-        attention = DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed)
-        problem.run(attention, batch.view(rng, CPU), sinks=sinks)  # type: ignore[arg-type]
-        problem.check(problem.expected(sinks=sinks))
-        problem.run(attention, batch.view(rng, CPU), sinks=torch.full_like(sinks, 200.0))  # type: ignore[arg-type]
-        assert (problem.out[: batch.rows] == 0).all(), "a sink that outweighs everything, without overflow"
-        assert (problem.lse[: batch.rows] == 200).all()
-
-
-@pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("design", ["sm80", "sm90"])
-def test_a_variant_compiles_into_each_kernel(design: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    standard = manifest.kernels("sm_90a")[manifest.attention_name(design, "bf16", 128)].source
-    header = Path(__file__).with_name("slanted_variant.h").read_text().replace("#pragma once", "")
-    monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"slanted": header + standard.replace("StandardVariant", "SlantedVariant")})
-    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    assert fault(cubins.compile_kernel("slanted", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

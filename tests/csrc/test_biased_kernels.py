@@ -9,7 +9,6 @@ from pathlib import Path
 import case_tensors
 import cases
 import device_attention
-import forests
 import host_planner
 import numpy
 import oracle
@@ -17,12 +16,11 @@ import pytest
 import torch
 from compositions import Shape
 from device_attention import CACHES, DeviceAttention
+from device_forests import run_forest
 from torch import Tensor
 from variant_fuzz.catalogue import by_reference
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
-from attn_backend.kernels import cubins, manifest
-from attn_backend.kernels.build import fault
 from attn_backend.variants import builtin
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
@@ -164,14 +162,11 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
         rng = numpy.random.default_rng([seed, 51])
         dtype, head_dim = FORMS[seed % 2]
         shape = Shape(num_kv_heads=2, group_size=2, page_size=16, head_dim=head_dim, dtype=dtype, num_ctas=7, logits_soft_cap=0.0)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * head_dim * 16, budget=1e7, max_requests=12, max_rows=60)
-        problem = forests.make_problem(rng, shape, batch, CPU)
         slopes = slopes_of(("model", "steep", "both", "falling")[seed], 4)
-        attention = DeviceAttention(emulated, problem.attention(kernel=kernel, variant=ALIBI, **options), kernel, seed, ALIBI)
-        problem.run(attention, batch.view(rng, CPU), variant_args={"slopes": slopes})  # type: ignore[arg-type]
+        problem, links = run_forest(emulated, kernel, rng, shape, seed, options, ALIBI, variant_args={"slopes": slopes})
         problem.check(problem.expected(variant=biased(slopes)))
-        merged += attention.schedule().links.shape[1]
-    assert merged > 0 or options != {"cascade": "always"}
+        merged += links
+    assert merged > 0
 
 
 def test_bits_of_a_row_do_not_depend_on_others(emulated: Path) -> None:
@@ -220,12 +215,3 @@ def test_beside_other_hooks(emulated: Path, name: str) -> None:
     attention = DeviceAttention(emulated, case.attention(kernel="hopper", cascade=False, variant=variant), "hopper", 0, variant)
     halved = oracle.Variant(logits=lambda logits, at: biased(slopes).logits(logits, at) / 2)
     check(case, attention, slopes, by_reference(variant, {"slopes": slopes}) if name == "keys" else halved)
-
-
-@pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_with_a_slope_neither_spill_nor_wait(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No spills, and products that do not wait for each other."""
-    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    name = manifest.attention_name("sm90", "bf16", head_dim, "alibi")
-    assert fault(cubins.compile_kernel(name, "sm_90a")[1]) == ""

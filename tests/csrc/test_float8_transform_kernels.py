@@ -12,7 +12,8 @@ import pytest
 import torch
 from device_attention import CACHES, KERNELS, DeviceAttention
 from float8_cases import DTYPES, TOLERANCE, Float8Case, rounding
-from variant_fuzz.catalogue import Sizes, entry_of
+from variant_fuzz.arguments import Sizes
+from variant_fuzz.catalogue import entry_of
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
 

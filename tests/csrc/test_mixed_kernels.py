@@ -15,7 +15,8 @@ import torch
 from device_attention import KERNELS, DeviceAttention
 from float8_cases import rounding
 from float8_outputs import check_rounded, out_of_8_bits, scale_for
-from variant_fuzz.catalogue import Sizes, entry_of
+from variant_fuzz.arguments import Sizes
+from variant_fuzz.catalogue import entry_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 

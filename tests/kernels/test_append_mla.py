@@ -61,24 +61,6 @@ def test_attention_reads_what_was_written(device: torch.device) -> None:
         assert (out[request].double() - wanted).abs().max() <= 5e-3 * max(1, wanted.abs().max())
 
 
-@pytest.mark.slow
-def test_in_a_compiled_function(device: torch.device) -> None:
-    torch._dynamo.reset()
-    caches = [torch.zeros(4, 4, 576, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    latent, rope = torch.randn(3, LATENT, device=device).bfloat16(), torch.randn(3, ROPE, device=device).bfloat16()
-    slots = torch.tensor([5, -1, 11], device=device)
-
-    def layer(cache: torch.Tensor) -> None:
-        k = cache.unsqueeze(2)
-        append_mla_kv(latent * 2, rope, KVCache.unchecked(k, k[..., :LATENT]), slots)
-
-    with torch.no_grad():
-        layer(caches[0])
-        torch.compile(layer, fullgraph=True)(caches[1])
-    assert torch.equal(*caches)
-    assert caches[0].abs().sum() > 0
-
-
 def test_refuses(device: torch.device) -> None:
     cache, storage = latent_cache(4, 4, "dense", torch.bfloat16, device)
     kv = KVCache.from_latent(cache)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attn_backend import Attention
-from attn_backend.kernels import attention, code_address, cubins, errors
+from attn_backend.kernels import attention, code_address, cubins, errors, manifest
 from attn_backend.kernels.code_address import publish_code_addresses
 from attn_backend.kernels.library import library
 
@@ -69,7 +69,7 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_nvcc
-@pytest.mark.parametrize("name", [name for name in cubins.kernel_sources("sm_90a") if name.startswith(("attention_sm90", "merge_bf16", "merge_f16"))])
+@pytest.mark.parametrize("name", [name for name in manifest.distinct_kernels("sm_90a") if name.startswith(("attention_sm90", "merge_bf16", "merge_f16"))])
 def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
     shutil.copyfile(cubins.compile_kernel(name, "sm_90a")[0], cubin)

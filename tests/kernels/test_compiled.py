@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) through run, append_kv, append_qkv and sample: the same bits as eager."""
+"""torch.compile(fullgraph=True) through run, append_kv, append_qkv, append_mla_kv and sample: the same bits as eager."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, Samples, append_kv, append_qkv, sample
+from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, Samples, append_kv, append_mla_kv, append_qkv, sample
 from attn_backend.variants import builtin
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, VOCAB = 4, 2, 64, 16, 97
@@ -146,6 +146,22 @@ def test_values_of_another_width(device: torch.device) -> None:
     eager = attend(q, k, v)
     assert eager.shape == (sum(QO_LENS), HEADS, 40)
     assert torch.equal(eager, torch.compile(attend, fullgraph=True)(q, k, v))
+
+
+@pytest.mark.slow
+def test_appended_latents(device: torch.device) -> None:
+    caches = [torch.zeros(4, 4, 576, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    latent, rope = torch.randn(3, 512, device=device).bfloat16(), torch.randn(3, 64, device=device).bfloat16()
+    slots = torch.tensor([5, -1, 11], device=device)
+
+    def layer(cache: Tensor) -> None:
+        k = cache.unsqueeze(2)
+        append_mla_kv(latent * 2, rope, KVCache.unchecked(k, k[..., :512]), slots)
+
+    layer(caches[0])
+    torch.compile(layer, fullgraph=True)(caches[1])
+    assert torch.equal(*caches)
+    assert caches[0].abs().sum() > 0
 
 
 @pytest.mark.slow

@@ -33,6 +33,19 @@ def test_kernel_set_is_complete() -> None:
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
 
 
+def test_kernels_that_ci_leaves_out_are_like_others() -> None:
+    """Of float16, or of the generic design for Hopper: CI compiles the same of bfloat16, or for Ampere."""
+    distinct = {arch: set(manifest.distinct_kernels(arch)) for arch in manifest.ARCHS}
+    left_out = {arch: manifest.kernels(arch).keys() - names for arch, names in distinct.items()}
+    for arch, names in left_out.items():
+        generic = {name for name in names if "_sm80_" in name}
+        assert {name.replace("_f16_", "_bf16_") for name in generic} <= distinct["sm_80"]
+        assert {name.replace("_f16", "_bf16") for name in names - generic} <= distinct[arch]
+    assert {arch: len(names) for arch, names in left_out.items()} == {"sm_90a": 53, "sm_80": 13}
+    for name in ("attention_sm80_bf16_d128_standard", "attention_sm80_f16_d128_standard", "attention_sm90_f16_d128_standard"):
+        assert name in distinct["sm_90a"]
+
+
 def test_names_say_what_kernels_are_for() -> None:
     name = "attention_sm90_bf16_e4m3_q_d72_standard"
     assert manifest.attention_name("sm90", "bf16", 72, kv_element="e4m3", float8_q=True) == name

@@ -11,7 +11,8 @@ import pytest
 import torch
 from float8_cases import DTYPES, SCALES, Float8Case, rounding
 from tiers import mostly_slow
-from variant_fuzz.catalogue import Sizes, entry_of
+from variant_fuzz.arguments import Sizes
+from variant_fuzz.catalogue import entry_of
 
 from attn_backend import Attention
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from float8_cases import Float8Case
 from tiers import mostly_slow
-from variant_fuzz.catalogue import Entry, Sizes, by_reference, entries, ids
+from variant_fuzz.arguments import Sizes, ids
+from variant_fuzz.catalogue import Entry, by_reference, entries
 from variant_fuzz.runner import run_case, tasks
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant

@@ -17,7 +17,8 @@ from float8_cases import rounded, rounding
 from float8_outputs import check_rounded, out_of_8_bits, scale_for
 from mixed_cases import MIXTURES
 from tiers import mostly_slow
-from variant_fuzz.catalogue import Sizes, entry_of
+from variant_fuzz.arguments import Sizes
+from variant_fuzz.catalogue import entry_of
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
 

@@ -1,6 +1,8 @@
-"""A hundred thousand rows of anything: no hang, no fault, every flag right, every token legal."""
+"""Rows from which nothing can be drawn; and a hundred thousand rows of anything: no hang, no fault, every flag right, every token legal."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -8,8 +10,47 @@ from sampling_oracle import bits
 
 from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 
+NAN, INF = math.nan, math.inf
 BATCH = 1000
 NASTY = torch.tensor([float("nan"), float("inf"), -float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 3.4e38, -3.4e38, 1e-45, -1e-45, 65504.0, 1e4, -1e4, 20.0])
+
+
+BAD_ROWS = {
+    "NaN": [0.0, NAN, 1.0],
+    "only NaN": [NAN, NAN, NAN],
+    "+inf": [0.0, INF, 1.0],
+    "+inf and -inf": [-INF, INF, -INF],
+    "all -inf": [-INF, -INF, -INF],
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_flags_itself_and_nobody_else(device: torch.device, name: str, temperature: float) -> None:
+    logits = torch.randn(9, 3, generator=torch.Generator().manual_seed(7))
+    seeds = torch.arange(9, device=device)
+    good = sample(logits.to(device), temperature=temperature, seed=seeds, return_logprobs=True, num_top_logprobs=2)
+    logits[4] = torch.tensor(BAD_ROWS[name])
+    for settings in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}):
+        bad = sample(logits.to(device), temperature=temperature, seed=seeds, return_logprobs=True, num_top_logprobs=2, **settings)
+        assert bad.valid.tolist() == [i != 4 for i in range(9)]
+        assert bad.token_ids[4].item() == 0
+        assert bad.logprobs is not None
+        assert bad.top_logprobs is not None
+        assert math.isnan(bad.logprobs[4].item())
+        assert bool(bad.top_logprobs[4].isnan().all())
+        if not settings:
+            others = [i for i in range(9) if i != 4]
+            assert bad.token_ids[others].tolist() == good.token_ids[others].tolist()
+
+
+@pytest.mark.parametrize("parameter", ["temperature", "top_p", "min_p"])
+def test_a_nan_parameter_makes_a_bad_row(device: torch.device, parameter: str) -> None:
+    values = torch.full((3,), 0.5, device=device)
+    values[1] = NAN
+    assert sample(torch.zeros(3, 10, device=device), **{parameter: values}).valid.tolist() == [True, False, True]  # type: ignore[arg-type]
+    negative = torch.tensor([1.0, -1.0, 0.0], device=device)
+    assert sample(torch.zeros(3, 10, device=device), temperature=negative).valid.tolist() == [True, False, True]
 
 
 def nasty(generator: torch.Generator, rows: int, vocab: int) -> torch.Tensor:

@@ -15,7 +15,8 @@ import numpy
 import oracle
 import pytest
 import torch
-from variant_fuzz.catalogue import Sizes, by_reference, entries, ids
+from variant_fuzz.arguments import Sizes, ids
+from variant_fuzz.catalogue import by_reference, entries
 from variant_fuzz.problems import Form, random_problem
 from variant_fuzz.runner import run_case, tasks
 

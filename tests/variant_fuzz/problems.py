@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition, KVCache
 
-from .catalogue import Args, Entry, Sizes
+from .arguments import Args, Sizes
+from .catalogue import Entry
 
 ROUNDING = 2e-6  # of a float32 that has been through a dozen operations
 

@@ -1,0 +1,19 @@
+// What every library of device_attention.cpp has in common: compiled once for all of them (compilation.precompiled()).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <numeric>
+#include <vector>
+
+#include "attention/merge/merge.cuh"
+#include "attention/merge/shape.h"
+#include "attention/sm80/attention.cuh"
+#include "attention/sm80/design.h"
+#include "attention/sm90/attention.cuh"
+#include "attention/sm90/design.h"
+#include "common/kernel_code.cuh"
+#include "common/ptx/tensor_copy.cuh"
+#include "cuda_emulation.h"
+#include "planner/params.h"
