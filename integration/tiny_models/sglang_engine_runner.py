@@ -121,8 +121,10 @@ def generate_with_images(engine: Any, folder: Path, asked: list[Question]) -> li
 
 
 def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """Embeddings of text: the engine takes no tokens for them."""
-    outputs = engine.encode([text_of(question.expanded) for question in asked])
+    """What Engine.encode() asks of generate_request() for texts: those of EmbeddingGemma would get one more token."""
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+    outputs = _outputs(engine, EmbeddingReqInput(input_ids=[question.expanded for question in asked]))
     return [Answer(values=output["embedding"]) for output in outputs]
 
 
@@ -147,9 +149,14 @@ def score_items(engine: Any, folder: Path, asked: list[Question]) -> list[Answer
     labels = [LABELS] * len(asked)
     options = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": labels}
     request = GenerateReqInput(input_ids=prompts, multi_item_delimiter_indices=delimiters, **options)
-    outputs = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+    outputs = _outputs(engine, request)
     # At every delimiter, the first included, which no item is in front of.
     return [answer_of([token for place in output["meta_info"]["input_token_ids_logprobs"][1:] for token in place]) for output in outputs]
+
+
+def _outputs(engine: Any, request: Any) -> list[dict[str, Any]]:
+    outputs: list[dict[str, Any]] = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+    return outputs
 
 
 ASK: dict[str, Callable[[Any, Path, list[Question]], list[Answer]]] = {

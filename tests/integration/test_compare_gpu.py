@@ -114,10 +114,6 @@ class FakeEngine:
         self.asked = pairs
         return self.outputs
 
-    def encode(self, prompts):
-        self.asked = prompts
-        return self.outputs
-
     async def generate_request(self, request, _http_request):
         self.asked = request
         yield self.outputs
@@ -228,20 +224,21 @@ def test_whisper_takes_the_prompts_of_the_questions(monkeypatch, need_engine):
         assert torch.equal(item.feature, torch.tensor(question.audio))
 
 
-def test_embeddings_are_asked_for_by_words(tmp_path):
-    from transformers import AutoTokenizer
-
-    write_tokenizer(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(range(VOCAB))
+def test_embeddings_are_asked_for_by_tokens(need_engine):
+    need_engine("sglang")
     engine = FakeEngine([{"embedding": [0.5, -0.5]}])
-    assert sglang_engine_runner.embed(engine, tmp_path, [Question([12, 13])]) == [Answer(values=[0.5, -0.5])]
-    assert engine.asked == ["t012 t013"]
+    assert sglang_engine_runner.embed(engine, Path(), [Question([12, 13])]) == [Answer(values=[0.5, -0.5])]
+    request = engine.asked
+    request.normalize_batch_and_arguments()
+    assert request[0].input_ids == [12, 13]
+    assert request[0].text is None
 
 
 def test_documents_are_scored_in_pairs_of_words(tmp_path):
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path, tells_texts=True)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(range(VOCAB))
     encoded = AutoTokenizer.from_pretrained(tmp_path)("t012 t013", "t014")
     assert (encoded["input_ids"], encoded["token_type_ids"]) == ([12, 13, 14], [0, 0, 1])
     engine = FakeEngine([{"embedding": 0.5}, {"embedding": -0.5}])
