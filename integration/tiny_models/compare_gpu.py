@@ -2,14 +2,16 @@
 
     python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME ...] [--models FOLDER] [--jobs N] [--results FOLDER]
 
-In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far away as that one, and a
-token may be another one where both are as probable. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells
-them, and of generated tokens. --models: made elsewhere, with the reference's answers (`compare.models_folder`).
+In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far from transformers as that
+one. A token may be another one than transformers', or than the own backend's, where both are as probable: one of the two is enough, as the own backend may be
+the wrong one. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells them, and of generated tokens, up to the
+first that is another one. --models: made elsewhere, with the reference's answers (`compare.models_folder`).
 
 A line says when a family's engine starts, with its log, when it is ready, has answered or failed; a family is compared when both backends have ended with it.
 Answers and logs lie in FOLDER/FAMILY: a run that is killed leaves what there was.
 
-Exit status: 1 if a family is farther away, or fails with our backend; else 0. One that fails with the engine's own backend is compared with transformers alone.
+Exit status: 1 if a family is farther away, fails with our backend, or has no token of transformers'; else 0. One that fails with the engine's own backend, or
+has no token of transformers' there, is compared with transformers alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from integration.environment import REPOSITORY
@@ -37,36 +38,30 @@ LARGEST_ALONE = 0.1
 LARGEST_TIE = 0.1  # difference of log-probabilities of two tokens that are as probable
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Attributes:
-    rms: of differences of log-probabilities, or of elements of embeddings, or of scores.
-    tie: the largest difference between two tokens' log-probabilities where answers part; 0 where they do not.
-    """
-
-    rms: float
-    tie: float
-
-
-def distance(ours: list[Answer], other: list[Answer]) -> Distance:
-    """The distance of answers to the same questions, as far as they have the same tokens.
+def distance(ours: list[Answer], other: list[Answer]) -> float | None:
+    """Of answers to the same questions, as far as they have the same tokens: the root mean square of differences of log-probabilities, or of elements of
+    embeddings, or of scores. None: all differ at once.
 
     Raises:
-        ValueError: answers to other questions, or nothing to compare.
+        ValueError: answers to other questions.
     """
     squares: list[float] = []
-    tie = 0.0
     for a, b in zip(ours, other, strict=True):
         prompts = zip(a.prompt_logprobs, b.prompt_logprobs, strict=True) if a.prompt_logprobs and b.prompt_logprobs else ()
         squares += [(x - y) ** 2 for x, y in [*prompts, *zip(a.values, b.values, strict=True)]]
-        for token, other_token, x, y in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=True):
-            if token != other_token:
-                tie = max(tie, abs(x - y))
-                break
-            squares.append((x - y) ** 2)
-    if not squares:
-        raise ValueError("ours: nothing that can be compared")
-    return Distance(math.sqrt(sum(squares) / len(squares)), tie)
+        same = _same_tokens(a, b)
+        squares += [(x - y) ** 2 for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True)]
+    return math.sqrt(sum(squares) / len(squares)) if squares else None
+
+
+def apart(one: Answer, other: Answer) -> float:
+    """The difference of log-probabilities of the first tokens that differ; 0 where none do."""
+    same = _same_tokens(one, other)
+    return 0.0 if same == len(one.tokens) else abs(one.logprobs[same] - other.logprobs[same])
+
+
+def _same_tokens(one: Answer, other: Answer) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), len(one.tokens))
 
 
 def families_of(engine: str, asked: list[str] | None) -> list[str]:
@@ -101,16 +96,24 @@ def compare(engine: str, family: str, models: Path, answers: Path) -> tuple[bool
     found = {backend: answers_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
     logs = {backend: log_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
     if not found["ours"].exists():
-        return False, f"failed, log {logs['ours']}"
-    reference = read_answers(answers_file(models, family, "reference"))
-    ours = read_answers(found["ours"])
-    to_reference = distance(ours, reference)
-    if not found["stock"].exists():
-        return to_reference.rms <= LARGEST_ALONE, f"{to_reference.rms:.1e}, own backend does not serve it, log {logs['stock']}"
-    stock = read_answers(found["stock"])
-    to_stock, of_stock = distance(ours, stock), distance(stock, reference)
-    near = to_reference.rms <= MOST_TIMES_STOCK * of_stock.rms and to_stock.tie <= LARGEST_TIE
-    return near, f"{to_reference.rms:.1e}, own backend {of_stock.rms:.1e}, between them {to_stock.rms:.1e}, tokens that differ are {to_stock.tie:.1e} apart"
+        return False, f"failed, log {logs['ours']}" + ("" if found["stock"].exists() else f"; own backend, too, log {logs['stock']}")
+    reference, ours = read_answers(answers_file(models, family, "reference")), read_answers(found["ours"])
+    stock = read_answers(found["stock"]) if found["stock"].exists() else None
+    to_reference, of_stock = distance(ours, reference), None if stock is None else distance(stock, reference)
+    others = [reference] if stock is None else [reference, stock]
+    tie = max(min(apart(a, b) for b in of_question) for a, *of_question in zip(ours, *others, strict=True))
+    parts = [_text(to_reference)]
+    if stock is None:
+        parts.append(f"own backend does not serve it, log {logs['stock']}")
+    else:
+        parts += [f"own backend {_text(of_stock)}", f"between them {_text(distance(ours, stock))}"]
+    parts.append(f"tokens that differ are {tie:.1e} apart")
+    farthest = LARGEST_ALONE if of_stock is None else MOST_TIMES_STOCK * of_stock
+    return to_reference is not None and to_reference <= farthest and tie <= LARGEST_TIE, ", ".join(parts)
+
+
+def _text(rms: float | None) -> str:
+    return "nothing to compare" if rms is None else f"{rms:.1e}"
 
 
 def main() -> None:
@@ -131,7 +134,7 @@ def main() -> None:
         for name in served(engine, families_of(engine, arguments.family), models, results, arguments.jobs):
             near, line = compare(engine, name, models, results)
             all_near &= near
-            print(f"{engine:8}{name:12}{'ok   ' if near else 'WRONG'}  {line}", flush=True)
+            print(f"{engine:8}{name:16}{'ok   ' if near else 'WRONG'}  {line}", flush=True)
     sys.exit(int(not all_near))
 
 

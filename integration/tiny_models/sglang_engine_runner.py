@@ -10,10 +10,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from integration.server import free_port
-from integration.tiny_models.families import FAMILIES, Family
+from integration.tiny_models.families import COMMON, FAMILIES, Family
 from integration.tiny_models.questions import LABELS, NEW_TOKENS, Answer, Question, questions
 from integration.tiny_models.runner import run_families, say_ready
 from integration.tiny_models.tokenizer import BOS, text_of
@@ -25,20 +29,44 @@ GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "mem_fraction_static": 0.9, 
 # By default there would be a graph of prefills for each of some 50 numbers of tokens, up to max_total_tokens; all questions together have fewer than 256.
 GPU_OPTIONS |= {"cuda_graph_bs_prefill": [16, 64, 256], "cuda_graph_max_bs_prefill": 256}
 CPU_OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "mem_fraction_static": 0.5, "disable_cuda_graph": True}
-STOCK_OF_KIND = {"audio": "flashinfer", "items": "flashinfer"}  # Triton has no cross attention in graphs, and no items
+# The Triton backend of SGLang 0.5.17 has no cross attention in graphs, no items and no chunks; it decodes over windows that are a token short, and leaves
+# those to both sides out; and its output for Gemma 3n has dimensions that the model does not take.
+STOCK_OF_FAMILY = {"whisper": "flashinfer", "items": "flashinfer", **dict.fromkeys(("gemma2", "gpt_oss", "embedding_gemma", "llama4", "gemma3n"), "fa3")}
+# In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take; Gemma 4's tiny model has no processor of images.
+GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {"gemma3n": {"disable_prefill_cuda_graph": True}, "gemma4": {"enable_multimodal": False}}
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
     """Twice, the second time from the prefix cache where a family has one; the answers are those of the second time."""
-    engine = start(family, folder)
-    say_ready()
-    try:
-        asked = questions(family)
-        for _ in range(2):
-            answers = ASK[family.kind](engine, folder, asked)
-        return answers
-    finally:
-        engine.shutdown()
+    with TemporaryDirectory() as made:
+        engine = start(family, folder if ON_CPU else as_served(family, folder, Path(made)))
+        say_ready()
+        try:
+            asked = questions(family)
+            for _ in range(2):
+                answers = ASK[family.kind](engine, folder, asked)
+            return answers
+        finally:
+            engine.shutdown()
+
+
+def as_served(family: Family, folder: Path, made: Path) -> Path:
+    """Makes a checkpoint as SGLang's models on a GPU expect one: in bfloat16 (gpt-oss makes its weights in the type that the configuration names), and of Llama
+    4 with queries and keys in the order in which it rotates (its class with images permutes them itself, that of text alone does not)."""
+    for file in folder.iterdir():
+        if file.name == "config.json":
+            (made / file.name).write_text(file.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+        elif family.name == "llama4" and file.suffix == ".safetensors":
+            weights = {name: _halves(weight) if "q_proj" in name or "k_proj" in name else weight for name, weight in load_file(file).items()}
+            save_file(weights, made / file.name, {"format": "pt"})
+        else:
+            (made / file.name).symlink_to(file.resolve())
+    return made
+
+
+def _halves(weight: Tensor) -> Tensor:
+    """Of each head's rows first those with even numbers, then the others: a rotation of neighbours becomes one of halves."""
+    return weight.view(-1, COMMON["head_dim"] // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def start(family: Family, folder: Path) -> Any:
@@ -49,10 +77,11 @@ def start(family: Family, folder: Path) -> Any:
         sys.path.append(str(SHIMS))
     import sglang
 
-    stock = "torch_native" if ON_CPU else STOCK_OF_KIND.get(family.kind, "triton")
+    stock = "torch_native" if ON_CPU else STOCK_OF_FAMILY.get(family.name, "triton")
     options: dict[str, Any] = {"context_length": 128, "max_running_requests": 8, "max_total_tokens": 4096, "log_level": "info", "port": free_port()}
     options |= {"attention_backend": "attn_backend" if OURS == "ours" else stock, "sampling_backend": "pytorch"}
-    engine = sglang.Engine(model_path=str(folder), **options | (CPU_OPTIONS if ON_CPU else GPU_OPTIONS) | family.engines["sglang"])
+    of_device = CPU_OPTIONS if ON_CPU else GPU_OPTIONS | GPU_OPTIONS_OF_FAMILY.get(family.name, {})
+    engine = sglang.Engine(model_path=str(folder), **options | of_device | family.engines["sglang"])
     if family.kind == "audio":
         take_prompts(engine.tokenizer_manager.mm_processor)
     return engine
@@ -85,9 +114,17 @@ def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
     return [answer_of(output["meta_info"]["output_token_logprobs"]) for output in outputs]
 
 
+def generate_with_images(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
+    """SGLang's own backend is asked one prompt at a time: its masks fail where one of a step has an image and another has none."""
+    steps = [asked] if OURS == "ours" else [[question] for question in asked]
+    return [answer for step in steps for answer in generate(engine, folder, step)]
+
+
 def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """Embeddings of text: the engine takes no tokens for them."""
-    outputs = engine.encode([text_of(question.expanded) for question in asked])
+    """What Engine.encode() asks of generate_request() for texts: those of EmbeddingGemma would get one more token."""
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+    outputs = _outputs(engine, EmbeddingReqInput(input_ids=[question.expanded for question in asked]))
     return [Answer(values=output["embedding"]) for output in outputs]
 
 
@@ -112,14 +149,19 @@ def score_items(engine: Any, folder: Path, asked: list[Question]) -> list[Answer
     labels = [LABELS] * len(asked)
     options = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": labels}
     request = GenerateReqInput(input_ids=prompts, multi_item_delimiter_indices=delimiters, **options)
-    outputs = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+    outputs = _outputs(engine, request)
     # At every delimiter, the first included, which no item is in front of.
     return [answer_of([token for place in output["meta_info"]["input_token_ids_logprobs"][1:] for token in place]) for output in outputs]
 
 
+def _outputs(engine: Any, request: Any) -> list[dict[str, Any]]:
+    outputs: list[dict[str, Any]] = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+    return outputs
+
+
 ASK: dict[str, Callable[[Any, Path, list[Question]], list[Answer]]] = {
     "generate": generate,
-    "image": generate,
+    "image": generate_with_images,
     "audio": generate,
     "embed": embed,
     "score": score_documents,

@@ -18,9 +18,11 @@ import torch
 pytest.importorskip("transformers", reason="needs the environment of `make test`")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from safetensors.torch import load_file, save_file
+
 from integration.processes import own_modules
 from integration.tiny_models import compare_gpu, reference, sglang_engine_runner
-from integration.tiny_models.compare_gpu import compare, distance, families_of, served
+from integration.tiny_models.compare_gpu import apart, compare, distance, families_of, served
 from integration.tiny_models.families import FAMILIES
 from integration.tiny_models.questions import LABELS, Answer, Question, questions, read_answers
 from integration.tiny_models.tokenizer import BOS, VOCAB, text_of, write_tokenizer
@@ -30,15 +32,24 @@ REFERENCE = Answer([1, 2, 3], [-1.0, -2.0, -3.0], [-4.0])
 
 def test_distance_ends_where_tokens_differ():
     other = Answer([1, 5, 9], [-1.5, -2.1, -7.0], [-4.5])
-    found = distance([REFERENCE], [other])
-    assert found.rms == pytest.approx(0.5)
-    assert found.tie == pytest.approx(0.1)
+    assert distance([REFERENCE], [other]) == pytest.approx(0.5)
+    assert apart(REFERENCE, other) == pytest.approx(0.1)
+    assert apart(REFERENCE, REFERENCE) == 0.0
 
 
 def test_distance_of_embeddings_and_of_nothing():
-    assert distance([Answer(values=[0.5, 1.0])], [Answer(values=[0.25, 1.25])]).rms == 0.25
-    with pytest.raises(ValueError, match="nothing that can be compared"):
-        distance([Answer([1], [-1.0])], [Answer([2], [-1.0])])
+    embedding = Answer(values=[0.5, 1.0])
+    assert distance([embedding], [Answer(values=[0.25, 1.25])]) == 0.25
+    assert apart(embedding, Answer(values=[0.25, 1.25])) == 0.0
+    assert distance([Answer([1], [-1.0])], [Answer([2], [-1.0])]) is None
+
+
+def compare_answers(folder, *, ours, stock=None):
+    (folder / "bert").mkdir()
+    for name, answer in (("reference", REFERENCE), ("vllm-ours", ours), ("vllm-stock", stock)):
+        if answer is not None:
+            (folder / "bert" / f"{name}.answers.json").write_text(json.dumps([asdict(answer)]))
+    return compare("vllm", "bert", folder, folder)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +62,38 @@ def test_distance_of_embeddings_and_of_nothing():
     ],
 )
 def test_the_engines_own_backend_is_the_measure(ours, near, tmp_path):
-    for name, answer in (("reference", REFERENCE), ("vllm-stock", Answer([1, 2, 3], [-1.1, -2.1, -3.1], [-4.1])), ("vllm-ours", ours)):
-        (tmp_path / "bert").mkdir(exist_ok=True)
-        (tmp_path / "bert" / f"{name}.answers.json").write_text(json.dumps([asdict(answer)]))
-    assert compare("vllm", "bert", tmp_path, tmp_path)[0] == near
+    assert compare_answers(tmp_path, ours=ours, stock=Answer([1, 2, 3], [-1.1, -2.1, -3.1], [-4.1]))[0] == near
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock", "near"),
+    [
+        (Answer([1, 2, 3], [-1.0, -2.1, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), True),  # its own has another token, which is less probable
+        (Answer([1, 8, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), False),  # not ours either
+        (Answer([1, 7, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.6, -3.1]), True),  # both have another token: the engine's model
+    ],
+)
+def test_a_token_is_transformers_or_the_own_backends(ours, stock, near, tmp_path):
+    assert compare_answers(tmp_path, ours=ours, stock=stock)[0] == near
+
+
+def test_nothing_to_compare_is_a_line(tmp_path):
+    """Answers that differ from transformers' at once: of the own backend, and of ours."""
+    elsewhere = Answer([9, 9, 9], [-1.3, -2.0, -3.0])
+    for name in ("near", "far", "wrong"):
+        (tmp_path / name).mkdir()
+    near, line = compare_answers(tmp_path / "near", ours=Answer([1, 2, 3], [-1.05, -2.05, -3.05]), stock=elsewhere)
+    assert (near, line) == (True, "5.0e-02, own backend nothing to compare, between them nothing to compare, tokens that differ are 0.0e+00 apart")
+    assert not compare_answers(tmp_path / "far", ours=Answer([1, 2, 3], [-1.2, -2.2, -3.2]), stock=elsewhere)[0]
+    near, line = compare_answers(tmp_path / "wrong", ours=elsewhere)
+    assert not near
+    assert line.startswith("nothing to compare, own backend does not serve it, log ")
 
 
 def test_a_family_that_failed_is_not_near(tmp_path):
-    assert compare("vllm", "bert", tmp_path, tmp_path) == (False, f"failed, log {tmp_path}/bert/vllm-ours.log")
+    logs = [f"{tmp_path}/bert/vllm-{who}.log" for who in ("ours", "stock")]
+    assert compare("vllm", "bert", tmp_path, tmp_path) == (False, f"failed, log {logs[0]}; own backend, too, log {logs[1]}")
+    assert compare_answers(tmp_path, ours=None, stock=REFERENCE) == (False, f"failed, log {logs[0]}")
 
 
 # What SGLang's engine is asked (integration/tiny_models/sglang_engine_runner.py)
@@ -77,10 +112,6 @@ class FakeEngine:
 
     def rerank(self, pairs):
         self.asked = pairs
-        return self.outputs
-
-    def encode(self, prompts):
-        self.asked = prompts
         return self.outputs
 
     async def generate_request(self, request, _http_request):
@@ -107,6 +138,28 @@ def test_sglang_has_graphs_for_all_questions():
     assert max(sizes) == sglang_engine_runner.GPU_OPTIONS["cuda_graph_max_bs_prefill"]
 
 
+def test_checkpoints_as_sglang_expects_them(tmp_path):
+    """In bfloat16; of Llama 4 with the rows that are rotated together, neighbours in transformers, half a head apart."""
+    folder = tmp_path / "model"
+    (folder / "1_Pooling").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32", "text_config": {"dtype": "float32"}}))
+    rows = torch.arange(2 * 64.0)[:, None].repeat(1, 3)
+    save_file({"layers.0.q_proj.weight": rows, "layers.0.v_proj.weight": rows.clone()}, folder / "model.safetensors")
+    for family in ("gemma2", "llama4"):
+        (tmp_path / family).mkdir()
+        made = sglang_engine_runner.as_served(FAMILIES[family], folder, tmp_path / family)
+        assert json.loads((made / "config.json").read_text()) == {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
+        assert (made / "1_Pooling").is_dir()
+        weights = load_file(made / "model.safetensors")
+        assert torch.equal(weights["layers.0.v_proj.weight"], rows)
+        head = [*range(0, 64, 2), *range(1, 64, 2)] if family == "llama4" else [*range(64)]
+        assert weights["layers.0.q_proj.weight"][:, 0].tolist() == [*head, *(64 + row for row in head)]
+
+
+def test_options_are_of_families_that_there_are():
+    assert {*sglang_engine_runner.STOCK_OF_FAMILY, *sglang_engine_runner.GPU_OPTIONS_OF_FAMILY} <= set(families_of("sglang", None))
+
+
 def test_the_engine_is_asked_for_tokens_alone():
     asked = questions(FAMILIES["gemma2"])
     engine = FakeEngine([{"meta_info": {"output_token_logprobs": of_tokens(-1.0, -2.0)}}])
@@ -125,9 +178,10 @@ def test_images_belong_to_their_prompts(monkeypatch, need_engine):
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     monkeypatch.setattr(reference, "image_pixels", lambda _folder, question: torch.tensor(question.image))
+    monkeypatch.setattr(sglang_engine_runner, "OURS", "ours")
     asked = questions(FAMILIES["gemma3"])
     engine = FakeEngine([])
-    sglang_engine_runner.generate(engine, Path(), asked)
+    sglang_engine_runner.generate_with_images(engine, Path(), asked)
     request = GenerateReqInput(**engine.asked)
     request.normalize_batch_and_arguments()
     for i, question in enumerate(asked):
@@ -138,6 +192,15 @@ def test_images_belong_to_their_prompts(monkeypatch, need_engine):
             (image,) = one.image_data
             assert image["format"] == "processor_output"
             assert torch.equal(image["pixel_values"], torch.tensor(question.image))
+
+
+def test_the_own_backend_gets_prompts_with_and_without_images_one_at_a_time(monkeypatch):
+    monkeypatch.setattr(reference, "image_pixels", lambda _folder, question: torch.tensor(question.image))
+    monkeypatch.setattr(sglang_engine_runner, "OURS", "stock")
+    asked = questions(FAMILIES["gemma3"])
+    engine = FakeEngine([{"meta_info": {"output_token_logprobs": of_tokens(-1.0)}}])
+    assert sglang_engine_runner.generate_with_images(engine, Path(), asked) == [Answer([0], [-1.0])] * len(asked)
+    assert engine.asked["input_ids"] == [asked[-1].expanded]
 
 
 def test_whisper_takes_the_prompts_of_the_questions(monkeypatch, need_engine):
@@ -161,20 +224,21 @@ def test_whisper_takes_the_prompts_of_the_questions(monkeypatch, need_engine):
         assert torch.equal(item.feature, torch.tensor(question.audio))
 
 
-def test_embeddings_are_asked_for_by_words(tmp_path):
-    from transformers import AutoTokenizer
-
-    write_tokenizer(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(range(VOCAB))
+def test_embeddings_are_asked_for_by_tokens(need_engine):
+    need_engine("sglang")
     engine = FakeEngine([{"embedding": [0.5, -0.5]}])
-    assert sglang_engine_runner.embed(engine, tmp_path, [Question([12, 13])]) == [Answer(values=[0.5, -0.5])]
-    assert engine.asked == ["t012 t013"]
+    assert sglang_engine_runner.embed(engine, Path(), [Question([12, 13])]) == [Answer(values=[0.5, -0.5])]
+    request = engine.asked
+    request.normalize_batch_and_arguments()
+    assert request[0].input_ids == [12, 13]
+    assert request[0].text is None
 
 
 def test_documents_are_scored_in_pairs_of_words(tmp_path):
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path, tells_texts=True)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(range(VOCAB))
     encoded = AutoTokenizer.from_pretrained(tmp_path)("t012 t013", "t014")
     assert (encoded["input_ids"], encoded["token_type_ids"]) == ([12, 13, 14], [0, 0, 1])
     engine = FakeEngine([{"embedding": 0.5}, {"embedding": -0.5}])
@@ -261,7 +325,8 @@ def test_a_family_is_compared_when_both_backends_have_ended(tmp_path, monkeypatc
         (answers / "gemma2").mkdir(exist_ok=True)
         path = answers / "gemma2" / f"sglang-{backend}.answers.json"
         if backend == "ours":
-            path.write_text(json.dumps([asdict(REFERENCE)]))
+            path.with_suffix(".partial").write_text(json.dumps([asdict(REFERENCE)]))
+            path.with_suffix(".partial").rename(path)
         else:
             path.with_suffix(".error").write_text("no such layer")
         assert may_go_on.wait(60)
@@ -274,8 +339,8 @@ def test_a_family_is_compared_when_both_backends_have_ended(tmp_path, monkeypatc
     assert next(families) == "gemma2"
     near, line = compare("sglang", "gemma2", models, results)
     assert near
-    assert line.endswith(f"own backend does not serve it, log {results}/gemma2/sglang-stock.log")
+    assert line.startswith(f"0.0e+00, own backend does not serve it, log {results}/gemma2/sglang-stock.log")
     may_go_on.set()
     assert list(families) == ["phi3"]
-    assert compare("sglang", "phi3", models, results) == (False, f"failed, log {results}/phi3/sglang-ours.log")
+    assert not compare("sglang", "phi3", models, results)[0]
     assert capsys.readouterr().out == "sglang, ours: the program ended\n"

@@ -200,19 +200,23 @@ class SGLangAttentionBackend(AttentionBackend):
     def _forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool, extra: dict[str, Any]
     ) -> Tensor:
-        """q: [rows, num_qo_heads * head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v]; k and v None where
-        another layer's cache is read. extra: of latents q_rope [rows, num_qo_heads, rotated part] and k_rope [rows, 1, rotated part], where these are
-        not in q and k.
+        """q: [rows, num_qo_heads * head_dim], or these elements in other dimensions: 0.5.17's Gemma 3 has [1, rows, num_qo_heads, head_dim]; k: [rows,
+        num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v]; k and v None where another layer's cache is read. extra: of latents q_rope [rows,
+        num_qo_heads, rotated part] and k_rope [rows, 1, rotated part], where these are not in q and k.
 
-        Returns [rows, num_qo_heads * head_dim_v].
+        Returns [rows, num_qo_heads * head_dim_v], or the engine's output as it is.
         """
+        if torch.is_grad_enabled():  # Whisper's forward() is not under torch.no_grad(), and SGLang captures decode graphs outside of it
+            with torch.no_grad():
+                return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
         q_rope, k_rope = extra.pop("q_rope", None), extra.pop("k_rope", None)
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
         plan = known.plan
         attention = plan.current or self._plan_late(plan)  # before append_kv, which run() relies on
-        num_rows, out = q.shape[0], _output(q, known, forward_batch)
-        q_heads = q.view(num_rows, known.num_qo_heads, known.head_dim if q_rope is None else known.head_dim_v)
+        q_heads = q.reshape(-1, known.num_qo_heads, known.head_dim if q_rope is None else known.head_dim_v)
+        num_rows = q_heads.shape[0]
+        out = _output(q, num_rows, known, forward_batch)
         out_heads = out.view(num_rows, known.num_qo_heads, known.head_dim_v)
         if plan.key.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
@@ -299,10 +303,11 @@ class SGLangAttentionBackend(AttentionBackend):
             self._window.allocate(self._max_rows)
 
 
-def _output(q: Tensor, known: Layer, forward_batch: Any) -> Tensor:
-    """[rows, num_qo_heads * head_dim_v], the engine's if it has made one."""
+def _output(q: Tensor, num_rows: int, known: Layer, forward_batch: Any) -> Tensor:
+    """[rows, num_qo_heads * head_dim_v], or the engine's of this size, in its dimensions, if it has made one."""
     out: Tensor | None = getattr(forward_batch, "_attn_output", None)
-    return q.new_empty((q.shape[0], known.num_qo_heads * known.head_dim_v)) if out is None or out.shape[0] != q.shape[0] else out
+    row = known.num_qo_heads * known.head_dim_v
+    return q.new_empty((num_rows, row)) if out is None or out.numel() != num_rows * row else out
 
 
 def _new_tokens(k: Tensor | None, v: Tensor | None, known: Layer) -> KVCache:
