@@ -28,15 +28,6 @@ constexpr int32_t kMaxForestRequests = 1024;
 /// comparisons than it has branches on a path is right all the same, only not as deep.
 constexpr int32_t kMaxComparisons = 16;
 
-/// Most pages of a request that is compared with all before it that may share more: its CTA compares a page table with
-/// each of its warps.
-constexpr int32_t kFewPages = 1024;
-
-/// Whether a request with `pages` pages is compared with all before it: only in batches where each request has a CTA.
-ATTN_HD bool compares_with_all(int32_t num_requests, int32_t pages) {
-  return num_requests <= kMaxSearchCtas && pages <= kFewPages;
-}
-
 /// The most leading pages of two requests that are compared.
 constexpr int32_t kMaxSharedPages = 1 << 20;
 

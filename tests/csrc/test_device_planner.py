@@ -145,6 +145,18 @@ def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, s
     assert schedule_model.same(host_planner.plan(library, attention, view, seed), planned)
 
 
+@pytest.mark.parametrize("num_requests", [17, 18, 60])
+def test_more_branches_on_a_path_than_a_request_is_compared_with(library: ctypes.CDLL, num_requests: int) -> None:
+    """Each request shares a page more with those after it than with those before: 16 nodes are found, of batches of any size."""
+    pages = [[*range(i + 1), 1000 + i] for i in range(num_requests)]
+    batch = Batch(16, [1] * num_requests, [16 * len(own) for own in pages], pages, 2000)
+    attention = make_attention(SHAPES[0], max_rows=num_requests, max_batch=num_requests, cascade="always")
+    view = batch.view(numpy.random.default_rng(0), "cpu")
+    planned = host_planner.plan(library, attention, view)
+    assert len(planned.forest) == 16
+    assert schedule_model.same(host_planner.plan(library, attention, view, num_requests), planned)
+
+
 @pytest.mark.parametrize("num_requests", [512, 641, 1024])
 @pytest.mark.parametrize("kind", ["levels", "pairs", "random"])
 def test_very_many_requests(library: ctypes.CDLL, num_requests: int, kind: str) -> None:

@@ -19,8 +19,6 @@ from attn_backend.metadata.composition import MAX_LEVELS
 
 MODES = [True, "always"]
 MAX_COMPARISONS = 16  # kMaxComparisons in csrc/planner/forest.h
-MOST_REQUESTS = 128  # compares_with_all() there: of so many requests those of at most ...
-MOST_PAGES = 1024  # ... are compared with all others
 
 
 def plan_only(rng: numpy.random.Generator, device: torch.device, batch: Batch, cascade: object) -> tuple[Attention, BSRView]:
@@ -95,8 +93,7 @@ def check_forest(batch: Batch, forest: tuple[PrefixNode, ...], row_limit: float 
     found = {(node.request, node.end_page): node for node in forest}
     assert len(found) == len(forest), "a node was found twice"
     same_first_page = max((len(node.members) for node in tree if node.parent < 0), default=0)
-    is_compared_with_all = len(batch.pages) <= MOST_REQUESTS and max(map(len, batch.pages)) <= MOST_PAGES
-    if batch.is_tree or same_first_page <= MAX_COMPARISONS or is_compared_with_all:
+    if batch.is_tree or same_first_page <= MAX_COMPARISONS:
         assert found.keys() == expected.keys()
     for key, node in found.items():
         rows = sum(batch.qo_lens[i] for i in expected[key].members)

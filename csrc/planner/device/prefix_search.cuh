@@ -63,13 +63,12 @@ struct SearchContext {
 
 struct SearchShared {
   uint64_t launch;
-  int32_t best;                   // path_key() of where the only request of a CTA attaches
   int32_t minima[2][kPlanWarps];  // of each team; two sets, used alternately
 };
 
 /// Threads that look for where a request attaches: whole warps.
-template <int32_t kWarps>
 struct SearchTeam {
+  static constexpr int32_t kWarps = 4;
   static constexpr int32_t kThreads = 32 * kWarps;
   static constexpr int32_t kTeams = kPlanWarps / kWarps;
 
@@ -81,21 +80,17 @@ struct SearchTeam {
   /// The smallest value of all threads.
   __device__ __forceinline__ int32_t minimum(int32_t value) {
     int32_t smallest = __reduce_min_sync(kAllLanes, value);
-    if constexpr (kWarps > 1) {
-      int32_t* of_warp = minima[uses++ % 2] + index * kWarps;
-      if (lane_index() == 0) of_warp[thread / 32] = smallest;
-      ptx::barrier_sync(1 + index, kThreads);
+    int32_t* of_warp = minima[uses++ % 2] + index * kWarps;
+    if (lane_index() == 0) of_warp[thread / 32] = smallest;
+    ptx::barrier_sync(1 + index, kThreads);
 #pragma unroll
-      for (int32_t warp = 0; warp < kWarps; ++warp) smallest = min_of(smallest, of_warp[warp]);
-    }
+    for (int32_t warp = 0; warp < kWarps; ++warp) smallest = min_of(smallest, of_warp[warp]);
     return smallest;
   }
 };
 
 /// Leading pages that requests a and b share.
-template <int32_t kWarps>
-__device__ __forceinline__ int32_t common_pages(const SearchContext& s, SearchTeam<kWarps>& team, int32_t a,
-                                                int32_t b) {
+__device__ __forceinline__ int32_t common_pages(const SearchContext& s, SearchTeam& team, int32_t a, int32_t b) {
   constexpr int32_t kBatch = 8;  // pages whose loads a thread has under way at once
   const int32_t limit = min_of(s.shareable[a], s.shareable[b]);
   int32_t differs = limit;  // the first page in which this warp sees a difference
@@ -116,39 +111,30 @@ __device__ __forceinline__ int32_t common_pages(const SearchContext& s, SearchTe
   return team.minimum(differs);
 }
 
-/// The requests before one request that it is compared with by one team: numbers first, first + step, ...
-struct Candidates {
-  int32_t first;
-  int32_t step;
-  uint32_t left;  // a bit for each of those that this thread looks at
-};
-
-/// The smallest of them after `other` that may share more than the first `pages` pages, as it has the same page after
-/// those; `request` itself if there is none. Those that have not are never asked again.
-template <int32_t kWarps>
-__device__ __forceinline__ int32_t next_candidate(const SearchContext& s, SearchTeam<kWarps>& team, int32_t request,
-                                                  int32_t other, int32_t pages, Candidates& candidates) {
+/// The smallest request after `other`, and before `request`, that may share more than the first `pages` pages, as it
+/// has the same page after those; `request` itself if there is none. `candidates`: a bit for each request that this
+/// thread looks at. Those that have another page lose theirs, and are never asked again.
+__device__ __forceinline__ int32_t next_candidate(const SearchContext& s, SearchTeam& team, int32_t request,
+                                                  int32_t other, int32_t pages, uint32_t& candidates) {
   constexpr int32_t kBatch = 4;  // requests whose loads a thread has under way at once
   const int32_t wanted = __ldg(s.entry(request, pages));
-  const auto candidate = [&](int32_t number) {
-    return candidates.first + (number * team.kThreads + team.thread) * candidates.step;
-  };
+  const auto candidate = [&](int32_t number) { return number * team.kThreads + team.thread; };
   int32_t next = request;
 #pragma unroll 1
-  for (int32_t first = 0; first * team.kThreads * candidates.step < request; first += kBatch) {
+  for (int32_t first = 0; first * team.kThreads < request; first += kBatch) {
     int32_t found[kBatch];
 #pragma unroll
     for (int32_t k = 0; k < kBatch; ++k) {
       const int32_t i = candidate(first + k);
       found[k] = ~wanted;
-      if (i < request && (candidates.left >> (first + k) & 1) != 0 && s.shareable[i] > pages)
+      if (i < request && (candidates >> (first + k) & 1) != 0 && s.shareable[i] > pages)
         found[k] = __ldg(s.entry(i, pages));
     }
 #pragma unroll
     for (int32_t k = 0; k < kBatch; ++k) {
       const int32_t i = candidate(first + k);
       if (found[k] != wanted)
-        candidates.left &= ~(1u << (first + k));
+        candidates &= ~(1u << (first + k));
       else if (i > other)
         next = min_of(next, i);
     }
@@ -156,14 +142,14 @@ __device__ __forceinline__ int32_t next_candidate(const SearchContext& s, Search
   return team.minimum(next);
 }
 
-/// Where a request attaches among its candidates. `most_comparisons`: the most candidates that it is compared with.
-template <int32_t kWarps>
-__device__ __forceinline__ Attachment attach(const SearchContext& s, SearchTeam<kWarps>& team, int32_t request,
-                                             Candidates candidates, int32_t most_comparisons) {
+/// Where a request attaches.
+__device__ __forceinline__ Attachment attach(const SearchContext& s, SearchTeam& team, int32_t request) {
+  static_assert(kMaxForestRequests <= 32 * SearchTeam::kThreads, "a bit for each request");
+  uint32_t candidates = kAllLanes;
   Attachment best{-1, 0};
   int32_t other = -1;
 #pragma unroll 1
-  for (int32_t i = 0; i < most_comparisons && best.pages < s.shareable[request]; ++i) {
+  for (int32_t i = 0; i < kMaxComparisons && best.pages < s.shareable[request]; ++i) {
     other = next_candidate(s, team, request, other, best.pages, candidates);
     if (other == request) break;
     const int32_t common = common_pages(s, team, request, other);
@@ -186,31 +172,16 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, char* memor
     s.table_begin[i] = group.table_begin;
     s.shareable[i] = begins_with_page(level.table, group) ? shareable_pages(p, group) : 0;
   });
-  if (thread_index() == 0) {
-    shared.launch = own_launch;
-    shared.best = 0;
-  }
+  if (thread_index() == 0) shared.launch = own_launch;
   __syncthreads();
   const uint64_t launch = shared.launch;
-  const int32_t own = static_cast<int32_t>(blockIdx.x) - 1;
-  if (compares_with_all(size, s.shareable[own])) {
-    // The only request of this CTA: each warp compares it with some of the others.
-    SearchTeam<1> team{shared.minima};
-    const Attachment best = attach(s, team, own, Candidates{team.index, team.kTeams, kAllLanes}, size);
-    if (team.thread == 0 && best.leader >= 0) atomicMax(&shared.best, path_key(best.leader, best.pages));
-    __syncthreads();
-    const int32_t key = shared.best;
-    if (thread_index() == 0)
-      send_attachment(p, launch, own, key > 0 ? Attachment{request_of(key), pages_of(key)} : Attachment{-1, 0});
-    return;
-  }
   // Requests from all over the batch, as later ones are compared with more others; each by a team of its own.
-  SearchTeam<4> team{shared.minima};
-  static_assert(kMaxForestRequests <= 32 * SearchTeam<4>::kThreads, "a bit for each request");
+  SearchTeam team{shared.minima};
   const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
+  const int32_t first = static_cast<int32_t>(blockIdx.x) - 1 + team.index * ctas;
 #pragma unroll 1
-  for (int32_t request = own + team.index * ctas; request < size; request += team.kTeams * ctas) {
-    const Attachment best = attach(s, team, request, Candidates{0, 1, kAllLanes}, kMaxComparisons);
+  for (int32_t request = first; request < size; request += team.kTeams * ctas) {
+    const Attachment best = attach(s, team, request);
     if (team.thread == 0) send_attachment(p, launch, request, best);
   }
 }

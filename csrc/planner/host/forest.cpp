@@ -40,8 +40,7 @@ Attachment attach(const Tables& tables, const std::vector<int32_t>& same, int32_
   Attachment best{-1, 0};
   std::vector<int32_t> required;  // pages that all candidates have: each time the one that follows what was shared
   size_t next = 0;
-  const bool all = compares_with_all(static_cast<int32_t>(tables.begin.size()), own);
-  for (int32_t comparisons = 0; (all || comparisons < kMaxComparisons) && next < same.size(); ++comparisons) {
+  for (int32_t comparisons = 0; comparisons < kMaxComparisons && next < same.size(); ++comparisons) {
     const int32_t common = tables.common(request, same[next++]);
     if (common > best.pages) best = Attachment{same[next - 1], common};
     if (best.pages == own) break;
