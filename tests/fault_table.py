@@ -197,7 +197,7 @@ FAULTS = (
     Fault(
         "Hopper kernel: scores are not waited for",
         "csrc/attention/sm90/consumer.cuh",
-        "        ptx::wgmma_wait<1>();\n",
+        "      ptx::wgmma_wait<1>();\n",
         "",
         (ATTENTION, "-k", "random_cases and hopper"),
     ),

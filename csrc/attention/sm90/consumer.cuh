@@ -75,10 +75,8 @@ struct Consumer : MmaConsumer<Traits> {
     while (shared.item(place.slot).num_kv_tiles > 0) {
       const WorkItem& item = shared.item(place.slot);
       if (multiplies(item)) {
-        run_wgmma_items(place);
-        continue;
-      }
-      if (item.kind == 0) {
+        run_wgmma_item(item, place.slot);
+      } else if (item.kind == 0) {
         run_mma_item(item, place.slot);
       } else {
         skip(item);
@@ -322,127 +320,109 @@ struct Consumer : MmaConsumer<Traits> {
     ptx::bulk_wait_read();  // then the tile may be filled again
   }
 
-  /// Starting at `place`, computes items until the first that this warpgroup does not multiply, and leaves `place`
-  /// there. The scores of an item's first KV tile are multiplied together with the last values of the item before, and
-  /// are ready when its output has been written.
-  __device__ __forceinline__ void run_wgmma_items(typename Shared::QPlace& place) {
+  /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied alone:
+  /// together with the last P V of the item before they were no faster (ADR 16).
+  __device__ __forceinline__ void run_wgmma_item(const WorkItem& item, int q_slot) {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
     uint32_t p[kTokens / 16][4];
     if constexpr (!kWidens) wait_for_tile(kv);
-    transform_first(shared.item(place.slot), place.slot);
+    transform_first(item, q_slot);
     ptx::wgmma_fence();
-    multiply_keys(s, query(place.slot), kv.slot);
+    multiply_keys(s, query(q_slot), kv.slot);
 
-    for (bool more = true; more;) {
-      const WorkItem& item = shared.item(place.slot);
-      State state;
-      state.scale = scale(item);
-      if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
-      Rows rows(params, item.rows, item.group, item.kv_head, first_row);
-      const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
-      const TokenRange readable = item.readable;
-      int32_t token = Base::enter(first_start(item), rows);
-      typename Shared::KvPlace values;
-      bool have_maxima = false;  // all rows of the warp
+    State state;
+    state.scale = scale(item);
+    if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
+    Rows rows(params, item.rows, item.group, item.kv_head, first_row);
+    const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
+    const TokenRange readable = item.readable;
+    int32_t token = Base::enter(first_start(item), rows);
+    typename Shared::KvPlace values;
+    bool have_maxima = false;  // all rows of the warp
 
-      transform_early(item, token, item.num_kv_tiles > 1, item.num_kv_tiles - 1);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_fence_operand(s[0]);
-      // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
-      // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
-      // (ADR 15).
-      int32_t next_token = token;  // of the next KV tile
-      for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kStep) {
-        const bool is_first = left == item.num_kv_tiles;
-        float added[2], correction[2];
-        bool raised = false;
-        if constexpr (kWidens) state.scale = scale(item);  // read again: it is not kept over products
-        Base::template finish_scores<!kAddsBias>(item, s, first_row, token, unmasked, rows);
-        if constexpr (!Variant::kUsesSoftmax) {
-          added[0] = added[1] = 0.0f;
-        } else {
-          if constexpr (kKeepsMaxima) {
-            if constexpr (kAddsBias) {
-              if (!have_maxima) have_maxima = find_biased_maxima(item, state, s, token, rows);
-            } else {
-              if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
-            }
+    transform_early(item, token, item.num_kv_tiles > 1, item.num_kv_tiles - 1);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operand(s[0]);
+    // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
+    // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
+    // (ADR 15).
+    int32_t next_token = token;  // of the next KV tile
+    for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kStep) {
+      const bool is_first = left == item.num_kv_tiles;
+      float added[2], correction[2];
+      bool raised = false;
+      if constexpr (kWidens) state.scale = scale(item);  // read again: it is not kept over products
+      Base::template finish_scores<!kAddsBias>(item, s, first_row, token, unmasked, rows);
+      if constexpr (!Variant::kUsesSoftmax) {
+        added[0] = added[1] = 0.0f;
+      } else {
+        if constexpr (kKeepsMaxima) {
+          if constexpr (kAddsBias) {
+            if (!have_maxima) have_maxima = find_biased_maxima(item, state, s, token, rows);
           } else {
-            raised = state.raise_maximum(0, s[0], correction);
+            if (!have_maxima) have_maxima = state.find_maxima(0, s[0]);
           }
-          if constexpr (kAddsBias)
-            exponentiate_biased(item, state, s, added, token, rows);
-          else
-            exponentiate(state, s, added);
+        } else {
+          raised = state.raise_maximum(0, s[0], correction);
         }
-        ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
-        if (!is_first) {
-          ptx::wgmma_wait<0>();
-          ptx::wgmma_fence_operand(state.o[0]);
-          multiplied(values);
-          if constexpr (kKeepsMaxima) {
-            if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
-              recompute(state, item, s, added, q_rows(place.slot), kv.slot, token, unmasked, rows);
-            }
-          } else if (raised) {
-            state.scale_output(0, correction);
+        if constexpr (kAddsBias)
+          exponentiate_biased(item, state, s, added, token, rows);
+        else
+          exponentiate(state, s, added);
+      }
+      ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
+      if (!is_first) {
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operand(state.o[0]);
+        multiplied(values);
+        if constexpr (kKeepsMaxima) {
+          if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
+            recompute(state, item, s, added, q_rows(q_slot), kv.slot, token, unmasked, rows);
           }
+        } else if (raised) {
+          state.scale_output(0, correction);
         }
-        state.sum[0][0] += added[0];
-        state.sum[0][1] += added[1];
-        multiplied(kv);
-        next_tile();
-        ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
-        pack(s, p);
-        values = kv;
-        next_tile();
-        if (--left == 0) break;
-        wait_for_tiles(kv, values);
-        transform_late(item, values, token, true, left);
-        clear_unreadable(values, token, readable);
-        ptx::wgmma_fence();
-        multiply_keys(s, query(place.slot), kv.slot);
-        multiply_values(state, p, values.slot);
-        if constexpr (kSkips)
-          next_token = Base::enter(next_start(item, token, left), rows);  // early: it may have to be loaded
-        transform_early(item, kSkips ? next_token : token + kStep, left > 1, left - 1);
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_fence_operand(s[0]);
       }
-
-      typename Shared::QPlace next = place;
-      next.next();
-      more = false;
-      if constexpr (Shared::kQSlots > 1) {
-        shared.wait_q_full(next);
-        more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
-      }
-      wait_for_tiles(more ? kv : values, values);
-      transform_late(item, values, token, false, 0);
-      if (more) transform_first(shared.item(next.slot), next.slot);
+      state.sum[0][0] += added[0];
+      state.sum[0][1] += added[1];
+      multiplied(kv);
+      next_tile();
+      ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
+      pack(s, p);
+      values = kv;
+      next_tile();
+      if (--left == 0) break;
+      wait_for_tiles(kv, values);
+      transform_late(item, values, token, true, left);
       clear_unreadable(values, token, readable);
       ptx::wgmma_fence();
+      multiply_keys(s, query(q_slot), kv.slot);
       multiply_values(state, p, values.slot);
-      // Without a next item these scores are not used, but a branch here would serialise the products.
-      if constexpr (Shared::kQSlots > 1) multiply_keys(s, query(next.slot), kv.slot);
-      ptx::wgmma_wait<Shared::kQSlots - 1>();
-      ptx::wgmma_fence_operand(state.o[0]);
-      multiplied(values);
-
-      sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
-                          shared.requests(item));
-      if (is_box(target, first_row)) {
-        store_rows(state, target, first_row, place.slot);
-      } else {
-        write_warp_rows<Output>(state, target, first_row, shared.q(place.slot));
-      }
-      shared.free_q(place);
-      place = next;
+      if constexpr (kSkips)
+        next_token = Base::enter(next_start(item, token, left), rows);  // early: it may have to be loaded
+      transform_early(item, kSkips ? next_token : token + kStep, left > 1, left - 1);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_fence_operand(s[0]);
     }
+
+    if constexpr (!kWidens) wait_for_tile(values);
+    transform_late(item, values, token, false, 0);
+    clear_unreadable(values, token, readable);
+    ptx::wgmma_fence();
+    multiply_values(state, p, values.slot);
     ptx::wgmma_wait<0>();
-    if constexpr (Shared::kQSlots == 1) shared.wait_q_full(place);
+    ptx::wgmma_fence_operand(state.o[0]);
+    multiplied(values);
+
+    sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
+    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                        shared.requests(item));
+    if (is_box(target, first_row)) {
+      store_rows(state, target, first_row, q_slot);
+    } else {
+      write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
+    }
   }
 };
 
