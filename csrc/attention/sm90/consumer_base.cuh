@@ -108,9 +108,7 @@ struct ConsumerBase {
   using OfValue = ValueTransform<Variant>;
   /// Whether tiles are transformed in the ring. Widened tiles are transformed where they then lie.
   static constexpr bool kTransformsRing = Traits::kTransformsCache && !kWidens;
-  /// Whether tiles are transformed early. Not where the ring may have fewer than four tiles in use (Tuning::mma_parts):
-  /// this needs two tiles after those that are multiplied. There registers are scarce, too.
-  static constexpr bool kTransformsEarly = Shared::kParts > 1;
+  static constexpr bool kTransformsEarly = transforms_early<Traits>(Shared::kTuning);
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -319,7 +317,7 @@ struct ConsumerBase {
   /// started, and the tensor cores work meanwhile.
   __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys,
                                                   int32_t left) const {
-    if constexpr (kTransformsRing && kTransformsEarly)
+    if constexpr (kTransformsEarly)
       transform_tiles(item, kv.ahead(Shared::kParts), kv.ahead(2 * Shared::kParts), token, has_keys, left);
   }
 
