@@ -78,8 +78,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
       {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
       {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
-      {512, 512, 2, 64, 1, 2, 2, 0, 88, false, false, 12},      // widened by the producer
-      {576, 512, 2, 64, 1, 2, 2, 0, 88, false, false},          // there is no room to stage them
+      {512, 512, 2, 64, 1, 2, 2, 0, 104, false, false, 12},     // widened by the producer
+      {576, 512, 2, 64, 1, 2, 2, 0, 112, false, false},         // there is no room to stage them
   };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
