@@ -393,8 +393,8 @@ FAULTS = (
     Fault(
         "latents: scales of their own are those of the columns before",
         "csrc/attention/widened_row.cuh",
-        "const int number = piece * kBlockColumns / Latent::kColumnsOfScale;",
-        "const int number = max_of(piece - 1, 0) * kBlockColumns / Latent::kColumnsOfScale;",
+        "{ return piece * kBlockColumns / Latent::kColumnsOfScale; }",
+        "{ return max_of(piece - 1, 0) * kBlockColumns / Latent::kColumnsOfScale; }",
         ("tests/csrc/test_latent_kernels.py", "-k", "scaled"),
     ),
     Fault(

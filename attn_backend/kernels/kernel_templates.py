@@ -17,7 +17,7 @@ SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::sm90::kThreads, 1)
+extern "C" __global__ __launch_bounds__(attn::sm90::cta_threads($traits::Shape::kDims), 1)
 void attention_kernel(const __grid_constant__ attn::sm90::ParamsOf<$traits> params) {
   attn::sm90::attention<$traits, attn::sm90::$copier>(params);
 }

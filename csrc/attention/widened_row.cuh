@@ -42,6 +42,8 @@ struct StoredRow {
     return piece < kNarrowBlocks ? piece : kNarrowBlocks + (piece - kNarrowBlocks) / 2;
   }
 
+  static constexpr int kBytes = Stored::kRowsHaveScales ? Latent::kBytes : kBlocks * kBlockColumns;
+
   const char* data;  // nullptr: zeros
   int quarter;
 
@@ -55,11 +57,16 @@ struct StoredRow {
     return __ldg(reinterpret_cast<const uint4*>(data + byte_of(piece)));
   }
 
-  /// The scale of a piece of a row that has scales. Pieces of the same block of 128 columns have the same.
+  /// Which scale a piece has. Pieces of the same 128 columns have the same; those of the rotated part have none.
+  static constexpr int scale_of(int piece) { return piece * kBlockColumns / Latent::kColumnsOfScale; }
+  static constexpr bool is_first_of_scale(int piece) {
+    return piece < kNarrowBlocks && piece % (Latent::kColumnsOfScale / kBlockColumns) == 0;
+  }
+
+  /// The scale of a piece of a row that has scales.
   __device__ __forceinline__ float scale(int piece) const {
     if (data == nullptr) return 0.0f;
-    const int number = piece * kBlockColumns / Latent::kColumnsOfScale;
-    return __ldg(reinterpret_cast<const float*>(data + Latent::kScalesAt) + number);
+    return __ldg(reinterpret_cast<const float*>(data + Latent::kScalesAt) + scale_of(piece));
   }
 
   /// Writes a piece to row number `row` of a tile of layout Wide.

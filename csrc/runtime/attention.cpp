@@ -134,10 +134,11 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
     cpu_kernels_ = cpu::load_variant(file_of(files, "variant"));
   }
   if (config_.num_ctas == 0) {
-    config_.num_ctas = config.on_cuda ? driver::multiprocessor_count(config.device) *
-                                            driver::ctas_per_multiprocessor(kernels_.attention[0], design_.threads) /
-                                            ctas_of_interval(config_, design_)
-                                      : cpu::kCtas;
+    config_.num_ctas =
+        config.on_cuda ? driver::multiprocessor_count(config.device) *
+                             driver::ctas_per_multiprocessor(kernels_.attention[0], design_.threads(config.dims())) /
+                             ctas_of_interval(config_, design_)
+                       : cpu::kCtas;
   }
   schedule_config_ = make_schedule_config(config_, design_, forest_requests);
   layout_ = ScheduleLayout(schedule_config_);
@@ -382,7 +383,8 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
     TVM_FFI_THROW(MissingKernelError) << (float8_out ? kFloat8Out : "") << design_.kernels[kernel];
   const uint32_t halves = static_cast<uint32_t>(ctas_of_interval(config_, design_));
   driver::launch(kernels.attention[kernel],
-                 driver::Launch{ctas, halves, static_cast<uint32_t>(design_.threads), -1, true}, &arguments, stream);
+                 driver::Launch{ctas, halves, static_cast<uint32_t>(design_.threads(config_.dims())), -1, true},
+                 &arguments, stream);
   driver::Launch merge{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, -1,
                        true};
   merge.grid_z = static_cast<uint32_t>(ceil_div(params.v_columns, kMergeColumns));

@@ -128,7 +128,7 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   const int32_t bytes = design.shared_bytes(dims, bytes_of(kv_dtype));
   for (const int32_t cta : order) {
     blockIdx.y = cta / params.num_ctas;
-    emulation::run_cta(cta % params.num_ctas, params.num_ctas, design.threads, seed,
+    emulation::run_cta(cta % params.num_ctas, params.num_ctas, design.threads(dims), seed,
                        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); });
     if (std::any_of(shared + bytes, std::end(shared) - emulation::static_bytes,
                     [](char byte) { return byte != emulation::kUnwritten; }))

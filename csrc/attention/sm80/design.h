@@ -23,7 +23,7 @@ constexpr KernelDesign make_design() {
   design.max_kind = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).max_kind; };
   design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[0] = "attention";
-  design.threads = kThreads;
+  design.threads = [](HeadDims /*dims*/) { return kThreads; };
   design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
     return SharedLayout(dims, 2, kv_element_bytes).bytes;
   };

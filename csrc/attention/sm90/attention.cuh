@@ -1,6 +1,6 @@
 // The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
 // a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign). One warpgroup loads
-// Q, K and V (producer.cuh), two compute (consumer.cuh); docs/kernels.md draws how.
+// Q, K and V (producer.cuh), two or three compute (consumer.cuh, wide_consumer.cuh); docs/kernels.md draws how.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -58,11 +58,11 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<Shared::kTuning.producer_registers>();
     produce<Traits, Copier<Traits>>(params, shared, cursor);
+  } else if constexpr (is_wide(Traits::Shape::kDims)) {
+    WideConsumer<Traits>(params, shared).run();
   } else {
     ptx::take_registers<Shared::kTuning.consumer_registers()>();
-    if constexpr (is_wide(Traits::Shape::kDims)) {
-      WideConsumer<Traits>(params, shared).run();
-    } else if constexpr (kMultipliesFloat8<Traits>) {
+    if constexpr (kMultipliesFloat8<Traits>) {
       Float8Consumer<Traits>(params, shared).run();
     } else {
       Consumer<Traits>(params, shared).run();

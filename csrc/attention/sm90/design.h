@@ -148,7 +148,7 @@ constexpr KernelDesign make_design() {
   design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
-  design.threads = kThreads;
+  design.threads = [](HeadDims dims) { return cta_threads(dims); };
   design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
     return SharedLayout(dims, 2, kv_element_bytes).bytes;
   };

@@ -385,19 +385,18 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(hopper_params, share);
 
-  constexpr bool kLoadsBoth = Traits::kWidensOnLoad && !Traits::kLoadsScaled;  // each warp of K and of V
   // K and V are one tile, which the warps that load K load.
-  const bool is_one_tile = kIsWide && !kLoadsBoth && hopper_params.v_is_k;
-  const bool copies = Traits::kWidensOnLoad || !(is_one_tile && share.is_v);
+  const bool is_one_tile = kIsWide && hopper_params.v_is_k;
+  const bool copies = !(is_one_tile && share.is_v);
   constexpr bool kSkips = Traits::Variant::kSkipsTiles;
   int32_t item_begin = cursor.now.kv_tile;  // the item's first KV tile
-  const auto look_up = [&] {
+  const auto look_up = [&](int ahead = 0) {
+    const int32_t kv_tile = cursor.now.kv_tile + ahead;
     copier.look_up(
-        tile, kv_tile_start<kSkips>(params.schedule, tile.group, tile.kv_begin,
-                                    kTakesLastFirst<Traits>
-                                        ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - cursor.now.kv_tile
-                                        : cursor.now.kv_tile,
-                                    Shared::kTuning.kv_tile)
+        tile, kv_tile_start<kSkips>(
+                  params.schedule, tile.group, tile.kv_begin,
+                  kTakesLastFirst<Traits> ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
+                  Shared::kTuning.kv_tile)
                   .token);
   };
   look_up();
@@ -419,40 +418,37 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
             ? ptx::kEvictFirst
             : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
-    if (!copies) cursor.now.kv_tile = end;
-    while (copies) {
-      auto box = copier.found(tile);
-      if constexpr (Traits::kWidensOnLoad) copier.start(shared, box, head);
-      const bool last = ++cursor.now.kv_tile == end;
-      // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
-      // issued first, because they have few entries to wait for.
-      if (Copier::kGathers && !last) look_up();
-      if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
-      // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on its
-      // barrier. That one must observe the phase before the slot is refilled. While few parts are in flight, refilling
-      // it requires freed parts of the next item, which no consumer reaches before all have synchronised at the end of
-      // this one.
-      if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
-      constexpr int kBlocks = Share<Traits>::kMostBlocks, kLeftBlocks = Share<Traits>::kLeftBlocks;
-      if constexpr (kIsWide) {
-        const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
-        shared.wait_kv_free(right);
-        copier.template copy<kLeftBlocks, kBlocks>(shared, box, head, right.slot, policy);
-        shared.wait_kv_free(place);
-        copier.template copy<0, kLeftBlocks>(shared, box, head, place.slot, policy);
-        if constexpr (kLoadsBoth) {
-          const typename Shared::KvPlace values = place.ahead(2), right_values = place.ahead(3);
-          shared.wait_kv_free(right_values);
-          copier.template copy<kLeftBlocks, kBlocks, true>(shared, box, head, right_values.slot, policy);
-          shared.wait_kv_free(values);
-          copier.template copy<0, kLeftBlocks, true>(shared, box, head, values.slot, policy);
+    if constexpr (Traits::kWidensOnLoad) {
+      copier.widen(shared, tile, head, end - cursor.now.kv_tile, look_up, place);
+      cursor.now.kv_tile = end;
+    } else {
+      if (!copies) cursor.now.kv_tile = end;
+      while (copies) {
+        const auto box = copier.found(tile);
+        const bool last = ++cursor.now.kv_tile == end;
+        // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
+        // issued first, because they have few entries to wait for.
+        if (Copier::kGathers && !last) look_up();
+        if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
+        // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
+        // its barrier. That one must observe the phase before the slot is refilled. While few parts are in flight,
+        // refilling it requires freed parts of the next item, which no consumer reaches before all have synchronised at
+        // the end of this one.
+        if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
+        constexpr int kBlocks = Share<Traits>::kMostBlocks, kLeftBlocks = Share<Traits>::kLeftBlocks;
+        if constexpr (kIsWide) {
+          const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
+          shared.wait_kv_free(right);
+          copier.template copy<kLeftBlocks, kBlocks>(shared, box, head, right.slot, policy);
+          shared.wait_kv_free(place);
+          copier.template copy<0, kLeftBlocks>(shared, box, head, place.slot, policy);
+        } else {
+          copier.template copy<0, kBlocks>(shared, box, head, place.slot, policy);
         }
-      } else {
-        copier.template copy<0, kBlocks>(shared, box, head, place.slot, policy);
+        place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
+        if (last) break;
+        if (!Copier::kGathers) look_up();
       }
-      place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
-      if (last) break;
-      if (!Copier::kGathers) look_up();
     }
     cursor.next_pair(params.num_kv_heads);
     if (flags & kUsesQueue) queue.next(cursor);

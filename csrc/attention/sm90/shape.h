@@ -1,8 +1,8 @@
 // Shape of the Hopper attention kernel: what its launcher, the planner's configuration and the kernel itself must agree
 // on.
 //
-// A CTA has three warpgroups: one loads Q, K and V (the producer), two compute (the consumers). SharedLayout describes
-// its shared memory.
+// A CTA has a warpgroup that loads Q, K and V (the producer), and two or three that compute (the consumers).
+// SharedLayout describes its shared memory.
 #pragma once
 
 #include "attention/head_shape.h"
@@ -15,9 +15,14 @@ namespace attn::sm90 {
 
 constexpr int32_t kWarpgroupThreads = 128;
 constexpr int32_t kProducerThreads = kWarpgroupThreads;
-constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;
+constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;  // of heads that are not wide
 constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
-constexpr int32_t kThreads = kProducerThreads + kConsumerThreads;
+
+/// Of wide heads one warpgroup makes probabilities, and two multiply them (wide_consumer.cuh).
+ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) { return is_wide(dims) ? 12 : kConsumerWarps; }
+ATTN_HD constexpr int32_t cta_threads(HeadDims dims) { return kProducerThreads + 32 * consumer_warps(dims); }
+
+constexpr int32_t kMultiplierRegisters = 160;  // of a thread that multiplies: the output takes 128
 
 /// Largest kind of row tile: 64 rows for each consumer.
 constexpr int32_t kMaxKind = 3;
@@ -35,12 +40,13 @@ struct Tuning {
   int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows;
                        // of wide heads the columns that a warpgroup multiplies with probabilities
   int32_t mma_parts;   // that are filled or being filled while row tiles have 16 rows
-  int32_t producer_registers;  // of a thread; three warpgroups share 504
+  int32_t producer_registers;  // of a thread; three warpgroups share 504, four 512
   bool keeps_maxima;           // lazy maxima (consumer.cuh)
   bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
   int32_t staged_pieces = 0;   // of 16 bytes, of a producer thread, on their way (WideningCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
+  ATTN_HD constexpr int32_t scorer_registers() const { return 512 - 2 * kMultiplierRegisters - producer_registers; }
   ATTN_HD constexpr int32_t q_rows() const { return tile_rows(max_kind); }  // of a Q tile
 };
 
@@ -72,8 +78,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
       {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
       {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
-      {512, 512, 2, 64, 1, 2, 2, 0, 88, false, false, 12},      // widened by the producer
-      {576, 512, 2, 64, 1, 2, 2, 0, 88, false, false},          // there is no room to stage them
+      {512, 512, 2, 64, 1, 2, 2, 0, 104, false, false, 12},     // widened by the producer
+      {576, 512, 2, 64, 1, 2, 2, 0, 112, false, false},         // there is no room to stage them
   };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }

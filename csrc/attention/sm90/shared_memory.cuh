@@ -63,6 +63,7 @@ struct SharedMemory {
   static constexpr int kQSlots = kTuning.q_slots;
   static constexpr int kParts = kTuning.slot_parts;
   static constexpr int kKvParts = kTuning.kv_slots * kParts;
+  static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
   static constexpr int kPartTokens = kTuning.kv_tile / kParts;
   using QPlace = RingPlace<kQSlots>;
   using KvPlace = RingPlace<kKvParts>;  // counts parts
@@ -120,24 +121,24 @@ struct SharedMemory {
   }
 
   /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
-  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once.
+  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once. A part of wide
+  /// heads is freed by the one warpgroup that reads it last.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
-      ptx::mbarrier_init(q_free(slot), kConsumerWarps);
+      ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims));
     }
     for (int part = 0; part < kKvParts; ++part) {
-      ptx::mbarrier_init(kv_full(part), Traits::kWidensOnLoad
-                                            ? kProducerThreads / 32
-                                            : (is_wide(Traits::Shape::kDims) ? 2 : 2 / kParts) * lanes);
-      ptx::mbarrier_init(kv_free(part), kConsumerWarps);
+      ptx::mbarrier_init(kv_full(part),
+                         Traits::kWidensOnLoad ? kProducerThreads / 32 : (kIsWide ? 2 : 2 / kParts) * lanes);
+      ptx::mbarrier_init(kv_free(part), kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps);
     }
     using Hooks = VariantHooks<typename Traits::Variant>;
     if constexpr (Hooks::kKey || Hooks::kValue || kMultipliesFloat8<Traits>)
       ptx::mbarrier_init(transformed(), kConsumerWarps);
-    if constexpr (is_wide(Traits::Shape::kDims)) {
-      ptx::mbarrier_init(p_full(), kConsumerWarps / 2);
-      ptx::mbarrier_init(p_free(), kConsumerWarps);
+    if constexpr (kIsWide) {
+      ptx::mbarrier_init(p_full(), kWarpgroupThreads / 32);
+      ptx::mbarrier_init(p_free(), 2 * kWarpgroupThreads / 32);
     }
     ptx::fence_mbarrier_init();
   }

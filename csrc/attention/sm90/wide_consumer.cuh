@@ -1,20 +1,18 @@
-// The two consumer warpgroups of wide heads, whose output does not fit into the registers of one.
+// The three consumer warpgroups of wide heads, whose output does not fit into the registers of one.
 //
-// The leader, the first warpgroup, computes scores and probabilities of a row tile of 64 rows, and the left half of the
-// output's columns. It leaves the probabilities in shared memory, with what the rows' outputs so far must be multiplied
-// by; the follower computes the right half from them:
+// The scorer, the first warpgroup, computes scores and probabilities of a row tile of 64 rows. It leaves the
+// probabilities in shared memory, with what the rows' outputs so far must be multiplied by. Each of the multipliers,
+// the other two, computes half of the output's columns from them:
 //
-//     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
-//     leader                 | exp(0) |        | exp(1)          |        | exp(2)          | ...
-//     follower                        | P V(0), right half |     | P V(1), right half | ...
-//
-// The leader, too, multiplies the probabilities from there: it has no registers to keep them.
+//     tensor cores  | Q K(0) |        | Q K(1), P V(0) |        | Q K(2), P V(1) | ...
+//     scorer                 | exp(0) |                | exp(1) |                | exp(2) | ...
 //
 // Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read. Tiles of an
 // 8-bit cache have been widened by the producer (widening_copier.cuh).
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
+#include "common/ptx/registers.cuh"
 
 namespace attn::sm90 {
 
@@ -47,24 +45,24 @@ struct WideConsumer : Consumer<Traits> {
 
   using Base::Base;
 
+  __device__ __forceinline__ static bool is_scorer() { return warpgroup() == 0; }
+
   __device__ __forceinline__ void run() {
+    if (is_scorer()) {
+      ptx::give_registers<Shared::kTuning.scorer_registers()>();
+      for_each_item([&](const WorkItem& item) { score(item); });
+    } else {
+      ptx::take_registers<kMultiplierRegisters>();
+      for_each_item([&](const WorkItem& item) { multiply(item); });
+    }
+  }
+
+  template <class Compute>
+  __device__ __forceinline__ void for_each_item(const Compute& compute) {
     typename Shared::QPlace place;
     shared.wait_q_full(place);
     while (shared.item(place.slot).num_kv_tiles > 0) {
-      const WorkItem& item = shared.item(place.slot);
-      State state;
-      state.scale = this->scale(item);
-      if (warpgroup() == 0) {
-        lead(item, state);
-      } else {
-        follow(item, state);
-      }
-      sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      Target all_columns(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
-                         shared.requests(item));
-      if constexpr (Traits::kIsLatent) all_columns.partial_row += blockIdx.y * kRows;  // the half of the row tile
-      const TargetColumns<Target, OutElement::kBytes> target(all_columns, warpgroup() * kColumns);
-      write_warp_rows<Half>(state, target, first_row(), shared.q(0) + warpgroup() * Half::kBlocks * Half::kBlockBytes);
+      compute(shared.item(place.slot));
       shared.free_q(place);
       place.next();
       shared.wait_q_full(place);
@@ -76,129 +74,80 @@ struct WideConsumer : Consumer<Traits> {
   /// The first of this lane's two rows.
   __device__ __forceinline__ static int own_row() { return first_row() + ptx::lane_id() / 4; }
 
-  // Places of the KV tile whose K is at `kv`, and of its neighbours; computed where they are needed, because registers
-  // are scarce. A place is that of the left part, the columns that the leader multiplies with probabilities.
+  // Places of the KV tile whose K is at `kv`, and of the next one. A place is that of the left part, the columns that
+  // the first multiplier takes.
   static_assert(Shared::kTuning.kv_slots == 2 && Shared::kParts == 2);
   __device__ __forceinline__ bool v_is_k() const {
     return Traits::kWidensOnLoad ? Traits::kLoadsScaled : hopper_params.v_is_k != 0;
   }
   __device__ __forceinline__ KvPlace values() const { return v_is_k() ? kv : kv.ahead(2); }
   __device__ __forceinline__ KvPlace next_keys() const { return kv.ahead(v_is_k() ? 2 : 4); }
-  __device__ __forceinline__ KvPlace values_before() const {
-    return KvPlace{v_is_k() ? kv.slot ^ 2 : 2, 0};  // to be freed: in which phase does not matter
-  }
   __device__ __forceinline__ static KvPlace right_of(const KvPlace& place) {
     return KvPlace{place.slot + 1, place.parity};
   }
-  /// Frees a part that this warpgroup alone reads last, also in the name of the other one.
-  __device__ __forceinline__ void free_alone(const KvPlace& place) const { shared.free_kv(place, 2); }
 
-  // Floats of each row, for the follower.
+  // Floats of each row, for the multipliers.
   __device__ __forceinline__ float* maxima() const { return shared.row_states(); }
   __device__ __forceinline__ float* sums() const { return shared.row_states() + kRows; }
   __device__ __forceinline__ float* corrections() const { return shared.row_states() + 2 * kRows; }
 
-  // --- what both do with the probabilities
+  // --- the scorer
 
-  __device__ __forceinline__ void wait_published() const { ptx::mbarrier_wait(shared.p_full(), published.parity); }
-
-  __device__ __forceinline__ void free_published() {
-    Shared::arrive_as_warp(shared.p_free(), 1);
-    published.next();
-  }
-
-  /// Starts o += P V for this warpgroup's columns.
-  __device__ __forceinline__ void multiply_probabilities(State& state) const {
-    const ptx::MatrixDescriptor probabilities =
-        Probabilities::columns_descriptor(ptx::shared_address(shared.probabilities()));
-    const ptx::MatrixDescriptor columns = Values::rows_descriptor(
-        ptx::shared_address(shared.kv(values().slot)) + warpgroup() * (kColumns / kBlockColumns) * Values::kBlockBytes);
-#pragma unroll
-    for (int k = 0; k < kTokens / 16; ++k)
-      ptx::wgmma_shared_rows<Element::kMmaType>(state.o[0], Probabilities::columns(probabilities, k),
-                                                Values::rows(columns, k), 1);
-    ptx::wgmma_commit();
-  }
-
-  // --- the leader
-
-  __device__ __forceinline__ void lead(const WorkItem& item, State& state) {
+  __device__ __forceinline__ void score(const WorkItem& item) {
+    State state;  // without an output
+    state.scale = this->scale(item);
     if constexpr (Base::kRewritesQuery) this->template rewrite_query<kWarpgroupThreads>(item, 0, 0, kRows);
     if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
     Rows rows(params, item.rows, item.group, item.kv_head, first_row());
-    const ptx::MatrixDescriptor query = this->query(0);
-    float s[1][kTokens / 8][4];
-    int32_t token = Base::enter(this->first_start(item), rows);
-
-    multiply_keys_as_they_come(s, query, kv);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_fence_operand(s[0]);
-    int32_t next_token = token;  // of the next KV tile
-    for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kTokens) {
+    const TokenRange unmasked = unmasked_tokens(params, item, first_row(), 16);
+    KvTileStart start = this->first_start(item);
+    for (int left = item.num_kv_tiles; left > 0; kv = next_keys()) {
+      float s[1][kTokens / 8][4];
+      multiply_keys_as_they_come(s);
+      const int32_t token = Base::enter(start, rows);
+      --left;
+      if constexpr (kSkips)
+        start = this->next_start(item, token, left);  // early: it may have to be loaded
+      else
+        start.token = token + kTokens;
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operand(s[0]);
       if (!v_is_k()) {
-        free_alone(kv);
-        free_alone(right_of(kv));
+        shared.free_kv(kv, 1);
+        shared.free_kv(right_of(kv), 1);
       }
       float added[2] = {0.0f, 0.0f}, correction[2] = {1.0f, 1.0f};
-      bool raised = false;
-      // Found again for each KV tile: there is no register to keep it.
-      const TokenRange unmasked = unmasked_tokens(params, item, first_row(), 16);
       this->finish_scores(item, s, first_row(), token, unmasked, rows);
       if constexpr (Variant::kUsesSoftmax) {
-        raised = state.raise_maximum(0, s[0], correction);
+        state.raise_maximum(0, s[0], correction);
         this->exponentiate(state, s, added);
-      }
-      ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
-      if (left < item.num_kv_tiles) {
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_fence_operand(state.o[0]);
-        free_alone(values_before());
-        free_published();
-        if (raised) state.scale_output(0, correction);
       }
       state.sum[0][0] += added[0];
       state.sum[0][1] += added[1];
       // Rows that are widened are zeros where there are none to be read.
       if (!Traits::kWidensOnLoad && (token < item.readable.begin || token + kTokens > item.readable.end)) {
+        wait_unread();  // then V of the KV tile before has come, and the barriers are in the phase of this one's
         this->wait_for_tile(values());
         this->clear_unreadable(values(), token, item.readable);
       }
       publish_probabilities(s, correction);
-      shared.wait_kv_full(values());
-      if (--left == 0) break;
-      wait_published();
-      multiply_keys_as_they_come(s, query, next_keys());
-      multiply_probabilities(state);
-      kv = next_keys();
-      if constexpr (kSkips)
-        next_token = Base::enter(this->next_start(item, token, left), rows);  // early: it may have to be loaded
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_fence_operand(s[0]);
     }
-    wait_published();
-    ptx::wgmma_fence();
-    multiply_probabilities(state);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_fence_operand(state.o[0]);
-    free_alone(values());
-    free_published();
-    kv = next_keys();
     publish_states(state);
   }
 
   /// Starts s = Q K^T, of the right part first: it comes first.
-  __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor query,
-                                                             const KvPlace& place) const {
+  __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4]) const {
     using Keys = typename Base::Keys;
     using Query = typename Base::Query;
     constexpr int kLeftSteps = kColumns / 16, kSteps = Base::kQkColumns / 16;
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(place.slot)));
-    shared.wait_kv_full(right_of(place));
+    const ptx::MatrixDescriptor query = Query::columns_descriptor(ptx::shared_address(shared.q(0)));
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(kv.slot)));
+    shared.wait_kv_full(right_of(kv));
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = kLeftSteps; k < kSteps; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), k > kLeftSteps);
-    shared.wait_kv_full(place);
+    shared.wait_kv_full(kv);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kLeftSteps; ++k)
@@ -209,8 +158,13 @@ struct WideConsumer : Consumer<Traits> {
   /// Waits until no warp reads what was published before.
   __device__ __forceinline__ void wait_unread() const { ptx::mbarrier_wait(shared.p_free(), published.parity ^ 1); }
 
+  __device__ __forceinline__ void publish() {
+    Shared::arrive_as_warp(shared.p_full(), 1);
+    published.next();
+  }
+
   __device__ __forceinline__ void publish_probabilities(const float (&s)[1][kTokens / 8][4],
-                                                        const float (&correction)[2]) const {
+                                                        const float (&correction)[2]) {
     uint32_t p[kTokens / 16][4];
     this->pack(s, p);
     wait_unread();
@@ -223,7 +177,7 @@ struct WideConsumer : Consumer<Traits> {
       corrections()[own_row() + 8] = correction[1];
     }
     ptx::fence_async_proxy();
-    Shared::arrive_as_warp(shared.p_full(), 1);
+    publish();
   }
 
   __device__ __forceinline__ void publish_states(const State& state) {
@@ -236,35 +190,72 @@ struct WideConsumer : Consumer<Traits> {
         sums()[own_row() + half * 8] = sum[half];
       }
     }
-    Shared::arrive_as_warp(shared.p_full(), 1);
-    free_published();
+    publish();
   }
 
-  // --- the follower
+  // --- the multipliers
 
-  __device__ __forceinline__ void follow(const WorkItem& item, State& state) {
+  /// Which half of the output's columns this warpgroup has.
+  __device__ __forceinline__ static int half() { return warpgroup() - 1; }
+
+  __device__ __forceinline__ void wait_published() const { ptx::mbarrier_wait(shared.p_full(), published.parity); }
+
+  __device__ __forceinline__ void free_published() {
+    Shared::arrive_as_warp(shared.p_free(), 1);
+    published.next();
+  }
+
+  __device__ __forceinline__ void multiply(const WorkItem& item) {
+    State state;
+    state.scale = this->scale(item);
     for (int left = item.num_kv_tiles; left > 0; --left) {
+      const KvPlace part = values().ahead(half());
+      shared.wait_kv_full(part);
       wait_published();
       const float correction[2] = {corrections()[own_row()], corrections()[own_row() + 8]};
       if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) state.scale_output(0, correction);
-      shared.wait_kv_full(right_of(values()));
       ptx::wgmma_fence_operand(state.o[0]);
       ptx::wgmma_fence();
       multiply_probabilities(state);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(state.o[0]);
-      free_alone(right_of(values()));
+      shared.free_kv(part, 1);  // the scorer has read it, too
       free_published();
       kv = next_keys();
     }
     wait_published();
     const bool is_first = ptx::lane_id() % 4 == 0;  // of the row's lanes, whose sums are added up
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.maximum[0][half] = maxima()[own_row() + half * 8];
-      state.sum[0][half] = is_first ? sums()[own_row() + half * 8] : 0.0f;
+    for (int i = 0; i < 2; ++i) {
+      state.maximum[0][i] = maxima()[own_row() + i * 8];
+      state.sum[0][i] = is_first ? sums()[own_row() + i * 8] : 0.0f;
     }
     free_published();
+    // All products with Q are done: the rows of O go through the Q tile.
+    Target all_columns(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                       shared.requests(item));
+    if constexpr (Traits::kIsLatent) all_columns.partial_row += blockIdx.y * kRows;  // the half of the row tile
+    const TargetColumns<Target, OutElement::kBytes> target(all_columns, half() * kColumns);
+    write_warp_rows<Half>(state, target, first_row(), shared.q(0) + half() * Half::kBlocks * Half::kBlockBytes);
+  }
+
+  /// Starts o += P V for this warpgroup's columns.
+  __device__ __forceinline__ void multiply_probabilities(State& state) const {
+    constexpr int kProduct = 128;  // columns of one product: the compiler takes no more in a kernel of four warpgroups
+    const ptx::MatrixDescriptor probabilities =
+        Probabilities::columns_descriptor(ptx::shared_address(shared.probabilities()));
+    const ptx::MatrixDescriptor columns = Values::rows_descriptor(
+        ptx::shared_address(shared.kv(values().slot)) + half() * (kColumns / kBlockColumns) * Values::kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < kTokens / 16; ++k) {
+#pragma unroll
+      for (int c = 0; c < kColumns; c += kProduct) {
+        ptx::wgmma_shared_rows<Element::kMmaType>(reinterpret_cast<float (&)[kProduct / 8][4]>(state.o[0][c / 8]),
+                                                  Probabilities::columns(probabilities, k),
+                                                  Values::rows(columns, k, c / kBlockColumns), 1);
+      }
+    }
+    ptx::wgmma_commit();
   }
 };
 

@@ -10,13 +10,14 @@
 #include "attention/widened_row.cuh"
 #include "common/ptx/cache_policy.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/prefetch.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace attn::sm90 {
 
 /// A warp's share of the tiles: 16 tokens. A lane has two of them, and a quarter of each block of their rows. It loads
 /// piece by piece, the right part first, as the consumers take them. The next few pieces are on their way, to shared
-/// memory if there is room, else to registers.
+/// memory if there is room, else to registers; these run on into the next KV tile.
 template <class Traits>
 struct WideningCopier {
   static constexpr bool kGathers = true;
@@ -29,14 +30,24 @@ struct WideningCopier {
   static constexpr int kRowsAtOnce = 8;  // of a warp: four lanes take a row
   static constexpr int kRows = kWarpTokens / kRowsAtOnce;
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
+  // Steps: a piece of each row, the right pieces of a tile first.
+  static constexpr int kRightSteps = kRows * (Row::kPieces - kLeftBlocks);
+  static constexpr int kTileSteps = kRows * Row::kPieces;
+  static constexpr int kSteps = kTiles * kTileSteps;
+  static constexpr int piece_of(int step) {
+    const int of_tile = step % kTileSteps;
+    return of_tile < kRightSteps ? kLeftBlocks + of_tile / kRows : (of_tile - kRightSteps) / kRows;
+  }
+
   static constexpr bool kStages = Shared::kTuning.staged_pieces > 0;
-  static constexpr int kAhead = kStages ? Shared::kTuning.staged_pieces : 5;  // pieces that are on their way
+  static constexpr int kAhead = kStages ? Shared::kTuning.staged_pieces : kSteps / 2;  // pieces that are on their way
+  static constexpr bool kRunsOn = kSteps % kAhead == 0;  // into the next KV tile: a step's piece is always in one place
 
   const HopperParams& params;
   int32_t token = 0;  // the lane's first
   int32_t entry[kRows] = {};
   uint4 coming[kStages ? 1 : kAhead];
-  float scales[Stored::kRowsHaveScales ? kAhead : 1];  // of these pieces, or of the cache
+  float scales[Stored::kRowsHaveScales ? Row::Latent::kScales * kRows : 1];  // of the rows, or the cache's
 
   template <class Share>
   __device__ __forceinline__ WideningCopier(const HopperParams& params_, const Share& /*share*/) : params(params_) {}
@@ -69,8 +80,8 @@ struct WideningCopier {
     return is_v ? params.attention.v : params.attention.k;
   }
 
-  /// Where the rows that were looked up begin, for KV head 0.
-  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
+  /// Where the rows that were looked up begin.
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile, int32_t head) const {
     Box box;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -82,21 +93,25 @@ struct WideningCopier {
 #pragma unroll
       for (int is_v = 0; is_v < kTiles; ++is_v) {
         box.rows[is_v][i] = static_cast<const char*>(tensor(is_v).data) + page * tensor(is_v).page_stride +
-                            in_page * tensor(is_v).token_stride;
+                            in_page * tensor(is_v).token_stride + head * tensor(is_v).head_stride;
       }
     }
     return box;
   }
 
-  /// Goes to a KV head, and starts to read the first pieces, while the ring may still be full.
-  __device__ __forceinline__ void start(const Shared& shared, Box& box, int32_t head) {
+  /// Brings the rows to L2: pieces on their way to registers are too few to keep the memory busy.
+  __device__ __forceinline__ void prefetch(const Box& box) const {
+    static_assert(kTiles * kRows <= 4, "a lane for each row");
+    const char* data = nullptr;
 #pragma unroll
-    for (int is_v = 0; is_v < kTiles; ++is_v) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (box.rows[is_v][i] != nullptr) box.rows[is_v][i] += head * tensor(is_v).head_stride;
-      }
+    for (int row = 0; row < kTiles * kRows; ++row) {
+      if (ptx::lane_id() % 4 == row) data = box.rows[row / kRows][row % kRows];
     }
+    if (data != nullptr) ptx::prefetch_bytes_to_l2(data, Row::kBytes);
+  }
+
+  /// Starts to read the first pieces, while the ring may still be full.
+  __device__ __forceinline__ void start(const Shared& shared, const Box& box, int32_t head) {
     if constexpr (!Traits::kLoadsScaled) {
       scales[0] = 1.0f;  // scores and outputs are multiplied by the cache's
     } else if constexpr (!Stored::kRowsHaveScales) {
@@ -110,34 +125,51 @@ struct WideningCopier {
     }
   }
 
-  /// Blocks [kFirst, kEnd) of columns of K, or of V.
-  template <int kFirst, int kEnd, bool kIsV = false>
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t /*head*/, int part,
-                                       ptx::CachePolicy /*policy*/) {
-    constexpr int kFirstStep = kFirst > 0 ? 0 : kRightSteps, kEndStep = kFirst > 0 ? kRightSteps : kTileSteps;
+  /// Steps [kFirst, kEnd) of K, or of V. `next`: of the next KV tile.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, const Box& next, int part, int is_v) {
     char* const tile = shared.kv(part);
 #pragma unroll
-    for (int i = kFirstStep; i < kEndStep; ++i) {
-      const int step = i + kIsV * kTileSteps, row = step % kRows;
+    for (int i = kFirst; i < kEnd; ++i) {
+      const int step = i + is_v * kTileSteps, row = step % kRows;
       row_of(box, step).template store<Tile>(tile, first_row() + row * kRowsAtOnce, piece_of(step),
                                              arrived(shared, step), scale(step));
-      if (step + kAhead < kSteps) load(shared, box, step + kAhead);
+      if (step + kAhead < kSteps)
+        load(shared, box, step + kAhead);
+      else if (kRunsOn)
+        load(shared, next, step + kAhead - kSteps);
       if constexpr (kStages) ptx::cp_async_commit();  // an empty group, too: arrived() counts them
     }
     ptx::fence_async_proxy();
     Shared::arrive_as_warp(shared.kv_full(part), 1);
   }
 
- private:
-  // Steps: a piece of each row, the right pieces of a tile first.
-  static constexpr int kRightSteps = kRows * (Row::kPieces - kLeftBlocks);
-  static constexpr int kTileSteps = kRows * Row::kPieces;
-  static constexpr int kSteps = kTiles * kTileSteps;
-  static constexpr int piece_of(int step) {
-    const int of_tile = step % kTileSteps;
-    return of_tile < kRightSteps ? kLeftBlocks + of_tile / kRows : (of_tile - kRightSteps) / kRows;
+  /// Loads `count` KV tiles to the ring, of which the first has been looked up; look_up(i) does so for number i.
+  template <class LookUp>
+  __device__ __forceinline__ void widen(const Shared& shared, const LoadedRowTile& tile, int32_t head, int count,
+                                        const LookUp& look_up, typename Shared::KvPlace& place) {
+    Box box = found(tile, head);
+    if (count > 1) look_up(1);
+    for (int i = 0; i < count; ++i) {
+      if (i == 0 || !kRunsOn) start(shared, box, head);
+      Box next{};
+      if (i + 1 < count) next = found(tile, head);
+      prefetch(next);
+      if (i + 2 < count) look_up(i + 2);
+#pragma unroll
+      for (int is_v = 0; is_v < kTiles; ++is_v) {
+        const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
+        shared.wait_kv_free(right);
+        copy<0, kRightSteps>(shared, box, next, right.slot, is_v);
+        shared.wait_kv_free(place);
+        copy<kRightSteps, kTileSteps>(shared, box, next, place.slot, is_v);
+        place = place.ahead(2);
+      }
+      box = next;
+    }
   }
 
+ private:
   __device__ __forceinline__ static Row row_of(const Box& box, int step) {
     return Row{box.rows[step / kTileSteps][step % kRows], ptx::lane_id() % 4};
   }
@@ -151,7 +183,9 @@ struct WideningCopier {
     } else {
       coming[step % kAhead] = row.load(piece_of(step));
     }
-    if constexpr (Stored::kRowsHaveScales) scales[step % kAhead] = row.scale(piece_of(step));
+    if constexpr (Stored::kRowsHaveScales) {
+      if (Row::is_first_of_scale(piece_of(step))) scales[place_of_scale(step)] = row.scale(piece_of(step));
+    }
   }
 
   /// The piece that a step stores; only the later ones are still on their way.
@@ -164,8 +198,12 @@ struct WideningCopier {
     }
   }
 
+  static constexpr int place_of_scale(int step) {
+    return Stored::kRowsHaveScales ? Row::scale_of(piece_of(step)) * kRows + step % kRows : 0;
+  }
+
   /// What the numbers of a step are multiplied by.
-  __device__ __forceinline__ float scale(int step) const { return scales[Stored::kRowsHaveScales ? step % kAhead : 0]; }
+  __device__ __forceinline__ float scale(int step) const { return scales[place_of_scale(step)]; }
 };
 
 }  // namespace attn::sm90
