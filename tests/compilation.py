@@ -46,6 +46,23 @@ def compile_object(
     return target
 
 
+def with_intrinsics(command: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A compiler's command under which <immintrin.h> is read before the source, precompiled: a fifth of what it takes to compile a variant for a CPU. The
+    precompiled header names no file of a checkout, so it is kept in the cache."""
+    version = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True).stdout
+    made = _cache_folder() / f"intrinsics-{_sha256(json.dumps([*command, version, *options]).encode())[:32]}"
+    made.mkdir(parents=True, exist_ok=True)
+    header, target = made / "intrinsics.h", made / "intrinsics.h.gch"
+    with (made / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            header.write_text("#include <immintrin.h>\n")
+            partial = _partial(target)
+            subprocess.run([*command, *options, "-x", "c++-header", str(header), "-o", str(partial)], check=True)
+            partial.rename(target)
+    return [*command, "-include", str(header)]
+
+
 def link(target: Path, objects: Sequence[Path]) -> Path:
     """`target`, a shared library, which stays what it is if it exists."""
     if not target.exists():

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import attention_kernels
+import compilation
 import pytest
 import torch
+
+from attn_backend.kernels import cpp_compiler
 
 NO_GPU = "needs a CUDA GPU"
 
@@ -31,6 +35,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def sys_path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs put the working folder in front (`attn-backend compile`, the wheel's), and other tests of this process must not find the source tree there."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def intrinsics_are_precompiled() -> Iterator[None]:
+    """Tests compile a hundred variants for CPUs. The libraries are the same."""
+    compile_library = cpp_compiler.compile_library
+
+    def with_intrinsics(command: list[str], text: str, isa: str, headers: Path, digest: str, what: str) -> tuple[bytes, str]:
+        if cpp_compiler.ISA_FLAGS[isa]:  # others have no intrinsics
+            command = compilation.with_intrinsics(command, cpp_compiler.flags(isa))
+        return compile_library(command, text, isa, headers, digest, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpp_compiler, "compile_library", with_intrinsics)
+        yield
 
 
 def pytest_sessionstart() -> None:
