@@ -40,8 +40,8 @@ struct RingPlace {
 };
 
 /// Whether K and V are transformed in the ring while the tiles before them are multiplied (consumer.cuh). Not where the
-/// ring may have fewer than four tiles in use (Tuning::mma_parts): this needs two tiles after those that are multiplied.
-/// There registers are scarce, too.
+/// ring may have fewer than four tiles in use (Tuning::mma_parts): this needs two tiles after those that are
+/// multiplied. There registers are scarce, too.
 template <class Traits>
 ATTN_HD constexpr bool transforms_early(const Tuning& tuning) {
   return Traits::kTransformsCache && !Traits::kWidens && tuning.slot_parts > 1;

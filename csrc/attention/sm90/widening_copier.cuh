@@ -154,7 +154,7 @@ struct WideningCopier {
       if (i == 0 || !kRunsOn) start(shared, box, head);
       Box next{};
       if (i + 1 < count) next = found(tile, head);
-      prefetch(next);
+      if constexpr (Stored::kRowsHaveScales) prefetch(next);  // others are faster without (ADR 38)
       if (i + 2 < count) look_up(i + 2);
 #pragma unroll
       for (int is_v = 0; is_v < kTiles; ++is_v) {
