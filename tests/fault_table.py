@@ -232,8 +232,8 @@ FAULTS = (
     Fault(
         "Hopper kernel: a barrier for too many warps",
         "csrc/attention/sm90/shared_memory.cuh",
-        "ptx::mbarrier_init(q_free(slot), kConsumerWarps);",
-        "ptx::mbarrier_init(q_free(slot), kConsumerWarps + 1);",
+        "ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims));",
+        "ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims) + 1);",
         (ATTENTION, "-k", "every_kind and hopper"),
     ),
     Fault(
