@@ -320,6 +320,17 @@ struct Consumer : MmaConsumer<Traits> {
     ptx::bulk_wait_read();  // then the tile may be filled again
   }
 
+  /// Writes the warp's rows, through its rows of the Q tile.
+  __device__ __forceinline__ void write(State& state, const WorkItem& item, int first_row, int q_slot) const {
+    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
+                        shared.requests(item));
+    if (is_box(target, first_row)) {
+      store_rows(state, target, first_row, q_slot);
+    } else {
+      write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
+    }
+  }
+
   /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied alone:
   /// together with the last P V of the item before they were no faster (ADR 16).
   __device__ __forceinline__ void run_wgmma_item(const WorkItem& item, int q_slot) {
@@ -416,13 +427,7 @@ struct Consumer : MmaConsumer<Traits> {
     multiplied(values);
 
     sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
-                        shared.requests(item));
-    if (is_box(target, first_row)) {
-      store_rows(state, target, first_row, q_slot);
-    } else {
-      write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
-    }
+    write(state, item, first_row, q_slot);
   }
 };
 

@@ -27,7 +27,6 @@ struct Float8Consumer : Consumer<Traits> {
   using Base = Consumer<Traits>;
   using Base::finish_scores;
   using Base::first_start;
-  using Base::is_box;
   using Base::is_tile_full;
   using Base::kSkips;
   using Base::kTokens;
@@ -40,16 +39,13 @@ struct Float8Consumer : Consumer<Traits> {
   using Base::run_mma_item;
   using Base::scale;
   using Base::shared;
-  using Base::store_rows;
   using Base::wait_for_tile;
-  using typename Base::Output;
   using typename Base::Query;
   using typename Base::Rows;
   using typename Base::Shared;
   using typename Base::State;
   using typename Base::StoredKeys;
   using typename Base::StoredValues;
-  using typename Base::Target;
   using typename Base::Variant;
   using Transposed = TransposedValues<kTokens, kVColumns>;
   static_assert(Transposed::kBlockBytes <= Shared::kLayout.widened_bytes);
@@ -220,19 +216,13 @@ struct Float8Consumer : Consumer<Traits> {
     }
   }
 
-  /// Writes the warp's rows, through its rows of the Q tile.
+  /// Writes the warp's rows as they would be if exponentials were not shifted.
   __device__ __forceinline__ void write(State& state, const WorkItem& item, int first_row, int q_slot) const {
     constexpr float kUnshifted[2] = {kUnshift, kUnshift};
     state.scale_output(0, kUnshifted);
     state.sum[0][0] *= kUnshifted[0];
     state.sum[0][1] *= kUnshifted[1];
-    const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
-                        shared.requests(item));
-    if (is_box(target, first_row)) {
-      store_rows(state, target, first_row, q_slot);
-    } else {
-      write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
-    }
+    Base::write(state, item, first_row, q_slot);
   }
 
   /// Starting at `place`, computes items until the first that this warpgroup does not multiply, and leaves `place`

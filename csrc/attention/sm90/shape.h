@@ -19,7 +19,9 @@ constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;  // of heads that ar
 constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
 
 /// Of wide heads one warpgroup makes probabilities, and two multiply them (wide_consumer.cuh).
-ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) { return is_wide(dims) ? 12 : kConsumerWarps; }
+ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) {
+  return is_wide(dims) ? 3 * kWarpgroupThreads / 32 : kConsumerWarps;
+}
 ATTN_HD constexpr int32_t cta_threads(HeadDims dims) { return kProducerThreads + 32 * consumer_warps(dims); }
 
 constexpr int32_t kMultiplierRegisters = 160;  // of a thread that multiplies: the output takes 128
