@@ -324,10 +324,10 @@ struct Consumer : MmaConsumer<Traits> {
   __device__ __forceinline__ void write(State& state, const WorkItem& item, int first_row, int q_slot) const {
     const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
                         shared.requests(item));
-    if (is_box(target, first_row)) {
-      store_rows(state, target, first_row, q_slot);
-    } else {
+    if (!is_box(target, first_row)) {
       write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
+    } else {
+      store_rows(state, target, first_row, q_slot);
     }
   }
 
