@@ -24,8 +24,9 @@ _EPILOG = """examples:
   attn-backend demo --engine sglang --model ./llama-3.1-8b   # a folder, or a name on the hub
   attn-backend demo --requests 8 --output-len 32 --svg demo.svg
 
-Each server is started, asked, warmed up by a load that does not count, measured and stopped, one after another. The load is some requests at a time with one
-beginning, which the engine's prefix caching shares. The engine downloads the model if it is not a folder. For serious measurements see docs/benchmarks.md.
+Each server is started, asked, warmed up by a load that does not count, measured and stopped, one after another. The load's requests begin alike, and the
+engine's prefix caching shares what they have in common. The engine downloads the model if it is not a folder. For serious measurements see
+docs/benchmarks.md.
 """
 
 QUESTION = "What is the capital of Japan?"

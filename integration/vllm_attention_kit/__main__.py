@@ -1,7 +1,7 @@
 """Runs vLLM's own attention tests, unmodified, with this backend in the place of FLASH_ATTN: `python -m integration.vllm_attention_kit TESTS`.
 
 TESTS is the folder tests/v1/attention of vLLM's source distribution, of the release that is installed. On a CPU set ATTN_BACKEND_VLLM_CPU=1. The tests name
-models of a hub; only the shapes matter, and these are written here. Encoder-only cases are left out: this backend refuses such layers when they are built.
+models of a hub; only the shapes matter, and these are written here. Cases of encoders are left out.
 """
 
 from __future__ import annotations
