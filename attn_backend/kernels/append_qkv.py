@@ -74,8 +74,9 @@ def append_qkv(
     follow.
 
     Args:
-        q: [tokens, num_qo_heads, head_dim], k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to 256;
-            slices of the projection's output as they are. bfloat16 or float16, on a CPU also float32.
+        q: [tokens, num_qo_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to 256; a slice of the projection's output as it is.
+            bfloat16 or float16, on a CPU also float32.
+        k, v: [tokens, num_kv_heads, head_dim], as q.
         kv: the cache of one layer, same device, same dtype, the other one of bfloat16 and float16, or float8; its scales are one for all, or one for each head.
         slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache gets nothing; the token's Q is written.
         rotary: None: no rotation.

@@ -53,8 +53,8 @@ class Attention:
     Args:
         num_qo_heads: query heads.
         num_kv_heads: KV heads; divides num_qo_heads.
-        head_dim: columns of a head of Q and K: a multiple of 8 up to 256 on CUDA, up to 576 on a CPU.
-        head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA also 512 for both, and 576 with 512 (MLA).
+        head_dim: columns of a head of Q and K: a multiple of 8, on CUDA up to 256, or 512, or 576 (MLA), on a CPU up to 576.
+        head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA 512 and 576 of K go with 512 of V.
         dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
         q_dtype: of Q: dtype (None), or kv_dtype, if that is a float8. The Hopper kernel multiplies float8_e4m3fn as it is (heads of 64 and 128, under softmax,
             row tiles of 32 rows and more) and rounds probabilities to it: outputs are then off by 2.5 %, in the mean of many random ones, instead of 0.3 %.
@@ -172,7 +172,8 @@ class Attention:
         of its own and no plan yet. CUDA graphs that captured this one go on with this one, which must live as long as they.
 
         Raises:
-            ValueError: what the constructor refuses. RuntimeError: a CUDA graph is being captured, and there is not the room.
+            ValueError: what the constructor refuses.
+            RuntimeError: a CUDA graph is being captured, and this one has too little room.
         """
         wanted = {"max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels}
         larger = {name: value for name, value in wanted.items() if check_int(name, value, 0) > getattr(self, name)}

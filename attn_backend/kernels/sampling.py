@@ -349,7 +349,8 @@ def chain_speculative_sampling(
         draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
         draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never accepted.
         target_probs: float32 [batch, num_draft_tokens + 1, vocab], contiguous.
-        seed: of the requests. position: of their first draft token.
+        seed: of the requests.
+        position: of their first draft token.
         generator: as in `sample`.
 
     Raises:

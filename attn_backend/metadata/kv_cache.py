@@ -85,13 +85,15 @@ class KVCache:
 
     @classmethod
     def from_latent(cls, latent: Tensor, head_dim_v: int = 512, *, scale: Scale = None) -> KVCache:
-        """The latents of multi-head latent attention: what a token's key is, and in its first columns its value, for all query heads; V is a view of K.
+        """The latents of multi-head latent attention: a token's row is its key for all query heads, and the first columns are its value; V is a view of K.
 
-        latent: [pages, page_size, width]; the last dimension is contiguous, the other strides are free. DeepSeek's width is 576, of which head_dim_v = 512
-            columns are the value. Or uint8 [pages, page_size, 656], which DeepSeek V3.2's engines call fp8_ds_mla: a row is 512 float8_e4m3fn numbers (the
-            latent), 4 float32, by which each 128 of them are multiplied, and 64 bfloat16 numbers (the rotated part); an Attention for it has
-            kv_dtype=torch.uint8.
-        scale: of float8 latents, one for all: both k_scale and v_scale.
+        Args:
+            latent: [pages, page_size, width]; the last dimension is contiguous, the other strides are free. DeepSeek's width is 576, of which head_dim_v = 512
+                columns are the value. Or uint8 [pages, page_size, 656], which DeepSeek V3.2's engines call fp8_ds_mla: a row is 512 float8_e4m3fn numbers (the
+                latent), 4 float32, by which each 128 of them are multiplied, and 64 bfloat16 numbers (the rotated part); an Attention for it has
+                kv_dtype=torch.uint8.
+            head_dim_v: columns of V.
+            scale: of float8 latents, one for all: both k_scale and v_scale.
         """
         _check_dimensions("latent", latent, 3, "[pages, page_size, width]")
         k = _view("latent", latent, lambda: latent.unsqueeze(2))

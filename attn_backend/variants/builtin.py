@@ -253,8 +253,8 @@ def position_temperature(scales: Tensor | None = None) -> Variant:
 
 
 def request_scale(sm_scales: Tensor | None = None) -> Variant:
-    """s * sm_scales[b]: a softmax scale of each request, beside `sm_scale` of the run, which is one for all (1 there makes this the whole). Combine it first:
-    what follows, a soft cap or a bias, then takes the scaled score.
+    """s * sm_scales[b]: a softmax scale of each request, times the `sm_scale` of the run, which may be 1. Combine it first: a soft cap or a bias after it then
+    takes the scaled score.
 
     Args:
         sm_scales: float32 [batch]; or [1], one for all that lies on the device.
