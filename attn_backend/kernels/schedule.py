@@ -46,12 +46,15 @@ class PrefixNode:
 
     Attributes:
         request: smallest request that shares them: its row of the page table names the pages.
-        begin_page, end_page: the pages of that request which the node covers: from its parent's end to its own.
+        begin_page: first page of that request which the node covers: its parent's end.
+        end_page: page after the last.
         parent: index of the node above in `Schedule.forest`; -1: none.
-        num_requests, num_rows: that share the pages.
+        num_requests: requests that share the pages.
+        num_rows: their rows of Q.
         group: row group of the schedule; -1: not taken.
         first_page: page where the row group begins, or would: a node that is not taken leaves its pages to those below.
-        saved, added: cost units for each KV head.
+        saved: cost units that reading the pages once saves, for each KV head.
+        added: cost units that it adds.
         reason: why it was taken or not.
     """
 
@@ -114,9 +117,9 @@ class Schedule:
     """A schedule, copied to the CPU.
 
     Attributes:
-        groups: int32 [row groups, 10]: GROUP_COLUMNS; level by level.
+        groups: int32 [row groups, 10]: GROUP_COLUMNS of each row group, level by level (`of_groups`).
         table_begin: int64 [row groups]: where the group's pages start in the page indices.
-        tiles: int32 [tiles, 6]: TILE_COLUMNS.
+        tiles: int32 [tiles, 6]: TILE_COLUMNS of each row tile (`of_tiles`).
         cost_begin: int64 [tiles]: cost of everything before the tile.
         positions: int32 [num_ctas + 1, 3]: tile, head, kv_tile where each CTA's interval starts.
         links: int32 [links, merge rows, 2]: the row groups of each row that is in several (-1: none), and the row's number in them. Row i of `links` is row i
@@ -127,7 +130,14 @@ class Schedule:
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
         uses_queue: whether a GPU's CTAs take pairs from a work queue; the intervals then consist of whole pairs and need not be kept.
-        num_ctas, kv_tile, max_kind, max_tiles, min_queue_pairs, min_share, kv_tile_cost, pair_cost: the fixed configuration; costs by cost_kinds().
+        num_ctas: parts that the work is split into.
+        kv_tile: tokens of a KV tile.
+        max_kind: largest kind of row tile.
+        max_tiles: row tiles that there is room for.
+        min_queue_pairs: a work queue is used if a CTA's share holds so many of the longest pairs; 0: never.
+        min_share: smallest cost worth a CTA of its own.
+        kv_tile_cost: of a KV tile, by cost_kinds().
+        pair_cost: of a pair beside its KV tiles, by cost_kinds().
     """
 
     groups: torch.Tensor

@@ -35,15 +35,18 @@ class Variant:
         source: the C++ that is compiled: defines attn::UserVariant.
         params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
-        has_logits, has_bias_slope, has_mask, has_range, has_output, has_query, has_key, has_value: which hooks there are; has_mask is true of a range(), too;
-            has_bias_slope only where nothing else changes the logits.
+        has_logits: whether there is this hook; so has_output, has_query, has_key, has_value.
+        has_bias_slope: the same; only where nothing else changes the logits.
+        has_mask: whether there is a mask() or a range().
+        has_range: whether there is a range().
         mask_params: names of those parameters of a run that the mask may read.
         reads_positions: whether hooks may depend on where rows and tokens stand in their requests.
         skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles in which no row of a row tile sees anything.
         tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position: prefixes that requests have
             in common are then not sought.
-        causal, window_left: an interval that contains all that the mask lets through. It is a part of the variant's meaning: terms of a mask_mod that it says
-            completely are left out of the mask hook.
+        causal: with window_left an interval that contains all that the mask lets through. It is a part of the variant's meaning: terms of a mask_mod that it
+            says completely are left out of the mask hook.
+        window_left: tokens before the query that it sees at most, besides itself; -1: no limit.
         params_bytes: sizeof(UserVariant::Params).
         user_sources: the user's C++ by the name that compilers call it in errors.
     """
