@@ -123,7 +123,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         for head_dim in head_dims:
             for element in elements:
                 for float8_out in sorted({False, arguments.float8_out}):
-                    for kernel in manifest.attention_kernels(element, head_dim, manifest.VARIANTS, kv_element, arguments.float8_q, float8_out):
+                    for kernel in manifest.attention_kernels(manifest.KernelShape(element, head_dim, kv_element, arguments.float8_q, float8_out)):
                         if arch in kernel.archs:
                             print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 
