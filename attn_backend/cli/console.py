@@ -1,4 +1,4 @@
-"""Tables on the command line: through rich on a terminal, as plain text elsewhere."""
+"""Tables on the command line, through rich on a terminal, as plain text elsewhere; and the text of errors."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), righ
     for line in lines:
         cells = (cell.rjust(width) if number in right else cell.ljust(width) for number, (cell, width) in enumerate(zip(line, widths, strict=True)))
         print("  ".join(cells).rstrip())
+
+
+def explained(error: Exception) -> str:
+    """An error's text; of what cannot be imported also who knows more."""
+    return f"{error}; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else str(error)
