@@ -29,6 +29,7 @@ __all__ = [
 Seed = int | Tensor
 Samples = Tensor | tuple[Tensor, Tensor]
 _MAX_ROW_BITS = 26  # of a row's number, in a position whose other bits are the offset
+_MAX_DRAFT_BITS = 10  # positions that a row takes in chain_speculative_sampling: one for each draft
 
 
 def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None) -> Tensor:
@@ -236,9 +237,6 @@ def chain_speculative_sampling(
     counts = (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
     accepted, emitted = (found.num_accepted.clone() if count is None else count.add_(found.num_accepted) for count in counts)
     return found.token_ids, accepted, emitted
-
-
-_MAX_DRAFT_BITS = 10  # positions that a row takes: one for each draft
 
 
 def draw_from_probs(
