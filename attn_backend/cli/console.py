@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-_COLORS = {"[ok]": "green", "[--]": "yellow", "[!!]": "bold red"}
+_COLORS = {"[ok]": "green", "[--]": "yellow", "[!!]": "bold red"}  # of the doctor's marks
 
 
-def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = (), colors: Mapping[str, str] = _COLORS) -> None:
-    """Prints rows of equal length, with the numbers of the columns that are aligned to the right, and colors of cells by their text."""
+def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+    """Prints rows of equal length, with the numbers of the columns that are aligned to the right."""
     if not rows:
         return
     if sys.stdout.isatty():
@@ -24,7 +24,7 @@ def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), righ
             for number, _ in enumerate(rows[0]):
                 table.add_column(columns[number] if columns else "", justify="right" if number in right else "left", overflow="fold")
             for row in rows:
-                table.add_row(*(Text(cell, style=colors.get(cell, "")) for cell in row))
+                table.add_row(*(Text(cell, style=_COLORS.get(cell, "")) for cell in row))
             Console().print(table)
             return
     lines = [columns, *rows] if columns else rows
