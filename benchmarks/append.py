@@ -20,8 +20,8 @@ import torch
 from attn_backend import KVCache, Rotary, append_kv, append_qkv
 from benchmarks.lines import measure_lines
 from benchmarks.peers import vllm_append, vllm_rotate
-from benchmarks.report import asked_peers, number, options, table
-from benchmarks.timing import Machine, Timer
+from benchmarks.report import asked_peers, number, options, ratio, table
+from benchmarks.timing import Machine, Timer, start
 
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
 POSITIONS = 1 << 16
@@ -154,7 +154,7 @@ def measure(line: Line, timer: Timer, machine: Machine, device: str = "cuda", pe
 def markdown(lines: list[dict[str, Any]], header: str) -> str:
     rows = []
     for line in lines:
-        ratios = [number(line["ours"] / line[peer] if line[peer] else None, 2) for peer in PEERS]
+        ratios = [number(ratio(line["ours"], line[peer]), 2) for peer in PEERS]
         times = [number(line[name]) for name in ("floor", "ours", *PEERS)]
         rows.append([line["case"], *times, *ratios, number(line["floor"] / line["ours"], 2), number(line["append alone"])])
     return f"{header}\n\n{table(COLUMNS, rows)}\n"
@@ -168,9 +168,7 @@ def all_lines() -> list[Line]:
 def main() -> None:
     arguments = options(__doc__, peers=PEERS).parse_args()
     peers = asked_peers(PEERS, arguments)
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = f"{machine} Times in µs: bf16, 32/{KV_HEADS} heads of {HEAD_DIM}, page {PAGE_SIZE}, cold L2, CUDA-graph replay, median of {arguments.repeats}."
     measure_lines(all_lines(), lambda line: measure(line, timer, machine, peers=peers), lambda lines: markdown(lines, header), header, arguments)
 

@@ -21,7 +21,7 @@ from benchmarks.cases import Case, SharedCase, all_cases
 from benchmarks.lines import measure_lines
 from benchmarks.peers import fastest, peers_of, peers_of_shared
 from benchmarks.report import asked_peers, options, wanted
-from benchmarks.timing import Machine, Timer
+from benchmarks.timing import Machine, Timer, start
 
 
 class Expected:
@@ -80,9 +80,7 @@ def main() -> None:
     part, _, parts = arguments.part.partition("/")
     if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
         parser.error(f"--part is {arguments.part!r}, must be K/N with 1 <= K <= N")
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}."
     cases = [case for case in all_cases() if wanted(case.name, arguments)][int(part) - 1 :: int(parts)]
     measure_lines(cases, lambda case: measure(case, timer, machine, arguments), lambda lines: markdown(lines, [header]), header, arguments)

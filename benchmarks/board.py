@@ -17,15 +17,10 @@ from typing import Any
 
 from attn_backend.cli.plan import check_matplotlib
 from benchmarks.cases import all_cases
-from benchmarks.report import number, table
+from benchmarks.report import fastest_of, number, ratio, table
 
 PEERS = ("FA3", "FlashInfer", "flex_attention")
 Line = dict[str, Any]  # what benchmarks.attention measures; times in µs
-
-
-def best_peer(line: Line) -> float | None:
-    """µs of the fastest peer."""
-    return min((line[name] for name in PEERS if line.get(name) is not None), default=None)
 
 
 def of_ragged(line: Line, lines: Sequence[Line]) -> float | None:
@@ -42,13 +37,13 @@ def markdown(lines: Sequence[Line], headers: Sequence[str]) -> str:
     columns += (["ours, batch-invariant", "batch-invariant / ours"] if invariant else []) + ["error"]
     rows = []
     for line in lines:
-        best = best_peer(line)
         error = max(line["error"], line.get("batch invariant error", 0.0))
         row = [line["case"], *(number(line.get(name)) for name in ("floor", "launch", "ours", "plan", *peers))]
-        row += [number(ratio, 2) for ratio in (None if best is None else line["ours"] / best, line["ours"] / line["floor"], of_ragged(line, lines))]
+        ratios = (ratio(line["ours"], fastest_of(line, PEERS)), line["ours"] / line["floor"], of_ragged(line, lines))
+        row += [number(value, 2) for value in ratios]
         if invariant:
             time = line.get("batch invariant")
-            row += [number(time), number(None if time is None else time / line["ours"], 2)]
+            row += [number(time), number(ratio(time, line["ours"]), 2)]
         rows.append([*row, "not checked" if math.isnan(error) else f"{error:.1e}"])
     return "\n".join([*headers, "", table(columns, rows), ""])
 
@@ -87,7 +82,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
             x, y = zip(*points, strict=True)
             axis.scatter(x, y, marker=marker, color=color, label=name, s=40 if key == "ours" else 22, zorder=3)
     for place, line in zip(places, lines, strict=True):
-        best = best_peer(line)
+        best = fastest_of(line, PEERS)
         if best is not None:
             axis.plot([line["floor"] / line["ours"], line["floor"] / best], [place, place], color="C3" if line["ours"] < best else "0.6", linewidth=1.5)
     axis.set_yticks(places, [line["case"] for line in lines], fontsize=7)

@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from attn_backend import Attention
 from benchmarks.batches import SharedBatch, make_cache, prepare
 from benchmarks.cases import SharedCase
 from benchmarks.report import number, save, table
 from benchmarks.schedules import taken_prefixes, total_cost
-from benchmarks.timing import Machine, Timer
+from benchmarks.timing import Timer, start
 
 MAX_BATCH = 256
 STATE_COSTS = np.arange(0, 1025, 16)  # grid of the regret fit, 64ths of a cost unit
@@ -230,12 +229,11 @@ def main() -> None:
     sizes = sorted({(groups, requests) for groups in arguments.groups for requests in arguments.requests if groups * requests <= MAX_BATCH})
     if not sizes:
         parser.error(f"--groups and --requests: no batch of at most {MAX_BATCH} requests")
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
+    timer, machine = start(arguments.repeats)
     header = (
-        "{} Decode, bf16, {}/{} heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median of {}. "
-        "state_cost in 64ths of a cost unit, for each row state of one KV head; cascade_cost in cost units, over all KV heads."
-    ).format(Machine.measure(timer), *arguments.heads, arguments.repeats)
+        f"{machine} Decode, bf16, {'/'.join(map(str, arguments.heads))} heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median of "
+        f"{arguments.repeats}. state_cost in 64ths of a cost unit, for each row state of one KV head; cascade_cost in cost units, over all KV heads."
+    )
     print(header, flush=True)
     most_groups = max(groups for groups, _ in sizes)
     most_requests = max(groups * requests for groups, requests in sizes)

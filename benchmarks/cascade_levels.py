@@ -23,7 +23,7 @@ from benchmarks.batches import SharedBatch, make_cache, prepare
 from benchmarks.cases import SharedCase
 from benchmarks.report import number, save, table
 from benchmarks.schedules import taken_prefixes
-from benchmarks.timing import Machine, Timer
+from benchmarks.timing import Timer, start
 
 MAX_BATCH = 256
 HAND_MADE = ("three levels", "two levels", "no levels")
@@ -98,9 +98,8 @@ def main() -> None:
     for option, lengths in (("--common", arguments.common), ("--of-group", arguments.of_group)):
         if any(tokens < 16 or tokens % 16 for tokens in lengths):
             parser.error(f"{option}: must be multiples of 16, the page")
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    header = f"{Machine.measure(timer)} Decode, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median of {arguments.repeats}; µs."
+    timer, machine = start(arguments.repeats)
+    header = f"{machine} Decode, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median of {arguments.repeats}; µs."
     print(header, flush=True)
     most = (1, max(arguments.common)), (max(arguments.groups), max(arguments.of_group)), (MAX_BATCH, max(arguments.own))
     bench = Bench(SharedCase("", most), timer)

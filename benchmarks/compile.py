@@ -28,11 +28,12 @@ CHILD = """
 import json, os, sys, time
 import elftools.elf.elffile
 from attn_backend.kernels import cuda_compiler, manifest, nvrtc, variant_kernels
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.library import library
 from attn_backend.variants import builtin
 {hidden}
 variant = builtin.soft_cap(30.0)
-kernel = manifest.variant_kernels("sm_90a", manifest.DESIGNS["hopper"], "bf16", 128, variant)["attention"]
+kernel = manifest.variant_kernels("sm_90a", manifest.DESIGNS["hopper"], manifest.KernelShape("bf16", HeadDims.of(128)), variant)["attention"]
 isa = library().current_isa()
 print("ready", flush=True)
 sys.stdin.readline()

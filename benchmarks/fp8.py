@@ -22,8 +22,8 @@ from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_e
 from benchmarks.cases import Case
 from benchmarks.lines import measure_lines
 from benchmarks.peers import Kernels, Run, fastest, page_table, workspace
-from benchmarks.report import asked_peers, number, options, table
-from benchmarks.timing import Machine, Timer
+from benchmarks.report import asked_peers, number, options, ratio, table
+from benchmarks.timing import Machine, Timer, start
 
 HEADS = (32, 8)
 FLOAT8 = torch.float8_e4m3fn
@@ -194,10 +194,10 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
     for line in lines:
         pairs = [("bf16", "fp8"), ("floor", "fp8"), ("fp8", "FA3 fp8"), ("fp8", "FlashInfer fp8")]
         pairs += [("bf16", "fp8 Q"), ("fp8 Q", "FA3 fp8"), ("fp8 Q", "FlashInfer fp8 Q")]
-        ratios = [None if line[dividend] is None or line[divisor] is None else line[dividend] / line[divisor] for dividend, divisor in pairs]
         errors = [line.get(f"{name} error") for name in ("fp8", "fp8 Q", *PEER_COLUMNS)]
         shown_errors = ["" if error is None else f"{error:.1e}" for error in errors]
-        rows.append([line["case"], *(number(line[column]) for column in COLUMNS), *(number(ratio, 2) for ratio in ratios), *shown_errors])
+        ratios = [number(ratio(line[dividend], line[divisor]), 2) for dividend, divisor in pairs]
+        rows.append([line["case"], *(number(line[column]) for column in COLUMNS), *ratios, *shown_errors])
     names = ["bf16 / fp8", "floor / fp8", "fp8 / FA3", "fp8 / FlashInfer", "bf16 / fp8 Q", "fp8 Q / FA3", "fp8 Q / FlashInfer"]
     names += ["fp8 error", "fp8 Q error", "FA3 error", "FlashInfer error", "FlashInfer Q error"]
     return f"{header}\n\n{table(['case', *COLUMNS, *names], rows)}\n"
@@ -206,9 +206,7 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
 def main() -> None:
     arguments = options(__doc__, peers=PEERS).parse_args()
     peers = asked_peers(PEERS, arguments)
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = f"{machine} Times in µs, cold L2, CUDA-graph replay, median of {arguments.repeats}."
     measure_lines(cases(), lambda case: measure(case, timer, machine, peers), lambda lines: markdown(lines, header), header, arguments)
 

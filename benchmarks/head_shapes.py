@@ -21,8 +21,8 @@ from benchmarks.head_shape_cases import KV_DTYPES, MLA, ShapeCase, Tensors, all_
 from benchmarks.head_shape_peers import peers_of
 from benchmarks.lines import measure_lines
 from benchmarks.peers import Run, fastest
-from benchmarks.report import asked_peers, number, options, table
-from benchmarks.timing import Machine, Timer
+from benchmarks.report import asked_peers, fastest_of, number, options, ratio, table
+from benchmarks.timing import Machine, Timer, start
 
 PEERS = ("FA3", "FlashMLA", "FlashInfer")
 KERNELS = ("hopper", "generic")
@@ -68,11 +68,11 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     columns = ["case", "floor", "ours", *PEERS, "ours / best peer", "floor / ours", "GB/s", "TFLOP/s", "plan", "error"]
     rows = []
     for line in lines:
-        peers = [line[peer] for peer in PEERS if line[peer] is not None]
-        ratio = number(line["ours"] / min(peers) if peers else None, 2)
         rates = [number(line["floor"] / line["ours"], 2), number(line["bytes"] / line["ours"] / 1e3, 0), number(line["flops"] / line["ours"] / 1e6, 0)]
         times = [number(line[column]) for column in ("floor", "ours", *PEERS)]
-        rows.append([line["case"], *times, ratio, *rates, number(line["plan"]), f"{line['error']:.1e}" + ("" if line["error"] <= LARGEST_ERROR else " WRONG")])
+        to_best = number(ratio(line["ours"], fastest_of(line, PEERS)), 2)
+        error = f"{line['error']:.1e}" + ("" if line["error"] <= LARGEST_ERROR else " WRONG")
+        rows.append([line["case"], *times, to_best, *rates, number(line["plan"]), error])
     return table(columns, rows)
 
 
@@ -81,9 +81,7 @@ def main() -> None:
     parser.add_argument("--kernel", choices=KERNELS, help="of ours; default: the GPU's")
     parser.add_argument("--q-parts", action="store_true", help="ours of MLA: Q is two tensors, as the engines' layers make it")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}. Error: some rows against float64, relative."
     measure_lines(all_cases(), lambda case: measure(case, timer, machine, arguments), lambda lines: f"{header}\n\n{markdown(lines)}\n", header, arguments)
 

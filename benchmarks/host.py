@@ -97,8 +97,8 @@ def prefill_plan(api: Any, batch: Batch, layout: str = "NHD", on_host: bool = Fa
     return wrapper, plan
 
 
-def ragged_plan(api: Any, batch: Batch, layout: str = "NHD", on_host: bool = False) -> tuple[Any, Call]:
-    wrapper = api.BatchPrefillWithRaggedKVCacheWrapper(batch.workspace, layout)
+def ragged_plan(api: Any, batch: Batch, on_host: bool = False) -> tuple[Any, Call]:
+    wrapper = api.BatchPrefillWithRaggedKVCacheWrapper(batch.workspace, "NHD")
     indptr = batch.indptr_on_host if on_host else batch.indptr
     plan = partial(wrapper.plan, indptr, indptr, *HEADS, causal=True, **BF16)
     plan()

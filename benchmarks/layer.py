@@ -23,8 +23,8 @@ from benchmarks.cases import Case, lengths
 from benchmarks.fp8 import K_SCALE, V_SCALE, quantised
 from benchmarks.lines import measure_lines
 from benchmarks.peers import flash_attention_3, flashinfer_backends, vllm_append, vllm_rotate
-from benchmarks.report import asked_peers, number, options, table
-from benchmarks.timing import Launch, Machine, Timer
+from benchmarks.report import asked_peers, fastest_of, number, options, ratio, table
+from benchmarks.timing import Launch, Machine, Timer, start
 
 PEERS = ("FA3", "FlashInfer")
 LAYERS = 8  # of one graph
@@ -146,11 +146,10 @@ def markdown(lines: list[dict[str, Any]], rope: bool = False) -> str:
     """A table; what counts for FlashInfer is its fastest backend."""
     rows = []
     for line in lines:
-        flashinfer = min((time for name, time in line.items() if name.startswith("FlashInfer")), default=None)
-        peers = [time for time in (line.get("FA3"), flashinfer) if time is not None]
-        ratio = line["ours"] / min(peers) if peers else None
+        flashinfer = fastest_of(line, [name for name in line if name.startswith("FlashInfer")])
+        best = fastest_of({"FA3": line.get("FA3"), "FlashInfer": flashinfer}, PEERS)
         times = [number(time) for time in (line["floor"], line["ours"], line["8-bit cache"], line.get("FA3"), flashinfer)]
-        rows.append([line["case"], *times, number(ratio, 2), f"{line['error']:.1e}"])
+        rows.append([line["case"], *times, number(ratio(line["ours"], best), 2), f"{line['error']:.1e}"])
     return table(
         ["rope + append + attention" if rope else "append + attention", "floor", "ours", "8-bit cache", "FA3", "FlashInfer", "ours / best peer", "error"], rows
     )
@@ -161,9 +160,7 @@ def main() -> None:
     parser.add_argument("--rope", action="store_true", help="with the rotary embedding of Q and K")
     arguments = parser.parse_args()
     peers = asked_peers(PEERS, arguments)
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = (
         f"{machine} µs a layer, {'rotary embedding, ' if arguments.rope else ''}append and attention after a product of {PRODUCT_ROWS[True]} "
         f"(prompts: {PRODUCT_ROWS[False]}) x {PRODUCT[0]} x {PRODUCT[1]}, {LAYERS} layers in a CUDA graph less the products alone, median of "

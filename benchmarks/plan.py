@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from attn_backend import Attention, BSRView, PageTable
-from benchmarks.report import brief, number, options, save, table, wanted
+from benchmarks.lines import measure_lines
+from benchmarks.report import number, options, table
 from benchmarks.schedules import taken_prefixes
-from benchmarks.timing import Launch, Timer, capture, replay_time
+from benchmarks.timing import Launch, Timer, capture, device_time
 
 PAGE_SIZE = 16
 MAX_ROWS = 8192
@@ -79,10 +80,10 @@ def host_time(plan: Launch, repeats: int) -> float:
     return statistics.median(times)
 
 
-def device_time(plan: Launch, plans: int, repeats: int) -> float:
+def time_in_graph(plan: Launch, plans: int, repeats: int) -> float:
     """Median µs of one plan of a replayed graph that holds `plans` of them; the L2 is warm."""
     graph = capture(lambda: [plan() for _ in range(plans)])
-    return statistics.median(replay_time(graph) for _ in range(repeats)) / plans
+    return statistics.median(device_time(graph.replay) for _ in range(repeats)) / plans
 
 
 def measure(line: Line, timer: Timer) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def measure(line: Line, timer: Timer) -> dict[str, Any]:
         attention.plan(view)
 
     plan()
-    times = (host_time(plan, timer.repeats), device_time(plan, PLANS_IN_GRAPH, timer.repeats), device_time(plan, 1, timer.repeats), timer(plan))
+    times = (host_time(plan, timer.repeats), time_in_graph(plan, PLANS_IN_GRAPH, timer.repeats), time_in_graph(plan, 1, timer.repeats), timer(plan))
     return {"case": line.name, **dict(zip(COLUMNS[1:-1], times, strict=True)), "prefixes taken": taken_prefixes(attention.schedule())}
 
 
@@ -107,16 +108,12 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of a plan, decode, 32/8 heads, head_dim 128, page {PAGE_SIZE}, "
         f"max_rows {MAX_ROWS}, max_batch {MAX_BATCH}; median of {arguments.repeats}."
     )
-    print(header, flush=True)
-    measured: list[dict[str, Any]] = []
-    rows: list[list[str]] = []
-    for line in lines():
-        if wanted(line.name, arguments):
-            measured.append(measure(line, timer))
-            rows.append([line.name, *(number(measured[-1][name]) for name in COLUMNS[1:-1]), str(measured[-1]["prefixes taken"])])
-            print(brief(measured[-1]), flush=True)
-            save(arguments, f"{header}\n\n{table(COLUMNS, rows)}\n", {"header": header, "lines": measured})
-    print(table(COLUMNS, rows))
+
+    def text(measured: list[dict[str, Any]]) -> str:
+        rows = [[line["case"], *(number(line[name]) for name in COLUMNS[1:-1]), str(line["prefixes taken"])] for line in measured]
+        return f"{header}\n\n{table(COLUMNS, rows)}\n"
+
+    measure_lines(lines(), lambda line: measure(line, timer), text, header, arguments)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -38,6 +39,16 @@ def wanted(name: str, arguments: argparse.Namespace) -> bool:
 def asked_peers(peers: Iterable[str], arguments: argparse.Namespace) -> tuple[str, ...]:
     """Those of the peers that --peer asks for."""
     return tuple(peer for peer in peers if not arguments.peer or peer in arguments.peer)
+
+
+def fastest_of(line: Mapping[str, Any], columns: Iterable[str]) -> float | None:
+    """The smallest time of these columns; None: none of them was measured."""
+    return min((line[column] for column in columns if line.get(column) is not None), default=None)
+
+
+def ratio(dividend: float | None, divisor: float | None) -> float | None:
+    """None where one of the two was not measured."""
+    return None if dividend is None or divisor is None else dividend / divisor
 
 
 def number(value: float | None, digits: int = 1) -> str:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from attn_backend import sample, sampling_workspace
-from benchmarks.report import asked_peers, brief, number, options, save, table, wanted
+from benchmarks.report import asked_peers, brief, fastest_of, number, options, ratio, save, table, wanted
 from benchmarks.sampling_peers import Filters, Requests, copy_time, flashinfer, torch_sort, vllm
-from benchmarks.timing import Launch, Machine, Timer
+from benchmarks.timing import Launch, Machine, Timer, start
 
 BATCHES = (1, 8, 32, 128, 256, 512)
 VOCABS = (32000, 128256, 151936, 262144)
@@ -72,9 +72,8 @@ def measure(case: str, requests: Requests, machine: Machine, timer: Timer, peers
     line: dict[str, Any] = {"case": case, "floor": requests.logits.nbytes / (machine.bandwidth * 1e-6) + machine.launch, "ours": timer(ours(requests))}
     for name in PEERS:
         line[name] = time_of_peer(name, case, requests, timer) if name in peers else None
-    known = [line[name] for name in PEERS if line[name] is not None]
-    line["ours / best peer"] = line["ours"] / min(known) if known else None
-    line["ours / FlashInfer"] = line["ours"] / line["FlashInfer"] if line["FlashInfer"] else None
+    line["ours / best peer"] = ratio(line["ours"], fastest_of(line, PEERS))
+    line["ours / FlashInfer"] = ratio(line["ours"], line["FlashInfer"])
     line["ours / floor"] = line["ours"] / line["floor"]
     return line
 
@@ -102,9 +101,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, action="append", help="repeatable; default: all")
     parser.add_argument("--add", type=Path, action="append", default=[], help="lines of an earlier run's --json; repeatable")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = f"{machine}\n\nTimes in µs, float32 logits, median of {arguments.repeats}."
     print(header, flush=True)
     lines: list[dict[str, Any]] = []

@@ -18,9 +18,9 @@ import torch
 from benchmarks.batches import LARGEST_ERROR, Batch, SharedBatch, hand_made, ours, reference, relative_error
 from benchmarks.cases import Case, SharedCase, shared_cases, unshared_cases
 from benchmarks.peers import Run, flash_attention_3, flashinfer_cascade, flashinfer_decode, time_of
-from benchmarks.report import asked_peers, brief, number, options, save, table, wanted
+from benchmarks.report import asked_peers, brief, fastest_of, number, options, ratio, save, table, wanted
 from benchmarks.schedules import balance, taken_prefixes
-from benchmarks.timing import Machine, Timer
+from benchmarks.timing import Machine, Timer, start
 
 PEERS: dict[str, dict[str, Callable[[SharedBatch], Run]]] = {  # and their columns
     "FlashInfer": {
@@ -94,7 +94,6 @@ def shared_table(lines: list[dict[str, Any]]) -> str:
     columns += ["automatic / hand-made", "best peer / automatic", "error"]
     rows = []
     for line in lines:
-        peers = [line[name] for name in PEER_COLUMNS if line[name] is not None]
         rows.append(
             [
                 line["case"],
@@ -102,7 +101,7 @@ def shared_table(lines: list[dict[str, Any]]) -> str:
                 *(number(line[f"{name} plan"]) for name in OURS),
                 *(number(line[f"{name} balance"], 2) for name in ("hand-made", "automatic")),
                 number(line["automatic"] / line["hand-made"], 2),
-                number(min(peers) / line["automatic"] if peers else None, 2),
+                number(ratio(fastest_of(line, PEER_COLUMNS), line["automatic"]), 2),
                 f"{max(line[f'{name} error'] for name in OURS):.1e}",
             ]
         )
@@ -132,9 +131,7 @@ def main() -> None:
     parser = options(__doc__, peers=PEERS)
     parser.add_argument("--rounds", type=int, default=5, help="of every line without sharing")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = (
         f"{machine} Times in µs: decode, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median of {arguments.repeats}. "
         "Balance: the CTA with most work ÷ the mean, in the schedule's costs. Error: the largest of ours against float64, relative, over all requests."

@@ -29,14 +29,14 @@ def capture(launch: Launch) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_time(graph: torch.cuda.CUDAGraph) -> float:
-    """µs of one replay; waits for it."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
+def device_time(launch: Launch) -> float:
+    """µs of one call on the device; waits for it."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    launch()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return begin.elapsed_time(end) * 1e3
 
 
 class Timer:
@@ -60,7 +60,7 @@ class Timer:
         for i in range(WARM_UPS + self.repeats):
             for n in range(len(graphs)) if i % 2 == 0 else reversed(range(len(graphs))):
                 self.flush.bitwise_not_()  # still runs while the host queues the replay, so that no launch is waited for
-                times[n].append(replay_time(graphs[n]))
+                times[n].append(device_time(graphs[n].replay))
         return [statistics.median(of_one[WARM_UPS:]) for of_one in times]
 
 
@@ -71,15 +71,8 @@ def ceilings() -> tuple[float, float]:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 
     def rate(work: float, launch: Launch) -> float:
-        times = []
-        for _ in range(12):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            launch()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3)
-        return work / statistics.median(times[2:])
+        times = [device_time(launch) for _ in range(12)]
+        return work / statistics.median(times[2:]) * 1e6
 
     return rate(2 * source.numel(), lambda: target.copy_(source)), rate(2 * 8192**3, lambda: a @ b)
 
@@ -103,3 +96,10 @@ class Machine:
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}: device copy {self.bandwidth / 1e9:.0f} GB/s, "
             f"bf16 8192³ product {self.rate / 1e12:.0f} TFLOP/s, a one-element kernel in the same harness {self.launch:.1f} µs."
         )
+
+
+def start(repeats: int) -> tuple[Timer, Machine]:
+    """What a benchmark begins with: the same random numbers each time, the timer, and the GPU's rates."""
+    torch.manual_seed(0)
+    timer = Timer(repeats)
+    return timer, Machine.measure(timer)

@@ -11,13 +11,11 @@ import argparse
 import time
 from typing import Any
 
-import torch
-
 from benchmarks.batches import LARGEST_ERROR, Batch
 from benchmarks.lines import measure_lines
 from benchmarks.peers import fastest
-from benchmarks.report import asked_peers, number, options, table
-from benchmarks.timing import Machine, Timer
+from benchmarks.report import asked_peers, fastest_of, number, options, ratio, table
+from benchmarks.timing import Machine, Timer, start
 from benchmarks.variant_cases import MEANINGS, Expected, VariantCase, all_cases, ours, work
 from benchmarks.variant_peers import peers_of
 
@@ -54,8 +52,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     columns = ["case", "floor", "ours", "plan", *PEERS, "ours / best peer", "ours / our causal", "error"]
     rows = []
     for line in lines:
-        peers = [line[peer] for peer in PEERS if line.get(peer) is not None]
-        ratios = (number(line["ours"] / min(peers) if peers else None, 2), number(line["ours"] / line["causal"], 2))
+        ratios = (number(ratio(line["ours"], fastest_of(line, PEERS)), 2), number(line["ours"] / line["causal"], 2))
         times = [number(line.get(column)) for column in columns[1:7]]
         rows.append([line["case"], *times, *ratios, f"{line['error']:.1e}" + (" WRONG" if line["error"] > LARGEST_ERROR else "")])
     return table(columns, rows)
@@ -63,9 +60,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     arguments = options(__doc__, peers=PEERS).parse_args()
-    torch.manual_seed(0)
-    timer = Timer(arguments.repeats)
-    machine = Machine.measure(timer)
+    timer, machine = start(arguments.repeats)
     header = f"{machine} Times in µs: bf16, 8 KV heads, cold L2, CUDA-graph replay, median of {arguments.repeats}. Error: some rows against float64, relative."
     measure_lines(all_cases(), lambda case: measure(case, timer, machine, arguments), lambda lines: f"{header}\n\n{markdown(lines)}\n", header, arguments)
 

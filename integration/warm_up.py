@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from integration.engines import Engine, Sampling
+from integration.text import tokenizer_of
 from integration.workload import Workload
 
 REQUESTS = 8
@@ -22,12 +23,7 @@ def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
     Raises:
         ValueError: the model's folder has no tokenizer.json.
     """
-    from tokenizers import Tokenizer
-
-    file = workload.model_folder / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"model: {workload.model_folder} has no tokenizer.json, which is needed for the requests that warm servers up")
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = tokenizer_of(workload.model_folder)
     return [(tokenizer.encode(request.text).ids, min(request.output_len, MOST_TOKENS)) for request in workload.requests(seed)[:REQUESTS]]
 
 

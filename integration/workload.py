@@ -25,7 +25,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.sharegpt import first_exchanges, sharegpt_file
+from integration.sharegpt import dataset_file, first_exchanges
 from integration.text import TextMaker
 
 # Which ShareGPT conversations are used, in tokens: the limits of vLLM's client
@@ -143,12 +143,11 @@ def make_workload(
     draw = random.Random(seed)
     if num_prompts < 1 or samples < 1:
         raise ValueError(f"num-prompts: {num_prompts}, samples: {samples}: both must be positive")
-    if kind == "sharegpt" or dataset.endswith(".json"):
+    if dataset == "sharegpt" or dataset.endswith(".json"):
         if outputs and outputs[0] != outputs[1]:
             raise ValueError(f"output-len: {output_len!r}: ShareGPT takes one number, or none for the recorded answers' lengths")
-        path = sharegpt_file() if kind == "sharegpt" else Path(dataset).resolve(strict=True)
         description = f"ShareGPT, first turns, {f'{outputs[0]} output tokens' if outputs else 'outputs as recorded'}"
-        return ShareGPT(num_prompts, samples, description, model_folder, path, outputs[0] if outputs else None, max_model_len)
+        return ShareGPT(num_prompts, samples, description, model_folder, dataset_file(dataset), outputs[0] if outputs else None, max_model_len)
     if kind == "lengths":
         prompts, answers = _read_lengths(Path(rest), num_prompts)
         if outputs:

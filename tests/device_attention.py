@@ -101,14 +101,14 @@ def library(
         text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
     else:
         text, variant_type, name = "", manifest.VARIANTS[variant], variant
-    kv_element = kv_element_of(kv_dtype, dtype)
-    cubins = design.cubins_for(head_dim, kv_element)
+    shape = manifest.KernelShape(element, head_dim, kv_element_of(kv_dtype, dtype), float8_q, float8_out)
+    cubins = design.cubins_for(shape)
     for cubin, stem in cubins.items():
-        source = manifest.attention_source(stem, element, head_dim, variant_type, kv_element, float8_q, float8_out)
+        source = manifest.attention_source(stem, shape, variant_type)
         text += source.replace("attention_kernel", f"{cubin}_kernel")
     text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
     text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
-    name = manifest.attention_name(design.name, element, head_dim, name, kv_element, float8_q, float8_out)
+    name = manifest.attention_name(design.name, shape, name)
     source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
     made = emulation.build(folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h"))
     made.device_attention.restype = ctypes.c_char_p

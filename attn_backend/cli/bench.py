@@ -13,6 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.progress import tracked
+from .console import explained, print_table
+
 if TYPE_CHECKING:
     import torch
 
@@ -223,7 +226,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import torch
 
-        from .console import print_table
         from .plan import check_matplotlib
 
         if arguments.svg:
@@ -238,7 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.repeats < 1:
             raise ValueError(f"--repeats is {arguments.repeats}, must be at least 1")
         torch.manual_seed(0)
-        lines = [measure(case, device, arguments.repeats) for case in _progress(cases)]
+        lines = [measure(case, device, arguments.repeats) for case in tracked(cases, "measuring")]
         columns = ["plan", "ours", *(name for name in PEERS[device] if any(name in line for line in lines))]
         rows = [[line["case"], *(f"{line[name]:.1f}" if name in line else "-" for name in columns)] for line in lines]
         where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -253,18 +255,9 @@ def run(arguments: argparse.Namespace) -> int:
             draw(lines, columns[1:], where, arguments.svg)
             print(f"\nwrote {arguments.svg}")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
-        print(f"attn-backend bench: {error}{hint}", file=sys.stderr)
+        print(f"attn-backend bench: {explained(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
-
-
-def _progress(cases: list[Case]) -> Any:
-    if not sys.stdout.isatty():
-        return cases
-    from rich.progress import track
-
-    return track(cases, "measuring", transient=True)
 
 
 def draw(lines: list[dict[str, Any]], columns: list[str], where: str, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kernels import build, cubins, manifest
 from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
+from .console import explained
 
 if TYPE_CHECKING:
     from ..variants import Variant
@@ -70,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             return build.run(arguments)
         _compile_head_dims(arguments)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
-        hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
-        print(f"error: {error}{hint}", file=sys.stderr)
+        print(f"error: {explained(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -123,7 +123,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         for head_dim in head_dims:
             for element in elements:
                 for float8_out in sorted({False, arguments.float8_out}):
-                    for kernel in manifest.attention_kernels(element, head_dim, manifest.VARIANTS, kv_element, arguments.float8_q, float8_out):
+                    for kernel in manifest.attention_kernels(manifest.KernelShape(element, head_dim, kv_element, arguments.float8_q, float8_out)):
                         if arch in kernel.archs:
                             print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 

@@ -1,15 +1,15 @@
-"""Tables on the command line: through rich on a terminal, as plain text elsewhere."""
+"""Tables on the command line, through rich on a terminal, as plain text elsewhere; and the text of errors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-_COLORS = {"[ok]": "green", "[--]": "yellow", "[!!]": "bold red"}
+_COLORS = {"[ok]": "green", "[--]": "yellow", "[!!]": "bold red"}  # of the doctor's marks
 
 
-def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = (), colors: Mapping[str, str] = _COLORS) -> None:
-    """Prints rows of equal length, with the numbers of the columns that are aligned to the right, and colors of cells by their text."""
+def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+    """Prints rows of equal length, with the numbers of the columns that are aligned to the right."""
     if not rows:
         return
     if sys.stdout.isatty():
@@ -24,7 +24,7 @@ def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), righ
             for number, _ in enumerate(rows[0]):
                 table.add_column(columns[number] if columns else "", justify="right" if number in right else "left", overflow="fold")
             for row in rows:
-                table.add_row(*(Text(cell, style=colors.get(cell, "")) for cell in row))
+                table.add_row(*(Text(cell, style=_COLORS.get(cell, "")) for cell in row))
             Console().print(table)
             return
     lines = [columns, *rows] if columns else rows
@@ -32,3 +32,8 @@ def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), righ
     for line in lines:
         cells = (cell.rjust(width) if number in right else cell.ljust(width) for number, (cell, width) in enumerate(zip(line, widths, strict=True)))
         print("  ".join(cells).rstrip())
+
+
+def explained(error: Exception) -> str:
+    """An error's text; of what cannot be imported also who knows more."""
+    return f"{error}; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else str(error)

@@ -6,6 +6,7 @@ import argparse
 import http.client
 import json
 import os
+import shlex
 import socket
 import statistics
 import subprocess
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+from .console import print_table
 
 _EPILOG = """examples:
   attn-backend demo                                          # vLLM, or SGLang where there is no vLLM
@@ -233,10 +236,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
-    import shlex
-
-    from .console import print_table
-
     try:
         engine = arguments.engine or next((name for name in ("vllm", "sglang") if find_spec(name)), None)
         if engine is None or find_spec(engine) is None:

@@ -7,6 +7,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from .console import explained, print_table
+
 _EPILOG = """examples:
   attn-backend plan --decode 64xzipf:4096
   attn-backend plan --shared-prefix 128x8192+256 --svg plan.svg
@@ -70,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         # Here, so that `attn-backend doctor` can run where torch is missing.
         from .batches import read_batch
-        from .console import print_table
         from .planned import FOREST_COLUMNS, Planned, Target
 
         _check_outputs(arguments)
@@ -92,8 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                     write(figure, path, form)
                     print(f"\nwrote {path}")
     except (ValueError, OSError, ImportError) as error:
-        hint = "; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else ""
-        return _refused(f"{error}{hint}")
+        return _refused(explained(error))
     except RecursionError:
         return _refused(f"{arguments.file} is nested too deeply")
     except (MemoryError, RuntimeError) as error:

@@ -108,7 +108,7 @@ class Planned:
         """Lines, each with its name: the batch, the row groups and what they read, the CTAs."""
         batch, target, schedule, costs = self.batch, self.target, self.schedule, self.costs
         requests, taken = len(batch.kv_lens), sum(node.group >= 0 for node in schedule.forest)
-        kinds = Counter(schedule.tiles[:, 1].tolist())
+        kinds = Counter(schedule.of_tiles("kind").tolist())
         tiles = ", ".join(f"{number} of {16 << kind} rows" for kind, number in sorted(kinds.items()))
         ctas = costs.ctas.double()
         shares = f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) {costs.balance:.3f}"
@@ -182,7 +182,7 @@ def _members(batch: Batch, target: Target, schedule: Schedule) -> list[list[int]
     kv_lens = torch.tensor(batch.kv_lens)
     seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if target.causal else kv_lens
     shareable = (seen.clamp(min=0) // batch.page_size).tolist()
-    covered = ((kv_lens - schedule.groups[: len(kv_lens), 2]) // batch.page_size).tolist()
+    covered = ((kv_lens - schedule.of_groups("kv_len")[: len(kv_lens)]) // batch.page_size).tolist()
     rows = [row.numpy() for row in batch.block_table]
     have: dict[int, list[int]] = {-1: list(range(len(rows)))}  # of each node the requests that have its pages, and whose rows see them: some of its parent's
     for i in sorted(range(len(schedule.forest)), key=lambda i: schedule.forest[i].end_page):

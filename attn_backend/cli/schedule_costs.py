@@ -67,7 +67,7 @@ def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) 
     first pairs go to the CTAs in order, the next ones in reverse order; then each CTA asks for the next pair when it begins one (WorkQueue in
     csrc/attention/sm90/producer.cuh)."""
     tiles = defaultdict(list)
-    for tile, group in enumerate(schedule.tiles[:, 0].tolist()):
+    for tile, group in enumerate(schedule.of_tiles("group").tolist()):
         tiles[group].append(tile)
     pairs = [(group, tile) for group, of_group in tiles.items() for tile in reversed(of_group) for _ in range(num_kv_heads)]
     costs = head_cost.tolist()
@@ -97,7 +97,7 @@ def _intervals(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor, p
     tile, head, kv_tile = schedule.positions.long().unbind(1)
     reloads = torch.where(kv_tile > 0, pair_cost[tile], 0)
     begins = tile_begins[tile] + head * head_cost[tile] + reloads + kv_tile * kv_tile_cost[tile]
-    first_tile = torch.searchsorted(schedule.tiles[:, 0].contiguous(), torch.arange(schedule.groups.shape[0] + 1, dtype=torch.int32))
+    first_tile = torch.searchsorted(schedule.of_tiles("group").contiguous(), torch.arange(schedule.groups.shape[0] + 1, dtype=torch.int32))
     group_begins = tile_begins[first_tile].tolist()
 
     parts = []

@@ -199,6 +199,13 @@ def indptr_of_equal(batch_size: int, length: int, device: torch.device) -> Tenso
     return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * length
 
 
+def indptr_of(lengths: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
+    """[len(lengths) + 1]: their prefix sum."""
+    indptr = torch.zeros(len(lengths) + 1, dtype=dtype, device=lengths.device)
+    torch.cumsum(lengths, 0, out=indptr[1:])
+    return indptr
+
+
 @lru_cache(maxsize=64)
 def alibi_slopes_on(num_heads: int, device: torch.device) -> Tensor:
     return alibi_slopes(num_heads).to(device)
@@ -219,6 +226,18 @@ def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
     return first, indptr - first if first else indptr
 
 
+def pages_on_device(kv_indptr: Tensor, kv_indices: Tensor, device: torch.device, non_blocking: bool) -> tuple[Tensor, Tensor]:
+    """kv_indptr from 0, and the page ids that it counts."""
+    first, kv_indptr = from_zero(kv_indptr)
+    return on_device(kv_indptr, device, non_blocking), on_device(kv_indices[first:] if first else kv_indices, device, non_blocking)
+
+
+def check_fits(name: str, tensor: Tensor, buffer_name: str, buffer: Tensor) -> None:
+    """Refuses a tensor that is longer than its buffer."""
+    if len(tensor) > len(buffer):
+        refuse(f"len({name})", len(tensor), f"at most {len(buffer)}, that of {buffer_name}")
+
+
 def copy_if_other(buffer: Tensor, tensor: Tensor, non_blocking: bool) -> None:
     """Copies what is not the buffer itself."""
     if buffer.data_ptr() != tensor.data_ptr() or buffer.device != tensor.device:
@@ -236,5 +255,5 @@ def csr_on_device(
     kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int, device: torch.device, non_blocking: bool = True
 ) -> PageTable:
     """A page table whose tensors may lie on the host."""
-    tensors = [on_device(tensor, device, non_blocking) for tensor in (kv_indptr, kv_indices, kv_last_page_len)]
-    return PageTable.csr(tensors[0], tensors[1], tensors[2], page_size)
+    indptr, indices, last_page_len = (on_device(tensor, device, non_blocking) for tensor in (kv_indptr, kv_indices, kv_last_page_len))
+    return PageTable.csr(indptr, indices, last_page_len, page_size)

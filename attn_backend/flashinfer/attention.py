@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, Scale, from_zero, on_device, paged_cache, rows_of
-from .batch_prefill import run_rows
+from .arguments import DType, PagedKV, Scale, from_zero, on_device, paged_cache, pages_on_device
+from .batch_prefill import run_from
 from .features import not_supported, refuse_given
 from .heads import heads_of
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -66,13 +64,11 @@ class BatchAttention(Wrapper):
         if self.device != device:
             self.device, self._planned = device, PlannedAttention(device)
         self._heads = heads_of(device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type)
-        self._first_row, qo_indptr = from_zero(qo_indptr)
-        first, kv_indptr = from_zero(kv_indptr)
+        first_row, qo_indptr = from_zero(qo_indptr)
+        self._run = run_from(self._planned, first_row)
         self._sm_scale, self._soft_cap = sm_scale, logits_soft_cap or 0.0
-        self._rows = rows_of(qo_indptr)
-        kv_indices = kv_indices[first:] if first else kv_indices
-        indptr, indices, kv_lens = (on_device(tensor, device, True) for tensor in (kv_indptr, kv_indices, kv_len_arr))
-        table = PageTable.csr(indptr, indices, None, page_size, kv_lens=kv_lens)
+        self._count_rows(qo_indptr)
+        table = PageTable.csr(*pages_on_device(kv_indptr, kv_indices, device, True), None, page_size, kv_lens=on_device(kv_len_arr, device, True))
         self._plan_view(BSRView(on_device(qo_indptr, device, True), table, causal=causal), plain_logits(self._soft_cap))
 
     def run(
@@ -106,8 +102,7 @@ class BatchAttention(Wrapper):
         if logits_soft_cap > 0 and logits_soft_cap != self._soft_cap:
             refuse("logits_soft_cap", logits_soft_cap, f"0, or that of the plan: {self._soft_cap}")
         kv = paged_cache(kv_cache, self._kv_layout)
-        run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
-        result = run(q, kv.k, kv.v, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
+        result = self._run(q, kv.k, kv.v, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
         assert isinstance(result, tuple)
         return result
 

@@ -16,11 +16,12 @@ from .arguments import (
     PosEncoding,
     Scale,
     buffer_length,
+    check_fits,
     copy_if_other,
-    from_zero,
     indptr_of_equal,
     on_device,
     paged_cache,
+    pages_on_device,
     pos_encoding,
 )
 from .features import not_supported, refuse_given
@@ -150,9 +151,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if self._use_cuda_graph:
             self._copy_to_buffers(indptr, indices, last_page_len, batch_size, q_len_per_req, non_blocking)
         else:
-            first, indptr = from_zero(indptr)
-            self._paged_kv_indptr_buf = on_device(indptr, self.device, non_blocking)
-            self._paged_kv_indices_buf = on_device(indices[first:] if first else indices, self.device, non_blocking)
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages_on_device(indptr, indices, self.device, non_blocking)
             self._paged_kv_last_page_len_buf = on_device(last_page_len, self.device, non_blocking)
         self._q_len_per_req = q_len_per_req
         self._batch_size, self._rows = batch_size, batch_size * q_len_per_req
@@ -174,10 +173,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     def _copy_to_buffers(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, batch_size: int, q_len: int, non_blocking: bool) -> None:
         if self._q_len_per_req not in (None, q_len):
             refuse("q_len_per_req", q_len, f"{self._q_len_per_req}, that of the first plan: it is frozen with use_cuda_graph=True")
-        if batch_size != self._fixed_batch_size:
-            refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
-        if len(indices) > len(self._paged_kv_indices_buf):
-            refuse("len(indices)", len(indices), f"at most {len(self._paged_kv_indices_buf)}, that of paged_kv_indices_buffer")
+        self._check_batch_size(batch_size)
+        check_fits("indices", indices, "paged_kv_indices_buffer", self._paged_kv_indices_buf)
         copy_if_other(self._paged_kv_indptr_buf, indptr, non_blocking)
         copy_if_other(self._paged_kv_last_page_len_buf, last_page_len, non_blocking)
         copy_if_other(self._paged_kv_indices_buf[: len(indices)], indices, non_blocking)
@@ -232,8 +229,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._check_run(q, window_left, q_len_per_req)
         own = None
         if args or self._jit is not None:
-            args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
-            sinks, own = self._take(args, sinks)
+            own, sinks, q_scale, k_scale, v_scale = self._take(args, sinks, q_scale, k_scale, v_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
         scales = self._scales(q_scale, k_scale)
         return self._planned.run(q, kv.k, kv.v, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
@@ -325,10 +321,8 @@ def fast_decode_plan(
     if q_len_per_req > 1 and self._q_len_per_req is None:
         refuse("q_len_per_req", q_len_per_req, "1 without a prior plan() of the wrapper, as in FlashInfer")
     if self.is_cuda_graph_enabled:
-        if len(last_page_len) != self._fixed_batch_size:
-            refuse("batch_size", len(last_page_len), f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
-        if len(indices) > len(self._paged_kv_indices_buf):
-            refuse("len(indices)", len(indices), f"at most {len(self._paged_kv_indices_buf)}, that of paged_kv_indices_buffer")
+        self._check_batch_size(len(last_page_len))
+        check_fits("indices", indices, "paged_kv_indices_buffer", self._paged_kv_indices_buf)
         indptr, indices, last_page_len = self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
     BatchDecodeWithPagedKVCacheWrapper.plan(  # engines put this function in the place of the wrapper's own
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
-from .arguments import PosEncoding, Scale
+from .arguments import PosEncoding, Scale, buffer_length
 from .planned_attention import Logits, PlannedAttention, plain_logits
 from .scales import Scales
 from .wrapper import Wrapper
@@ -20,14 +22,21 @@ class BatchPrefill(Wrapper):
 
     # Of the last plan.
     _table: PageTable
-    _qo_indptr: Tensor
     _first_row: int
+    _run: Callable[..., Tensor | tuple[Tensor, Tensor]]
     _items: tuple[Tensor | None, Tensor | None]
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None) -> None:
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None, qo_indptr_buf: Tensor | None,
+        custom_mask_buf: Tensor | None, mask_indptr_buf: Tensor | None,
+    ) -> None:  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        self._custom_mask_buf: Any = None
-        self._mask_indptr_buf: Any = None
+        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._custom_mask_buf: Any = custom_mask_buf
+        self._mask_indptr_buf: Any = mask_indptr_buf
+        if use_cuda_graph:
+            self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
         self._rows = None
         self._max_total_num_rows: int | None = None  # with which CUDA graphs were captured; engines read and write it
 
@@ -49,12 +58,9 @@ class BatchPrefill(Wrapper):
     def _logits_soft_cap(self) -> float:
         return self._options[3] or 0.0
 
-    def _check_fixed(self, batch_size: int, qo_indptr: Tensor) -> None:
+    def _check_fixed(self, batch_size: int) -> None:
         """With CUDA graphs: the batch size is that of the buffers, and the rows are at most those of the first plan."""
-        if batch_size != self._fixed_batch_size:
-            refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
-        if not self._is_planned and self._rows is None:
-            self._rows = int(qo_indptr[-1])  # waits for the device, once: the workspace is made for so many rows
+        self._check_batch_size(batch_size)
         room = self._planned.max_rows
         if room and self._rows is not None and self._rows > room:
             refuse("qo_indptr[-1]", self._rows, f"at most {room}, that of the first plan, with use_cuda_graph=True")
@@ -85,7 +91,7 @@ class BatchPrefill(Wrapper):
             logits = plain_logits(logits_soft_cap, pos)
         else:
             logits = Logits(logits_soft_cap or 0.0, pos, packed, mask_indptr, prefix_len, token_pos_in_items)
-        self._plan_view(BSRView(self._qo_indptr, self._table, causal=causal and packed is None, window_left=max(window_left, -1)), logits)
+        self._plan_view(BSRView(self._qo_indptr_buf, self._table, causal=causal and packed is None, window_left=max(window_left, -1)), logits)
 
     def _tensors_of_plan(self) -> dict[str, Tensor | None]:
         packed, mask_indptr = self._mask
@@ -156,7 +162,12 @@ class Kernels:
         return []
 
 
-def run_rows(
+def run_from(planned: PlannedAttention, first_row: int) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """planned.run of a q whose rows before first_row belong to no request: their output is 0."""
+    return planned.run if first_row == 0 else partial(_run_rows, planned, first_row)
+
+
+def _run_rows(
     planned: PlannedAttention,
     first_row: int,
     q: Tensor,
@@ -169,7 +180,6 @@ def run_rows(
     return_lse: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """planned.run of the rows of q from first_row on, which is not 0. Those before belong to no request: their output is 0."""
     out = planned.zeros(q) if out is None else out
     lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
     planned.run(q[first_row:], k, v, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)

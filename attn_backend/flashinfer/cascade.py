@@ -10,7 +10,7 @@ from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import BSRView, Composition, PageTable
 from ..metadata.structure import refuse
-from .arguments import NO_POS_ENCODING, DType, PagedKV, Scale, check_kv_layout, copy_if_other, from_zero, paged_cache, pos_encoding, rows_of
+from .arguments import NO_POS_ENCODING, DType, PagedKV, Scale, check_kv_layout, copy_if_other, on_device, paged_cache, pages_on_device, pos_encoding
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported
 from .heads import heads_of
@@ -144,9 +144,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
             not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} with several levels")
         self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type)
         self._sm_scale = sm_scale
-        self._rows = rows_of(qo_indptr_arr[-1])
-        if self._rows is None and self._use_cuda_graph and not self._is_planned:
-            self._rows = int(qo_indptr_arr[-1][-1])  # waits for the device, once: the workspace is made for so many rows
+        self._count_rows(qo_indptr_arr[-1])
         levels, window_left = [], max(window_left, -1)
         for level, parts in enumerate(zip(*arrays, strict=True)):
             qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, parts)
@@ -165,11 +163,8 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                 copy_if_other(buffer[: len(part)], part, True)
             return self._buffers[level]
         qo_indptr, kv_indptr, kv_indices, last_page_len = parts
-        first, kv_indptr = from_zero(kv_indptr)
-        if first:
-            kv_indices = kv_indices[first:]
-        device = self.device
-        return [part if part.device == device else part.to(device, non_blocking=True) for part in (qo_indptr, kv_indptr, kv_indices, last_page_len)]
+        pages = pages_on_device(kv_indptr, kv_indices, self.device, True)
+        return on_device(qo_indptr, self.device, True), *pages, on_device(last_page_len, self.device, True)
 
     def run(self, q: Tensor, paged_kv_cache: PagedKV) -> Tensor:
         """Runs the last plan: q [rows, num_qo_heads, head_dim]. May be captured in a CUDA graph; never waits for the device.

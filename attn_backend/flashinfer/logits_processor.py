@@ -141,6 +141,8 @@ class Sample(LogitsProcessor):
 # Steps in front of a draw that are one launch with it, by their letters.
 _TOGETHER = {TensorType.LOGITS: re.compile(r"T?(K?|S(K?P?|M)|KSP?)"), TensorType.PROBS: re.compile(r"K?P?|M")}
 
+_FILTERS = {"K": "top_k", "P": "top_p", "M": "min_p"}
+
 
 class LogitsPipe:
     """Steps one after another: `LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])(logits, temperature=0.8, top_p=0.9)`.
@@ -170,7 +172,7 @@ class LogitsPipe:
             if len(self.processors[0].makes) != 1:
                 refuse("input_type", None, f"given: {self.processors[0]} takes logits and probabilities")
             input_type = next(iter(self.processors[0].makes))
-        self._initial_type = input_type
+        self.initial_type = input_type  # what the first step is given
         self._types = [input_type]
         for i, processor in enumerate(self.processors):
             if self._types[-1] not in processor.makes:
@@ -179,11 +181,6 @@ class LogitsPipe:
         self._drawn_from = len(self.processors)  # from this step on all is one launch
         if compile:
             self.compile()
-
-    @property
-    def initial_type(self) -> TensorType:
-        """What the first step is given."""
-        return self._initial_type
 
     def compile(self, custom_fusion_rules: Any = None, custom_validity_checks: Any = None) -> None:
         """Puts the steps in front of a draw together with it."""
@@ -205,8 +202,8 @@ class LogitsPipe:
             ValueError: an option that is missing or wrong.
         """
         tensor = x.data if isinstance(x, TaggedTensor) else x
-        if isinstance(x, TaggedTensor) and x.type is not self._initial_type:
-            refuse("x.type", x.type, self._initial_type.name)
+        if isinstance(x, TaggedTensor) and x.type is not self.initial_type:
+            refuse("x.type", x.type, self.initial_type.name)
         for processor, given_type in zip(self.processors[: self._drawn_from], self._types, strict=False):
             tensor = processor.apply(tensor, given_type, options)
         return self._draw(tensor, options) if self._drawn_from < len(self.processors) else tensor
@@ -216,26 +213,13 @@ class LogitsPipe:
         steps = {processor.letter: processor for processor in self.processors[self._drawn_from : -1]}
         if "T" in steps:
             tensor = steps["T"].apply(tensor, TensorType.LOGITS, options)
+        filters = {name: _option(options, name) for letter, name in _FILTERS.items() if letter in steps}
+        order: Any = "joint" if "K" in steps and steps["K"].params.get("joint_topk_topp") else "top_k_first"
         draw = _draw_options(options)
-        is_joint = "K" in steps and bool(steps["K"].params.get("joint_topk_topp"))
         if self._types[self._drawn_from] is TensorType.LOGITS and "M" not in steps:
-            if not {"K", "P"} & steps.keys():
-                return sampling.sampling_from_logits(tensor, **draw)
-            top_k = _option(options, "top_k") if "K" in steps else 0
-            top_p = _option(options, "top_p") if "P" in steps else 1.0
-            return sampling.top_k_top_p_sampling_from_logits(tensor, top_k, top_p, filter_apply_order="joint" if is_joint else "top_k_first", **draw)
-        if "M" in steps:
-            probs = sampling.softmax(tensor) if "S" in steps else tensor
-            tokens = sampling.min_p_sampling_from_probs(probs, _option(options, "min_p"), **draw)
-        elif "K" in steps and "P" in steps:
-            order = "joint" if is_joint else "top_k_first"
-            tokens = sampling.top_k_top_p_sampling_from_probs(tensor, _option(options, "top_k"), _option(options, "top_p"), filter_apply_order=order, **draw)
-        elif "K" in steps:
-            tokens = sampling.top_k_sampling_from_probs(tensor, _option(options, "top_k"), **draw)
-        elif "P" in steps:
-            tokens = sampling.top_p_sampling_from_probs(tensor, _option(options, "top_p"), **draw)
-        else:
-            tokens = sampling.sampling_from_probs(tensor, **draw)
+            return sampling.top_k_top_p_sampling_from_logits(tensor, filters.get("top_k", 0), filters.get("top_p", 1.0), filter_apply_order=order, **draw)
+        probs = sampling.softmax(tensor) if "S" in steps else tensor
+        tokens = sampling.draw_from_probs(probs, filter_order=order, **filters, **draw)
         assert isinstance(tokens, Tensor)
         return tokens
 

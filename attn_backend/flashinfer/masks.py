@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..metadata.structure import refuse
 from ..variants import packbits, segment_packbits
-from .arguments import indptr_of_equal, on_device
+from .arguments import indptr_of, indptr_of_equal, on_device
 
 
 def pack_custom_mask(
@@ -27,12 +27,10 @@ def pack_custom_mask(
         assert custom_mask is not None
         if custom_mask.dtype != torch.bool:
             refuse("custom_mask", custom_mask, "a bool tensor")
-        indptr = torch.zeros(len(qo_indptr), dtype=torch.int64, device=bits.device)
-        torch.cumsum(bits, 0, out=indptr[1:])
-        packed_custom_mask, byte_indptr = segment_packbits(custom_mask.reshape(-1), on_device(indptr, custom_mask.device, False), "little")
+        bit_indptr = on_device(indptr_of(bits, torch.int64), custom_mask.device, False)
+        packed_custom_mask, byte_indptr = segment_packbits(custom_mask.reshape(-1), bit_indptr, "little")
     else:
-        byte_indptr = torch.zeros(len(qo_indptr), dtype=torch.int64, device=bits.device)
-        torch.cumsum((bits + 7) // 8, 0, out=byte_indptr[1:])
+        byte_indptr = indptr_of((bits + 7) // 8, torch.int64)
     return on_device(packed_custom_mask, device, non_blocking), on_device(byte_indptr.to(torch.int32), device, non_blocking)
 
 

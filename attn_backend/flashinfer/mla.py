@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import check_plain, dtype_name, refuse
-from .arguments import Scale, buffer_length, copy_if_other, on_device, rows_of
+from .arguments import Scale, buffer_length, check_fits, copy_if_other, on_device, rows_of
 from .features import missing, not_supported, refuse_given
 from .heads import heads_of
 from .planned_attention import plain_logits
@@ -109,18 +109,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         batch_size = qo_indptr.shape[0] - 1
         if kv_indptr.shape[0] != batch_size + 1:
             kv_indptr = kv_indptr[: batch_size + 1]
-        self._rows = rows_of(qo_indptr)
+        self._count_rows(qo_indptr)
         if self._use_cuda_graph:
-            if batch_size != self._fixed_batch_size:
-                refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
-            num_pages = kv_indices.shape[0]
-            if num_pages > self._kv_indices_buf.shape[0]:
-                refuse("len(kv_indices)", num_pages, f"at most {self._kv_indices_buf.shape[0]}, that of the buffer kv_indices")
-            if not self._is_planned and self._rows is None:
-                self._rows = int(qo_indptr[-1])  # waits for the device, once: the workspace is made for so many rows
+            self._check_batch_size(batch_size)
+            check_fits("kv_indices", kv_indices, "the buffer kv_indices", self._kv_indices_buf)
             copy_if_other(self._qo_indptr_buf, qo_indptr, True)
             copy_if_other(self._kv_indptr_buf, kv_indptr, True)
-            copy_if_other(self._kv_indices_buf[:num_pages], kv_indices, True)
+            copy_if_other(self._kv_indices_buf[: len(kv_indices)], kv_indices, True)
             copy_if_other(self._kv_len_arr_buf, kv_len_arr, True)
         else:
             self._qo_indptr_buf = on_device(qo_indptr, self.device, True)

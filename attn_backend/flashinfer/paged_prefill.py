@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, paged_cache, pos_encoding, rows_of
-from .batch_prefill import BatchPrefill, run_rows
+from .arguments import DType, PagedKV, Scale, buffer_length, check_fits, copy_if_other, from_zero, on_device, paged_cache, pages_on_device, pos_encoding
+from .batch_prefill import BatchPrefill, run_from
 from .features import refuse_given
 from .heads import heads_of
 from .masks import items_of, pack_custom_mask
@@ -51,22 +51,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
-        self._qo_indptr_buf: Any = qo_indptr_buf
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, qo_indptr_buf, custom_mask_buf, mask_indptr_buf)
         self._paged_kv_indptr_buf: Any = paged_kv_indptr_buf
         self._paged_kv_indices_buf: Any = paged_kv_indices_buf
         self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buf
         if use_cuda_graph:
-            self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
             lengths = buffer_length("paged_kv_indptr_buf", paged_kv_indptr_buf), buffer_length("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf)
             buffer_length("paged_kv_indices_buf", paged_kv_indices_buf)
             if lengths[0] != self._fixed_batch_size + 1:
                 refuse("len(paged_kv_indptr_buf)", lengths[0], f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
             if lengths[1] != self._fixed_batch_size:
                 refuse("len(paged_kv_last_page_len_buf)", lengths[1], f"{self._fixed_batch_size}, one less than qo_indptr_buf")
-        self._custom_mask_buf = custom_mask_buf
-        self._mask_indptr_buf = mask_indptr_buf
 
     def plan(
         self,
@@ -123,28 +118,25 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
         batch_size = qo_indptr.shape[0] - 1
         self._first_row, qo_indptr = from_zero(qo_indptr)
-        self._rows = rows_of(qo_indptr)
+        self._run = run_from(self._planned, self._first_row)
+        self._count_rows(qo_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
         packed = mask_indptr = None
         if custom_mask is not None or packed_custom_mask is not None:
             kv_lens = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
             packed, mask_indptr = pack_custom_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking)
         if self._use_cuda_graph:
-            self._check_fixed(batch_size, qo_indptr)
-            if len(paged_kv_indices) > len(self._paged_kv_indices_buf):
-                refuse("len(paged_kv_indices)", len(paged_kv_indices), f"at most {len(self._paged_kv_indices_buf)}, that of paged_kv_indices_buf")
+            self._check_fixed(batch_size)
+            check_fits("paged_kv_indices", paged_kv_indices, "paged_kv_indices_buf", self._paged_kv_indices_buf)
             copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
             copy_if_other(self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking)
             copy_if_other(self._paged_kv_last_page_len_buf, paged_kv_last_page_len, non_blocking)
             copy_if_other(self._paged_kv_indices_buf[: len(paged_kv_indices)], paged_kv_indices, non_blocking)
         else:
-            first, paged_kv_indptr = from_zero(paged_kv_indptr)
             self._qo_indptr_buf = on_device(qo_indptr, self.device, non_blocking)
-            self._paged_kv_indptr_buf = on_device(paged_kv_indptr, self.device, non_blocking)
-            self._paged_kv_indices_buf = on_device(paged_kv_indices[first:] if first else paged_kv_indices, self.device, non_blocking)
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages_on_device(paged_kv_indptr, paged_kv_indices, self.device, non_blocking)
             self._paged_kv_last_page_len_buf = on_device(paged_kv_last_page_len, self.device, non_blocking)
         self._keep_mask(packed, mask_indptr, non_blocking)
-        self._qo_indptr = self._qo_indptr_buf
         self._sm_scale = sm_scale
         self._table = PageTable.csr(self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size)
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
@@ -194,12 +186,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         self._check_run(q, window_left)
         own = None
         if args or self._jit is not None:
-            args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
-            sinks, own = self._take(args, sinks)
+            own, sinks, q_scale, k_scale, v_scale = self._take(args, sinks, q_scale, k_scale, v_scale)
         scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
-        return run(q, kv.k, kv.v, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
+        return self._run(q, kv.k, kv.v, scales, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

@@ -17,7 +17,7 @@ from ..kernels.attention_config import refuse_run
 from ..kernels.head_dims import MAX_TRANSFORMED_HEAD_DIM
 from ..kernels.named_calls import by_name
 from ..metadata import BSRView, Composition, KVCache
-from ..metadata.structure import check_plain, explain_failure, refuse
+from ..metadata.structure import check_handle, explain_failure, refuse
 from ..variants import Variant, builtin
 from .arguments import NO_POS_ENCODING, PosEncoding, Scale, alibi_slopes_on, ragged_cache
 from .heads import Heads
@@ -268,21 +268,20 @@ class PlannedAttention:
             out_scale, after = 1.0 if after is None else 1.0 / after, None
         made = out
         try:
-            if _needs_check(q):
-                check_plain("q", q)
-            if q_rope is not None and _needs_check(q_rope):
-                check_plain("q_rope", q_rope)
-            if sinks is not None and _needs_check(sinks):
-                check_plain("sinks", sinks)
-            if lse is None:
-                lse = self._new_lse(rows) if return_lse else None
-            elif _needs_check(lse):
-                check_plain("lse", lse)
+            check_handle("q", q)
+            if q_rope is not None:
+                check_handle("q_rope", q_rope)
+            if sinks is not None:
+                check_handle("sinks", sinks)
+            if lse is not None:
+                check_handle("lse", lse)
+            elif return_lse:
+                lse = self._new_lse(rows)
             if made is None:
                 is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
                 made = torch.empty_like(q) if is_like_q else attention._new_out(q, out_scale)
-            elif _needs_check(made):
-                check_plain("out", made)
+            else:
+                check_handle("out", made)
             if self.is_direct:
                 if args is not None or attention._variant is not None:
                     attention._bind(args)
@@ -336,11 +335,6 @@ class PlannedAttention:
         self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
         assert self._attention is not None
         return self._attention
-
-
-def _needs_check(tensor: Tensor) -> bool:
-    """Whether the handle of a tensor hides something from the library: a pending change of sign, or that a gradient is required."""
-    return tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _room(wanted: int, least: int) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, pos_encoding, rows_of
-from .batch_prefill import BatchPrefill, run_rows
+from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, pos_encoding
+from .batch_prefill import BatchPrefill, run_from
 from .features import not_supported, refuse_given
 from .heads import heads_of
 from .masks import items_of, pack_custom_mask
@@ -42,18 +42,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
-        self._qo_indptr_buf: Any = qo_indptr_buf
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, qo_indptr_buf, custom_mask_buf, mask_indptr_buf)
         self._kv_indptr_buf: Any = kv_indptr_buf
         if use_cuda_graph:
-            self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
             length = buffer_length("kv_indptr_buf", kv_indptr_buf)
             if length != self._fixed_batch_size + 1:
                 refuse("len(kv_indptr_buf)", length, f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
         self._is_hnd = self._kv_layout == "HND"
-        self._custom_mask_buf = custom_mask_buf
-        self._mask_indptr_buf = mask_indptr_buf
 
     def plan(
         self,
@@ -106,19 +101,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             refuse("len(kv_indptr)", len(kv_indptr), f"{batch_size + 1}, that of qo_indptr")
         self._first_row, qo_indptr = from_zero(qo_indptr)
         self._first_token, kv_indptr = from_zero(kv_indptr)
-        self._rows = rows_of(qo_indptr)
+        self._run = run_from(self._planned, self._first_row)
+        self._count_rows(qo_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
         kv_lens = kv_indptr[1:] - kv_indptr[:-1] if custom_mask is not None or packed_custom_mask is not None else kv_indptr
         packed, mask_indptr = pack_custom_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking)
         if self._use_cuda_graph:
-            self._check_fixed(batch_size, qo_indptr)
+            self._check_fixed(batch_size)
             copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
             copy_if_other(self._kv_indptr_buf, kv_indptr, non_blocking)
         else:
             self._qo_indptr_buf = on_device(qo_indptr, self.device, non_blocking)
             self._kv_indptr_buf = on_device(kv_indptr, self.device, non_blocking)
         self._keep_mask(packed, mask_indptr, non_blocking)
-        self._qo_indptr = self._qo_indptr_buf
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
@@ -164,8 +159,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         self._check_run(q)
         sinks = own = None
         if args or self._jit is not None:
-            args, q_scale, k_scale, v_scale = self._take_scales(args, q_scale, k_scale, v_scale)
-            sinks, own = self._take(args)
+            own, sinks, q_scale, k_scale, v_scale = self._take(args, None, q_scale, k_scale, v_scale)
         if o_scale is not None and o_scale != 1.0:
             if self._heads.float8_out:  # FlashInfer has none here, and divides by it elsewhere
                 not_supported(f"o_scale with o_data_type = {self._heads.o_dtype}")
@@ -173,8 +167,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         if self._first_token:
             k, v = (part.narrow(1 if self._is_hnd else 0, self._first_token, part.shape[1 if self._is_hnd else 0] - self._first_token) for part in (k, v))
         scales = self._scales(q_scale, k_scale)
-        run = self._planned.run if self._first_row == 0 else partial(run_rows, self._planned, self._first_row)
-        return run(q, k, v, scales, is_hnd=self._is_hnd, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
+        return self._run(q, k, v, scales, is_hnd=self._is_hnd, out=out, lse=lse, return_lse=return_lse, v_scale=v_scale, sinks=sinks, args=own)
 
     run_return_lse = partialmethod(run, return_lse=True)
 

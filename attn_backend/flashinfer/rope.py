@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.append_qkv import Rotary, rotate_qk
 from ..metadata.structure import refuse
 from ..variants import builtin
-from .rope_quantize import mla_rope_quantize_fp8, rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache
+from .rope_quantize import mla_rope_quantize_fp8, rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache, rotary_of_table
 
 __all__ = [
     "apply_llama31_rope",
@@ -55,7 +55,7 @@ def apply_rope(
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
-    return _rotated(q, k, _positions(q, indptr, offsets), _rotary(q, rotary_dim, interleave, rope_scale, rope_theta))
+    return apply_rope_pos_ids(q, k, _positions(q, indptr, offsets), rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_inplace(
@@ -69,7 +69,7 @@ def apply_rope_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """As `apply_rope`, in Q and K themselves."""
-    rotate_qk(q, k, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta), _positions(q, indptr, offsets))
+    apply_rope_pos_ids_inplace(q, k, _positions(q, indptr, offsets), rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_pos_ids(
@@ -100,8 +100,8 @@ def apply_llama31_rope(
     old_context_len: int = 8192,
 ) -> _Pair:
     """As `apply_rope`, with the frequencies of Llama 3.1."""
-    llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    return _rotated(q, k, _positions(q, indptr, offsets), _rotary(q, rotary_dim, interleave, rope_scale, rope_theta, llama31))
+    positions, llama31 = _positions(q, indptr, offsets), (low_freq_factor, high_freq_factor, old_context_len)
+    return apply_llama31_rope_pos_ids(q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, *llama31)
 
 
 def apply_llama31_rope_inplace(
@@ -118,8 +118,8 @@ def apply_llama31_rope_inplace(
     old_context_len: int = 8192,
 ) -> None:
     """As `apply_llama31_rope`, in Q and K themselves."""
-    llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    rotate_qk(q, k, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta, llama31), _positions(q, indptr, offsets))
+    positions, llama31 = _positions(q, indptr, offsets), (low_freq_factor, high_freq_factor, old_context_len)
+    apply_llama31_rope_pos_ids_inplace(q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, *llama31)
 
 
 def apply_llama31_rope_pos_ids(
@@ -135,8 +135,7 @@ def apply_llama31_rope_pos_ids(
     old_context_len: int = 8192,
 ) -> _Pair:
     """As `apply_llama31_rope`, at the positions pos_ids: int32 or int64 [rows]."""
-    llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    return _rotated(q, k, pos_ids, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta, llama31))
+    return _rotated(q, k, pos_ids, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta, (low_freq_factor, high_freq_factor, old_context_len)))
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -152,8 +151,7 @@ def apply_llama31_rope_pos_ids_inplace(
     old_context_len: int = 8192,
 ) -> None:
     """As `apply_llama31_rope_pos_ids`, in Q and K themselves."""
-    llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    rotate_qk(q, k, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta, llama31), pos_ids)
+    rotate_qk(q, k, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta, (low_freq_factor, high_freq_factor, old_context_len)), pos_ids)
 
 
 def apply_rope_with_cos_sin_cache(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True) -> _Pair:
@@ -168,13 +166,13 @@ def apply_rope_with_cos_sin_cache(positions: Tensor, query: Tensor, key: Tensor,
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
-    q, k = _rotated(*_heads_of(query, key, head_size), positions, _table(cos_sin_cache, is_neox))
+    q, k = _rotated(*_heads_of(query, key, head_size), positions, rotary_of_table(cos_sin_cache, is_neox))
     return q.view(query.shape), k.view(key.shape)
 
 
 def apply_rope_with_cos_sin_cache_inplace(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True) -> None:
     """As `apply_rope_with_cos_sin_cache`, in query and key themselves."""
-    rotate_qk(*_heads_of(query, key, head_size), _table(cos_sin_cache, is_neox), positions)
+    rotate_qk(*_heads_of(query, key, head_size), rotary_of_table(cos_sin_cache, is_neox), positions)
 
 
 def _rotated(q: Tensor, k: Tensor, positions: Tensor, rotary: Rotary) -> _Pair:
@@ -194,12 +192,6 @@ def _heads_of(query: Tensor, key: Tensor, head_size: int) -> _Pair:
         if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.shape[1] % head_size:
             refuse(name, tensor, f"a tensor [rows, heads * {head_size}]")
     return query.unflatten(1, (-1, head_size)), key.unflatten(1, (-1, head_size))
-
-
-def _table(cos_sin_cache: Tensor, is_neox: bool) -> Rotary:
-    if cos_sin_cache.dtype != torch.float32:
-        refuse("cos_sin_cache", cos_sin_cache, "a float32 tensor")
-    return Rotary(cos_sin_cache, interleaved=not is_neox)
 
 
 def _rotary(q: Tensor, rotary_dim: int | None, interleave: bool, rope_scale: float, rope_theta: float, llama31: tuple[Any, ...] | None = None) -> Rotary:

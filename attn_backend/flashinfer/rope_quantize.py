@@ -62,7 +62,7 @@ def rope_quantize_fp8(
     dtype = _float8_type(quantize_dtype, outs)
     made = {name: _output(f"{name}_out", outs[f"{name}_out"], part, dtype) for name, part in parts.items()}
     scales = {"q": _divisor("quant_scale_q", quant_scale_q), "k": _divisor("quant_scale_kv", quant_scale_kv)}
-    rotary = _table(cos_sin_cache, is_neox)
+    rotary = rotary_of_table(cos_sin_cache, is_neox)
     _check_columns(**parts)
     rows = torch.arange(q_rope.shape[0], device=q_rope.device)
     for name, scale in scales.items():
@@ -128,7 +128,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     if kv.page_size != page_size:
         refuse("page_size", page_size, f"{kv.page_size}, that of paged_kv_cache")
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, page_size)
-    rotary = _table(cos_sin_cache, is_neox)
+    rotary = rotary_of_table(cos_sin_cache, is_neox)
     _check_columns(q_rope=q_rope, q_nope=q_nope, k_rope=k_rope, k_nope=_part_of(k_rope, k_nope), v=_part_of(k_rope, v))
     if v is None:
         assert k_nope is not None
@@ -159,7 +159,7 @@ def _append(rotated: Tensor, rest: Tensor, kv: KVCache, slots: Tensor, rotary: R
     append_rounded(_in_heads(rotated), _in_heads(rest) if rest.shape[-1] else None, kv, slots, rotary, positions)
 
 
-def _table(cos_sin_cache: Tensor, is_neox: bool) -> Rotary:
+def rotary_of_table(cos_sin_cache: Tensor, is_neox: bool) -> Rotary:
     if cos_sin_cache.dtype != torch.float32:
         refuse("cos_sin_cache", cos_sin_cache, "a float32 tensor")
     return Rotary(cos_sin_cache, interleaved=not is_neox)

@@ -29,6 +29,7 @@ __all__ = [
 Seed = int | Tensor
 Samples = Tensor | tuple[Tensor, Tensor]
 _MAX_ROW_BITS = 26  # of a row's number, in a position whose other bits are the offset
+_MAX_DRAFT_BITS = 10  # positions that a row takes in chain_speculative_sampling: one for each draft
 
 
 def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None) -> Tensor:
@@ -63,13 +64,7 @@ def sampling_from_logits(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
-    _check_nan("logits", logits, check_nan)
-    if indices is not None:
-        drawn = _draw_probs(kernels.softmax(logits), indices, generator, seed, offset)
-        assert isinstance(drawn, Tensor)
-        return drawn
-    draw_seed, position = _draws(logits.shape[0], logits.device, generator, seed, offset)
-    return kernels.sample(logits, seed=draw_seed, position=position).token_ids
+    return top_k_top_p_sampling_from_logits(logits, 0, 1.0, indices, "top_k_first", deterministic, generator, check_nan, seed, offset)
 
 
 def sampling_from_probs(
@@ -90,8 +85,7 @@ def sampling_from_probs(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
-    _check_nan("probs", probs, check_nan)
-    return _draw_probs(probs, indices, generator, seed, offset, return_valid)
+    return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid)
 
 
 def top_p_sampling_from_probs(
@@ -106,8 +100,7 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Samples:
     """sampling_from_probs among the most likely tokens that together have the probability top_p: one, or float32 [batch]."""
-    _check_nan("probs", probs, check_nan)
-    return _draw_probs(probs, indices, generator, seed, offset, return_valid, top_p=top_p)
+    return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
 
 
 def top_k_sampling_from_probs(
@@ -122,8 +115,7 @@ def top_k_sampling_from_probs(
     return_valid: bool = False,
 ) -> Samples:
     """sampling_from_probs among the top_k most likely tokens: one number, or integers [batch]."""
-    _check_nan("probs", probs, check_nan)
-    return _draw_probs(probs, indices, generator, seed, offset, return_valid, top_k=top_k)
+    return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k)
 
 
 def min_p_sampling_from_probs(
@@ -138,8 +130,7 @@ def min_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Samples:
     """sampling_from_probs among the tokens that are at least min_p times as likely as the most likely one: one, or float32 [batch]."""
-    _check_nan("probs", probs, check_nan)
-    return _draw_probs(probs, indices, generator, seed, offset, return_valid, min_p=min_p)
+    return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p)
 
 
 def top_k_top_p_sampling_from_logits(
@@ -158,7 +149,7 @@ def top_k_top_p_sampling_from_logits(
     _check_nan("logits", logits, check_nan)
     order = _filter_order(filter_apply_order)
     if indices is not None:
-        drawn = _draw_probs(kernels.softmax(logits), indices, generator, seed, offset, top_k=top_k, top_p=top_p, filter_order=order)
+        drawn = draw_from_probs(kernels.softmax(logits), indices, generator, False, seed, offset, top_k=top_k, top_p=top_p, filter_order=order)
         assert isinstance(drawn, Tensor)
         return drawn
     batch = logits.shape[0]
@@ -181,9 +172,8 @@ def top_k_top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Samples:
     """sampling_from_probs under both filters. "top_k_first": top_p is a share of what top_k leaves; "joint": of all tokens."""
-    _check_nan("probs", probs, check_nan)
     order = _filter_order(filter_apply_order)
-    return _draw_probs(probs, indices, generator, seed, offset, return_valid, top_k=top_k, top_p=top_p, filter_order=order)
+    return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k, top_p=top_p, filter_order=order)
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
@@ -249,15 +239,13 @@ def chain_speculative_sampling(
     return found.token_ids, accepted, emitted
 
 
-_MAX_DRAFT_BITS = 10  # positions that a row takes: one for each draft
-
-
-def _draw_probs(
+def draw_from_probs(
     probs: Tensor,
-    indices: Tensor | None,
-    generator: torch.Generator | None,
-    seed: Seed | None,
-    offset: Seed | None,
+    indices: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed | None = None,
+    offset: Seed | None = None,
     return_valid: bool = False,
     *,
     top_k: Tensor | int | None = None,
@@ -265,6 +253,8 @@ def _draw_probs(
     min_p: Tensor | float | None = None,
     filter_order: kernels.FilterOrder = "top_k_first",
 ) -> Samples:
+    """sampling_from_probs under any filters."""
+    _check_nan("probs", probs, check_nan)
     try:
         batch = probs.shape[0] if indices is None else indices.shape[0]
     except AttributeError:  # examined only on failure

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..metadata import BSRView, KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
-from .arguments import DType, PosEncoding, Scale, csr_on_device, dtype_of, on_device, pos_encoding
+from .arguments import DType, PosEncoding, Scale, csr_on_device, dtype_of, indptr_of, on_device, pos_encoding
 from .features import not_supported, refuse_given
 from .heads import heads_of
 from .masks import pack_custom_mask
@@ -192,8 +192,8 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         self._heads = heads_of(self.device, group_size, 1, head_dim, None, q_data_type, kv_data_type)
         self._sm_scale = sm_scale
         is_seen = block_mask_map.bool()
-        qo_indptr = _indptr_of(block_row_sz.flatten())
-        kv_indptr = _indptr_of((is_seen * block_col_sz[:, None, :]).sum(-1).flatten())
+        qo_indptr = indptr_of(block_row_sz.flatten())
+        kv_indptr = indptr_of((is_seen * block_col_sz[:, None, :]).sum(-1).flatten())
         first_tokens = (block_col_sz.flatten().cumsum(0) - block_col_sz.flatten()).view(block_col_sz.shape)
         head, _, column = is_seen.nonzero(as_tuple=True)
         lengths = block_col_sz[head, column]
@@ -241,13 +241,6 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         lse_by_head = lse_rows.view(self._num_kv_heads, qo_len, by_kv_head[1]).transpose(1, 2).reshape(heads, qo_len)
         lse = lse_by_head if lse is None else lse.copy_(lse_by_head)
         return (out, lse) if return_lse else out
-
-
-def _indptr_of(lengths: Tensor) -> Tensor:
-    """int32 [len(lengths) + 1]."""
-    indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-    torch.cumsum(lengths, 0, out=indptr[1:])
-    return indptr
 
 
 def _pos_encoding(mode: str) -> PosEncoding:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, Composition
-from .arguments import Scale, alibi_slopes_on, check_kv_layout, is_number
+from ..metadata.structure import refuse
+from .arguments import Scale, alibi_slopes_on, check_kv_layout, is_number, rows_of
 from .features import not_supported
 from .heads import Heads
 from .jit_variants import has_sinks, jit_variant
@@ -79,6 +80,16 @@ class Wrapper:
         if not self._is_planned:
             raise ValueError("run() before a successful plan()")
 
+    def _check_batch_size(self, batch_size: int) -> None:
+        """With CUDA graphs."""
+        if batch_size != self._fixed_batch_size:
+            refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
+
+    def _count_rows(self, qo_indptr: Tensor) -> None:
+        self._rows = rows_of(qo_indptr)
+        if self._rows is None and self._use_cuda_graph and not self._is_planned:
+            self._rows = int(qo_indptr[-1])  # waits for the device, once: the workspace is made for so many rows
+
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
         """Plans a view under the options of the last plan()."""
         self._of_tensors = None  # what scales mean depends on the heads
@@ -96,17 +107,23 @@ class Wrapper:
         """Those that FlashInfer gives to a variant of jit_args by itself, if it names them."""
         return {"maybe_alibi_slopes": alibi_slopes_on(self._heads.num_qo_heads, self.device)}
 
-    def _take(self, args: tuple[Any, ...], sinks: Tensor | None = None) -> tuple[Tensor | None, Args | None]:
-        """Reads what a run is given after q, K and V, in the order of jit_args: (sinks, sm_scale), or the variant's arguments. Returns sinks and arguments."""
+    def _take(
+        self, args: tuple[Any, ...], sinks: Tensor | None, q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None
+    ) -> tuple[Args | None, Tensor | None, Scale | None, Scale | None, Scale | None]:
+        """Reads what a run is given after q, K and V: the arguments of the variant of jit_args in their order, (sinks, sm_scale) of attention sinks, or the
+        scales of 8-bit Q, K and V. Returns the variant's arguments, sinks and scales, those that were given by name among them.
+        """
         if self._jit is not None:
-            return sinks, self._jit.args(args, self._tensors_of_plan(), self._heads.num_qo_heads // self._heads.num_kv_heads)
-        if not args:
-            return sinks, None
+            own = self._jit.args(args, self._tensors_of_plan(), self._heads.num_qo_heads // self._heads.num_kv_heads)
+            return own, sinks, q_scale, k_scale, v_scale
+        if len(args) == _NUM_SCALES and self._heads.float8_q:
+            scales = one_of(scale_q=args[0], q_scale=q_scale), one_of(scale_k=args[1], k_scale=k_scale), one_of(scale_v=args[2], v_scale=v_scale)
+            return None, sinks, *scales
         if not self._has_sinks or len(args) > 2:
             not_supported("the argument args")
         if len(args) > 1:
             self._sm_scale = float(args[1])
-        return args[0], None
+        return None, args[0], q_scale, k_scale, v_scale
 
     def _scales(self, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
         """sm_scale of the plan, and the scales of a run. A variant of jit_args scales by itself."""
@@ -133,14 +150,6 @@ class Wrapper:
         are_read = all(any(tensor is part for part in made) for tensor in (scale, q_scale, k_scale) if isinstance(tensor, Tensor))
         self._of_tensors = (scale, q_scale, k_scale, made) if are_read else None
         return made
-
-    def _take_scales(
-        self, args: tuple[Any, ...], q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None
-    ) -> tuple[tuple[Any, ...], Scale | None, Scale | None, Scale | None]:
-        """Takes the scales of Q, K and V out of what a run is given after q, K and V, where 8-bit queries may bring them. Returns the rest and the scales."""
-        if len(args) != _NUM_SCALES or not self._heads.float8_q or self._jit is not None:
-            return args, q_scale, k_scale, v_scale
-        return (), one_of(scale_q=args[0], q_scale=q_scale), one_of(scale_k=args[1], k_scale=k_scale), one_of(scale_v=args[2], v_scale=v_scale)
 
 
 def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:

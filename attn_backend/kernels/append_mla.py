@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..metadata import KVCache
 from ..metadata.kv_cache import FLOAT8_DTYPES, SCALED_LATENT_DTYPE
-from ..metadata.structure import check_plain, check_same_device, check_types, dtype_name, explain_failure, refuse
+from ..metadata.structure import check_handle, check_plain, check_same_device, check_types, dtype_name, explain_failure, refuse
 from . import compiled
 from .append import append_kv
 from .kernel_files import kernel_file
@@ -55,7 +55,8 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
         if k.data_ptr() != v.data_ptr() or (k.dtype != latent.dtype and k.dtype not in _SOURCE_DTYPES) or latent.dtype != rope.dtype:
             _explain(latent, rope, kv, slots)
         if k.dtype == SCALED_LATENT_DTYPE:
-            _check_plain(latent, rope)
+            check_handle("latent", latent)
+            check_handle("rope", rope)
             library().append_latent(latent, rope, k, slots, _latent_kernel(k.device))
             return
         # The two parts are K and V of different widths, which lie side by side.
@@ -64,12 +65,6 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # examined only on failure: each layer's call would pay for it
         _explain(latent, rope, kv, slots)
         raise
-
-
-def _check_plain(*parts: Tensor) -> None:
-    for part in parts:
-        if part.is_neg() or (torch.is_grad_enabled() and part.requires_grad):
-            raise ValueError("a part that is not plain")  # by its name: _explain
 
 
 def _explain(latent: object, rope: object, kv: object, slots: object) -> None:

@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.checks import check_values
 from ..metadata.kv_cache import Scale, checked_scale
-from ..metadata.structure import check_device, check_int, check_plain, check_types, explain_failure, refuse
+from ..metadata.structure import check_device, check_handle, check_int, check_types, explain_failure, refuse
 from ..settings import Settings
 from . import compiled, selection
 from .attention_config import (
@@ -316,19 +316,17 @@ class Attention:
             out = compiled.run(self._handle, q, kv, out, variant_args, options | {"q_rope": q_rope, "q_scale": q_scale, "out_scale": out_scale})
             return (out, lse) if return_lse else out  # type: ignore[return-value]
         try:
-            # The library's handles of tensors show neither a pending change of sign nor that a gradient is required, which is not computed.
-            if q.is_neg() or (is_grad_enabled() and q.requires_grad):
-                check_plain("q", q)
-            if q_rope is not None and (q_rope.is_neg() or (is_grad_enabled() and q_rope.requires_grad)):
-                check_plain("q_rope", q_rope)
+            check_handle("q", q)
+            if q_rope is not None:
+                check_handle("q_rope", q_rope)
             if out is None:
                 out = self._new_out(q, out_scale)
-            elif out.is_neg() or (is_grad_enabled() and out.requires_grad):
-                check_plain("out", out)
-            if lse is None:
-                lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-            elif lse.is_neg() or (is_grad_enabled() and lse.requires_grad):
-                check_plain("lse", lse)
+            else:
+                check_handle("out", out)
+            if lse is not None:
+                check_handle("lse", lse)
+            elif return_lse:
+                lse = q.new_empty(q.shape[:2], dtype=torch.float32)
             if self._variant is not None or variant_args is not None:
                 self._bind(variant_args)
             scale = self._sm_scale if sm_scale is None else sm_scale
@@ -338,8 +336,8 @@ class Attention:
                     q_rope=q_rope,
                 )  # fmt: skip
             else:
-                if sinks is not None and (sinks.is_neg() or (is_grad_enabled() and sinks.requires_grad)):
-                    check_plain("sinks", sinks)
+                if sinks is not None:
+                    check_handle("sinks", sinks)
                 if self._variant is not None:
                     self._variant.check_scales(kv, self._levels, self._config.cascade is not False and not self.batch_invariant)
                 run = self._run_with_options if selected is None else partial(by_name("run"), **selected.for_library())

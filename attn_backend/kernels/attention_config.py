@@ -14,7 +14,7 @@ from ..metadata import BSRView
 from ..metadata.checks import check_page_ids
 from ..metadata.composition import MAX_LEVELS
 from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
-from ..metadata.structure import MAX_INT32, check_int, check_types, explain_failure, refuse
+from ..metadata.structure import MAX_INT32, check_int, check_types, dtype_name, explain_failure, refuse
 from . import manifest
 from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, MLA_HEAD_DIMS, HeadDims
 from .kernel_files import arch_on, kernel_file
@@ -110,18 +110,18 @@ class AttentionConfig:
             return files
         element = DTYPE_NAMES[self.dtype]
         names = {"plan": "plan"}
+        shape = manifest.KernelShape(element, self.dims, kv_element_of(self.kv_dtype, self.dtype), self.q_dtype != self.dtype)
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
             names[f"{prefix}merge"] = manifest.merge_name(out_element)
             if variant is None:
-                kv_element = kv_element_of(self.kv_dtype, self.dtype)
-                which = self.dims, "sinks" if self.sinks else "standard", kv_element, self.q_dtype != self.dtype, prefix != ""
-                names |= {prefix + kernel: manifest.attention_name(stem, element, *which) for kernel, stem in design.cubins_for(self.dims, kv_element).items()}
+                which = shape._replace(float8_out=prefix != ""), "sinks" if self.sinks else "standard"
+                names |= {prefix + kernel: manifest.attention_name(stem, *which) for kernel, stem in design.cubins_for(shape).items()}
         return {kernel: kernel_file(name, self.device) for kernel, name in names.items() if kernel not in files} | files
 
 
 def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | None:
     """manifest.kv_element_of()."""
-    return manifest.kv_element_of(None if kv_dtype is None else str(kv_dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
+    return manifest.kv_element_of(None if kv_dtype is None else dtype_name(kv_dtype), dtype_name(dtype))
 
 
 def check_heads(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache
 from ..metadata.kv_cache import Scale
-from ..metadata.structure import refuse
+from ..metadata.structure import dtype_name, refuse
 from ..settings import Settings
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
 from .attention_config import kv_element_of
@@ -53,7 +53,7 @@ class AttentionVariant:
         self._float8_q, self._float8_out = float8_q, float8_out
         self._given = variant
         self.variant = variant = variant if max_levels == 1 else variant.across_levels()
-        self._dtype = str(dtype).removeprefix("torch.")
+        self._dtype = dtype_name(dtype)
         self._dims = dims
         self._device = device
         self._kernels: dict[str, manifest.Kernel] = {}
@@ -67,8 +67,8 @@ class AttentionVariant:
             arch = variant_kernels.arch_of(self._target)
             if design is not manifest.default_design(arch):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
-            element = manifest.ELEMENT_NAMES[self._dtype]
-            self._kernels = manifest.variant_kernels(arch, design, element, dims, variant, sinks, self._kv_element, float8_q, float8_out)
+            shape = manifest.KernelShape(manifest.ELEMENT_NAMES[self._dtype], dims, self._kv_element, float8_q, float8_out)
+            self._kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
             self._options += " --sinks" if sinks else ""
         self._options += " --levels" if variant is not self._given else ""
         self.is_interpreted = False  # files() finds out

@@ -12,12 +12,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from . import cubins, cuda_compiler, kernel_cache, manifest
+from . import cubins, cuda_compiler, kernel_cache, manifest, progress
 from .cubins import ARCHS, compile_kernel, nvcc, nvcc_version
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -53,7 +51,7 @@ def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(one, task) for task in tasks]
         try:
-            for name, arch, seconds, report, path in (future.result() for future in _tracked(futures)):
+            for name, arch, seconds, report, path in (future.result() for future in progress.tracked(futures, "compiling")):
                 if path is None:
                     failures += 1
                     print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
@@ -75,15 +73,6 @@ def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
                 time.sleep(0.05)
             raise
     return failures
-
-
-def _tracked(futures: list[Future[Any]]) -> Iterable[Future[Any]]:
-    """With a progress bar on a terminal."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
-        return futures
-    from rich.progress import track
-
-    return track(futures, "compiling")
 
 
 def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[str] | None = ARCHS) -> None:

@@ -41,6 +41,28 @@ MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # 
 SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
 
 
+class KernelShape(NamedTuple):
+    """What an attention kernel is compiled for, besides a design and a variant.
+
+    Attributes:
+        element: of O, and of Q but under float8_q.
+        kv_element: of a cache of another type, of kv_element_of(); None: it is element.
+        float8_q: whether Q has the type of the cache, too.
+        float8_out: whether O is of 8 bits.
+    """
+
+    element: str
+    dims: HeadDims
+    kv_element: str | None = None
+    float8_q: bool = False
+    float8_out: bool = False
+
+    def __str__(self) -> str:
+        """As it stands in the names of cubins."""
+        of_cache = "" if self.kv_element is None else f"_{self.kv_element}{'_q' if self.float8_q else ''}"
+        return f"{self.element}{of_cache}{f'_to_{OUT_ELEMENT}' if self.float8_out else ''}_d{self.dims}"
+
+
 @dataclass(frozen=True)
 class Design:
     """A design of the attention kernel: a folder of csrc/attention/ with a design.h.
@@ -57,9 +79,9 @@ class Design:
     cubins: dict[str, str]
     max_transformed_head_dim: int = MLA_HEAD_DIMS.v
 
-    def cubins_for(self, dims: HeadDims, kv_element: str | None) -> dict[str, str]:
-        """The part of `cubins` for such heads and caches. Where rows are widened as they are loaded, one kernel serves all caches."""
-        return dict([*self.cubins.items()][:1]) if dims.is_wide and kv_element in CUDA_KV_ELEMENTS else self.cubins
+    def cubins_for(self, shape: KernelShape) -> dict[str, str]:
+        """The part of `cubins` for a shape. Where rows are widened as they are loaded, one kernel serves all caches."""
+        return dict([*self.cubins.items()][:1]) if shape.dims.is_wide and shape.kv_element in CUDA_KV_ELEMENTS else self.cubins
 
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
@@ -78,14 +100,9 @@ class Kernel:
     source: str
 
 
-def attention_name(
-    design: str, element: str, head_dim: int | HeadDims, variant: str = "standard", kv_element: str | None = None, float8_q: bool = False,
-    float8_out: bool = False,
-) -> str:  # fmt: skip
-    """design: of Design.cubins. element: of Q and O. kv_element: of a cache of another type, of kv_element_of(); None: it is element. float8_q: Q has the type
-    of the cache, too. float8_out: O is of 8 bits."""
-    elements = element if kv_element is None else f"{element}_{kv_element}{'_q' if float8_q else ''}"
-    return f"attention_{design}_{elements}{f'_to_{OUT_ELEMENT}' if float8_out else ''}_d{HeadDims.of(head_dim)}_{variant}"
+def attention_name(design: str, shape: KernelShape, variant: str = "standard") -> str:
+    """design: of Design.cubins."""
+    return f"attention_{design}_{shape}_{variant}"
 
 
 def kv_element_of(kv_dtype: str | None, dtype: str) -> str | None:
@@ -133,13 +150,12 @@ def kernels(arch: str) -> dict[str, Kernel]:
 def distinct_kernels(arch: str) -> dict[str, Kernel]:
     """Those that CI compiles, which has no time for all. Attention and sampling of float16 have bfloat16's code with another element, and the generic design
     for Hopper that for Ampere: of such attention it compiles the plainest kernels. A release compiles all (`make wheel`)."""
-    plainest = (None, False, False, HeadDims(128, 128))
 
     def is_distinct(name: str) -> bool:
         shape = _shape_of(name)
         if shape is None:
             return name != sampling_name("f16")
-        if name.endswith("_standard") and shape[1:] == plainest:
+        if name.endswith("_standard") and shape == KernelShape(shape.element, HeadDims(128, 128)):
             return True
         return shape.element != "f16" and name.startswith(tuple(f"attention_{stem}_" for stem in default_design(arch).cubins.values()))
 
@@ -176,22 +192,18 @@ def variant_place(name: str) -> str:
     return f"<source of variant {name}>"
 
 
-def variant_kernels(
-    arch: str, design: Design, element: str, head_dim: int | HeadDims, variant: VariantSource, sinks: bool = False, kv_element: str | None = None,
-    float8_q: bool = False, float8_out: bool = False,
-) -> dict[str, Kernel]:  # fmt: skip
-    """A variant's kernels for a design, by the names that csrc/ has for them. sinks: whether runs may be given sinks. kv_element, float8_q: as in
-    attention_name(). float8_out: also those whose outputs are of 8 bits. A variant with the source of a shipped one has the kernels of that, by its name."""
+def variant_kernels(arch: str, design: Design, shape: KernelShape, variant: VariantSource, sinks: bool = False) -> dict[str, Kernel]:
+    """A variant's kernels for a design, by the names that csrc/ has for them; under shape.float8_out those whose outputs are of 8 bits beside the others.
+    sinks: whether runs may be given sinks. A variant with the source of a shipped one has the kernels of that, by its name."""
     variant = shipped_variant(variant.source) or variant
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
     made = {}
-    for prefix, out_element in out_elements(element, float8_out).items():
-        of = kv_element, float8_q, prefix != ""
-        for kernel, stem in design.cubins_for(HeadDims.of(head_dim), kv_element).items():
-            source = text + attention_source(stem, element, head_dim, variant_type, *of)
-            made[prefix + kernel] = Kernel(attention_name(stem, element, head_dim, name, *of), (arch,), source)
+    for prefix, out_element in out_elements(shape.element, shape.float8_out).items():
+        of_out = shape._replace(float8_out=prefix != "")
+        for kernel, stem in design.cubins_for(shape).items():
+            made[prefix + kernel] = Kernel(attention_name(stem, of_out, name), (arch,), text + attention_source(stem, of_out, variant_type))
         if variant.has_output:
             made[f"{prefix}merge"] = Kernel(merge_name(out_element, variant.name), (arch,), text + merge_source(out_element, USER_VARIANT))
     if variant.has_mask:
@@ -204,11 +216,9 @@ def out_elements(element: str, float8_out: bool) -> dict[str, str]:
     return {"": element} | ({FLOAT8_OUT: OUT_ELEMENT} if float8_out else {})
 
 
-def attention_source(
-    design: str, element: str, head_dim: int | HeadDims, variant_type: str, kv_element: str | None = None, float8_q: bool = False, float8_out: bool = False
-) -> str:
-    """design: of Design.cubins. kv_element, float8_q, float8_out: as in attention_name()."""
-    dims = HeadDims.of(head_dim)
+def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
+    """design: of Design.cubins."""
+    element, dims, kv_element, float8_q, float8_out = shape
     has_8_bits = kv_element in CUDA_KV_ELEMENTS
     # A cache of 8 bits is widened to Q's type; Q of another 16-bit type is converted to the cache's.
     elements = [element if has_8_bits else kv_element, kv_element, kv_element if float8_q else element, OUT_ELEMENT if float8_out else element]
@@ -233,39 +243,23 @@ def merge_source(element: str, variant_type: str) -> str:
     return templates.MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
 
 
-def attention_kernels(
-    element: str, head_dim: int | HeadDims, variants: Iterable[str] = VARIANTS, kv_element: str | None = None, float8_q: bool = False,
-    float8_out: bool = False,
-) -> list[Kernel]:  # fmt: skip
-    """The standard kernels for heads of these widths, which must have CUDA kernels (runs_over()). kv_element, float8_q, float8_out: as in attention_name()."""
-    made = []
-    stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(HeadDims.of(head_dim), kv_element).values()}
-    for variant in variants:
-        for design, archs in stems.items():
-            of = kv_element, float8_q, float8_out
-            name = attention_name(design, element, head_dim, variant, *of)
-            made.append(Kernel(name, archs, attention_source(design, element, head_dim, VARIANTS[variant], *of)))
-    return made
+def attention_kernels(shape: KernelShape, variants: Iterable[str] = VARIANTS) -> list[Kernel]:
+    """The standard kernels of a shape, for which there must be CUDA kernels (runs_over())."""
+    stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(shape).values()}
+    return [
+        Kernel(attention_name(stem, shape, variant), archs, attention_source(stem, shape, VARIANTS[variant]))
+        for variant in variants
+        for stem, archs in stems.items()
+    ]
 
 
-class _KernelShape(NamedTuple):
+def _shape_of(name: str) -> KernelShape | None:
     """What the name of an attention kernel says."""
-
-    element: str
-    kv_element: str | None
-    float8_q: bool
-    float8_out: bool
-    dims: HeadDims
-
-
-def _shape_of(name: str) -> _KernelShape | None:
     elements = rf"({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)})(_q)?)?(_to_{OUT_ELEMENT})?"
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
-    return (
-        None
-        if shape is None or shape[1] == shape[2]
-        else _KernelShape(shape[1], shape[2], shape[3] is not None, shape[4] is not None, HeadDims.parse(shape[5]))
-    )
+    if shape is None or shape[1] == shape[2]:
+        return None
+    return KernelShape(shape[1], HeadDims.parse(shape[5]), shape[2], shape[3] is not None, shape[4] is not None)
 
 
 def _mixed_append(name: str) -> tuple[str, str] | None:
@@ -301,13 +295,12 @@ def source_of(name: str, arch: str) -> str | None:
     shape = _shape_of(name)
     if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
         return None
-    made = attention_kernels(shape.element, shape.dims, kv_element=shape.kv_element, float8_q=shape.float8_q, float8_out=shape.float8_out)
-    return next((kernel.source for kernel in made if kernel.name == name and arch in kernel.archs), None)
+    return next((kernel.source for kernel in attention_kernels(shape) if kernel.name == name and arch in kernel.archs), None)
 
 
 def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
     """The kernels over e4m3 Q and K, of designs that multiply them without widening."""
-    return [kernel for kernel in attention_kernels("bf16", dims, ("standard",), "e4m3", True, float8_out) if kernel.archs == (SM90,)]
+    return [kernel for kernel in attention_kernels(KernelShape("bf16", dims, "e4m3", True, float8_out), ("standard",)) if kernel.archs == (SM90,)]
 
 
 def _attention_kernels() -> list[Kernel]:
@@ -315,21 +308,21 @@ def _attention_kernels() -> list[Kernel]:
     for element in CUDA_ELEMENTS:
         for variant in VARIANTS:
             for dims in SHIPPED_HEAD_DIMS[variant]:
-                made += attention_kernels(element, dims, (variant,))
+                made += attention_kernels(KernelShape(element, dims), (variant,))
         for shipped in SHIPPED_VARIANTS:
             for arch in ARCHS:
                 for dims in SHIPPED_HEAD_DIMS[shipped.name]:
-                    made += variant_kernels(arch, default_design(arch), element, dims, shipped).values()
+                    made += variant_kernels(arch, default_design(arch), KernelShape(element, dims), shipped).values()
     for dims in SHIPPED_FLOAT8_HEAD_DIMS:
-        made += attention_kernels("bf16", dims, ("standard",), "e4m3")
+        made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
     for widened_element, widened in _SHIPPED_WIDENED.items():
         for dims in widened:
-            made += attention_kernels("bf16", dims, ("standard",), widened_element)
+            made += attention_kernels(KernelShape("bf16", dims, widened_element), ("standard",))
     for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
         made += _multiplied_float8_kernels(dims, float8_out=False)
     for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
         for kv_element in (None, "e4m3"):
-            made += attention_kernels("bf16", dims, ("standard",), kv_element, float8_out=True)
+            made += attention_kernels(KernelShape("bf16", dims, kv_element, float8_out=True), ("standard",))
         made += _multiplied_float8_kernels(dims, float8_out=True)
     made += [Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
     return made

@@ -1,11 +1,14 @@
-"""What a user sees while a kernel compiles."""
+"""What a user sees of work that takes seconds."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -28,6 +31,15 @@ def shown(text: str) -> Iterator[None]:
     else:
         say(text)
         yield
+
+
+def tracked(items: Sequence[T], text: str) -> Iterable[T]:
+    """The items, with a progress bar on a terminal."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        return items
+    from rich.progress import track
+
+    return track(items, text, transient=True)
 
 
 def say(text: str) -> None:

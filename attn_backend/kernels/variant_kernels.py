@@ -218,6 +218,7 @@ def compile_ahead(
         if design_name is not None and design_name not in designs:
             raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
         design = designs[design_name or next(iter(designs))]
-        kernels = manifest.variant_kernels(arch, design, manifest.ELEMENT_NAMES[dtype], head_dim, variant, sinks, kv_element, float8_q, float8_out)
+        shape = manifest.KernelShape(manifest.ELEMENT_NAMES[dtype], HeadDims.of(head_dim), kv_element, float8_q, float8_out)
+        kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
         entries += [find_cubin(variant, kernel, target) for kernel in kernels.values()]
     return entries

@@ -86,6 +86,12 @@ def check_plain(name: str, tensor: object) -> Tensor:
     return tensor
 
 
+def check_handle(name: str, tensor: Tensor) -> None:
+    """check_plain() where the handle hides from the library what it refuses: a pending change of sign, or a gradient that is required."""
+    if tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled()):
+        check_plain(name, tensor)
+
+
 def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
     """Called when a call has failed without naming the tensor: refuses the first one that is not plain, or is of a subclass."""
     for name, tensor in tensors:

@@ -108,13 +108,12 @@ def alibi(slopes: Tensor | None = None) -> Variant:
     Args:
         slopes: float32 [query heads], as alibi_slopes() makes them.
     """
-    table = slopes
 
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         # Floats are exact up to 2^24 tokens. A difference of integers takes registers that Hopper's kernels do not have.
         return score + slopes[h] * (kv_idx.to(score.dtype) - q_idx.to(score.dtype))  # type: ignore[index]
 
-    return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, 1, table)])
+    return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, 1, slopes)])
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -153,12 +152,11 @@ def prefix_lm(prefix_lens: Tensor | None = None) -> Variant:
     Args:
         prefix_lens: int32 [batch].
     """
-    table = prefix_lens
 
     def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx <= q_idx) | (kv_idx < prefix_lens[b])  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=prefix_lm, tensors=[Param("prefix_lens", torch.int32, 1, table)])
+    return Variant.from_functions(mask_mod=prefix_lm, tensors=[Param("prefix_lens", torch.int32, 1, prefix_lens)])
 
 
 def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
@@ -167,13 +165,12 @@ def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
     Args:
         span_ids: int32 [batch, at least the longest kv_len]: the span of each token; below 0: in none.
     """
-    table = span_ids
 
     def bidirectional_spans(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         span = span_ids[b, q_idx]  # type: ignore[index]
         return (kv_idx <= q_idx) | ((span == span_ids[b, kv_idx]) & (span >= 0))  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=bidirectional_spans, tensors=[Param("span_ids", torch.int32, 2, table)])
+    return Variant.from_functions(mask_mod=bidirectional_spans, tensors=[Param("span_ids", torch.int32, 2, span_ids)])
 
 
 def chunked_local(chunk: int) -> Variant:
@@ -196,12 +193,11 @@ def document(document_ids: Tensor | None = None) -> Variant:
     Args:
         document_ids: int32 [batch, at least the longest kv_len].
     """
-    table = document_ids
 
     def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return document_ids[b, q_idx] == document_ids[b, kv_idx]  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=document, tensors=[Param("document_ids", torch.int32, 2, table)])
+    return Variant.from_functions(mask_mod=document, tensors=[Param("document_ids", torch.int32, 2, document_ids)])
 
 
 def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Tensor | None = None) -> Variant:
@@ -215,14 +211,13 @@ def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Ten
         token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token after the prompt its position in its item, where the
             delimiter before an item is 0: 0 1 2 3 0 1 2 0 for items of 3 and 2 tokens.
     """
-    lens, positions = prefix_len, token_pos_in_items
 
     def multi_item_scoring(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         prefix = prefix_len[b]  # type: ignore[index]
         before = token_pos_in_items[b, torch.clamp(q_idx - prefix, min=0)].to(torch.int32)  # type: ignore[index]
         return (kv_idx <= q_idx) & ((q_idx < prefix) | (kv_idx < prefix) | (q_idx - kv_idx < before))
 
-    params = [Param("prefix_len", torch.int32, 1, lens), Param("token_pos_in_items", torch.uint16, 2, positions)]
+    params = [Param("prefix_len", torch.int32, 1, prefix_len), Param("token_pos_in_items", torch.uint16, 2, token_pos_in_items)]
     return Variant.from_functions(mask_mod=multi_item_scoring, tensors=params)
 
 
@@ -244,12 +239,11 @@ def position_temperature(scales: Tensor | None = None) -> Variant:
     Args:
         scales: float32 [at least the longest kv_len].
     """
-    table = scales
 
     def position_temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * scales[q_idx]  # type: ignore[index]
 
-    return Variant.from_functions(position_temperature, tensors=[Param("scales", torch.float32, 1, table)])
+    return Variant.from_functions(position_temperature, tensors=[Param("scales", torch.float32, 1, scales)])
 
 
 def request_scale(sm_scales: Tensor | None = None) -> Variant:
@@ -259,9 +253,8 @@ def request_scale(sm_scales: Tensor | None = None) -> Variant:
     Args:
         sm_scales: float32 [batch]; or [1], one for all that lies on the device.
     """
-    table = sm_scales
 
     def request_scale(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * sm_scales[b]  # type: ignore[index]
 
-    return Variant.from_functions(request_scale, tensors=[Param("sm_scales", torch.float32, 1, table)])
+    return Variant.from_functions(request_scale, tensors=[Param("sm_scales", torch.float32, 1, sm_scales)])

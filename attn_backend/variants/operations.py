@@ -69,10 +69,6 @@ def _larger(a: Node, b: Node) -> Node:
     return arithmetic("max", a, b)
 
 
-def _where(condition: Node, yes: Node, no: Node) -> Node:
-    return select(condition, yes, no)
-
-
 def _logical(op: str) -> Callable[[Node, Node], Node]:
     return lambda a, b: bitwise(op, cast(a, Kind.BOOL), cast(b, Kind.BOOL))
 
@@ -127,7 +123,7 @@ NAMED: dict[str, Callable[..., Node]] = {
     "relu": _relu,
     "reciprocal": lambda a: divide(constant(1.0), a),
     "rsqrt": lambda a: divide(constant(1.0), function("sqrt", a)),
-    "where": _where,
+    "where": select,
     "and": lambda a, b: bitwise("and", a, b),
     "or": lambda a, b: bitwise("or", a, b),
     "xor": lambda a, b: bitwise("xor", a, b),

@@ -74,7 +74,6 @@ def rope_at(frequencies: Tensor, q_positions: Tensor | None = None, kv_positions
         q_positions: int32 [rows of Q].
         kv_positions: int32 [batch, at least the longest kv_len].
     """
-    given_q, given_kv = q_positions, kv_positions
 
     def position_of_query(b: Any, q_idx: Any, row: Any, kv_len: Any) -> Any:
         return q_positions[row]  # type: ignore[index]
@@ -82,7 +81,7 @@ def rope_at(frequencies: Tensor, q_positions: Tensor | None = None, kv_positions
     def position_of_key(b: Any, kv_idx: Any, kv_len: Any) -> Any:
         return kv_positions[b, kv_idx]  # type: ignore[index]
 
-    params = (Param("q_positions", torch.int32, 1, given_q), Param("kv_positions", torch.int32, 2, given_kv))
+    params = (Param("q_positions", torch.int32, 1, q_positions), Param("kv_positions", torch.int32, 2, kv_positions))
     places = ("q_positions(row.row)", "kv_positions(token.request, token.position)")
     return _rope("rope_at", frequencies, interleaved, places, (position_of_query, position_of_key), params)
 

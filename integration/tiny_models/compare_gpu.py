@@ -69,7 +69,7 @@ def families_of(engine: str, asked: list[str] | None) -> list[str]:
     return [name for name, family in FAMILIES.items() if engine in family.engines and name in (asked or FAMILIES)]
 
 
-def served(engine: str, families: list[str], models: Path, results: Path, jobs: int, device: str = "cuda") -> Iterator[str]:
+def served(engine: str, families: list[str], models: Path, results: Path, jobs: int) -> Iterator[str]:
     """Writes the answers of both backends, and gives each family when both have ended with it; what a backend does not serve has no answers."""
     files = {
         name: [(answers_file(results, name, who), failure_file(results, name, who)) for who in map(f"{engine}-{{}}".format, BACKENDS)] for name in families
@@ -78,7 +78,7 @@ def served(engine: str, families: list[str], models: Path, results: Path, jobs: 
         earlier.unlink(missing_ok=True)
     waiting = list(families)
     with ThreadPoolExecutor(len(BACKENDS)) as pool:
-        options = ("--device", device, "--jobs", str(jobs))
+        options = ("--device", "cuda", "--jobs", str(jobs))
         runs = [pool.submit(run, RUNNERS[engine], models, families, "--backend", name, *options, answers=results, shows=True) for name in BACKENDS]
         while waiting:
             are_over = all(one.done() for one in runs)  # seen before their files are

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_backend import Composition, Variant
 from attn_backend.kernels import cpp_compiler, manifest
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.variants import builtin
 
 pytestmark = [
@@ -62,7 +63,7 @@ def test_attention(emulated: Path, kernel: str) -> None:
 
 def test_row_ranges_and_lists_of_each_level(tmp_path: Path) -> None:
     """The device finds the host's, bit for bit."""
-    kernel = manifest.variant_kernels("sm_80", manifest.DESIGNS["generic"], "bf16", 64, VARIANT)["row_ranges"]
+    kernel = manifest.variant_kernels("sm_80", manifest.DESIGNS["generic"], manifest.KernelShape("bf16", HeadDims.of(64)), VARIANT)["row_ranges"]
     library = emulation.build(tmp_path, "row_ranges", emulation.TESTS / "device_row_ranges.cpp", header=kernel.source, options=["-O1"])
     library.device_row_ranges.restype = ctypes.c_char_p
     for seed, cascade in enumerate(cascades()):

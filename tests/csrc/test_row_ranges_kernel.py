@@ -18,6 +18,7 @@ import torch
 
 from attn_backend import Attention, Variant
 from attn_backend.kernels import cpp_compiler, manifest
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.variants import builtin
 
 pytestmark = [
@@ -34,7 +35,7 @@ EACH_HEAD = Variant.from_source(
 @pytest.mark.parametrize("name", ["document", "streaming_llm", "each_head"])
 def test_random_batches(tmp_path: Path, name: str) -> None:
     variant = {"document": builtin.document(), "streaming_llm": builtin.streaming_llm(70, 4), "each_head": EACH_HEAD}[name]
-    kernel = manifest.variant_kernels("sm_80", manifest.DESIGNS["generic"], "bf16", 64, variant)["row_ranges"]
+    kernel = manifest.variant_kernels("sm_80", manifest.DESIGNS["generic"], manifest.KernelShape("bf16", HeadDims.of(64)), variant)["row_ranges"]
     library = emulation.build(tmp_path, "row_ranges", emulation.TESTS / "device_row_ranges.cpp", header=kernel.source, options=["-O1"])
     library.device_row_ranges.restype = ctypes.c_char_p
     for seed in range(6):

@@ -22,6 +22,7 @@ from variant_fuzz.catalogue import Entry, entry_of
 
 from attn_backend.kernels import cpp_compiler, cubins, manifest
 from attn_backend.kernels.build import fault
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.variants import builtin
 
 pytestmark = [
@@ -114,7 +115,7 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize(("design", "kv_element"), [("sm90", None), ("sm90", "e4m3"), ("sm80", "e4m3")])
 def test_they_compile_into_each_kernel(design: str, kv_element: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = manifest.attention_source(design, "bf16", 128, manifest.USER_VARIANT, kv_element)
+    source = manifest.attention_source(design, manifest.KernelShape("bf16", HeadDims.of(128), kv_element), manifest.USER_VARIANT)
     text = manifest.variant_text(builtin.rope(builtin.rope_frequencies(128))) + source
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"rope": text})
     assert fault(cubins.compile_kernel("rope", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"

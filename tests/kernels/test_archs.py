@@ -14,6 +14,7 @@ from test_variant_kernels import needs_nvcc, needs_nvrtc
 from attn_backend.kernels import cubins, kernel_cache, kernel_files, manifest, sampling, variant_kernels
 from attn_backend.kernels.attention_config import AttentionConfig, choose_design
 from attn_backend.kernels.attention_variant import AttentionVariant
+from attn_backend.kernels.head_dims import HeadDims
 
 CUDA = torch.device("cuda", 0)
 GENERIC = manifest.DESIGNS["generic"]
@@ -122,7 +123,7 @@ def test_kernels_of_variants(hopper: list[tuple[str, str]], tmp_path: Path, monk
 def test_variants_are_compiled_to_ptx(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", compiler)
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    kernel = manifest.variant_kernels("sm_80", GENERIC, "bf16", 64, variant_sources.SLANTED)["merge"]
+    kernel = manifest.variant_kernels("sm_80", GENERIC, manifest.KernelShape("bf16", HeadDims.of(64)), variant_sources.SLANTED)["merge"]
     entry = variant_kernels.find_cubin(variant_sources.SLANTED, kernel, variant_kernels.PTX_OF_SM80)
     assert kernel_cache.fault(entry) == ""
     content = entry.read_bytes()

@@ -11,6 +11,8 @@ from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
 from attn_backend.kernels import code_address, cubins, manifest
 from attn_backend.kernels.build import fault, spilled_bytes
+from attn_backend.kernels.head_dims import HeadDims
+from attn_backend.kernels.manifest import KernelShape
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
@@ -46,19 +48,22 @@ def test_kernels_that_ci_leaves_out_are_like_others() -> None:
         assert name in distinct["sm_90a"]
 
 
+HEADS = HeadDims.of(72)
+
+
 def test_names_say_what_kernels_are_for() -> None:
     name = "attention_sm90_bf16_e4m3_q_d72_standard"
-    assert manifest.attention_name("sm90", "bf16", 72, kv_element="e4m3", float8_q=True) == name
+    assert manifest.attention_name("sm90", KernelShape("bf16", HEADS, "e4m3", float8_q=True)) == name
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q"
     source = manifest.source_of(name, "sm_90a")
     assert source is not None
     assert "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, attn::Float8E4M3, attn::BFloat16>" in source
     assert manifest.compile_options(name.replace("_q_", "_")) == " --head-dim 72 --kv-dtype float8_e4m3fn"
     name = "attention_sm90_bf16_e4m3_q_to_e4m3_d72_standard"
-    assert manifest.attention_name("sm90", "bf16", 72, kv_element="e4m3", float8_q=True, float8_out=True) == name
+    assert manifest.attention_name("sm90", KernelShape("bf16", HEADS, "e4m3", float8_q=True, float8_out=True)) == name
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q --float8-out"
     name = "attention_sm90_gather_bf16_f16_d72_standard"
-    assert manifest.attention_name("sm90_gather", "bf16", 72, kv_element="f16") == name
+    assert manifest.attention_name("sm90_gather", KernelShape("bf16", HEADS, "f16")) == name
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float16"
     source = manifest.source_of(name, "sm_90a")
     assert source is not None

@@ -15,6 +15,7 @@ from variant_fuzz.catalogue import by_reference
 
 from attn_backend import Variant
 from attn_backend.kernels import cubins, cuda_compiler, manifest, nvrtc, variant_kernels
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.shipped_variants import SHIPPED_VARIANTS
 from attn_backend.variants import builtin
 
@@ -59,7 +60,7 @@ def found(
     variant: Variant, target: str = "sm_90a", design: manifest.Design = HOPPER, element: str = "bf16", head_dim: int = 128, **options: bool
 ) -> list[Path]:
     arch = variant_kernels.arch_of(target)
-    kernels = manifest.variant_kernels(arch, design, element, head_dim, variant, **options)
+    kernels = manifest.variant_kernels(arch, design, manifest.KernelShape(element, HeadDims.of(head_dim)), variant, **options)
     return [variant_kernels.find_cubin(variant, kernel, target, lambda: "the command") for kernel in kernels.values()]
 
 
@@ -92,7 +93,7 @@ def test_a_damaged_one_is_compiled_or_named(package: FakeKernels, monkeypatch: p
     with pytest.raises(RuntimeError, match=rf"{re.escape(str(shipped))} is truncated: reinstall attn-backend; variant alibi .* is not compiled"):
         found(builtin.alibi())
     monkeypatch.setattr(cuda_compiler, "nvcc", lambda: str(package.nvcc))
-    kernel = manifest.variant_kernels("sm_90a", HOPPER, "bf16", 128, builtin.alibi())["attention"]
+    kernel = manifest.variant_kernels("sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(128)), builtin.alibi())["attention"]
     compiled = variant_kernels.find_cubin(builtin.alibi(), kernel, "sm_90a")
     assert compiled.read_bytes() == cubin()
     assert compiled.is_relative_to(package.cache)
@@ -102,7 +103,7 @@ def test_combinations_share_what_is_compiled(package: FakeKernels, monkeypatch: 
     monkeypatch.setattr(cuda_compiler, "nvcc", lambda: str(package.nvcc))
     places = set()
     for variant in SHIPPED.values():
-        kernel = manifest.variant_kernels("sm_90a", HOPPER, "bf16", 256, variant)["attention"]
+        kernel = manifest.variant_kernels("sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(256)), variant)["attention"]
         places.add(variant_kernels.find_cubin(variant, kernel, "sm_90a"))
     assert len(places) == package.runs() == 1
 

@@ -11,6 +11,7 @@ import torch
 
 from attn_backend import Attention
 from attn_backend.kernels import attention_config, manifest, schedule
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.structs import dtype_of, pack, unpack, values_of
 from attn_backend.metadata.composition import MAX_LEVELS
 
@@ -87,7 +88,8 @@ def test_designs_have_a_folder_and_cubins() -> None:
     for design in manifest.DESIGNS.values():
         assert (ROOT / "csrc" / "attention" / design.name / "design.h").exists()
         for arch in design.archs:
-            names = {manifest.attention_name(stem, element, dim) for stem in design.cubins.values() for element in manifest.CUDA_ELEMENTS for dim in (64, 256)}
+            shapes = [manifest.KernelShape(element, HeadDims.of(dim)) for element in manifest.CUDA_ELEMENTS for dim in (64, 256)]
+            names = {manifest.attention_name(stem, shape) for stem in design.cubins.values() for shape in shapes}
             assert names <= manifest.kernels(arch).keys()
 
 

@@ -22,6 +22,7 @@ from variant_sources import ALIBI, ALIBI_CPP, MISSPELT, MISSPELT_LINE, SLANTED
 from attn_backend import Attention, Variant
 from attn_backend.cli.main import main
 from attn_backend.kernels import code_address, cpp_compiler, cuda_compiler, kernel_cache, manifest, nvrtc, variant_kernels
+from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.variants import builtin
 
 TARGET = "sm_90a"
@@ -44,7 +45,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
 
 
 def kernel_of(variant: Variant, design: manifest.Design = HOPPER, head_dim: int = 128, name: str = "attention") -> manifest.Kernel:
-    return manifest.variant_kernels("sm_90a", design, "bf16", head_dim, variant)[name]
+    return manifest.variant_kernels("sm_90a", design, manifest.KernelShape("bf16", HeadDims.of(head_dim)), variant)[name]
 
 
 def find(variant: Variant = ALIBI, jit: bool = True) -> Path:

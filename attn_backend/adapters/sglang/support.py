@@ -102,8 +102,8 @@ def _check_spans(runner: Any) -> None:
 
 def _check_settings() -> None:
     algorithm = _algorithm()
-    if algorithm:
-        _check_speculation(algorithm)
+    if algorithm and algorithm not in _SPECULATION:
+        raise refuse(f"--speculative-algorithm {algorithm}", f"use one of {', '.join(_SPECULATION)}, or another --attention-backend")
     for option, path in _REFUSED_OPTIONS.items():
         if compat.setting(path, None):
             raise refuse(option)
@@ -111,11 +111,6 @@ def _check_settings() -> None:
         size = compat.setting(path, 1)
         if size > 1:
             raise refuse(f"{option} {size}", f"pass {option} 1, or use {instead}")
-
-
-def _check_speculation(algorithm: str) -> None:
-    if algorithm not in _SPECULATION:
-        raise refuse(f"--speculative-algorithm {algorithm}", f"use one of {', '.join(_SPECULATION)}, or another --attention-backend")
 
 
 def drafts_are_trees() -> bool:

@@ -12,6 +12,7 @@ from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES, kv_cache_view
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
+from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, refuse
 from attn_backend.kernels.append import append_kv
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.kernel_files import arch_on
@@ -39,7 +40,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 
     head_sizes: ClassVar[list[int]] = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
-    other_backend: ClassVar[str] = "choose another --attention-backend"
+    other_backend: ClassVar[str] = OTHER_BACKEND
     head_size_v: int | None = None  # columns of V, where they are not K's (diff_kv.py)
     supports_dcp: bool = True
     supports_pcp: bool = False
@@ -138,7 +139,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self._float_sinks.copy_(sinks)  # captured graphs read it where it is
 
     def _refuse(self, what: str, advice: str | None = None) -> None:
-        raise NotImplementedError(f"attn_backend does not support {what}: {self.other_backend if advice is None else f'{advice}, or {self.other_backend}'}")
+        refuse(what, self.other_backend if advice is None else f"{advice}, or {self.other_backend}")
 
     def _check_shared_kv(self, heads: HeadDims, has_alibi: bool, sliding_window: int | None) -> None:
         """Refuses what is not supported in a layer whose KV lies on several ranks (dcp.py)."""

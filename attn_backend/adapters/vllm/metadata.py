@@ -17,6 +17,7 @@ from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.dcp import ContextParallel, has_context
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES
 from attn_backend.adapters.vllm.memory import outside_memory_pools
+from attn_backend.adapters.vllm.refusal import refuse
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.composition import BSRView
@@ -91,35 +92,29 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         group = compat.dcp_group(kv_cache_spec)
-        unsupported = compat.unsupported_feature(vllm_config) or unsupported_cache(vllm_config, kv_cache_spec)
+        max_rows, max_batch = workspace_maxima(vllm_config)
+        unsupported = compat.unsupported_feature(vllm_config) or unsupported_cache(vllm_config, kv_cache_spec) or unsupported_invariance(max_batch, device)
         if unsupported is None and group is not None:
             unsupported = compat.unsupported_context_parallelism(vllm_config, group.world_size)
             if unsupported is None and (self.chunked or compat.is_prefix_lm(vllm_config)):
                 unsupported = "masks of chunks or images with decode context parallelism (pass --decode-context-parallel-size 1)"
         if unsupported is not None:
-            raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
+            refuse(unsupported)
 
         self.page_size: int = kv_cache_spec.block_size
-        max_rows, max_batch = workspace_maxima(vllm_config)
         self.context_parallel: ContextParallel | None = None
         if group is not None:
             self.context_parallel = outside_memory_pools(lambda: make_context_parallel(vllm_config, group, max_batch, device), device)
             # A captured loop of drafts would keep what the host knew when it was captured; vLLM's own backends do not have it here either.
             self.supports_draft_decode_metadata_update = False
-        batch_invariant = compat.batch_invariant()
-        if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
-            advice = f"pass a smaller --max-num-seqs ({MAX_CUDA_INVARIANT_BATCH} at most)"
-            raise NotImplementedError(f"attn_backend does not support VLLM_BATCH_INVARIANT with batches of {max_batch} requests: {advice}")
         warn_if_untried(device, sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
         head_size_v = compat.head_size_v(kv_cache_spec)
         if any((getattr(impl, "dcp_world_size", 1) > 1) != (group is not None) for impl in compat.attention_impls(vllm_config, layer_names)):
-            some = "some layers that share KV over ranks in a model where others do not (pass --decode-context-parallel-size 1)"
-            raise NotImplementedError(f"attn_backend does not support {some}: choose another --attention-backend")
+            refuse("some layers that share KV over ranks in a model where others do not (pass --decode-context-parallel-size 1)")
         for key in keys:
             if not key.of_this_step and (key.head_dim_v or key.head_dim) != head_size_v:
-                of_spec = f"values of another head size ({head_size_v}) than keys ({kv_cache_spec.head_size}) in layers that do not say so"
-                raise NotImplementedError(f"attn_backend does not support {of_spec}: choose another --attention-backend")
+                refuse(f"values of another head size ({head_size_v}) than keys ({kv_cache_spec.head_size}) in layers that do not say so")
         dtype = query_dtype(vllm_config, kv_cache_spec)
         self.spans = outside_memory_pools(lambda: Spans(max_rows, device), device) if compat.is_prefix_lm(vllm_config) else None
         chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
@@ -131,7 +126,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             key = key._replace(has_spans=has_spans, cuts_spans=has_spans and cuts_spans, chunk=chunk)
             variant = variant_of(key)
             options: dict[str, Any] = {"head_dim_v": key.head_dim_v, "dtype": dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch}
-            options |= {"batch_invariant": batch_invariant, "variant": variant, "sinks": key.has_sinks, "float8_out": key.float8_out}
+            options |= {"batch_invariant": compat.batch_invariant(), "variant": variant, "sinks": key.has_sinks, "float8_out": key.float8_out}
             kv_dtype = key.kv_dtype if key.of_this_step or has_8_bits(kv_cache_spec) else kv_cache_spec.dtype
             of_cache: dict[str, Any] = {"kv_dtype": kv_dtype, "q_dtype": key.kv_dtype if key.float8_q else None, "cascade": use_cascade()}
             if self.context_parallel is not None:
@@ -150,10 +145,10 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> AttnMetadata:
         cm = common_attn_metadata
         if not isinstance(cm.causal, bool):
-            raise NotImplementedError("attn_backend does not support batches that mix causal and bidirectional requests: choose another --attention-backend")
+            refuse("batches that mix causal and bidirectional requests")
         if not cm.causal and all(key.window_left >= 0 and key.window_right < 0 for key in self.plans):
             way_out = "set use_non_causal in --attention-config, or choose another --attention-backend"
-            raise NotImplementedError(f"attn_backend does not support a sliding window to both sides in layers that were made for causal steps: {way_out}")
+            refuse("a sliding window to both sides in layers that were made for causal steps", way_out)
         metadata = AttnMetadata(
             num_actual_tokens=cm.num_actual_tokens,
             max_query_len=cm.max_query_len,
@@ -231,6 +226,14 @@ def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     if kv_cache_spec.dtype != model_dtype and not is_mixed and not has_8_bits(kv_cache_spec):
         return f"a KV cache of {kv_cache_spec.dtype} for a model of {model_dtype}"
     return None
+
+
+def unsupported_invariance(max_batch: int, device: torch.device) -> str | None:
+    """What keeps VLLM_BATCH_INVARIANT from being served; None if nothing, or if it is not set."""
+    if not compat.batch_invariant() or device.type != "cuda" or max_batch <= MAX_CUDA_INVARIANT_BATCH:
+        return None
+    advice = f"pass smaller --max-num-seqs and --max-cudagraph-capture-size, {MAX_CUDA_INVARIANT_BATCH} at most"
+    return f"VLLM_BATCH_INVARIANT with batches of {max_batch} requests ({advice})"
 
 
 def workspace_maxima(vllm_config: Any) -> tuple[int, int]:

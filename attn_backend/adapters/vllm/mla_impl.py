@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from vllm.v1.attention.backend import AttentionType
 from attn_backend.adapters.vllm.latent_cache import LatentCache
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.mla_metadata import MlaDecodeMetadata
-
-OTHER_BACKEND = "choose another --attention-backend"
+from attn_backend.adapters.vllm.refusal import refuse
 
 
 class MlaImpl(MLACommonImpl[MLACommonMetadata]):
@@ -109,7 +108,3 @@ def check_layer(given: dict[str, Any], attn_type: str, kv_cache_dtype: str, kv_c
         refuse(f"attention of type {attn_type} over latents")
     if kv_cache_dtype not in kv_cache_dtypes:
         refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto or fp8_e4m3)")
-
-
-def refuse(what: str) -> NoReturn:
-    raise NotImplementedError(f"attn_backend does not support {what}: {OTHER_BACKEND}")

@@ -20,10 +20,10 @@ from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
-from attn_backend.adapters.vllm.metadata import workspace_maxima
-from attn_backend.adapters.vllm.mla_prefill import MlaPrefill, make_prefill
+from attn_backend.adapters.vllm.metadata import unsupported_invariance, workspace_maxima
+from attn_backend.adapters.vllm.mla_prefill import make_prefill
+from attn_backend.adapters.vllm.refusal import refuse
 from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
@@ -56,23 +56,20 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             NotImplementedError: the model or the deployment needs what this package does not have.
         """
         group = compat.dcp_group(kv_cache_spec)
-        unsupported = compat.unsupported_feature(vllm_config)
+        max_rows, max_batch = workspace_maxima(vllm_config)
+        unsupported = compat.unsupported_feature(vllm_config) or unsupported_invariance(max_batch, device)
         if unsupported is None and group is not None:
             unsupported = compat.unsupported_context_parallelism(vllm_config, group.world_size)
         dtype = vllm_config.model_config.dtype
         has_float8 = kv_cache_spec.dtype in (torch.uint8, torch.float8_e4m3fn) and vllm_config.cache_config.cache_dtype in FLOAT8_LATENTS
         if unsupported is None and kv_cache_spec.dtype != dtype and not has_float8:
             unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
-        max_rows, max_batch = workspace_maxima(vllm_config)
-        batch_invariant = compat.batch_invariant()
-        if unsupported is None and batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
-            advice = f"pass a smaller --max-num-seqs, {MAX_CUDA_INVARIANT_BATCH} at most"
-            unsupported = f"VLLM_BATCH_INVARIANT with batches of {max_batch} requests ({advice})"
         if unsupported is not None:
-            raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
+            refuse(unsupported)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
         widths = self.mla_dims
+        batch_invariant = compat.batch_invariant()
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)
         if batch_invariant:
             self.reorder_batch_threshold = max_rows  # how a cached prefix is cut into chunks depends on the batch: all requests stay in their latents
@@ -87,8 +84,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
         self.decode_attention = outside_memory_pools(make_decode, device)
         if not compat.has_chosen_mla_prefill(vllm_config):
-            make = [lambda: make_prefill(self.num_heads, widths, dtype, device, max_rows, max_batch)] * 2
-            self._prefill_backend = MlaPrefill(self._prefill_backend, *(outside_memory_pools(one, device) for one in make))
+            self._prefill_backend = make_prefill(self._prefill_backend, self.num_heads, widths, dtype, device, max_rows, max_batch)
         sampler.install(device, vllm_config)
 
     @classmethod

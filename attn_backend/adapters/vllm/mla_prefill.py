@@ -9,21 +9,12 @@ from torch import Tensor
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_backend.adapters.vllm import compat
+from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.metadata.page_table import PageTable
-
-
-def make_prefill(num_heads: int, widths: Any, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int) -> Attention:
-    """Attention of the heads of decompressed K and V.
-
-    Args:
-        widths: vLLM's MLADims.
-    """
-    heads = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
-    return Attention(num_heads, num_heads, heads.qk, head_dim_v=heads.v, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch)
 
 
 class MlaPrefill(MLAPrefillBackend):
@@ -109,3 +100,15 @@ class MlaPrefill(MLAPrefillBackend):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if wants_lse else None
         o = attention.run(q, KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1)), out=out, lse=lse, sm_scale=self.scale)
         return o, None if lse is None else lse.t().contiguous()
+
+
+def make_prefill(
+    chosen: MLAPrefillBackend, num_heads: int, widths: Any, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int
+) -> MlaPrefill:  # fmt: skip
+    """In the place of the prefill backend that vLLM has chosen. widths: vLLM's MLADims."""
+    heads = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
+
+    def make() -> Attention:
+        return Attention(num_heads, num_heads, heads.qk, head_dim_v=heads.v, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch)
+
+    return MlaPrefill(chosen, outside_memory_pools(make, device), outside_memory_pools(make, device))

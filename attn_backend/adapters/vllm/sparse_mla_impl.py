@@ -10,7 +10,8 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLAC
 
 from attn_backend.adapters.vllm.latent_cache import LatentCache
 from attn_backend.adapters.vllm.layer_cache import SCALED_LATENTS
-from attn_backend.adapters.vllm.mla_impl import MlaImpl, check_layer, refuse
+from attn_backend.adapters.vllm.mla_impl import MlaImpl, check_layer
+from attn_backend.adapters.vllm.refusal import refuse
 from attn_backend.adapters.vllm.sparse_mla_metadata import SparseMlaMetadata
 
 

@@ -16,9 +16,9 @@ from attn_backend.adapters.selected import SelectedAttention, count_visible
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS, SCALED_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
-from attn_backend.adapters.vllm.metadata import workspace_maxima
-from attn_backend.adapters.vllm.mla_prefill import MlaPrefill, make_prefill
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.adapters.vllm.metadata import unsupported_invariance, workspace_maxima
+from attn_backend.adapters.vllm.mla_prefill import make_prefill
+from attn_backend.adapters.vllm.refusal import refuse
 from attn_backend.metadata.kv_cache import SCALED_LATENT_DTYPE
 
 
@@ -60,22 +60,19 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
             NotImplementedError: the model or the deployment needs what this package does not have.
         """
         dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
-        unsupported = compat.unsupported_feature(vllm_config) or compat.unsupported_sparse_feature(vllm_config)
+        max_rows, max_batch = workspace_maxima(vllm_config)
+        unsupported = compat.unsupported_feature(vllm_config) or compat.unsupported_sparse_feature(vllm_config) or unsupported_invariance(max_batch, device)
         kv_dtypes = dict.fromkeys(FLOAT8_LATENTS, torch.float8_e4m3fn) | {SCALED_LATENTS: SCALED_LATENT_DTYPE}
         kv_dtype = kv_dtypes.get(cache_dtype) if kv_cache_spec.dtype.itemsize == 1 else None
         if unsupported is None and kv_dtype is None and kv_cache_spec.dtype != dtype:
             unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
         if unsupported is None and kv_dtype == SCALED_LATENT_DTYPE and dtype != torch.bfloat16:
             unsupported = f"--kv-cache-dtype {SCALED_LATENTS} for a model of {dtype} (pass --dtype bfloat16)"
-        max_rows, max_batch = workspace_maxima(vllm_config)
-        batch_invariant = compat.batch_invariant()
-        if unsupported is None and batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
-            advice = f"pass smaller --max-num-seqs and --max-cudagraph-capture-size, {MAX_CUDA_INVARIANT_BATCH} at most"
-            unsupported = f"VLLM_BATCH_INVARIANT with decodes of {max_batch} tokens ({advice})"  # graphs hold steps of one part
         if unsupported is not None:
-            raise NotImplementedError(f"attn_backend does not support {unsupported}: choose another --attention-backend")
+            refuse(unsupported)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
+        batch_invariant = compat.batch_invariant()
         num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         if batch_invariant:
             self.reorder_batch_threshold = max_rows  # whether a prompt is decompressed depends on the longest one of the batch: all stay in their latents
@@ -85,8 +82,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
             device,
         )
         if self._prefill_backend is not None and not batch_invariant and not compat.has_chosen_mla_prefill(vllm_config):
-            make = [lambda: make_prefill(num_heads, self.mla_dims, dtype, device, max_rows, max_batch)] * 2
-            self._prefill_backend = MlaPrefill(self._prefill_backend, *(outside_memory_pools(one, device) for one in make))
+            self._prefill_backend = make_prefill(self._prefill_backend, num_heads, self.mla_dims, dtype, device, max_rows, max_batch)
         sampler.install(device, vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> SparseMlaMetadata:

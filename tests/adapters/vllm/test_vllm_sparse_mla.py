@@ -256,7 +256,7 @@ def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Problem(torch.float16, "fp8_ds_mla")
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
     scheduler = SimpleNamespace(max_num_seqs=MAX_CUDA_INVARIANT_BATCH + 1, max_num_batched_tokens=256)
-    with pytest.raises(NotImplementedError, match=r"VLLM_BATCH_INVARIANT with decodes of 1025 tokens .*--max-num-seqs"):
+    with pytest.raises(NotImplementedError, match=r"VLLM_BATCH_INVARIANT with batches of 1025 requests .*--max-num-seqs"):
         Problem(device="cuda", scheduler_config=scheduler)
 
 
