@@ -41,26 +41,6 @@ constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {
 
 // ---- Bits ----
 
-ATTN_HD uint32_t float_bits(float x) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(x);
-#else
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
-  return bits;
-#endif
-}
-
-ATTN_HD float bits_float(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof(x));
-  return x;
-#endif
-}
-
 /// The word at `address`, or `otherwise` where that is nullptr. On a GPU nothing waits for it before it is used: a
 /// choice between two values would.
 ATTN_HD uint32_t load_or(const void* address, uint32_t otherwise) {
