@@ -169,6 +169,7 @@ ATTN_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
 }
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
+constexpr float kNaN = __builtin_nanf("");
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 constexpr float kSmallestNormal = 1.1754943508222875e-38f;
 
@@ -425,6 +426,16 @@ ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
   return s;
 }
 
+/// Whether top-p is a share of the whole row's mass, not of what the filters before it leave.
+ATTN_HD bool top_p_of_all(const SamplingParams& params, const RowSettings& settings) {
+  return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f);
+}
+
+/// Whether log-probabilities are those of logits / temperature.
+ATTN_HD bool is_tempered(const SamplingParams& params, const RowSettings& settings) {
+  return params.tempered_logprobs != 0 && !settings.greedy;
+}
+
 /// Smallest mass that top-p must keep: top_p * total, rounded up, at least 1.
 ATTN_HD uint64_t top_p_target(const RowSettings& settings, uint64_t total) {
   const uint64_t whole = multiply_high(settings.top_p, total);
@@ -453,7 +464,7 @@ ATTN_HD uint32_t min_p_key(const Weights& weights, const RowSettings& settings) 
 /// row invalid.
 ATTN_HD float prob_value(float prob) {
   const float drawn = prob < kSmallestNormal ? kMinusInfinity : prob;
-  return prob < 0.0f ? bits_float(0x7fc00000u) : drawn;
+  return prob < 0.0f ? kNaN : drawn;
 }
 
 /// What a target gives a token beyond the draft; a NaN stays one.

@@ -80,11 +80,11 @@ class Row {
   }
 
   void write_logprobs(int32_t token) {
-    const bool tempered = params_.tempered_logprobs != 0 && !settings_.greedy;
+    const bool tempered = is_tempered(params_, settings_);
     const float inverse_temperature = tempered ? settings_.inverse_temperature : 1.0f;
     const uint64_t mass = valid_ ? segment_masses(Weights(reference_, tempered ? settings_.scale : kLog2E)) : 0;
     const auto of = [&](int32_t i) {
-      return valid_ ? logprob(values_[i], reference_, inverse_temperature, mass) : bits_float(0x7fc00000u);
+      return valid_ ? logprob(values_[i], reference_, inverse_temperature, mass) : kNaN;
     };
     if (params_.logprobs != nullptr) params_.logprobs[row_] = of(token);
     const int32_t count = params_.num_top_logprobs;
@@ -100,7 +100,7 @@ class Row {
       const bool exists = n < found;
       params_.top_token_ids[row_ * count + n] = exists ? ranked[static_cast<size_t>(n)].second : 0;
       params_.top_logprobs[row_ * count + n] =
-          exists ? of(ranked[static_cast<size_t>(n)].second) : (valid_ ? kMinusInfinity : bits_float(0x7fc00000u));
+          exists ? of(ranked[static_cast<size_t>(n)].second) : (valid_ ? kMinusInfinity : kNaN);
     }
   }
 
@@ -123,14 +123,12 @@ class Row {
   }
 
  private:
-  static constexpr int32_t kSegment = kSegmentTokens;
-
   /// body(first token, tokens, weights relative to the row's largest value)
   template <class Body>
   void for_segments(const Body& body) const {
-    uint64_t weight[kSegment];
-    for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
-      const int32_t count = min_of(kSegment, vocab_ - begin);
+    uint64_t weight[kSegmentTokens];
+    for (int32_t begin = 0; begin < vocab_; begin += kSegmentTokens) {
+      const int32_t count = min_of(kSegmentTokens, vocab_ - begin);
       if (valid_) weigh(weights_, values_ + begin, count, weight);
       body(begin, count, weight);
     }
@@ -138,10 +136,10 @@ class Row {
 
   /// The row's mass, segment by segment, each relative to its own largest value first.
   uint64_t segment_masses(const Weights& weights) const {
-    uint64_t weight[kSegment];
+    uint64_t weight[kSegmentTokens];
     uint64_t total = 0;
-    for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
-      const int32_t count = min_of(kSegment, vocab_ - begin);
+    for (int32_t begin = 0; begin < vocab_; begin += kSegmentTokens) {
+      const int32_t count = min_of(kSegmentTokens, vocab_ - begin);
       const float reference = *std::max_element(values_ + begin, values_ + begin + count);
       if (reference == kMinusInfinity) continue;
       weigh(Weights(reference, weights), values_ + begin, count, weight);
@@ -175,8 +173,7 @@ class Row {
       lowest = keys[static_cast<size_t>(settings_.top_k - 1)];
     }
     if (!settings_.has_top_p) return lowest;
-    const bool of_all = params_.joint != 0 || (settings_.top_k == 0 && settings_.min_p == 0.0f);
-    const uint64_t total = of_all ? segment_masses(weights_) : survivors_mass(lowest);
+    const uint64_t total = top_p_of_all(params_, settings_) ? segment_masses(weights_) : survivors_mass(lowest);
     return max_of(lowest, top_p_key(keys, top_p_target(settings_, total), min_p_lowest));
   }
 
@@ -202,13 +199,13 @@ class Row {
   int32_t race(uint32_t lowest) const {
     const int64_t seed = params_.seed[row_], position = params_.position[row_];
     const float least = key_value(lowest);
-    uint16_t halves[kSegment];
+    uint16_t halves[kSegmentTokens];
     double best = 0.0;
     int32_t winner = -1;
-    for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
-      const int32_t end = min_of(begin + kSegment, vocab_);
+    for (int32_t begin = 0; begin < vocab_; begin += kSegmentTokens) {
+      const int32_t end = min_of(begin + kSegmentTokens, vocab_);
       if (std::none_of(values_ + begin, values_ + end, [&](float value) { return value >= least; })) continue;
-      loops().race_halves(seed, position, begin / kSegment, halves);
+      loops().race_halves(seed, position, begin / kSegmentTokens, halves);
       for (int32_t token = begin; token < end; ++token) {
         if (!(values_[token] >= least)) continue;
         const double strength = weights_.strength(values_[token]);

@@ -37,15 +37,14 @@ struct RowSampler : Row<Source> {
   __device__ __forceinline__ void write_invalid(int64_t token_index) const {
     if (rank != 0) return;
     const int32_t first = this->warp() == 0 ? first_allowed(params, row) : 0;
-    const float nan = __uint_as_float(0x7fc00000u);
     if (threadIdx.x == 0) {
       store_token(params, token_index, first);
       params.valid[row] = 0;
-      if (params.logprobs != nullptr) params.logprobs[row] = nan;
+      if (params.logprobs != nullptr) params.logprobs[row] = kNaN;
     }
     for (int32_t i = threadIdx.x; i < params.num_top_logprobs; i += kSamplingThreads) {
       params.top_token_ids[static_cast<int64_t>(row) * params.num_top_logprobs + i] = 0;
-      params.top_logprobs[static_cast<int64_t>(row) * params.num_top_logprobs + i] = nan;
+      params.top_logprobs[static_cast<int64_t>(row) * params.num_top_logprobs + i] = kNaN;
     }
   }
 
@@ -115,7 +114,7 @@ struct RowSampler : Row<Source> {
  private:
   __device__ __forceinline__ bool begins_with_candidates() const {
     return settings.valid && settings.top_k > 0 && !settings.greedy && !wants_logprobs() &&
-           !(settings.has_top_p && this->top_p_of_all()) && Candidates<Source>(*this).suits();
+           !(settings.has_top_p && top_p_of_all(params, settings)) && Candidates<Source>(*this).suits();
   }
 
   /// After reader.start().
@@ -150,7 +149,7 @@ struct RowSampler : Row<Source> {
 
   /// After reader.start(): all but the ways of the first read, see above. False: the row is not valid.
   __device__ __forceinline__ bool read(bool has_token) const {
-    const bool needs_mass = !has_token && settings.has_top_p && this->top_p_of_all();
+    const bool needs_mass = !has_token && settings.has_top_p && top_p_of_all(params, settings);
     const uint32_t lane_key = this->read_values(needs_mass, wants_logprobs());
     this->exchange_best();
     if (!settings.valid || !is_drawable(shared.decision.best_key)) return false;

@@ -19,12 +19,6 @@ constexpr int32_t kCountBins = kSamplingThreads;
 /// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
 struct BandMasses {
   double all = 0.0, low = 0.0, high = 0.0;
-
-  __device__ __forceinline__ void add(const BandMasses& other) {
-    all += other.all;
-    low += other.low;
-    high += other.high;
-  }
 };
 
 /// What a thread has in a race: in memory, as registers are short.
@@ -144,14 +138,9 @@ struct Row {
   __device__ __forceinline__ int32_t rounds() const {
     return share_of_cta(ceil_div(reader.num_segments(), kSamplingWarps) + num_ctas - 1);
   }
-  /// Whether top-p is a share of the whole row's mass.
-  __device__ __forceinline__ bool top_p_of_all() const {
-    return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f);
-  }
   __device__ __forceinline__ bool wants_logprobs() const {
     return params.logprobs != nullptr || params.num_top_logprobs > 0;
   }
-  __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
   __device__ __forceinline__ float reference() const { return key_value(shared.decision.best_key); }
   __device__ __forceinline__ Weights weights() const { return Weights(reference(), settings.scale, settings.floor); }
 
@@ -241,7 +230,7 @@ struct Row {
   }
 
   __device__ __forceinline__ Weights logprob_weights(float of) const {
-    return Weights(of, is_tempered() ? settings.scale : kLog2E);
+    return Weights(of, is_tempered(params, settings) ? settings.scale : kLog2E);
   }
 
   /// After reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
@@ -368,7 +357,8 @@ struct Row {
   // ---- Results ----
 
   __device__ __forceinline__ float logprob_of(float value) const {
-    return logprob(value, reference(), is_tempered() ? settings.inverse_temperature : 1.0f, shared.logprob_mass);
+    return logprob(value, reference(), is_tempered(params, settings) ? settings.inverse_temperature : 1.0f,
+                   shared.logprob_mass);
   }
 
   __device__ __forceinline__ void store_top(int32_t place, uint64_t token) const {
@@ -491,7 +481,7 @@ struct Row {
 #pragma unroll 1
     for (int32_t step = kTopK; step <= kMass; ++step) {  // one copy of the code
       if (step == kTopK && settings.top_k == 0) continue;
-      if (step == kMassOfTopK && (!settings.has_top_p || top_p_of_all())) continue;
+      if (step == kMassOfTopK && (!settings.has_top_p || top_p_of_all(params, settings))) continue;
       if (step == kTopP && !settings.has_top_p) continue;
       if (step == kMass && (!needs_mass || settings.has_top_p)) continue;
       const uint64_t target = step == kTopK   ? static_cast<uint64_t>(settings.top_k)

@@ -34,7 +34,10 @@ struct BandRace {
       if (v[i] >= bands.high) of_high += part;
       if (v[i] >= bands.low) of_low += part;
     }
-    masses.add(BandMasses{of_all, of_low, of_high});
+    const BandMasses own{of_all, of_low, of_high};
+    masses.all += own.all;
+    masses.low += own.low;
+    masses.high += own.high;
   }
 };
 
