@@ -7,13 +7,14 @@
 //      read, and sums of the same read prove that the winner survives (top_p.cuh).
 //   3. No filter: the whole row races as it is read (race.cuh).
 //   4. The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact selection by
-//      the digits of a radix, a read of the row each, then a race of the survivors (row.cuh).
+//      the digits of a radix, a read of the row each, then a race of the survivors (threshold.cuh).
 //
 // The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
 // bound, and nothing that is written depends on the order in which threads run. docs/sampling.md has the whole of it.
 #pragma once
 
 #include "sampling/device/candidates.cuh"
+#include "sampling/device/threshold.cuh"
 #include "sampling/device/top_p.cuh"
 
 namespace attn {
@@ -166,7 +167,7 @@ struct RowSampler : Row<Source> {
       if (!is_drawable(shared.decision.best_key)) return false;
     }
     if (!has_token) {
-      const uint32_t threshold = this->find_threshold(false).key;
+      const uint32_t threshold = ThresholdSearch<Source>(*this).find_threshold(false).key;
       this->start_again();
       take(this->race(Survivors{key_value(threshold)}));
     }

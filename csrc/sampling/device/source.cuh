@@ -215,7 +215,12 @@ struct SegmentReader {
       meanwhile(segment);
       ptx::cp_async_wait<kAhead - 1>();
       float v[kLaneTokens];
-      read(segment, slot, true, v);
+#pragma unroll
+      for (int32_t j = 0; j < Source::kVectors; ++j) {
+        const uint4 vector =
+            is_staged(segment, j) ? staged[slot][j][threadIdx.x] : source.reader.load(token(segment, j));
+        source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
+      }
       stage(segment + kAhead * step, slot);
       slot ^= 1;
       body(segment, v);
@@ -231,20 +236,15 @@ struct SegmentReader {
   __device__ __forceinline__ void load_again(int32_t round, float (&v)[kLaneTokens]) const {
     const int32_t segment = first + round * step;
     const bool is_there = segment + kAhead * step >= num_segments();
-    read(segment, round % kAhead, is_there, v);
-  }
-
- private:
-  /// is_there: `slot` has the segment, but for vectors that are never staged.
-  __device__ __forceinline__ void read(int32_t segment, int32_t slot, bool is_there, float (&v)[kLaneTokens]) const {
 #pragma unroll
     for (int32_t j = 0; j < Source::kVectors; ++j) {
-      const uint4 vector =
-          is_there && is_staged(segment, j) ? staged[slot][j][threadIdx.x] : source.reader.load(token(segment, j));
+      const uint4 vector = is_there && is_staged(segment, j) ? staged[round % kAhead][j][threadIdx.x]
+                                                             : source.reader.load(token(segment, j));
       source.values(token(segment, j), vector, v + j * Source::kVectorTokens);
     }
   }
 
+ private:
   __device__ __forceinline__ static int32_t token(int32_t segment, int32_t j) {
     return Source::Reader::vector_token(segment, ptx::lane_id(), j);
   }

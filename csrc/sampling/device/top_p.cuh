@@ -1,7 +1,7 @@
 // Top-p alone, where thousands of tokens may survive: a survey of some segments tells about where the threshold is, and
 // one read of the row proves what is needed. What is at or above a value a little below the threshold races; two sums
 // say that all survivors were in the race and that its winner is one. They are float sums: what is within their error
-// proves nothing, and the row is selected exactly (Row::find_threshold).
+// proves nothing, and the row is selected exactly (threshold.cuh).
 #pragma once
 
 #include "sampling/device/row.cuh"
