@@ -4,12 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "attention/cpu/executor.h"
-#include "cache/cpu/append_latent.h"
-#include "cache/cpu/append_qkv.h"
-#include "cache/latent_params.h"
-#include "cache/params.h"
-#include "cache/qkv_params.h"
+#include "cache/cpu/append.h"
 #include "runtime/arguments.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"

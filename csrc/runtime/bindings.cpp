@@ -2,7 +2,6 @@
 // the stream is torch's current one.
 #include <tvm/ffi/container/map.h>
 
-#include "attention/cpu/executor.h"
 #include "common/cpu/isa.h"
 #include "runtime/arguments.h"
 #include "runtime/attention.h"

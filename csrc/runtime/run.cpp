@@ -2,7 +2,6 @@
 #include <limits>
 #include <optional>
 
-#include "attention/cpu/executor.h"
 #include "cache/scaled_latent.h"
 #include "runtime/arguments.h"
 #include "runtime/attention.h"
