@@ -47,8 +47,9 @@ ATTN_HD uint32_t order_key(float x) {
 
 ATTN_HD float key_value(uint32_t key) { return bits_float((key >> 31) != 0 ? key & 0x7fffffffu : ~key); }
 
-constexpr uint32_t kExcludedKey = 0x007fffffu;  // order_key(-inf): a token that cannot be drawn
-constexpr uint32_t kInfiniteKey = 0xff800000u;  // order_key(+inf)
+constexpr uint32_t kExcludedKey = 0x007fffffu;    // order_key(-inf): a token that cannot be drawn
+constexpr uint32_t kWholeRow = kExcludedKey + 1;  // every token that can be drawn has such a key, or a larger one
+constexpr uint32_t kInfiniteKey = 0xff800000u;    // order_key(+inf)
 
 // ---- Random numbers ----
 
@@ -321,7 +322,7 @@ ATTN_HD float min_p_value(const ProbWeights& weights, const RowSettings& setting
 /// Smallest key that can survive.
 template <class Weights>
 ATTN_HD uint32_t min_p_key(const Weights& weights, const RowSettings& settings) {
-  return settings.min_p > 0.0f ? max_of(order_key(min_p_value(weights, settings)), kExcludedKey + 1) : kExcludedKey + 1;
+  return settings.min_p > 0.0f ? max_of(order_key(min_p_value(weights, settings)), kWholeRow) : kWholeRow;
 }
 
 /// A probability as the kernels see it: -inf for a token that cannot be drawn, NaN for a negative one, which makes the

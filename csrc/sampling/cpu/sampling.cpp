@@ -76,7 +76,7 @@ class Row {
   int32_t token() {
     if (!valid_) return first_allowed();
     if (settings_.greedy) return best_;
-    return race(settings_.filters() ? threshold() : kExcludedKey + 1);
+    return race(threshold());
   }
 
   void write_logprobs(int32_t token) {
@@ -108,11 +108,10 @@ class Row {
     float* out = params_.written + row_ * params_.written_stride;
     if (params_.task == RowTask::kMaskLogits) {
       const uint32_t lowest = valid_ ? threshold() : 0;
-      for (int32_t i = 0; i < vocab_; ++i)
-        out[i] = lowest == 0 || order_key(values_[i]) >= lowest ? values_[i] : kMinusInfinity;
+      for (int32_t i = 0; i < vocab_; ++i) out[i] = order_key(values_[i]) >= lowest ? values_[i] : kMinusInfinity;
       return;
     }
-    const uint32_t lowest = valid_ && settings_.filters() ? threshold() : kExcludedKey + 1;
+    const uint32_t lowest = valid_ ? threshold() : kWholeRow;
     const uint64_t total = !valid_ ? 0 : settings_.filters() ? survivors_mass(lowest) : segment_masses(weights_);
     for_segments([&](int32_t begin, int32_t count, const uint64_t* weight) {
       for (int32_t i = 0; i < count; ++i) {
@@ -160,6 +159,7 @@ class Row {
 
   /// Smallest key that survives all filters.
   uint32_t threshold() {
+    if (!settings_.filters()) return kWholeRow;
     uint32_t lowest = min_p_key(weights_, settings_);
     auto& keys = scratch_.keys;
     keys.clear();
@@ -167,18 +167,17 @@ class Row {
       const uint32_t key = order_key(values_[i]);
       if (key >= lowest) keys.push_back(key);
     }
-    const uint32_t min_p_lowest = lowest;
     if (settings_.top_k > 0 && static_cast<int64_t>(keys.size()) > settings_.top_k) {
       std::nth_element(keys.begin(), keys.begin() + (settings_.top_k - 1), keys.end(), std::greater<uint32_t>());
       lowest = keys[static_cast<size_t>(settings_.top_k - 1)];
     }
     if (!settings_.has_top_p) return lowest;
     const uint64_t total = top_p_of_all(params_, settings_) ? segment_masses(weights_) : survivors_mass(lowest);
-    return max_of(lowest, top_p_key(keys, top_p_target(settings_, total), min_p_lowest));
+    return max_of(lowest, top_p_key(keys, top_p_target(settings_, total)));
   }
 
-  /// Largest key that at least `target` lies at or above, or `lowest`.
-  uint32_t top_p_key(std::vector<uint32_t>& keys, uint64_t target, uint32_t lowest) const {
+  /// Largest key that at least `target` lies at or above; 0 if there is none.
+  uint32_t top_p_key(std::vector<uint32_t>& keys, uint64_t target) const {
     uint64_t mass = 0;
     size_t done = 0;
     for (size_t wanted = 128; done < keys.size(); wanted *= 8) {  // sorts no more than a few times what is needed
@@ -192,7 +191,7 @@ class Row {
         if (mass >= target) return keys[done];
       }
     }
-    return lowest;
+    return 0;
   }
 
   /// The winner among the tokens with a key from `lowest` on.

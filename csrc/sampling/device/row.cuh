@@ -8,7 +8,6 @@
 
 namespace attn {
 
-constexpr uint32_t kWholeRow = kExcludedKey + 1;  // every token that can be drawn
 constexpr int32_t kBinBits = 11;
 constexpr int32_t kBins = 1 << kBinBits;
 constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
