@@ -101,6 +101,14 @@ ATTN_HD void set_counter(uint32_t (&counter)[4], int64_t position, uint32_t bloc
   counter[3] = stream;
 }
 
+/// The first word of a block.
+ATTN_HD uint32_t random_word(int64_t seed, int64_t position, uint32_t block, uint32_t stream) {
+  uint32_t words[4];
+  set_counter(words, position, block, stream);
+  philox(seed, words);
+  return words[0];
+}
+
 // ---- Weights ----
 
 /// log2(1 + r) for 1 + r of about 0.7 to 1.42, divided by z = r / (2 + r), of z squared.
@@ -185,9 +193,6 @@ ATTN_HD uint64_t scale_mass(uint64_t mass, uint64_t factor) {
   return multiply_high(mass, factor) << (64 - kWeightBits) | (mass * factor) >> kWeightBits;
 }
 
-/// log2 of a sum of weights in units of 2^-40.
-ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)) - static_cast<float>(kWeightBits); }
-
 // ---- The race ----
 //
 // Every token gets a number from an exponential distribution. The survivor of the filters with the largest weight /
@@ -195,7 +200,8 @@ ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)
 // what does not survive changes nothing among what does.
 
 // A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for
-// eight tokens, which are some that one thread of a kernel reads: four in a row, and four that are 128 further on.
+// eight tokens, which are some that one thread of a kernel reads: four in a row, and four that are 128 further on. The
+// others are the first word of the token's own block of the tail stream.
 constexpr int32_t kRaceTailBits = 32;
 
 /// The block of the draw stream that has a token's first bits.
@@ -210,14 +216,6 @@ ATTN_HD uint32_t race_word(int32_t token) {
 }
 
 ATTN_HD uint32_t race_half(uint32_t word, int32_t token) { return token % 2 != 0 ? word >> 16 : word & 0xffffu; }
-
-/// The other bits.
-ATTN_HD uint32_t race_tail(int64_t seed, int64_t position, int32_t token) {
-  uint32_t words[4];
-  set_counter(words, position, static_cast<uint32_t>(token), kDrawTailStream);
-  philox(seed, words);
-  return words[0];
-}
 
 /// -log2 of the exponential number -ln(1 - x), x = (bits + 1/2) / 2^48, to 4e-7 (absolute near 1, else relative). No
 /// more than -log2(x), except for that error.
@@ -340,10 +338,8 @@ ATTN_HD float residual_prob(float target, float draft) {
 
 /// Whether a draft token is taken: with probability min(1, target / draft).
 ATTN_HD bool accepts_draft(int64_t seed, int64_t position, float draft_prob, float target_prob) {
-  uint32_t words[4];
-  set_counter(words, position, 0, kAcceptStream);
-  philox(seed, words);
-  const float u = static_cast<float>(words[0] >> 8) * 5.9604644775390625e-8f;  // 24 bits: exact
+  const uint32_t word = random_word(seed, position, 0, kAcceptStream);
+  const float u = static_cast<float>(word >> 8) * 5.9604644775390625e-8f;  // 24 bits: exact
   return u * draft_prob < target_prob;
 }
 
@@ -357,7 +353,8 @@ ATTN_HD float normalised(const ProbWeights& weights, float value, uint64_t, uint
 }
 
 ATTN_HD float logprob(float value, float reference, float inverse_temperature, uint64_t mass) {
-  return fused_multiply_add(value - reference, inverse_temperature, log2_mass(mass) * -kLn2);
+  const float log2_mass = log2_of(static_cast<float>(mass)) - static_cast<float>(kWeightBits);
+  return fused_multiply_add(value - reference, inverse_temperature, log2_mass * -kLn2);
 }
 
 }  // namespace attn

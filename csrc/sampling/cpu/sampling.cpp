@@ -43,10 +43,10 @@ struct Scratch {
 template <class Weights>
 class Row {
  public:
-  Row(const SamplingParams& params, int64_t row, const RowSettings& settings, Scratch& scratch)
+  Row(const SamplingParams& params, int64_t row, Scratch& scratch)
       : params_(params),
         row_(row),
-        settings_(settings),
+        settings_(row_settings(params, row)),
         scratch_(scratch),
         vocab_(params.vocab),
         values_(scratch.values.data()),
@@ -58,7 +58,7 @@ class Row {
       }
     }
     reference_ = kMinusInfinity;
-    bool bad = !settings.valid;
+    bool bad = !settings_.valid;
     for (int32_t i = 0; i < vocab_; ++i) {
       bad |= is_nan(values_[i]);
       if (values_[i] > reference_) {
@@ -67,7 +67,7 @@ class Row {
       }
     }
     valid_ = !bad && reference_ > kMinusInfinity && reference_ < -kMinusInfinity;
-    if (valid_) weights_ = Weights(reference_, settings.scale);
+    if (valid_) weights_ = Weights(reference_, settings_.scale);
   }
 
   bool valid() const { return valid_; }
@@ -210,8 +210,8 @@ class Row {
         const double strength = weights_.strength(values_[token]);
         const uint32_t half = halves[token - begin];
         if (winner >= 0 && strength + most_gain(half) < best) continue;
-        const double value =
-            race_value(strength, static_cast<uint64_t>(half) << kRaceTailBits | race_tail(seed, position, token));
+        const uint32_t tail = random_word(seed, position, static_cast<uint32_t>(token), kDrawTailStream);
+        const double value = race_value(strength, static_cast<uint64_t>(half) << kRaceTailBits | tail);
         if (winner < 0 || value > best) {
           best = value;
           winner = token;
@@ -232,7 +232,7 @@ class Row {
 
   const SamplingParams& params_;
   const int64_t row_;
-  const RowSettings& settings_;
+  const RowSettings settings_;
   Scratch& scratch_;
   const int32_t vocab_;
   float* values_;
@@ -244,8 +244,7 @@ class Row {
 
 template <class Weights>
 void finish_row(const SamplingParams& params, int64_t row, Scratch& scratch) {
-  const RowSettings settings = row_settings(params, row);
-  Row<Weights> prepared(params, row, settings, scratch);
+  Row<Weights> prepared(params, row, scratch);
   if (params.task == RowTask::kRenorm || params.task == RowTask::kMaskLogits) {
     prepared.write_values();
     return;
@@ -274,7 +273,6 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
     for (int32_t i = 0; i < vocab; ++i)
       scratch.values[static_cast<size_t>(i)] = prob_value(residual ? residual_prob(target[i], draft[i]) : target[i]);
   };
-  RowSettings settings = row_settings(params, row);
   SamplingParams drawn = params;
   drawn.position.array = IndexArray{};
   drawn.position.value = position + accepted;
@@ -283,7 +281,7 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
     return value == kMinusInfinity;
   };  // a NaN is something, wherever it stands
   if (accepted < drafts && std::all_of(scratch.values.begin(), scratch.values.begin() + vocab, is_nothing)) fill(false);
-  Row<ProbWeights> prepared(drawn, row, settings, scratch);
+  Row<ProbWeights> prepared(drawn, row, scratch);
   store_token(params, out + accepted, prepared.token());
   for (int32_t i = accepted + 1; i <= drafts; ++i) store_token(params, out + i, -1);
   params.num_accepted[row] = accepted;

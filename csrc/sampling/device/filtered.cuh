@@ -22,7 +22,6 @@ namespace attn {
 template <class Source>
 struct RowSampler : Row<Source> {
   using Base = Row<Source>;
-  using Base::num_ctas;
   using Base::params;
   using Base::rank;
   using Base::reader;
