@@ -29,6 +29,12 @@ void load_append(String file, int64_t device) {
   append_kernels[id] = &driver::loaded_kernel(view(file), "append_kernel", id);
 }
 
+/// Where there are no tokens it has one CTA: a run() that follows relies on this launch.
+void launch(const driver::Kernel& kernel, int64_t ctas, uint32_t threads, const void* params, DLDevice device) {
+  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(max_of<int64_t>(ctas, 1)), 1, threads, true}, params,
+                 current_stream(device));
+}
+
 void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots) {
   const DLDevice device = k_cache.device();
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
@@ -75,10 +81,7 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   }
   const driver::Kernel* const kernel = append_kernels[narrow("device", device.device_id, 0, driver::kMaxDevices - 1)];
   if (kernel == nullptr) TVM_FFI_THROW(RuntimeError) << "append's kernel is not loaded on " << device_name(device);
-  // Without tokens too: a run() that follows relies on this launch.
-  driver::launch(*kernel,
-                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendThreads, -1, true},
-                 &params, current_stream(device));
+  launch(*kernel, params.num_tokens, kAppendThreads, &params, device);
 }
 
 /// The element type of heads.
@@ -118,10 +121,8 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
                              : kernel == QkvKernel::kNormed  ? "append_qkv_normed_kernel"
                              : kernel == QkvKernel::kRounded ? "append_rounded_kernel"
                                                              : "append_qkv_general_kernel";
-  // Without tokens too: a run() that follows relies on this launch.
-  const uint32_t ctas = static_cast<uint32_t>(max_of<int64_t>(append_qkv_ctas(params, kernel), 1));
-  driver::launch(driver::loaded_kernel(file, symbol, device.device_id),
-                 driver::Launch{ctas, 1, kAppendQkvThreads, -1, true}, &params, current_stream(device));
+  launch(driver::loaded_kernel(file, symbol, device.device_id), append_qkv_ctas(params, kernel), kAppendQkvThreads,
+         &params, device);
 }
 
 HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }
@@ -360,10 +361,8 @@ void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorV
   params.num_pages = narrow("kv.k.shape[0] (pages)", cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", cache.size(1), 1));
   if (device.device_type == kDLCPU) return cpu::append_latent(params);
-  // Without tokens too: a run() that follows relies on this launch.
-  driver::launch(driver::loaded_kernel(view(file), "append_latent_kernel", device.device_id),
-                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendLatentThreads, -1, true},
-                 &params, current_stream(device));
+  launch(driver::loaded_kernel(view(file), "append_latent_kernel", device.device_id), params.num_tokens,
+         kAppendLatentThreads, &params, device);
 }
 
 }  // namespace

@@ -160,7 +160,7 @@ void merge_states(const MergeStatesArguments& given) {
   const driver::Kernel& kernel =
       driver::loaded_kernel({given.file.data(), given.file.size()}, "merge_states_kernel", device.device_id);
   const int64_t blocks = std::min(kMaxBlocks, ceil_div(rows * params.num_heads, int64_t{kMergeStatesThreads / 32}));
-  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(blocks), 1, kMergeStatesThreads, -1, true}, &params,
+  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(blocks), 1, kMergeStatesThreads, true}, &params,
                  current_stream(device));
 }
 

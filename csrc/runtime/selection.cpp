@@ -104,7 +104,7 @@ void launch_selection(const SelectionParams& params, DLDevice device, driver::St
       selection_kernels[narrow("device", device.device_id, 0, driver::kMaxDevices - 1)];
   if (kernel == nullptr)
     TVM_FFI_THROW(RuntimeError) << "selected_slots' kernel is not loaded on " << device_name(device);
-  driver::launch(*kernel, driver::Launch{static_cast<uint32_t>(rows), 1, kSelectionThreads, -1, true}, &params, stream);
+  driver::launch(*kernel, driver::Launch{static_cast<uint32_t>(rows), 1, kSelectionThreads, true}, &params, stream);
 }
 
 }  // namespace attn
