@@ -55,7 +55,7 @@ class _IndexArray(ctypes.Structure):
 
 
 class _SamplingParams(ctypes.Structure):
-    """SamplingParams of csrc/sampling/sampling.h."""
+    """SamplingParams of csrc/sampling/params.h."""
 
     _fields_ = (
         ("values", ctypes.c_void_p),

@@ -189,7 +189,7 @@ FAULTS = (
     ),
     Fault(
         "work queue: another row tile",
-        "csrc/planner/schedule.h",
+        "csrc/planner/schedule_reader.h",
         "2 * group.tile_begin + of_group - 1 - tile",
         "2 * group.tile_begin + of_group - tile",
         (ATTENTION, "-k", "work_queue"),

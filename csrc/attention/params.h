@@ -5,7 +5,7 @@
 #include "attention/variants.h"
 #include "cache/kv_tensor.h"
 #include "common/math.h"
-#include "planner/schedule.h"
+#include "planner/schedule_reader.h"
 
 namespace attn {
 

@@ -10,25 +10,17 @@ namespace attn {
 /// kMantissa: bits of the mantissa; kLeast: exponent of the smallest normal number.
 template <int kMantissa, int kLeast>
 ATTN_HD uint32_t float8_bits(float x, float largest) {
-  uint32_t bits;
-  ATTN_MEMCPY(&bits, &x, sizeof(bits));
-  const uint32_t sign = bits >> 24 & 0x80u;
-  bits &= 0x7fffffffu;
+  const uint32_t sign = float_bits(x) >> 24 & 0x80u;
+  uint32_t bits = float_bits(x) & 0x7fffffffu;
   if (bits > 0x7f800000u) return sign | 0x7fu;
-  float magnitude;
-  ATTN_MEMCPY(&magnitude, &bits, sizeof(magnitude));
-  magnitude = min_of(magnitude, largest);
-  ATTN_MEMCPY(&bits, &magnitude, sizeof(bits));
+  const float magnitude = min_of(bits_float(bits), largest);
+  bits = float_bits(magnitude);
   constexpr uint32_t kBias = static_cast<uint32_t>(kLeast - 1 + 127) << 23;
   constexpr int kDropped = 23 - kMantissa;
   if (bits < kBias + (1u << 23)) {
     // Subnormal: the sum is rounded at the last bit that there is, 2^(kLeast - kMantissa).
     constexpr uint32_t kUnit = static_cast<uint32_t>(kLeast - kMantissa + 23 + 127) << 23;
-    float unit;
-    ATTN_MEMCPY(&unit, &kUnit, sizeof(unit));
-    const float sum = magnitude + unit;
-    ATTN_MEMCPY(&bits, &sum, sizeof(bits));
-    return sign | (bits - kUnit);
+    return sign | (float_bits(magnitude + bits_float(kUnit)) - kUnit);
   }
   return sign | ((bits - kBias + (1u << (kDropped - 1)) - 1 + (bits >> kDropped & 1u)) >> kDropped);
 }

@@ -56,6 +56,27 @@ ATTN_HD constexpr T clamp(T x, T low, T high) {
   return min_of(max_of(x, low), high);
 }
 
+// A float's bits, and back.
+ATTN_HD uint32_t float_bits(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits;
+#endif
+}
+
+ATTN_HD float bits_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return x;
+#endif
+}
+
 /// tanh to 4e-7 relative, without branches or calls: g++ vectorises loops over it.
 ATTN_HD float tanh_rational(float x) {
   x = clamp(x, -9.0f, 9.0f);  // tanh(9) = 1 - 3e-8

@@ -4,7 +4,7 @@
 
 #include "planner/cost_model.h"
 #include "planner/params.h"
-#include "planner/schedule.h"
+#include "planner/schedule_reader.h"
 
 namespace attn {
 

@@ -1,17 +1,10 @@
 // What writes to the cache (attn_backend/kernels/append.py), bound with tvm-ffi: checks, then a launch or the CPU's
 // loop.
 #include <atomic>
-#include <deque>
-#include <mutex>
 #include <string>
 #include <string_view>
 
-#include "attention/cpu/executor.h"
-#include "cache/cpu/append_latent.h"
-#include "cache/cpu/append_qkv.h"
-#include "cache/latent_params.h"
-#include "cache/params.h"
-#include "cache/qkv_params.h"
+#include "cache/cpu/append.h"
 #include "runtime/arguments.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"
@@ -24,34 +17,22 @@ namespace {
 
 using tvm::ffi::String;
 
-/// A kernel of a file, loaded once on each device. Found without a copy of a string: a layer's call has no time for it.
-const driver::Kernel& loaded(std::string_view symbol, std::string_view file, DLDevice device) {
-  struct Loaded {
-    std::string symbol, file;
-    int32_t device;
-    driver::Kernel kernel;
-  };
-  static std::deque<Loaded> kernels;
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (const Loaded& known : kernels)
-    if (known.device == device.device_id && known.symbol == symbol && known.file == file) return known.kernel;
-  const std::string path(file), name(symbol);
-  kernels.push_back(Loaded{name, path, device.device_id, driver::load_kernel(path, name.c_str(), device.device_id, 0)});
-  return kernels.back().kernel;
-}
-
 /// append's kernel on each device, from load_append().
-constexpr int32_t kMaxDevices = 64;
-std::atomic<const driver::Kernel*> append_kernels[kMaxDevices];
+std::atomic<const driver::Kernel*> append_kernels[driver::kMaxDevices];
 
 std::string_view view(const String& text) { return {text.data(), text.size()}; }
 
 /// Loads the kernel for a CUDA device. append_kv then need not be given a file: looking one up takes a tenth of its
 /// time.
 void load_append(String file, int64_t device) {
-  const int32_t id = narrow("device", device, 0, kMaxDevices - 1);
-  append_kernels[id] = &loaded("append_kernel", view(file), DLDevice{kDLCUDA, id});
+  const int32_t id = narrow("device", device, 0, driver::kMaxDevices - 1);
+  append_kernels[id] = &driver::loaded_kernel(view(file), "append_kernel", id);
+}
+
+/// Where there are no tokens it has one CTA: a run() that follows relies on this launch.
+void launch(const driver::Kernel& kernel, int64_t ctas, uint32_t threads, const void* params, DLDevice device) {
+  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(max_of<int64_t>(ctas, 1)), 1, threads, true}, params,
+                 current_stream(device));
 }
 
 void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots) {
@@ -59,8 +40,10 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
   check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, {"head_dim_v"}});
-  const Dim head_dim_v{k_cache.size(3) == v_cache.size(3) ? "head_dim" : "head_dim_v", v_cache.size(3)};
+  const Dim head_dim_v = columns_of_v(k_cache.size(3), v_cache.size(3));
   const int32_t page_size = narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1);
+  AppendParams params{};
+  params.slots = index_array("slots", slots, device, 0);
   const struct {
     const char* name;
     const TensorView& tokens;
@@ -69,22 +52,12 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
     Dim columns;
   } pairs[] = {{"k", k, "kv.k", k_cache, head_dim}, {"v", v, "kv.v", v_cache, head_dim_v}};
   for (const auto& [name, tokens, cache_name, cache, columns] : pairs) {
-    check_tensor(name, tokens, device);
-    check_tensor(cache_name, cache, device);
+    check_rows(name, tokens, device, k_cache.dtype(), {{"tokens"}, heads, columns});
+    check_rows(cache_name, cache, device, k_cache.dtype(), {{"pages"}, {"page_size"}, heads, columns});
     check_no_overlap(cache_name, cache);
-    check_dtype(name, tokens, k_cache.dtype());
-    check_dtype(cache_name, cache, k_cache.dtype());
-    check_shape(name, tokens, {{"tokens"}, heads, columns});
-    check_contiguous_dim(name, tokens, 2);
-    check_contiguous_dim(cache_name, cache, 3);
+    check_size(name, tokens, 0, slots.size(0), "slots.shape[0] = ");
   }
-  AppendParams params{};
-  params.slots = index_array("slots", slots, device, 0);
   params.num_tokens = narrow("slots.shape[0]", slots.size(0));
-  if (k.size(0) < slots.size(0))
-    refuse("k.shape[0]", k.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
-  if (v.size(0) < slots.size(0))
-    refuse("v.shape[0]", v.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
   params.k = k.data_ptr();
   params.v = v.data_ptr();
   params.k_token_stride = k.stride(0);
@@ -106,23 +79,17 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
     if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
     return;
   }
-  const driver::Kernel* const kernel = append_kernels[narrow("device", device.device_id, 0, kMaxDevices - 1)];
+  const driver::Kernel* const kernel = append_kernels[narrow("device", device.device_id, 0, driver::kMaxDevices - 1)];
   if (kernel == nullptr) TVM_FFI_THROW(RuntimeError) << "append's kernel is not loaded on " << device_name(device);
-  // Without tokens too: a run() that follows relies on this launch.
-  driver::launch(*kernel,
-                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendThreads, -1, true},
-                 &params, current_stream(device));
+  launch(*kernel, params.num_tokens, kAppendThreads, &params, device);
 }
 
-DataType data_type(const char* name, const TensorView& tensor, bool on_cuda) {
-  const DLDataType dtype = tensor.dtype();
-  for (const DataType known : {DataType::kBFloat16, DataType::kFloat16, DataType::kFloat32}) {
-    const DLDataType its = dl_dtype(known);
-    const bool is_supported = !on_cuda || its.bits == 16;
-    if (is_supported && dtype.code == its.code && dtype.bits == its.bits && dtype.lanes == 1) return known;
-  }
-  refuse(std::string(name) + ".dtype", dtype_name(dtype),
-         on_cuda ? "bfloat16 or float16" : "bfloat16, float16 or float32");
+/// The element type of heads.
+DataType heads_dtype(const char* name, const TensorView& tensor) {
+  if (tensor.device().device_type != kDLCUDA) return float_dtype(name, tensor);
+  const auto dtype = find_dtype(tensor.dtype(), {DataType::kBFloat16, DataType::kFloat16});
+  if (!dtype) refuse(std::string(name) + ".dtype", dtype_name(tensor.dtype()), "bfloat16 or float16");
+  return *dtype;
 }
 
 /// A scale of the cache that append writes. Append does not know requests: they cannot have scales of their own.
@@ -136,12 +103,9 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
 
 /// The element type of a cache that heads of `dtype` are written to: of 8 bits, or of 16 if these are; else `dtype`.
 DataType cache_dtype(const TensorView& cache, DataType dtype) {
-  for (const DataType known : {DataType::kFloat8E4M3, DataType::kFloat8E5M2, DataType::kBFloat16, DataType::kFloat16}) {
-    const bool is_writable = has_8_bits(known) || dtype != DataType::kFloat32;
-    const DLDataType its = dl_dtype(known);
-    if (is_writable && cache.dtype().code == its.code && cache.dtype().bits == its.bits) return known;
-  }
-  return dtype;
+  using D = DataType;
+  const auto of_cache = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kBFloat16, D::kFloat16});
+  return of_cache && (has_8_bits(*of_cache) || dtype != D::kFloat32) ? *of_cache : dtype;
 }
 
 /// Launches the kernel, or runs the CPU's loop.
@@ -157,32 +121,27 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
                              : kernel == QkvKernel::kNormed  ? "append_qkv_normed_kernel"
                              : kernel == QkvKernel::kRounded ? "append_rounded_kernel"
                                                              : "append_qkv_general_kernel";
-  // Without tokens too: a run() that follows relies on this launch.
-  const uint32_t ctas = static_cast<uint32_t>(max_of<int64_t>(append_qkv_ctas(params, kernel), 1));
-  driver::launch(loaded(symbol, file, device), driver::Launch{ctas, 1, kAppendQkvThreads, -1, true}, &params,
-                 current_stream(device));
+  launch(driver::loaded_kernel(file, symbol, device.device_id), append_qkv_ctas(params, kernel), kAppendQkvThreads,
+         &params, device);
 }
 
 HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }
 
+/// A cache that is written.
 KvTensor cache_of(const char* name, const TensorView& t, DLDevice device, DataType dtype, Dim pages, Dim page_size,
                   Dim heads, Dim head_dim) {
-  check_tensor(name, t, device);
-  check_dtype(name, t, dl_dtype(dtype));
-  check_shape(name, t, {pages, page_size, heads, head_dim});
-  check_contiguous_dim(name, t, 3);
+  const KvTensor cache = kv_tensor(name, t, device, dtype, pages, page_size, heads, head_dim);
   check_no_overlap(name, t);
-  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+  return cache;
 }
 
 /// Angles: [rotary_dim / 2] frequencies, or [positions, rotary_dim] cosines and sines.
 void set_table(QkvParams& params, const TensorView& t, DLDevice device, DataType dtype) {
   check_tensor("rotary.table", t, device);
-  const DLDataType was = t.dtype();
-  const bool is_float32 = was.code == kDLFloat && was.bits == 32;
+  const bool is_float32 = t.dtype() == kFloat32;
   const bool has_frequencies = t.ndim() == 1;
   if (has_frequencies) {
-    check_dtype("rotary.table", t, DLDataType{kDLFloat, 32, 1});
+    check_dtype("rotary.table", t, kFloat32);
     check_shape("rotary.table", t, {{"rotary_dim / 2"}});
   } else {
     if (!is_float32) check_dtype("rotary.table", t, dl_dtype(dtype));
@@ -207,10 +166,7 @@ const void* norm_weights(const char* name, const Optional<TensorView>& weights, 
                          Dim head_dim) {
   if (!weights.has_value()) return nullptr;
   const TensorView& t = weights.value();
-  check_tensor(name, t, device);
-  check_dtype(name, t, dl_dtype(dtype));
-  check_shape(name, t, {head_dim});
-  check_contiguous_dim(name, t, 0);
+  check_rows(name, t, device, dl_dtype(dtype), {head_dim});
   return t.data_ptr();
 }
 
@@ -279,7 +235,7 @@ namespace {
 void append_qkv(const AppendQkvArguments& given) {
   const TensorView &q = given.q, &k = given.k, &k_cache = given.k_cache;
   const DLDevice device = q.device();
-  const DataType dtype = data_type("q", q, device.device_type == kDLCUDA);
+  const DataType dtype = heads_dtype("q", q);
   QkvParams params{};
   set_heads(params, q, k);
   const Dim qo_heads{"num_qo_heads", q.size(1)}, kv_heads{"num_kv_heads", k.size(1)}, head_dim{"head_dim", q.size(2)};
@@ -290,8 +246,8 @@ void append_qkv(const AppendQkvArguments& given) {
   }
   params.num_tokens = narrow("tokens", tokens);
   const auto rows_of = [&](const char* name, const TensorView& t, Dim heads) {
-    check_rows(name, t, device, dtype, {"tokens"}, heads, head_dim);
-    if (t.size(0) < tokens) refuse(std::string(name) + ".shape[0]", t.size(0), "at least " + std::to_string(tokens));
+    check_rows(name, t, device, dl_dtype(dtype), {{"tokens"}, heads, head_dim});
+    check_size(name, t, 0, tokens);
     return head_rows(t);
   };
   params.q = rows_of("q", q, qo_heads);
@@ -327,7 +283,7 @@ void append_qkv(const AppendQkvArguments& given) {
 void append_kv_rounded(const AppendKvRoundedArguments& given) {
   const TensorView &k = given.k, &k_cache = given.k_cache, &slots = given.slots;
   const DLDevice device = k_cache.device();
-  const DataType dtype = data_type("k", k, device.device_type == kDLCUDA);
+  const DataType dtype = heads_dtype("k", k);
   const DataType kv_dtype = cache_dtype(k_cache, dtype);
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim pages{"pages", k_cache.size(0)}, page_size{"page_size", k_cache.size(1)};
@@ -346,10 +302,8 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   params.slots = index_array("slots", slots, device, 0);
   params.num_tokens = narrow("slots.shape[0]", slots.size(0));
   const auto rows_of = [&](const char* name, const TensorView& tokens, Dim columns) {
-    check_rows(name, tokens, device, dtype, {"tokens"}, heads, columns);
-    if (tokens.size(0) < slots.size(0))
-      refuse(std::string(name) + ".shape[0]", tokens.size(0),
-             "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+    check_rows(name, tokens, device, dl_dtype(dtype), {{"tokens"}, heads, columns});
+    check_size(name, tokens, 0, slots.size(0), "slots.shape[0] = ");
     return head_rows(tokens);
   };
   const Dim head_dim{"head_dim", k_columns};
@@ -364,7 +318,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     const TensorView &v = given.v.value(), &v_cache = given.v_cache.value();
     check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
     const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache, kMaxColumns);
-    const Dim head_dim_v{k_columns == v_columns ? "head_dim" : "head_dim_v", v_columns};
+    const Dim head_dim_v = columns_of_v(k_columns, v_columns);
     params.v = rows_of("v", v, head_dim_v);
     params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);
     if (k_columns != v_columns) {
@@ -395,12 +349,8 @@ void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorV
   params.slots = index_array("slots", slots, device, 0);
   params.num_tokens = narrow("slots.shape[0]", slots.size(0));
   const auto check = [&](const char* name, const TensorView& t, int64_t columns) {
-    check_tensor(name, t, device);
-    check_dtype(name, t, dl_dtype(DataType::kBFloat16));
-    check_shape(name, t, {{"tokens"}, {"columns", columns}});
-    check_contiguous_dim(name, t, 1);
-    if (t.size(0) < slots.size(0))
-      refuse(std::string(name) + ".shape[0]", t.size(0), "at least slots.shape[0] = " + std::to_string(slots.size(0)));
+    check_rows(name, t, device, dl_dtype(DataType::kBFloat16), {{"tokens"}, {"columns", columns}});
+    check_size(name, t, 0, slots.size(0), "slots.shape[0] = ");
   };
   check("latent", latent, ScaledLatentRow::kLatentColumns);
   check("rope", rope, ScaledLatentRow::kRopeColumns);
@@ -411,10 +361,8 @@ void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorV
   params.num_pages = narrow("kv.k.shape[0] (pages)", cache.size(0));
   params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", cache.size(1), 1));
   if (device.device_type == kDLCPU) return cpu::append_latent(params);
-  // Without tokens too: a run() that follows relies on this launch.
-  driver::launch(loaded("append_latent_kernel", view(file), device),
-                 driver::Launch{static_cast<uint32_t>(max_of(params.num_tokens, 1)), 1, kAppendLatentThreads, -1, true},
-                 &params, current_stream(device));
+  launch(driver::loaded_kernel(view(file), "append_latent_kernel", device.device_id), params.num_tokens,
+         kAppendLatentThreads, &params, device);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 // the stream is torch's current one.
 #include <tvm/ffi/container/map.h>
 
-#include "attention/cpu/executor.h"
 #include "common/cpu/isa.h"
 #include "runtime/arguments.h"
 #include "runtime/attention.h"
@@ -71,7 +70,7 @@ void abandon_plan(int64_t handle) { Attention::of(handle).abandon_plan(); }
 void set_indices(PageTable& table, const TensorView& t, DLDevice device, bool is_csr, bool has_rows, int64_t batch) {
   const char* name = is_csr ? "kv_indices" : has_rows ? "req_to_token" : "block_table";
   check_tensor(name, t, device);
-  check_dtype(name, t, DLDataType{kDLInt, 32, 1});
+  check_dtype(name, t, kInt32);
   if (is_csr) {
     check_shape(name, t, {{"pages"}});
     table.num_entries = t.size(0);
@@ -81,9 +80,8 @@ void set_indices(PageTable& table, const TensorView& t, DLDevice device, bool is
     table.row_entries = narrow(has_rows ? "req_to_token.shape[1]" : "block_table.shape[1]", t.size(1));
     table.row_stride = t.stride(0);
     table.num_entries = table.num_rows == 0 ? 0 : (table.num_rows - 1) * table.row_stride + table.row_entries;
-    if (!has_rows && table.num_rows < batch)
-      refuse("block_table.shape[0]", table.num_rows, "at least batch = " + std::to_string(batch));
-    if (has_rows && table.num_rows == 0 && batch > 0) refuse("req_to_token.shape[0]", 0, "at least 1");
+    if (!has_rows) check_size("block_table", t, 0, batch, "batch = ");
+    if (has_rows && batch > 0) check_size("req_to_token", t, 0, 1);
   }
   check_contiguous_dim(name, t, t.ndim() - 1);
   table.indices = static_cast<const int32_t*>(t.data_ptr());

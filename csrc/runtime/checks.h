@@ -10,9 +10,11 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <type_traits>
 
+#include "cache/kv_tensor.h"
 #include "common/data_type.h"
 #include "common/index_array.h"
 #include "common/math.h"
@@ -22,17 +24,11 @@ namespace attn {
 
 using tvm::ffi::TensorView;
 
+constexpr DLDataType kBool{kDLBool, 8, 1}, kInt32{kDLInt, 32, 1}, kFloat32{kDLFloat, 32, 1};
+
 inline std::string dtype_name(DLDataType dtype) {
-  if (dtype.code == kDLFloat8_e4m3fn) return "float8_e4m3fn";
-  if (dtype.code == kDLFloat8_e5m2) return "float8_e5m2";
-  if (dtype.code == kDLBool) return "bool";
-  const char* kind = dtype.code == kDLInt       ? "int"
-                     : dtype.code == kDLUInt    ? "uint"
-                     : dtype.code == kDLFloat   ? "float"
-                     : dtype.code == kDLBfloat  ? "bfloat"
-                     : dtype.code == kDLComplex ? "complex"
-                                                : "dtype";
-  return kind + std::to_string(dtype.bits);
+  if (dtype.code == kDLComplex) return "complex" + std::to_string(dtype.bits);  // tvm-ffi has no name for it
+  return tvm::ffi::DLDataTypeToString(dtype);
 }
 
 inline std::string device_name(DLDevice device) {
@@ -124,7 +120,7 @@ inline void check_shape(const char* name, const TensorView& tensor, std::initial
 inline DLDataType dl_dtype(DataType dtype) {
   switch (dtype) {
     case DataType::kFloat32:
-      return DLDataType{kDLFloat, 32, 1};
+      return kFloat32;
     case DataType::kFloat16:
       return DLDataType{kDLFloat, 16, 1};
     case DataType::kFloat8E4M3:
@@ -139,20 +135,27 @@ inline DLDataType dl_dtype(DataType dtype) {
   return DLDataType{kDLBfloat, 16, 1};
 }
 
+/// The one of `known` that a dtype is, if it is one of them.
+inline std::optional<DataType> find_dtype(DLDataType dtype, std::initializer_list<DataType> known) {
+  for (const DataType type : known)
+    if (dtype == dl_dtype(type)) return type;
+  return std::nullopt;
+}
+
 /// The dtype of a tensor of float32, float16 or bfloat16.
 inline DataType float_dtype(const char* name, const TensorView& tensor) {
-  const DLDataType was = tensor.dtype();
-  for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
-    const DLDataType must = dl_dtype(dtype);
-    if (was.code == must.code && was.bits == must.bits && was.lanes == 1) return dtype;
-  }
-  refuse(std::string(name) + ".dtype", dtype_name(was), "float32, float16 or bfloat16");
+  const auto dtype = find_dtype(tensor.dtype(), {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16});
+  if (!dtype) refuse(std::string(name) + ".dtype", dtype_name(tensor.dtype()), "float32, float16 or bfloat16");
+  return *dtype;
 }
 
 inline void check_dtype(const char* name, const TensorView& tensor, DLDataType dtype) {
-  const DLDataType was = tensor.dtype();
-  if (was.code != dtype.code || was.bits != dtype.bits || was.lanes != dtype.lanes)
-    refuse(std::string(name) + ".dtype", dtype_name(was), dtype_name(dtype));
+  if (tensor.dtype() != dtype) refuse(std::string(name) + ".dtype", dtype_name(tensor.dtype()), dtype_name(dtype));
+}
+
+inline void check_index_dtype(const char* name, DLDataType dtype) {
+  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
+    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
 }
 
 inline void check_contiguous_dim(const char* name, const TensorView& tensor, int32_t dim) {
@@ -160,26 +163,56 @@ inline void check_contiguous_dim(const char* name, const TensorView& tensor, int
     refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", tensor.stride(dim), 1);
 }
 
+/// `which`: what `least` is, as messages say it.
+inline void check_size(const char* name, const TensorView& tensor, int32_t dim, int64_t least, const char* which = "") {
+  if (tensor.size(dim) < least)
+    refuse(std::string(name) + ".shape[" + std::to_string(dim) + "]", tensor.size(dim),
+           "at least " + (which + std::to_string(least)));
+}
+
 /// A contiguous vector of int32 or int64 with at least `size` elements.
 inline IndexArray index_array(const char* name, const TensorView& tensor, DLDevice device, int64_t size) {
   check_tensor(name, tensor, device);
   check_shape(name, tensor, {{"elements"}});
-  const DLDataType dtype = tensor.dtype();
-  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
-    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
-  if (tensor.size(0) < size)
-    refuse(std::string(name) + ".shape[0]", tensor.size(0), "at least " + std::to_string(size));
+  check_index_dtype(name, tensor.dtype());
+  check_size(name, tensor, 0, size);
   check_contiguous_dim(name, tensor, 0);
-  return IndexArray{tensor.data_ptr(), dtype.bits == 64};
+  return IndexArray{tensor.data_ptr(), tensor.dtype().bits == 64};
 }
 
-/// Rows of Q or O: [rows, heads, head_dim] with head_dim contiguous.
-inline void check_rows(const char* name, const TensorView& tensor, DLDevice device, DataType dtype, Dim rows, Dim heads,
-                       Dim head_dim) {
+inline void check_array(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype,
+                        std::initializer_list<Dim> dims) {
   check_tensor(name, tensor, device);
-  check_dtype(name, tensor, dl_dtype(dtype));
-  check_shape(name, tensor, {rows, heads, head_dim});
-  check_contiguous_dim(name, tensor, 2);
+  check_dtype(name, tensor, dtype);
+  check_shape(name, tensor, dims);
+}
+
+/// An array whose last dimension is contiguous.
+inline void check_rows(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype,
+                       std::initializer_list<Dim> dims) {
+  check_array(name, tensor, device, dtype, dims);
+  check_contiguous_dim(name, tensor, tensor.ndim() - 1);
+}
+
+/// The memory of a contiguous array.
+template <class T = void>
+T* dense(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype,
+         std::initializer_list<Dim> dims) {
+  check_array(name, tensor, device, dtype, dims);
+  if (tensor.numel() > 0 && !tensor.IsContiguous()) refuse(name, "not contiguous", "contiguous");
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+/// The last dimension of V and O.
+inline Dim columns_of_v(int64_t head_dim, int64_t head_dim_v) {
+  return Dim{head_dim == head_dim_v ? "head_dim" : "head_dim_v", head_dim_v};
+}
+
+/// K or V of the cache of one layer.
+inline KvTensor kv_tensor(const char* name, const TensorView& t, DLDevice device, DataType dtype, Dim pages,
+                          Dim page_size, Dim heads, Dim columns) {
+  check_rows(name, t, device, dl_dtype(dtype), {pages, page_size, heads, columns});
+  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
 /// Refuses a tensor to be written whose elements do not each have a place of their own. Strides that interleave

@@ -3,9 +3,11 @@
 #include <dlfcn.h>
 #include <tvm/ffi/error.h>
 
+#include <deque>
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 namespace attn::driver {
 namespace {
@@ -115,7 +117,6 @@ void check(Result result, const std::string& doing) {
 
 /// Makes the primary context of `device` (the one that torch uses) current on this thread.
 void use_device(int32_t device) {
-  constexpr int32_t kMaxDevices = 64;
   static Context contexts[kMaxDevices] = {};
   static std::mutex mutex;
   if (device < 0 || device >= kMaxDevices)
@@ -197,10 +198,18 @@ KernelCode find_code(const Kernel& kernel) {
   return entry->second;
 }
 
-void allow_large_clusters(const Kernel& kernel) {
-  use_device(kernel.device);
-  check(driver().function_attribute(kernel.function, kNonPortableClusterSizeAllowed, 1),
-        "allowing large clusters of " + kernel.name);
+const Kernel& loaded_kernel(std::string_view file, std::string_view symbol, int32_t device, int32_t shared_bytes,
+                            bool has_large_clusters) {
+  static std::deque<std::pair<std::string, Kernel>> kernels;  // with their files; they stay where they are
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& [known_file, known] : kernels)
+    if (known.device == device && known.name == symbol && known_file == file) return known;
+  const Kernel kernel = load_kernel(std::string(file), std::string(symbol).c_str(), device, shared_bytes);
+  if (has_large_clusters)
+    check(driver().function_attribute(kernel.function, kNonPortableClusterSizeAllowed, 1),
+          "allowing large clusters of " + kernel.name);
+  return kernels.emplace_back(file, kernel).second;
 }
 
 int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {

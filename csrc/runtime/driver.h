@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "common/kernel_code.h"
 #include "common/tensor_map.h"
@@ -12,6 +13,8 @@
 namespace attn::driver {
 
 using Stream = void*;
+
+constexpr int32_t kMaxDevices = 64;
 
 /// A kernel in a loaded cubin. Copyable; stays loaded until the process ends.
 struct Kernel {
@@ -29,11 +32,11 @@ struct Launch {
   uint32_t grid_x;
   uint32_t grid_y;
   uint32_t threads;
-  int32_t shared_bytes = -1;  // dynamic shared memory, if less than the kernel's
   // Programmatic dependent launch: the kernel waits for the previous one itself. One that does not is launched after
   // it.
   bool overlaps_previous = false;
-  uint32_t cluster_x = 1;  // CTAs of a thread block cluster; more than 8 only after allow_large_clusters()
+  int32_t shared_bytes = -1;  // dynamic shared memory, if less than the kernel's
+  uint32_t cluster_x = 1;     // CTAs of a thread block cluster; more than 8 only with has_large_clusters
   uint32_t grid_z = 1;
 };
 
@@ -47,8 +50,10 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
 /// Where the code of a kernel lies, if its source and cubin say (common/kernel_code.h).
 KernelCode find_code(const Kernel& kernel);
 
-/// Lets launches of this kernel have clusters of up to 16 CTAs.
-void allow_large_clusters(const Kernel& kernel);
+/// load_kernel() of what has no owner: loaded when it is first asked for. Found without a copy of a string: a layer's
+/// call has no time for it. has_large_clusters: launches may have clusters of up to 16 CTAs.
+const Kernel& loaded_kernel(std::string_view file, std::string_view symbol, int32_t device, int32_t shared_bytes = 0,
+                            bool has_large_clusters = false);
 
 /// CTAs of `threads` threads that one multiprocessor holds.
 int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);

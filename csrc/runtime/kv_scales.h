@@ -34,7 +34,7 @@ inline KvScale kv_scale(const char* name, const AnyView& given, DLDevice device,
   if (!scale.tensor) return made;
   const TensorView& t = *scale.tensor;
   check_tensor(name, t, device);
-  check_dtype(name, t, DLDataType{kDLFloat, 32, 1});
+  check_dtype(name, t, kFloat32);
   made.data = static_cast<const float*>(t.data_ptr());
   if (t.ndim() == 0 || t.numel() == 1) return made;
   const int64_t heads = t.size(t.ndim() - 1);

@@ -1,8 +1,6 @@
 // The function of attn_backend/kernels/states.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <mutex>
 
 #include "attention/cpu/merge_states.h"
 #include "runtime/arguments.h"
@@ -15,7 +13,6 @@ namespace {
 
 using tvm::ffi::String;
 
-constexpr DLDataType kFloat{kDLFloat, 32, 1};
 constexpr int64_t kMaxBlocks = 1 << 16;
 
 /// Elements from one tensor to another: both are seen as the states of one.
@@ -57,14 +54,11 @@ void check_states(const TensorView& o, const TensorView& lse, StateForm form) {
   }
   check_contiguous_dim("o", o, last);
   const Dim heads{"heads", o.size(last - 1)};
-  check_tensor("lse", lse, o.device());
-  check_dtype("lse", lse, kFloat);
   if (form == StateForm::kOfRow) {
-    check_shape("lse", lse, {{first, o.size(0)}, {"states", o.size(1)}, heads});
+    check_rows("lse", lse, o.device(), kFloat32, {{first, o.size(0)}, {"states", o.size(1)}, heads});
   } else {
-    check_shape("lse", lse, {{first, o.size(0)}, heads});
+    check_rows("lse", lse, o.device(), kFloat32, {{first, o.size(0)}, heads});
   }
-  check_contiguous_dim("lse", lse, lse.ndim() - 1);
 }
 
 /// The states that are merged, whose shapes have been checked. Returns the number of rows.
@@ -103,12 +97,9 @@ int64_t set_states(MergeStatesParams& params, const TensorView& o, const TensorV
 void set_outputs(MergeStatesParams& params, const TensorView& out, const TensorView& out_lse, DLDevice device,
                  Dim head_dim) {
   const Dim rows{"rows", params.num_rows}, heads{"heads", params.num_heads};
-  check_rows("out", out, device, params.dtype, rows, heads, head_dim);
+  check_rows("out", out, device, dl_dtype(params.dtype), {rows, heads, head_dim});
   check_no_overlap("out", out);
-  check_tensor("out_lse", out_lse, device);
-  check_dtype("out_lse", out_lse, kFloat);
-  check_shape("out_lse", out_lse, {rows, heads});
-  check_contiguous_dim("out_lse", out_lse, 1);
+  check_rows("out_lse", out_lse, device, kFloat32, {rows, heads});
   check_no_overlap("out_lse", out_lse);
   params.out = out.data_ptr();
   params.out_lse = static_cast<float*>(out_lse.data_ptr());
@@ -123,15 +114,6 @@ const uint8_t* mask_data(const TensorView& mask, DLDevice device, int64_t rows) 
   check_shape("mask", mask, {{"rows", rows}});
   check_contiguous_dim("mask", mask, 0);
   return static_cast<const uint8_t*>(mask.data_ptr());
-}
-
-driver::Kernel merge_kernel(DataType dtype, const std::string& file, int32_t device) {
-  static std::mutex mutex;
-  static std::map<std::pair<int32_t, DataType>, driver::Kernel> kernels;
-  const std::lock_guard<std::mutex> lock(mutex);
-  driver::Kernel& known = kernels[{device, dtype}];
-  if (!known) known = driver::load_kernel(file, "merge_states_kernel", device, 0);
-  return known;
 }
 
 }  // namespace
@@ -175,9 +157,10 @@ void merge_states(const MergeStatesArguments& given) {
   if (given.mask.has_value()) params.mask = mask_data(given.mask.value(), device, rows);
   if (params.num_rows == 0 || params.num_heads == 0) return;
   if (device.device_type == kDLCPU) return cpu::merge_states(params);
-  const driver::Kernel kernel = merge_kernel(params.dtype, given.file, device.device_id);
+  const driver::Kernel& kernel =
+      driver::loaded_kernel({given.file.data(), given.file.size()}, "merge_states_kernel", device.device_id);
   const int64_t blocks = std::min(kMaxBlocks, ceil_div(rows * params.num_heads, int64_t{kMergeStatesThreads / 32}));
-  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(blocks), 1, kMergeStatesThreads, -1, true}, &params,
+  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(blocks), 1, kMergeStatesThreads, true}, &params,
                  current_stream(device));
 }
 

@@ -2,7 +2,6 @@
 #include <limits>
 #include <optional>
 
-#include "attention/cpu/executor.h"
 #include "cache/scaled_latent.h"
 #include "runtime/arguments.h"
 #include "runtime/attention.h"
@@ -48,16 +47,6 @@ ATTN_ARGUMENTS(RunArguments, ATTN_ARGUMENT(handle), ATTN_ARGUMENT(q), ATTN_ARGUM
                ATTN_ARGUMENT(requests), ATTN_ARGUMENT(kv_lens), ATTN_ARGUMENT(page_size), ATTN_ARGUMENT(page_stride));
 
 namespace {
-
-/// K or V of the cache of one layer.
-KvTensor kv_tensor(const char* name, const TensorView& t, const AttentionConfig& config, Dim columns, Dim pages,
-                   int64_t page_size) {
-  check_tensor(name, t, config.dl_device());
-  check_dtype(name, t, dl_dtype(config.kv_dtype));
-  check_shape(name, t, {pages, {"page_size", page_size}, {"num_kv_heads", config.num_kv_heads}, columns});
-  check_contiguous_dim(name, t, 3);
-  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
-}
 
 /// Refuses latents in 8 bits whose K and V differ: a GPU's kernels widen and scale them once, while they load them.
 void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
@@ -109,18 +98,9 @@ void set_out_scale(const AnyView& given, const Attention& attention, AttentionPa
   }
   const TensorView& t = *scale.tensor;
   check_tensor("out_scale", t, attention.config().dl_device());
-  check_dtype("out_scale", t, DLDataType{kDLFloat, 32, 1});
+  check_dtype("out_scale", t, kFloat32);
   if (t.numel() != 1) refuse("out_scale.shape", shape_of(t), "of one element");
   params.out_scale_data = static_cast<const float*>(t.data_ptr());
-}
-
-/// A contiguous float32 tensor of this shape.
-float* float_data(const char* name, const TensorView& t, DLDevice device, std::initializer_list<Dim> dims) {
-  check_tensor(name, t, device);
-  check_dtype(name, t, DLDataType{kDLFloat, 32, 1});
-  check_shape(name, t, dims);
-  if (!t.IsContiguous()) refuse(name, "not contiguous", "contiguous");
-  return static_cast<float*>(t.data_ptr());
 }
 
 /// A number above 0, or 0 if that is allowed, that a float32 holds.
@@ -140,8 +120,8 @@ void set_q(const TensorView& q, const Optional<TensorView>& q_rope, const Attent
     refuse("q_rope", "a tensor",
            "None with head_dim = " + std::to_string(dims.qk) + " and head_dim_v = " + std::to_string(dims.v) +
                (config.on_cuda ? ": it is for 576 and 512" : ": q has all columns"));
-  check_rows("q", q, device, config.q_dtype, {"rows"}, heads,
-             q_rope.has_value() ? Dim{"head_dim_v", dims.v} : Dim{"head_dim", dims.qk});
+  const Dim columns = q_rope.has_value() ? Dim{"head_dim_v", dims.v} : Dim{"head_dim", dims.qk};
+  check_rows("q", q, device, dl_dtype(config.q_dtype), {{"rows"}, heads, columns});
   params.num_rows = narrow("q.shape[0] (rows)", q.size(0));
   params.q = q.data_ptr();
   params.q_row_stride = q.stride(0);
@@ -149,18 +129,18 @@ void set_q(const TensorView& q, const Optional<TensorView>& q_rope, const Attent
   if (config.on_cuda) check_alignment("q", q);
   if (!q_rope.has_value()) return;
   const TensorView& rope = q_rope.value();
-  check_rows("q_rope", rope, device, config.q_dtype, {"rows", q.size(0)}, heads,
-             {"head_dim - head_dim_v", dims.qk - dims.v});
+  check_rows("q_rope", rope, device, dl_dtype(config.q_dtype),
+             {{"rows", q.size(0)}, heads, {"head_dim - head_dim_v", dims.qk - dims.v}});
   if (config.on_cuda) check_alignment("q_rope", rope);
   params.q_rope = QueryPart{rope.data_ptr(), rope.stride(0), rope.stride(1)};
 }
 
 /// O, of the rows of Q; e4m3 if it has a scale.
 void set_out(const TensorView& out, int64_t num_rows, const AttentionConfig& config, AttentionParams& params) {
-  const Dim head_dim_v{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
   const DataType o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : config.dtype;
-  check_rows("out", out, config.dl_device(), o_dtype, {"rows", num_rows}, {"num_qo_heads", config.num_qo_heads},
-             head_dim_v);
+  check_rows(
+      "out", out, config.dl_device(), dl_dtype(o_dtype),
+      {{"rows", num_rows}, {"num_qo_heads", config.num_qo_heads}, columns_of_v(config.head_dim, config.head_dim_v)});
   check_no_overlap("out", out);
   if (config.on_cuda) check_alignment("out", out);
   params.o = out.data_ptr();
@@ -172,9 +152,12 @@ void set_caches(const TensorView& k, const TensorView& v, const Attention& atten
   const AttentionConfig& config = attention.config();
   const Dim k_columns = config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes}
                                                                    : Dim{"head_dim", config.head_dim};
-  const Dim v_columns{config.head_dim_v == config.head_dim ? "head_dim" : "head_dim_v", config.head_dim_v};
-  params.k = kv_tensor("kv.k", k, config, k_columns, {"pages"}, attention.planned_page_size());
-  params.v = kv_tensor("kv.v", v, config, v_columns, {"pages", k.size(0)}, attention.planned_page_size());
+  const auto check = [&](const char* name, const TensorView& t, Dim pages, Dim columns) {
+    return kv_tensor(name, t, config.dl_device(), config.kv_dtype, pages, {"page_size", attention.planned_page_size()},
+                     {"num_kv_heads", config.num_kv_heads}, columns);
+  };
+  params.k = check("kv.k", k, {"pages"}, k_columns);
+  params.v = check("kv.v", v, {"pages", k.size(0)}, columns_of_v(config.head_dim, config.head_dim_v));
   if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
   params.num_pages = static_cast<int32_t>(k.size(0));
 }
@@ -222,14 +205,14 @@ int64_t run(const RunArguments& given) {
   }
   const Dim heads{"num_qo_heads", config.num_qo_heads};
   if (given.lse.has_value()) {
-    params.lse = float_data("lse", given.lse.value(), device, {{"rows", q.size(0)}, heads});
+    params.lse = dense<float>("lse", given.lse.value(), device, kFloat32, {{"rows", q.size(0)}, heads});
     if (config.has_variant && !config.uses_softmax)
       refuse("lse", "a tensor", "None: the variant does not use softmax, so its rows have no sum of exponentials");
   }
   params.lse_unit = given.lse_to_base_2.value_or(false) ? kLog2E : 1.0f;
   if (given.sinks.has_value()) {
     if (!config.has_sinks) refuse("sinks", "a tensor", "None, or the Attention made with sinks=True");
-    params.sinks = float_data("sinks", given.sinks.value(), device, {heads});
+    params.sinks = dense<float>("sinks", given.sinks.value(), device, kFloat32, {heads});
   }
   const bool has_slots = given.indices.has_value() || attention.has_slots();
   params.after_append = given.after_append && !has_slots;  // what packs the slots writes the schedule

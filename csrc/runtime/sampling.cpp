@@ -1,9 +1,8 @@
 // The functions of attn_backend/kernels/sampling.py, bound with tvm-ffi: checks, then a launch or the CPU's loop.
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <mutex>
-#include <tuple>
+#include <string>
+#include <string_view>
 
 #include "runtime/arguments.h"
 #include "runtime/checks.h"
@@ -32,18 +31,11 @@ struct LaunchOptions {
         row_ctas(narrow("row_ctas", given.row_ctas, 0)) {}
 };
 
-constexpr DLDataType kInt32{kDLInt, 32, 1};
-constexpr DLDataType kFloat{kDLFloat, 32, 1};
-constexpr DLDataType kBool{kDLBool, 8, 1};
-
 /// A scalar, or a contiguous float32 tensor with an element for each row.
 RowFloat row_float(const char* name, const AnyView& value, DLDevice device, int64_t rows) {
   RowFloat result;
   if (const auto tensor = value.try_cast<TensorView>()) {
-    check_tensor(name, *tensor, device);
-    check_dtype(name, *tensor, DLDataType{kDLFloat, 32, 1});
-    check_shape(name, *tensor, {{"batch", rows}});
-    check_contiguous_dim(name, *tensor, 0);
+    check_rows(name, *tensor, device, kFloat32, {{"batch", rows}});
     result.data = static_cast<const float*>(tensor->data_ptr());
     return result;
   }
@@ -71,22 +63,6 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
   return result;
 }
 
-void check_contiguous(const char* name, const TensorView& tensor) {
-  for (int32_t dim = 0; dim < tensor.ndim(); ++dim) {
-    if (tensor.size(dim) == 0) return;
-  }
-  if (!tensor.IsContiguous()) refuse(name, "not contiguous", "contiguous");
-}
-
-void check_vocab(const char* name, int64_t vocab) {
-  if (vocab < 1 || vocab > kMaxVocab) refuse(name, vocab, "1 to " + std::to_string(kMaxVocab));
-}
-
-void check_ids(const char* name, DLDataType dtype) {
-  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64))
-    refuse(std::string(name) + ".dtype", dtype_name(dtype), "int32 or int64");
-}
-
 /// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
 /// probabilities, which the caller calls "probs".
 SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, const AnyView& temperature,
@@ -94,25 +70,22 @@ SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, 
   const char* name = of_probs ? "probs" : "logits";
   const DLDevice device = values.device();
   float_dtype(name, values);
-  if (of_probs) check_dtype(name, values, kFloat);
+  if (of_probs) check_dtype(name, values, kFloat32);
   check_memory(name, values);
   check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
-  check_vocab((std::string(name) + ".shape[1] (vocab)").c_str(), values.size(1));
-  if (values.size(0) > kMaxRows)
-    refuse(std::string(name) + ".shape[0] (batch)", values.size(0), "at most " + std::to_string(kMaxRows));
+  const char* const batch_name = of_probs ? "probs.shape[0] (batch)" : "logits.shape[0] (batch)";
   SamplingParams params{};
   params.task = task;
   params.values = values.data_ptr();
   params.row_stride = values.stride(0);
-  params.batch = static_cast<int32_t>(values.size(0));
-  params.vocab = static_cast<int32_t>(values.size(1));
+  params.batch = narrow(batch_name, values.size(0), 0, kMaxRows);
+  params.vocab = narrow(of_probs ? "probs.shape[1] (vocab)" : "logits.shape[1] (vocab)", values.size(1), 1, kMaxVocab);
   if (rows.has_value()) {
     params.source_rows = index_array("rows", rows.value(), device, 0);
     params.num_source_rows = params.batch;
     params.batch = narrow("rows.shape[0]", rows.value().size(0), 0, kMaxRows);
-    if (params.batch > 0 && params.num_source_rows == 0)
-      refuse(std::string(name) + ".shape[0] (batch)", 0, "at least 1 with rows");
+    if (params.batch > 0 && params.num_source_rows == 0) refuse(batch_name, 0, "at least 1 with rows");
   }
   params.temperature = row_float("temperature", temperature, device, params.batch);
   if (params.temperature.data == nullptr && params.temperature.value < 0.0f)
@@ -122,26 +95,16 @@ SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, 
   return params;
 }
 
-/// The memory of a contiguous tensor.
-void* dense(const char* name, const TensorView& tensor, DLDevice device, DLDataType dtype,
-            std::initializer_list<Dim> dims) {
-  check_tensor(name, tensor, device);
-  check_dtype(name, tensor, dtype);
-  check_shape(name, tensor, dims);
-  check_contiguous(name, tensor);
-  return tensor.data_ptr();
-}
-
 /// `name`: what the caller of the Python function knows the tensor by.
 void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device,
                    std::initializer_list<Dim> dims) {
-  check_ids(name, token_ids.dtype());
+  check_index_dtype(name, token_ids.dtype());
   params.token_ids = dense(name, token_ids, device, token_ids.dtype(), dims);
   params.token_ids_are_int64 = token_ids.dtype().bits == 64;
 }
 
 int32_t multiprocessors_of(int32_t device) {
-  static int32_t known[64] = {};
+  static int32_t known[driver::kMaxDevices] = {};
   if (known[device] == 0) known[device] = driver::multiprocessor_count(device);
   return known[device];
 }
@@ -181,7 +144,7 @@ bool is_unfiltered(const SamplingParams& params) {
 int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, int32_t device, int32_t max_ctas) {
   // Without a mask the kernel of float32 logits leaves registers for a fourth CTA. It pays where a row has many.
   constexpr int32_t kMostUncrowdedRows = 64;
-  const bool has_fourth = params.batch <= kMostUncrowdedRows && params.token_mask == nullptr && dtype == kFloat;
+  const bool has_fourth = params.batch <= kMostUncrowdedRows && params.token_mask == nullptr && dtype == kFloat32;
   const int32_t room = (has_fourth ? 4 : kUnfilteredCtas) * multiprocessors_of(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
   if (params.workspace != nullptr && params.batch <= kMostSharedRows && 2 * params.batch <= room)
@@ -189,24 +152,10 @@ int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, i
   return max_ctas == 1 || wanted == 1 || 2 * params.batch > room ? 1 : 0;
 }
 
-driver::Kernel sampling_kernel(const SamplingParams& params, const std::string& file, const char* function,
-                               int32_t device, bool has_clusters) {
-  static std::map<std::tuple<std::string, std::string, int32_t>, driver::Kernel> kernels;
-  static std::mutex mutex;
-  const std::string symbol = (params.token_mask != nullptr ? "masked_" : "") + std::string(function) + "_kernel";
-  const std::lock_guard<std::mutex> lock(mutex);
-  driver::Kernel& known = kernels[{symbol, file, device}];
-  if (!known) {
-    const bool is_unfiltered = symbol.find("unfiltered") != std::string::npos;
-    known = driver::load_kernel(file, symbol.c_str(), device, is_unfiltered ? 0 : sampling_shared_bytes(kMaxVocab, 1));
-    if (has_clusters && !is_unfiltered) driver::allow_large_clusters(known);
-  }
-  return known;
-}
-
 void launch(const SamplingParams& params, const LaunchOptions& options, bool of_probs, const TensorView& values) {
   const DLDevice device = values.device();
-  const std::string file = options.file;
+  const std::string_view file{options.file.data(), options.file.size()};
+  const std::string masked = params.token_mask != nullptr ? "masked_" : "";
   const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
   const driver::Stream stream = current_stream(device);
   constexpr int32_t kMostGridRows = 65535;
@@ -217,8 +166,7 @@ void launch(const SamplingParams& params, const LaunchOptions& options, bool of_
                              ? row_ctas
                              : 0;
     if (ctas > 0) {
-      const driver::Kernel kernel = sampling_kernel(params, file, "sample_unfiltered", device.device_id, false);
-      driver::launch(kernel,
+      driver::launch(driver::loaded_kernel(file, masked + "sample_unfiltered_kernel", device.device_id),
                      driver::Launch{static_cast<uint32_t>(ctas), static_cast<uint32_t>(params.batch), kSamplingThreads},
                      &params, stream);
       return;
@@ -227,11 +175,11 @@ void launch(const SamplingParams& params, const LaunchOptions& options, bool of_
   const int32_t ctas = row_ctas != 0 ? row_ctas : choose_row_ctas(params, device.device_id, max_ctas);
   if (ctas < 1 || ctas > max_ctas || (ctas & (ctas - 1)) != 0)
     refuse("ctas of a row", ctas, "a power of two, at most " + std::to_string(max_ctas));
-  const char* function = params.task == RowTask::kSample      ? "sample_filtered"
-                         : params.task == RowTask::kSpeculate ? "speculate"
-                                                              : "write_rows";
-  const driver::Kernel kernel =
-      sampling_kernel(params, file, function, device.device_id, max_ctas > kPortableClusterCtas);
+  const char* const symbol = params.task == RowTask::kSample      ? "sample_filtered_kernel"
+                             : params.task == RowTask::kSpeculate ? "speculate_kernel"
+                                                                  : "write_rows_kernel";
+  const driver::Kernel& kernel = driver::loaded_kernel(
+      file, masked + symbol, device.device_id, sampling_shared_bytes(kMaxVocab, 1), max_ctas > kPortableClusterCtas);
   driver::Launch shape{static_cast<uint32_t>(params.batch) * static_cast<uint32_t>(ctas), 1, kSamplingThreads};
   shape.shared_bytes = sampling_shared_bytes(params.vocab, ctas);
   shape.cluster_x = static_cast<uint32_t>(ctas);
@@ -330,33 +278,27 @@ void sample(const SampleArguments& given) {
   params.position = row_int("position", given.position, device, params.batch);
   if (given.token_mask.has_value()) {
     const TensorView& mask = given.token_mask.value();
-    check_tensor("token_mask", mask, device);
-    check_dtype("token_mask", mask, kInt32);
-    check_shape("token_mask", mask, {{"batch", params.batch}, {"words"}});
-    const int64_t words = ceil_div(params.vocab, 32);
-    if (mask.size(1) < words)
-      refuse("token_mask.shape[1]", mask.size(1), "at least ceil(vocab / 32) = " + std::to_string(words));
-    check_contiguous_dim("token_mask", mask, 1);
+    check_rows("token_mask", mask, device, kInt32, {{"batch", params.batch}, {"words"}});
+    check_size("token_mask", mask, 1, ceil_div(params.vocab, 32), "ceil(vocab / 32) = ");
     params.token_mask = static_cast<const uint32_t*>(mask.data_ptr());
     params.mask_stride = mask.stride(0);
   }
   const Dim batch{"batch", params.batch};
   set_token_ids(params, "out", given.out, device, {batch});
-  params.valid = static_cast<uint8_t*>(dense("valid", given.valid, device, kBool, {batch}));
+  params.valid = dense<uint8_t>("valid", given.valid, device, kBool, {batch});
   if (given.logprobs.has_value())
-    params.logprobs = static_cast<float*>(dense("logprobs", given.logprobs.value(), device, kFloat, {batch}));
+    params.logprobs = dense<float>("logprobs", given.logprobs.value(), device, kFloat32, {batch});
   if (given.top_logprobs.has_value() && given.top_token_ids.has_value()) {
     const TensorView &values = given.top_logprobs.value(), &ids = given.top_token_ids.value();
     const Dim count{"num_top_logprobs", values.size(1)};
     params.num_top_logprobs = narrow("num_top_logprobs", count.size, 0, kMaxTopLogprobs);
-    params.top_logprobs = static_cast<float*>(dense("top_logprobs", values, device, kFloat, {batch, count}));
-    params.top_token_ids = static_cast<int32_t*>(dense("top_token_ids", ids, device, kInt32, {batch, count}));
+    params.top_logprobs = dense<float>("top_logprobs", values, device, kFloat32, {batch, count});
+    params.top_token_ids = dense<int32_t>("top_token_ids", ids, device, kInt32, {batch, count});
   }
   if (given.workspace.has_value()) {
     const TensorView& words = given.workspace.value();
     params.workspace = dense("workspace", words, device, DLDataType{kDLInt, 64, 1}, {{"words"}});
-    if (words.size(0) < kWorkspaceWords)
-      refuse("workspace.shape[0]", words.size(0), "at least " + std::to_string(kWorkspaceWords));
+    check_size("workspace", words, 0, kWorkspaceWords);
     if (reinterpret_cast<uintptr_t>(params.workspace) % 16 != 0)
       refuse("workspace", "not aligned", "aligned to 16 bytes");
   }
@@ -367,8 +309,7 @@ void write_rows(const WriteRowsArguments& given) {
   const auto task = static_cast<RowTask>(narrow("task", given.task));
   SamplingParams params = params_of(task, given.of_probs, given.values, given.temperature, given.top_k, given.top_p);
   const DLDevice device = given.values.device();
-  params.written =
-      static_cast<float*>(dense("out", given.out, device, kFloat, {{"batch", params.batch}, {"vocab", params.vocab}}));
+  params.written = dense<float>("out", given.out, device, kFloat32, {{"batch", params.batch}, {"vocab", params.vocab}});
   params.written_stride = params.vocab;
   run(params, LaunchOptions(given), given.of_probs, given.values);
 }
@@ -377,29 +318,24 @@ void speculate(const SpeculateArguments& given) {
   const TensorView &target_probs = given.target_probs, &draft_ids = given.draft_token_ids;
   const DLDevice device = target_probs.device();
   SamplingParams params{};
-  params.values = dense("target_probs", target_probs, device, kFloat, {{"batch"}, {"drafts + 1"}, {"vocab"}});
+  params.values = dense("target_probs", target_probs, device, kFloat32, {{"batch"}, {"drafts + 1"}, {"vocab"}});
   const Dim batch{"batch", target_probs.size(0)}, drafts{"drafts", target_probs.size(1) - 1};
   const Dim vocab{"vocab", target_probs.size(2)};
-  check_vocab("target_probs.shape[2] (vocab)", vocab.size);
-  if (drafts.size < 0 || drafts.size > kMaxInt32)
-    refuse("target_probs.shape[1]", drafts.size + 1, "number of draft tokens + 1");
-  if (batch.size > kMaxRows) refuse("target_probs.shape[0] (batch)", batch.size, "at most " + std::to_string(kMaxRows));
-  params.draft_probs =
-      static_cast<const float*>(dense("draft_probs", given.draft_probs, device, kFloat, {batch, drafts, vocab}));
-  check_ids("draft_token_ids", draft_ids.dtype());
+  params.batch = narrow("target_probs.shape[0] (batch)", batch.size, 0, kMaxRows);
+  params.num_draft_tokens = narrow("target_probs.shape[1] - 1 (drafts)", drafts.size);
+  params.vocab = narrow("target_probs.shape[2] (vocab)", vocab.size, 1, kMaxVocab);
+  params.draft_probs = dense<float>("draft_probs", given.draft_probs, device, kFloat32, {batch, drafts, vocab});
+  check_index_dtype("draft_token_ids", draft_ids.dtype());
   params.draft_token_ids = dense("draft_token_ids", draft_ids, device, draft_ids.dtype(), {batch, drafts});
   params.draft_ids_are_int64 = draft_ids.dtype().bits == 64;
-  params.batch = static_cast<int32_t>(batch.size);
-  params.vocab = static_cast<int32_t>(vocab.size);
-  params.num_draft_tokens = static_cast<int32_t>(drafts.size);
   params.task = RowTask::kSpeculate;
   params.temperature.value = 1.0f;
   params.top_p.value = 1.0f;
   params.seed = row_int("seed", given.seed, device, batch.size);
   params.position = row_int("position", given.position, device, batch.size);
   set_token_ids(params, "token_ids", given.token_ids, device, {batch, {"drafts + 1", drafts.size + 1}});
-  params.num_accepted = static_cast<int32_t*>(dense("num_accepted", given.num_accepted, device, kInt32, {batch}));
-  params.valid = static_cast<uint8_t*>(dense("valid", given.valid, device, kBool, {batch}));
+  params.num_accepted = dense<int32_t>("num_accepted", given.num_accepted, device, kInt32, {batch});
+  params.valid = dense<uint8_t>("valid", given.valid, device, kBool, {batch});
   run(params, LaunchOptions(given), true, target_probs);
 }
 

@@ -1,7 +1,7 @@
 // What packs the tokens of sparse attention (attn_backend/kernels/selection.py), bound with tvm-ffi.
 #include "runtime/selection.h"
 
-#include <mutex>
+#include <atomic>
 #include <string>
 
 #include "planner/host/selection.h"
@@ -13,23 +13,12 @@ namespace {
 
 using tvm::ffi::String;
 
-constexpr int32_t kMaxDevices = 64;
-driver::Kernel selection_kernels[kMaxDevices];  // from load_selection(), which comes before
+std::atomic<const driver::Kernel*> selection_kernels[driver::kMaxDevices];  // from load_selection(), which comes before
 
 /// Loads the kernel for a CUDA device, before anything is packed there.
 void load_selection(String file, int64_t device) {
-  static std::mutex mutex;
-  const int32_t id = narrow("device", device, 0, kMaxDevices - 1);
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!selection_kernels[id]) selection_kernels[id] = driver::load_kernel(file, "selected_slots_kernel", id, 0);
-}
-
-/// An int32 matrix whose rows are contiguous.
-void check_matrix(const char* name, const TensorView& t, DLDevice device, Dim rows, Dim columns) {
-  check_tensor(name, t, device);
-  check_dtype(name, t, DLDataType{kDLInt, 32, 1});
-  check_shape(name, t, {rows, columns});
-  check_contiguous_dim(name, t, 1);
+  const int32_t id = narrow("device", device, 0, driver::kMaxDevices - 1);
+  selection_kernels[id] = &driver::loaded_kernel({file.data(), file.size()}, "selected_slots_kernel", id);
 }
 
 }  // namespace
@@ -55,7 +44,7 @@ void selected_slots(const SelectedSlotsArguments& given) {
   const DLDevice device = indices.device();
   SelectionParams params = selection_params(
       Selection{indices, given.block_table, given.requests, given.kv_lens, given.page_size, given.page_stride}, device);
-  check_matrix("out", out, device, {"rows", indices.size(0)}, {"topk", indices.size(1)});
+  check_rows("out", out, device, kInt32, {{"rows", indices.size(0)}, {"topk", indices.size(1)}});
   check_no_overlap("out", out);
   params.slots = static_cast<int32_t*>(out.data_ptr());
   params.slots_stride = out.stride(0);
@@ -68,7 +57,7 @@ void selected_slots(const SelectedSlotsArguments& given) {
 
 SelectionParams selection_params(const Selection& selection, DLDevice device) {
   const TensorView& indices = selection.indices.value();
-  check_matrix("indices", indices, device, {"rows"}, {"topk"});
+  check_rows("indices", indices, device, kInt32, {{"rows"}, {"topk"}});
   SelectionParams params{};
   params.indices = static_cast<const int32_t*>(indices.data_ptr());
   params.indices_stride = indices.stride(0);
@@ -83,7 +72,7 @@ SelectionParams selection_params(const Selection& selection, DLDevice device) {
     return params;
   }
   const TensorView& table = selection.block_table.value();
-  check_matrix("block_table", table, device, {"batch"}, {"max_pages"});
+  check_rows("block_table", table, device, kInt32, {{"batch"}, {"max_pages"}});
   if (selection.requests.has_value())
     params.requests = index_array("requests", selection.requests.value(), device, indices.size(0));
   else if (table.size(0) != indices.size(0))
@@ -111,9 +100,11 @@ void launch_selection(const SelectionParams& params, DLDevice device, driver::St
   if (device.device_type == kDLCPU) return cpu::pack_selected_slots(params);
   const int32_t rows = max_of(params.num_rows, params.plan.is_planned != 0 ? params.plan.num_requests : 0);
   if (rows == 0) return;
-  const driver::Kernel& kernel = selection_kernels[narrow("device", device.device_id, 0, kMaxDevices - 1)];
-  if (!kernel) TVM_FFI_THROW(RuntimeError) << "selected_slots' kernel is not loaded on " << device_name(device);
-  driver::launch(kernel, driver::Launch{static_cast<uint32_t>(rows), 1, kSelectionThreads, -1, true}, &params, stream);
+  const driver::Kernel* const kernel =
+      selection_kernels[narrow("device", device.device_id, 0, driver::kMaxDevices - 1)];
+  if (kernel == nullptr)
+    TVM_FFI_THROW(RuntimeError) << "selected_slots' kernel is not loaded on " << device_name(device);
+  driver::launch(*kernel, driver::Launch{static_cast<uint32_t>(rows), 1, kSelectionThreads, true}, &params, stream);
 }
 
 }  // namespace attn

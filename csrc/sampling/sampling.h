@@ -6,171 +6,15 @@
 // multiply-adds, nothing that a compiler may contract or approximate.
 #pragma once
 
-#include "common/index_array.h"
 #include "common/math.h"
 #include "common/platform.h"
+#include "sampling/params.h"
 
 namespace attn {
 
-constexpr int32_t kSegmentTokens =
-    512;  // the mass of a whole row is a sum of segments, each scaled from its own largest weight
-constexpr int32_t kMaxVocab = 1 << 19;
-constexpr int32_t kMaxTopLogprobs = 128;
 constexpr int32_t kWeightBits = 40;
 
-// Shape of the kernels' launches.
-constexpr int32_t kSamplingThreads = 256;
-constexpr int32_t kSamplingWarps = kSamplingThreads / 32;
-constexpr int32_t kPortableClusterCtas = 8;
-constexpr int32_t kMaxClusterCtas = 16;
-constexpr int32_t kSamplingStateBytes = 63744;  // of shared memory, before the tables of segments
-
-// For rows without filters, whose CTAs exchange messages through global memory.
-constexpr int32_t kUnfilteredCtas = 3;    // on a multiprocessor at a time
-constexpr int32_t kMostSharedRows = 256;  // whose CTAs wait at a time
-constexpr int32_t kWorkspaceWords =
-    4096;  // of 8 bytes: a launch number of 4 bytes for each row, then two words for each CTA
-constexpr int32_t kWorkspaceMessages = kWorkspaceWords / 2 - kMostSharedRows / 4;
-
-/// Dynamic shared memory where each row has `ctas` CTAs.
-constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {
-  constexpr int32_t kSegmentBytes = 20;  // two masses and the largest value
-  const int32_t rounds = ceil_div(ceil_div(vocab, kSegmentTokens), kSamplingWarps * ctas);
-  return kSamplingStateBytes + rounds * kSamplingWarps * kSegmentBytes;
-}
-
-// ---- Bits ----
-
-ATTN_HD uint32_t float_bits(float x) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(x);
-#else
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
-  return bits;
-#endif
-}
-
-ATTN_HD float bits_float(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof(x));
-  return x;
-#endif
-}
-
-/// The word at `address`, or `otherwise` where that is nullptr. On a GPU nothing waits for it before it is used: a
-/// choice between two values would.
-ATTN_HD uint32_t load_or(const void* address, uint32_t otherwise) {
-#if defined(__CUDA_ARCH__)
-  uint32_t word;
-  asm volatile("{\n.reg .pred has;\nsetp.ne.u64 has, %1, 0;\nmov.b32 %0, %2;\n@has ld.global.b32 %0, [%1];\n}"
-               : "=&r"(word)
-               : "l"(address), "r"(otherwise));
-  return word;
-#else
-  if (address != nullptr) __builtin_memcpy(&otherwise, address, sizeof(otherwise));
-  return otherwise;
-#endif
-}
-
-/// A parameter of requests: one value for each row, or one for all.
-struct RowFloat {
-  const float* data = nullptr;
-  float value = 0.0f;
-
-  ATTN_HD float operator[](int64_t row) const {
-    return bits_float(load_or(data != nullptr ? data + row : nullptr, float_bits(value)));
-  }
-};
-
-/// An integer whose words may still be on their way from memory.
-struct PendingInt {
-  int32_t low;
-  int32_t high;
-  bool is_int32;  // `high` says nothing
-
-  ATTN_HD int64_t value() const {
-    return static_cast<int64_t>(is_int32 ? low >> 31 : high) << 32 | static_cast<uint32_t>(low);
-  }
-};
-
-struct RowInt {
-  IndexArray array;
-  int64_t value = 0;
-
-  ATTN_HD PendingInt load(int64_t row) const {
-    const int32_t* words = array ? static_cast<const int32_t*>(array.data) + (row << array.is_int64) : nullptr;
-    const bool is_int64 = words == nullptr || array.is_int64 != 0;
-    return PendingInt{static_cast<int32_t>(load_or(words, static_cast<uint32_t>(value))),
-                      static_cast<int32_t>(load_or(words != nullptr && is_int64 ? words + 1 : nullptr,
-                                                   static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32))),
-                      !is_int64};
-  }
-
-  ATTN_HD int64_t operator[](int64_t row) const { return load(row).value(); }
-};
-
-/// What a launch does with each row.
-enum class RowTask : int32_t {
-  kSample = 0,      // draw a token
-  kRenorm = 1,      // write probabilities: softmax, renormalised survivors of top-k or top-p
-  kMaskLogits = 2,  // write the values, with -inf where top-k removes them
-  kSpeculate = 3,   // accept draft tokens, then draw
-};
-
-struct SamplingParams {
-  const void* values;      // logits or probabilities, [batch, vocab]
-  int64_t row_stride;      // elements
-  IndexArray source_rows;  // [batch]: of probabilities, the row that each is drawn from; none: its own
-  int32_t num_source_rows;
-  const uint32_t* token_mask;  // [batch, ceil(vocab / 32)]: bit set, token allowed; nullptr: all are
-  int64_t mask_stride;         // words
-  RowFloat temperature;
-  RowFloat top_p;
-  RowFloat min_p;
-  RowInt top_k;
-  RowInt seed;
-  RowInt position;
-  void* token_ids;      // [batch], int32 or int64
-  uint8_t* valid;       // [batch]
-  float* logprobs;      // [batch] or nullptr
-  float* top_logprobs;  // [batch, num_top_logprobs] or nullptr
-  int32_t* top_token_ids;
-  float* written;  // [batch, vocab]: what kRenorm and kMaskLogits write
-  int64_t written_stride;
-  void* workspace;  // what the CTAs of an unfiltered row tell each other, before a launch anything; nullptr: there is
-                    // none
-  // Chain speculative sampling: `values` are target_probs [batch, num_draft_tokens + 1, vocab], contiguous.
-  const float* draft_probs;     // [batch, num_draft_tokens, vocab], contiguous
-  const void* draft_token_ids;  // [batch, num_draft_tokens]
-  int32_t* num_accepted;        // [batch]
-  int32_t draft_ids_are_int64;
-  int32_t num_draft_tokens;
-  int32_t batch;
-  int32_t vocab;
-  int32_t num_top_logprobs;
-  int32_t token_ids_are_int64;
-  int32_t joint;              // filter order, see RowSettings
-  int32_t tempered_logprobs;  // log-probabilities of logits / temperature instead of logits
-  RowTask task;
-
-  /// Where the probabilities of row `row` begin, in elements. A row that does not exist becomes the nearest that does.
-  /// (Kernels of logits have no register left for it.)
-  ATTN_HD int64_t row_offset(int64_t row) const {
-    const int64_t source = source_rows ? clamp<int64_t>(source_rows[row], 0, num_source_rows - 1) : row;
-    return source * row_stride;
-  }
-};
-
-ATTN_HD void store_token(const SamplingParams& params, int64_t index, int64_t token) {
-  if (params.token_ids_are_int64 != 0)
-    static_cast<int64_t*>(params.token_ids)[index] = token;
-  else
-    static_cast<int32_t*>(params.token_ids)[index] = static_cast<int32_t>(token);
-}
+// ---- Numbers and keys ----
 
 ATTN_HD float fused_multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
@@ -189,6 +33,7 @@ ATTN_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
 }
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
+constexpr float kNaN = __builtin_nanf("");
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 constexpr float kSmallestNormal = 1.1754943508222875e-38f;
 
@@ -202,8 +47,9 @@ ATTN_HD uint32_t order_key(float x) {
 
 ATTN_HD float key_value(uint32_t key) { return bits_float((key >> 31) != 0 ? key & 0x7fffffffu : ~key); }
 
-constexpr uint32_t kExcludedKey = 0x007fffffu;  // order_key(-inf): a token that cannot be drawn
-constexpr uint32_t kInfiniteKey = 0xff800000u;  // order_key(+inf)
+constexpr uint32_t kExcludedKey = 0x007fffffu;    // order_key(-inf): a token that cannot be drawn
+constexpr uint32_t kWholeRow = kExcludedKey + 1;  // every token that can be drawn has such a key, or a larger one
+constexpr uint32_t kInfiniteKey = 0xff800000u;    // order_key(+inf)
 
 // ---- Random numbers ----
 
@@ -253,6 +99,14 @@ ATTN_HD void set_counter(uint32_t (&counter)[4], int64_t position, uint32_t bloc
   counter[1] = static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32);
   counter[2] = block;
   counter[3] = stream;
+}
+
+/// The first word of a block.
+ATTN_HD uint32_t random_word(int64_t seed, int64_t position, uint32_t block, uint32_t stream) {
+  uint32_t words[4];
+  set_counter(words, position, block, stream);
+  philox(seed, words);
+  return words[0];
 }
 
 // ---- Weights ----
@@ -339,9 +193,6 @@ ATTN_HD uint64_t scale_mass(uint64_t mass, uint64_t factor) {
   return multiply_high(mass, factor) << (64 - kWeightBits) | (mass * factor) >> kWeightBits;
 }
 
-/// log2 of a sum of weights in units of 2^-40.
-ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)) - static_cast<float>(kWeightBits); }
-
 // ---- The race ----
 //
 // Every token gets a number from an exponential distribution. The survivor of the filters with the largest weight /
@@ -349,7 +200,8 @@ ATTN_HD float log2_mass(uint64_t mass) { return log2_of(static_cast<float>(mass)
 // what does not survive changes nothing among what does.
 
 // A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for
-// eight tokens, which are some that one thread of a kernel reads: four in a row, and four that are 128 further on.
+// eight tokens, which are some that one thread of a kernel reads: four in a row, and four that are 128 further on. The
+// others are the first word of the token's own block of the tail stream.
 constexpr int32_t kRaceTailBits = 32;
 
 /// The block of the draw stream that has a token's first bits.
@@ -364,14 +216,6 @@ ATTN_HD uint32_t race_word(int32_t token) {
 }
 
 ATTN_HD uint32_t race_half(uint32_t word, int32_t token) { return token % 2 != 0 ? word >> 16 : word & 0xffffu; }
-
-/// The other bits.
-ATTN_HD uint32_t race_tail(int64_t seed, int64_t position, int32_t token) {
-  uint32_t words[4];
-  set_counter(words, position, static_cast<uint32_t>(token), kDrawTailStream);
-  philox(seed, words);
-  return words[0];
-}
 
 /// -log2 of the exponential number -ln(1 - x), x = (bits + 1/2) / 2^48, to 4e-7 (absolute near 1, else relative). No
 /// more than -log2(x), except for that error.
@@ -445,6 +289,16 @@ ATTN_HD RowSettings row_settings(const SamplingParams& params, int64_t row) {
   return s;
 }
 
+/// Whether top-p is a share of the whole row's mass, not of what the filters before it leave.
+ATTN_HD bool top_p_of_all(const SamplingParams& params, const RowSettings& settings) {
+  return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f);
+}
+
+/// Whether log-probabilities are those of logits / temperature.
+ATTN_HD bool is_tempered(const SamplingParams& params, const RowSettings& settings) {
+  return params.tempered_logprobs != 0 && !settings.greedy;
+}
+
 /// Smallest mass that top-p must keep: top_p * total, rounded up, at least 1.
 ATTN_HD uint64_t top_p_target(const RowSettings& settings, uint64_t total) {
   const uint64_t whole = multiply_high(settings.top_p, total);
@@ -466,14 +320,14 @@ ATTN_HD float min_p_value(const ProbWeights& weights, const RowSettings& setting
 /// Smallest key that can survive.
 template <class Weights>
 ATTN_HD uint32_t min_p_key(const Weights& weights, const RowSettings& settings) {
-  return settings.min_p > 0.0f ? max_of(order_key(min_p_value(weights, settings)), kExcludedKey + 1) : kExcludedKey + 1;
+  return settings.min_p > 0.0f ? max_of(order_key(min_p_value(weights, settings)), kWholeRow) : kWholeRow;
 }
 
 /// A probability as the kernels see it: -inf for a token that cannot be drawn, NaN for a negative one, which makes the
 /// row invalid.
 ATTN_HD float prob_value(float prob) {
   const float drawn = prob < kSmallestNormal ? kMinusInfinity : prob;
-  return prob < 0.0f ? bits_float(0x7fc00000u) : drawn;
+  return prob < 0.0f ? kNaN : drawn;
 }
 
 /// What a target gives a token beyond the draft; a NaN stays one.
@@ -484,10 +338,8 @@ ATTN_HD float residual_prob(float target, float draft) {
 
 /// Whether a draft token is taken: with probability min(1, target / draft).
 ATTN_HD bool accepts_draft(int64_t seed, int64_t position, float draft_prob, float target_prob) {
-  uint32_t words[4];
-  set_counter(words, position, 0, kAcceptStream);
-  philox(seed, words);
-  const float u = static_cast<float>(words[0] >> 8) * 5.9604644775390625e-8f;  // 24 bits: exact
+  const uint32_t word = random_word(seed, position, 0, kAcceptStream);
+  const float u = static_cast<float>(word >> 8) * 5.9604644775390625e-8f;  // 24 bits: exact
   return u * draft_prob < target_prob;
 }
 
@@ -501,7 +353,8 @@ ATTN_HD float normalised(const ProbWeights& weights, float value, uint64_t, uint
 }
 
 ATTN_HD float logprob(float value, float reference, float inverse_temperature, uint64_t mass) {
-  return fused_multiply_add(value - reference, inverse_temperature, log2_mass(mass) * -kLn2);
+  const float log2_mass = log2_of(static_cast<float>(mass)) - static_cast<float>(kWeightBits);
+  return fused_multiply_add(value - reference, inverse_temperature, log2_mass * -kLn2);
 }
 
 }  // namespace attn

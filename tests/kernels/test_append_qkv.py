@@ -77,7 +77,7 @@ FREQUENCIES = Rotary(frequencies(64))
     [
         ({"q": torch.zeros(4, 6, 60).bfloat16()}, r"k.shape is \[4, 2, 64\], must be \[tokens, num_kv_heads, head_dim = 60\]"),
         ({"q": torch.zeros(3, 6, 64).bfloat16()}, r"q.shape\[0\] is 3, must be at least 4"),
-        ({"q": torch.zeros(4, 6, 64).int()}, "q.dtype is int32, must be bfloat16, float16 or float32"),
+        ({"q": torch.zeros(4, 6, 64).int()}, "q.dtype is int32, must be float32, float16 or bfloat16"),
         ({"v": torch.zeros(4, 2, 64).half()}, "v.dtype is float16, must be bfloat16"),
         ({"out": torch.zeros(4, 6, 64).half()}, "q_out.dtype is float16"),
         ({"positions": torch.arange(4)}, "positions is .*, must be None without a rotary embedding"),

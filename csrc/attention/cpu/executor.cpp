@@ -1,6 +1,5 @@
 #include "attention/cpu/executor.h"
 
-#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -13,7 +12,7 @@ namespace {
 
 // A job with less work is done before other threads have woken up.
 constexpr int64_t kMinThreadedWork = 20000;  // about a nanosecond each
-constexpr int64_t kMinThreadedBytes = 256 * 1024;
+constexpr int64_t kMinThreadedBytes = 1 << 20;
 
 Kernels choose_kernels(DataType dtype, bool widens, HeadDims dims) {
 #if defined(__x86_64__)
@@ -114,25 +113,6 @@ int64_t estimate_work(const AttentionParams& params, HeadDims dims) {
   return work;
 }
 
-void append_token(const AppendParams& params, int32_t token) {
-  const int64_t slot = params.slots[token];
-  if (slot < 0 || slot >= int64_t{params.num_pages} * params.page_size.divisor) return;
-  const int64_t page = slot / params.page_size.divisor;
-  const int64_t in_page = slot % params.page_size.divisor;
-  const auto copy_heads = [&](const void* from, int64_t token_stride, int64_t head_stride, int32_t head_bytes,
-                              const KvTensor& to) {
-    const char* source = static_cast<const char*>(from) + token * token_stride * params.element_bytes;
-    char* target = static_cast<char*>(const_cast<void*>(to.data)) +
-                   (page * to.page_stride + in_page * to.token_stride) * params.element_bytes;
-    for (int64_t head = 0; head < params.num_kv_heads; ++head) {
-      std::memcpy(target + head * to.head_stride * params.element_bytes,
-                  source + head * head_stride * params.element_bytes, static_cast<size_t>(head_bytes));
-    }
-  };
-  copy_heads(params.k, params.k_token_stride, params.k_head_stride, params.k_head_bytes, params.k_cache);
-  copy_heads(params.v, params.v_token_stride, params.v_head_stride, params.v_head_bytes, params.v_cache);
-}
-
 }  // namespace
 
 void run_attention(const LatentAttentionParams& given, DataType dtype, DataType kv_dtype, HeadDims dims,
@@ -152,18 +132,8 @@ void run_attention(const LatentAttentionParams& given, DataType dtype, DataType 
   auto merge_pair = [&](int32_t i) {
     kernels.merge_pair(params, dims, pairs[static_cast<size_t>(i)], thread_scratch());
   };
-  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * dims.v * 4 >= kMinThreadedBytes * 4,
+  parallel_for(static_cast<int32_t>(pairs.size()), parts * params.max_tile_rows * dims.v * 4 >= kMinThreadedBytes,
                merge_pair);
-}
-
-void append(const AppendParams& params) {
-  constexpr int32_t kChunk = 64;  // tokens that a thread takes at a time
-  auto copy = [&](int32_t chunk) {
-    const int32_t end = min_of(params.num_tokens, (chunk + 1) * kChunk);
-    for (int32_t token = chunk * kChunk; token < end; ++token) append_token(params, token);
-  };
-  const int64_t bytes = int64_t{params.num_tokens} * params.num_kv_heads * (params.k_head_bytes + params.v_head_bytes);
-  parallel_for(ceil_div(params.num_tokens, kChunk), bytes >= kMinThreadedBytes, copy);
 }
 
 }  // namespace attn::cpu

@@ -1,9 +1,8 @@
-// The executor of a schedule on CPU threads: what the attention, merge and append kernels are on a GPU.
+// The executor of a schedule on CPU threads: what the attention and merge kernels are on a GPU.
 #pragma once
 
 #include "attention/cpu/kernels.h"
 #include "attention/params.h"
-#include "cache/params.h"
 #include "common/data_type.h"
 
 namespace attn::cpu {
@@ -14,8 +13,5 @@ namespace attn::cpu {
 /// the cache. `dtype`: of Q and O. `of_variant`: kernels that take the place of the standard ones; may be nullptr.
 void run_attention(const LatentAttentionParams& given, DataType dtype, DataType kv_dtype, HeadDims dims,
                    const Kernels* of_variant);
-
-/// Copies new tokens into the paged cache.
-void append(const AppendParams& params);
 
 }  // namespace attn::cpu

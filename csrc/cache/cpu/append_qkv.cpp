@@ -1,4 +1,4 @@
-#include "cache/cpu/append_qkv.h"
+#include "cache/cpu/append.h"
 
 #include <cmath>
 #include <vector>

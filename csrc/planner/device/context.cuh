@@ -1,13 +1,13 @@
 // What the steps of the device planner share: what is known of the plan, and loops and sums over a CTA's threads.
 #pragma once
 
+#include "common/ptx/warp.cuh"
 #include "planner/cost_model.h"
 #include "planner/launch.h"
 
 namespace attn {
 
 constexpr int32_t kPlanWarps = kPlanThreads / 32;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int32_t kMostSums = 3;  // of running_sums()
 
 __device__ __forceinline__ int32_t thread_index() { return static_cast<int32_t>(threadIdx.x); }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void report(PlanShared& shared, uint32_t errors) {
 
 /// Raises a number in shared memory to the largest of a warp's values.
 __device__ __forceinline__ void shared_max(int32_t* address, int32_t value) {
-  const int32_t largest = __reduce_max_sync(kAllLanes, value);
+  const int32_t largest = __reduce_max_sync(ptx::kAllLanes, value);
   if (lane_index() == 0) atomicMax(address, largest);
 }
 
@@ -71,25 +71,14 @@ __device__ __forceinline__ void shared_max(int32_t* address, int32_t value) {
 /// node: then it is one addition, as those of many threads to one address take a long time.
 template <class Node>
 __device__ __forceinline__ void add_to_node(Node* nodes, int32_t n, int32_t Node::* field, int32_t value) {
-  const int32_t any = __reduce_max_sync(kAllLanes, n);
+  const int32_t any = __reduce_max_sync(ptx::kAllLanes, n);
   if (any < 0) return;
-  if (__all_sync(kAllLanes, n < 0 || n == any)) {
-    const int32_t sum = __reduce_add_sync(kAllLanes, n < 0 ? 0 : value);
+  if (__all_sync(ptx::kAllLanes, n < 0 || n == any)) {
+    const int32_t sum = __reduce_add_sync(ptx::kAllLanes, n < 0 ? 0 : value);
     if (lane_index() == 0) atomicAdd(&(nodes[any].*field), sum);
   } else if (n >= 0) {
     atomicAdd(&(nodes[n].*field), value);
   }
-}
-
-/// The sum of the lanes' values up to this one's.
-template <class Int>
-__device__ __forceinline__ Int sum_up_to_lane(Int sum) {
-#pragma unroll
-  for (int32_t distance = 1; distance < 32; distance *= 2) {
-    const Int below = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane_index() >= distance) sum += below;
-  }
-  return sum;
 }
 
 /// Running sums over the threads, several at once: each of `values` becomes its total so far plus those of all threads
@@ -99,7 +88,7 @@ __device__ __forceinline__ void running_sums(PlanShared& shared, Int (&values)[k
   static_assert(kCount <= kMostSums, "room for the sums of warps");
   Int up_to_lane[kCount];
 #pragma unroll
-  for (int32_t k = 0; k < kCount; ++k) up_to_lane[k] = sum_up_to_lane(values[k]);
+  for (int32_t k = 0; k < kCount; ++k) up_to_lane[k] = ptx::warp_inclusive_sum(values[k], lane_index());
   __syncthreads();  // all threads have read the sums before
 #pragma unroll
   for (int32_t k = 0; k < kCount && lane_index() == 31; ++k) shared.warp_sums[k][warp_index()] = up_to_lane[k];
@@ -107,9 +96,9 @@ __device__ __forceinline__ void running_sums(PlanShared& shared, Int (&values)[k
 #pragma unroll
   for (int32_t k = 0; k < kCount; ++k) {
     const Int of_warp = lane_index() < kPlanWarps ? static_cast<Int>(shared.warp_sums[k][lane_index()]) : 0;
-    const Int up_to_warp = sum_up_to_lane(of_warp);
-    values[k] = totals[k] + __shfl_sync(kAllLanes, up_to_warp - of_warp, warp_index()) + up_to_lane[k] - values[k];
-    totals[k] += __shfl_sync(kAllLanes, up_to_warp, 31);
+    const Int up_to_warp = ptx::warp_inclusive_sum(of_warp, lane_index());
+    values[k] = totals[k] + __shfl_sync(ptx::kAllLanes, up_to_warp - of_warp, warp_index()) + up_to_lane[k] - values[k];
+    totals[k] += __shfl_sync(ptx::kAllLanes, up_to_warp, 31);
   }
 }
 

@@ -100,7 +100,7 @@ __device__ __forceinline__ void add_up_nodes(PlanContext& c, const Forest& f) {
     add_to_node(f.nodes, n, &ForestNode::weight, rows_cost(c.p.config, rows, false).kv_tile);
     add_to_node(f.nodes, n, &ForestNode::direct_rows, rows);
 #pragma unroll 1
-    for (; __any_sync(kAllLanes, n >= 0); n = n >= 0 ? f.nodes[n].parent : -1) {
+    for (; __any_sync(ptx::kAllLanes, n >= 0); n = n >= 0 ? f.nodes[n].parent : -1) {
       add_to_node(f.nodes, n, &ForestNode::rows, rows);
       add_to_node(f.nodes, n, &ForestNode::num_requests, 1);
     }
@@ -195,12 +195,12 @@ __device__ __forceinline__ void link_forest(const PlanContext& c, const ForestMe
     for (int32_t first = 0; first < f.size; first += 32) {
       const int32_t i = first + lane_index();
       const bool is_member = i < f.size && f.taken_at(i, f.nodes[n].taken_depth) == n;
-      if (!__any_sync(kAllLanes, is_member)) continue;
+      if (!__any_sync(ptx::kAllLanes, is_member)) continue;
       const int32_t own_rows = is_member ? f.requests[i].qo_len : 0;
-      const int32_t up_to_lane = num_rows + sum_up_to_lane(own_rows);
+      const int32_t up_to_lane = num_rows + ptx::warp_inclusive_sum(own_rows, lane_index());
 #pragma unroll 1
       for (int32_t row = 0; row < own_rows; ++row) link_node_row(c.p, f, n, i, row, up_to_lane - own_rows + row);
-      num_rows = __shfl_sync(kAllLanes, up_to_lane, 31);
+      num_rows = __shfl_sync(ptx::kAllLanes, up_to_lane, 31);
     }
   }
 }

@@ -139,9 +139,10 @@ __device__ __forceinline__ void place_tiles(PlanContext& c) {
 __device__ __forceinline__ EvenCut best_even_cut(const PlanParams& p, const SharedPairs& pairs) {
   static_assert(kMaxAlignedParts == 32, "a lane each");
   const EvenCut cut = cut_evenly(p, pairs, lane_index() + 1);
-  const int32_t cost = __reduce_min_sync(kAllLanes, cut.cost);
-  const int32_t best = __ffs(static_cast<int32_t>(__ballot_sync(kAllLanes, cut.cost == cost))) - 1;
-  return EvenCut{best + 1, __shfl_sync(kAllLanes, cut.kv_tiles, best), __shfl_sync(kAllLanes, cut.share, best), cost};
+  const int32_t cost = __reduce_min_sync(ptx::kAllLanes, cut.cost);
+  const int32_t best = __ffs(static_cast<int32_t>(__ballot_sync(ptx::kAllLanes, cut.cost == cost))) - 1;
+  return EvenCut{best + 1, __shfl_sync(ptx::kAllLanes, cut.kv_tiles, best),
+                 __shfl_sync(ptx::kAllLanes, cut.share, best), cost};
 }
 
 /// Cuts the list of work: finds the positions of CTAs.

@@ -79,7 +79,7 @@ struct SearchTeam {
 
   /// The smallest value of all threads.
   __device__ __forceinline__ int32_t minimum(int32_t value) {
-    int32_t smallest = __reduce_min_sync(kAllLanes, value);
+    int32_t smallest = __reduce_min_sync(ptx::kAllLanes, value);
     int32_t* of_warp = minima[uses++ % 2] + index * kWarps;
     if (lane_index() == 0) of_warp[thread / 32] = smallest;
     ptx::barrier_sync(1 + index, kThreads);
@@ -106,7 +106,7 @@ __device__ __forceinline__ int32_t common_pages(const SearchContext& s, SearchTe
     for (int32_t k = 0; k < kBatch; ++k) {
       if (!same[k]) differs = min_of(differs, first + k * team.kThreads);
     }
-    differs = __reduce_min_sync(kAllLanes, differs);
+    differs = __reduce_min_sync(ptx::kAllLanes, differs);
   }
   return team.minimum(differs);
 }
@@ -145,7 +145,7 @@ __device__ __forceinline__ int32_t next_candidate(const SearchContext& s, Search
 /// Where a request attaches.
 __device__ __forceinline__ Attachment attach(const SearchContext& s, SearchTeam& team, int32_t request) {
   static_assert(kMaxForestRequests <= 32 * SearchTeam::kThreads, "a bit for each request");
-  uint32_t candidates = kAllLanes;
+  uint32_t candidates = ~0u;
   Attachment best{-1, 0};
   int32_t other = -1;
 #pragma unroll 1

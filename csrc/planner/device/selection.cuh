@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/warp.cuh"
 #include "planner/selection.h"
 
 namespace attn {
@@ -12,7 +13,6 @@ constexpr int32_t kSelectionWarps = kSelectionThreads / 32;
 /// what a thread overwrites, so a row may be packed in place. `shared_counts`: [kSelectionWarps], of the CTA.
 __device__ __forceinline__ void pack_selected_slots(const SelectionParams& p, int32_t* shared_counts) {
   constexpr int32_t kEntries = 4;
-  constexpr uint32_t kAll = 0xffffffffu;
   const int32_t row_number = static_cast<int32_t>(blockIdx.x), thread = static_cast<int32_t>(threadIdx.x);
   const int32_t lane = thread % 32, warp = thread / 32;
   int32_t count = 0;  // of the entries before
@@ -32,12 +32,7 @@ __device__ __forceinline__ void pack_selected_slots(const SelectionParams& p, in
         found[i] = selected_slot(p, row, tokens[i]);
         own += found[i] >= 0;
       }
-      int32_t up_to = own;  // of the warp, this lane's included
-#pragma unroll
-      for (int32_t lanes = 1; lanes < 32; lanes *= 2) {
-        const int32_t before = __shfl_up_sync(kAll, up_to, lanes);
-        if (lane >= lanes) up_to += before;
-      }
+      const int32_t up_to = ptx::warp_inclusive_sum(own, lane);
       if (lane == 31) shared_counts[warp] = up_to;
       __syncthreads();
       int32_t place = count + up_to - own;

@@ -43,10 +43,10 @@ struct Scratch {
 template <class Weights>
 class Row {
  public:
-  Row(const SamplingParams& params, int64_t row, const RowSettings& settings, Scratch& scratch)
+  Row(const SamplingParams& params, int64_t row, Scratch& scratch)
       : params_(params),
         row_(row),
-        settings_(settings),
+        settings_(row_settings(params, row)),
         scratch_(scratch),
         vocab_(params.vocab),
         values_(scratch.values.data()),
@@ -58,7 +58,7 @@ class Row {
       }
     }
     reference_ = kMinusInfinity;
-    bool bad = !settings.valid;
+    bool bad = !settings_.valid;
     for (int32_t i = 0; i < vocab_; ++i) {
       bad |= is_nan(values_[i]);
       if (values_[i] > reference_) {
@@ -67,7 +67,7 @@ class Row {
       }
     }
     valid_ = !bad && reference_ > kMinusInfinity && reference_ < -kMinusInfinity;
-    if (valid_) weights_ = Weights(reference_, settings.scale);
+    if (valid_) weights_ = Weights(reference_, settings_.scale);
   }
 
   bool valid() const { return valid_; }
@@ -76,15 +76,15 @@ class Row {
   int32_t token() {
     if (!valid_) return first_allowed();
     if (settings_.greedy) return best_;
-    return race(settings_.filters() ? threshold() : kExcludedKey + 1);
+    return race(threshold());
   }
 
   void write_logprobs(int32_t token) {
-    const bool tempered = params_.tempered_logprobs != 0 && !settings_.greedy;
+    const bool tempered = is_tempered(params_, settings_);
     const float inverse_temperature = tempered ? settings_.inverse_temperature : 1.0f;
     const uint64_t mass = valid_ ? segment_masses(Weights(reference_, tempered ? settings_.scale : kLog2E)) : 0;
     const auto of = [&](int32_t i) {
-      return valid_ ? logprob(values_[i], reference_, inverse_temperature, mass) : bits_float(0x7fc00000u);
+      return valid_ ? logprob(values_[i], reference_, inverse_temperature, mass) : kNaN;
     };
     if (params_.logprobs != nullptr) params_.logprobs[row_] = of(token);
     const int32_t count = params_.num_top_logprobs;
@@ -100,7 +100,7 @@ class Row {
       const bool exists = n < found;
       params_.top_token_ids[row_ * count + n] = exists ? ranked[static_cast<size_t>(n)].second : 0;
       params_.top_logprobs[row_ * count + n] =
-          exists ? of(ranked[static_cast<size_t>(n)].second) : (valid_ ? kMinusInfinity : bits_float(0x7fc00000u));
+          exists ? of(ranked[static_cast<size_t>(n)].second) : (valid_ ? kMinusInfinity : kNaN);
     }
   }
 
@@ -108,11 +108,10 @@ class Row {
     float* out = params_.written + row_ * params_.written_stride;
     if (params_.task == RowTask::kMaskLogits) {
       const uint32_t lowest = valid_ ? threshold() : 0;
-      for (int32_t i = 0; i < vocab_; ++i)
-        out[i] = lowest == 0 || order_key(values_[i]) >= lowest ? values_[i] : kMinusInfinity;
+      for (int32_t i = 0; i < vocab_; ++i) out[i] = order_key(values_[i]) >= lowest ? values_[i] : kMinusInfinity;
       return;
     }
-    const uint32_t lowest = valid_ && settings_.filters() ? threshold() : kExcludedKey + 1;
+    const uint32_t lowest = valid_ ? threshold() : kWholeRow;
     const uint64_t total = !valid_ ? 0 : settings_.filters() ? survivors_mass(lowest) : segment_masses(weights_);
     for_segments([&](int32_t begin, int32_t count, const uint64_t* weight) {
       for (int32_t i = 0; i < count; ++i) {
@@ -123,14 +122,12 @@ class Row {
   }
 
  private:
-  static constexpr int32_t kSegment = kSegmentTokens;
-
   /// body(first token, tokens, weights relative to the row's largest value)
   template <class Body>
   void for_segments(const Body& body) const {
-    uint64_t weight[kSegment];
-    for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
-      const int32_t count = min_of(kSegment, vocab_ - begin);
+    uint64_t weight[kSegmentTokens];
+    for (int32_t begin = 0; begin < vocab_; begin += kSegmentTokens) {
+      const int32_t count = min_of(kSegmentTokens, vocab_ - begin);
       if (valid_) weigh(weights_, values_ + begin, count, weight);
       body(begin, count, weight);
     }
@@ -138,10 +135,10 @@ class Row {
 
   /// The row's mass, segment by segment, each relative to its own largest value first.
   uint64_t segment_masses(const Weights& weights) const {
-    uint64_t weight[kSegment];
+    uint64_t weight[kSegmentTokens];
     uint64_t total = 0;
-    for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
-      const int32_t count = min_of(kSegment, vocab_ - begin);
+    for (int32_t begin = 0; begin < vocab_; begin += kSegmentTokens) {
+      const int32_t count = min_of(kSegmentTokens, vocab_ - begin);
       const float reference = *std::max_element(values_ + begin, values_ + begin + count);
       if (reference == kMinusInfinity) continue;
       weigh(Weights(reference, weights), values_ + begin, count, weight);
@@ -162,6 +159,7 @@ class Row {
 
   /// Smallest key that survives all filters.
   uint32_t threshold() {
+    if (!settings_.filters()) return kWholeRow;
     uint32_t lowest = min_p_key(weights_, settings_);
     auto& keys = scratch_.keys;
     keys.clear();
@@ -169,19 +167,17 @@ class Row {
       const uint32_t key = order_key(values_[i]);
       if (key >= lowest) keys.push_back(key);
     }
-    const uint32_t min_p_lowest = lowest;
     if (settings_.top_k > 0 && static_cast<int64_t>(keys.size()) > settings_.top_k) {
       std::nth_element(keys.begin(), keys.begin() + (settings_.top_k - 1), keys.end(), std::greater<uint32_t>());
       lowest = keys[static_cast<size_t>(settings_.top_k - 1)];
     }
     if (!settings_.has_top_p) return lowest;
-    const bool of_all = params_.joint != 0 || (settings_.top_k == 0 && settings_.min_p == 0.0f);
-    const uint64_t total = of_all ? segment_masses(weights_) : survivors_mass(lowest);
-    return max_of(lowest, top_p_key(keys, top_p_target(settings_, total), min_p_lowest));
+    const uint64_t total = top_p_of_all(params_, settings_) ? segment_masses(weights_) : survivors_mass(lowest);
+    return max_of(lowest, top_p_key(keys, top_p_target(settings_, total)));
   }
 
-  /// Largest key that at least `target` lies at or above, or `lowest`.
-  uint32_t top_p_key(std::vector<uint32_t>& keys, uint64_t target, uint32_t lowest) const {
+  /// Largest key that at least `target` lies at or above; 0 if there is none.
+  uint32_t top_p_key(std::vector<uint32_t>& keys, uint64_t target) const {
     uint64_t mass = 0;
     size_t done = 0;
     for (size_t wanted = 128; done < keys.size(); wanted *= 8) {  // sorts no more than a few times what is needed
@@ -195,27 +191,27 @@ class Row {
         if (mass >= target) return keys[done];
       }
     }
-    return lowest;
+    return 0;
   }
 
   /// The winner among the tokens with a key from `lowest` on.
   int32_t race(uint32_t lowest) const {
     const int64_t seed = params_.seed[row_], position = params_.position[row_];
     const float least = key_value(lowest);
-    uint16_t halves[kSegment];
+    uint16_t halves[kSegmentTokens];
     double best = 0.0;
     int32_t winner = -1;
-    for (int32_t begin = 0; begin < vocab_; begin += kSegment) {
-      const int32_t end = min_of(begin + kSegment, vocab_);
+    for (int32_t begin = 0; begin < vocab_; begin += kSegmentTokens) {
+      const int32_t end = min_of(begin + kSegmentTokens, vocab_);
       if (std::none_of(values_ + begin, values_ + end, [&](float value) { return value >= least; })) continue;
-      loops().race_halves(seed, position, begin / kSegment, halves);
+      loops().race_halves(seed, position, begin / kSegmentTokens, halves);
       for (int32_t token = begin; token < end; ++token) {
         if (!(values_[token] >= least)) continue;
         const double strength = weights_.strength(values_[token]);
         const uint32_t half = halves[token - begin];
         if (winner >= 0 && strength + most_gain(half) < best) continue;
-        const double value =
-            race_value(strength, static_cast<uint64_t>(half) << kRaceTailBits | race_tail(seed, position, token));
+        const uint32_t tail = random_word(seed, position, static_cast<uint32_t>(token), kDrawTailStream);
+        const double value = race_value(strength, static_cast<uint64_t>(half) << kRaceTailBits | tail);
         if (winner < 0 || value > best) {
           best = value;
           winner = token;
@@ -236,7 +232,7 @@ class Row {
 
   const SamplingParams& params_;
   const int64_t row_;
-  const RowSettings& settings_;
+  const RowSettings settings_;
   Scratch& scratch_;
   const int32_t vocab_;
   float* values_;
@@ -248,8 +244,7 @@ class Row {
 
 template <class Weights>
 void finish_row(const SamplingParams& params, int64_t row, Scratch& scratch) {
-  const RowSettings settings = row_settings(params, row);
-  Row<Weights> prepared(params, row, settings, scratch);
+  Row<Weights> prepared(params, row, scratch);
   if (params.task == RowTask::kRenorm || params.task == RowTask::kMaskLogits) {
     prepared.write_values();
     return;
@@ -278,7 +273,6 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
     for (int32_t i = 0; i < vocab; ++i)
       scratch.values[static_cast<size_t>(i)] = prob_value(residual ? residual_prob(target[i], draft[i]) : target[i]);
   };
-  RowSettings settings = row_settings(params, row);
   SamplingParams drawn = params;
   drawn.position.array = IndexArray{};
   drawn.position.value = position + accepted;
@@ -287,7 +281,7 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
     return value == kMinusInfinity;
   };  // a NaN is something, wherever it stands
   if (accepted < drafts && std::all_of(scratch.values.begin(), scratch.values.begin() + vocab, is_nothing)) fill(false);
-  Row<ProbWeights> prepared(drawn, row, settings, scratch);
+  Row<ProbWeights> prepared(drawn, row, scratch);
   store_token(params, out + accepted, prepared.token());
   for (int32_t i = accepted + 1; i <= drafts; ++i) store_token(params, out + i, -1);
   params.num_accepted[row] = accepted;

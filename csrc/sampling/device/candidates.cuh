@@ -306,7 +306,7 @@ struct Candidates {
     uint64_t target = ~uint64_t{0};
     if (settings.has_top_p) {
       const uint64_t mass = row.block_sum(kept);
-      target = top_p_target(settings, row.top_p_of_all() ? shared.row_mass : mass);
+      target = top_p_target(settings, top_p_of_all(row.params, settings) ? shared.row_mass : mass);
     }
     __syncthreads();
     if (row.warp() != 0) return;

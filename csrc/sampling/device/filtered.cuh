@@ -7,13 +7,14 @@
 //      read, and sums of the same read prove that the winner survives (top_p.cuh).
 //   3. No filter: the whole row races as it is read (race.cuh).
 //   4. The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact selection by
-//      the digits of a radix, a read of the row each, then a race of the survivors (row.cuh).
+//      the digits of a radix, a read of the row each, then a race of the survivors (threshold.cuh).
 //
 // The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
 // bound, and nothing that is written depends on the order in which threads run. docs/sampling.md has the whole of it.
 #pragma once
 
 #include "sampling/device/candidates.cuh"
+#include "sampling/device/threshold.cuh"
 #include "sampling/device/top_p.cuh"
 
 namespace attn {
@@ -21,7 +22,6 @@ namespace attn {
 template <class Source>
 struct RowSampler : Row<Source> {
   using Base = Row<Source>;
-  using Base::num_ctas;
   using Base::params;
   using Base::rank;
   using Base::reader;
@@ -37,15 +37,14 @@ struct RowSampler : Row<Source> {
   __device__ __forceinline__ void write_invalid(int64_t token_index) const {
     if (rank != 0) return;
     const int32_t first = this->warp() == 0 ? first_allowed(params, row) : 0;
-    const float nan = __uint_as_float(0x7fc00000u);
     if (threadIdx.x == 0) {
       store_token(params, token_index, first);
       params.valid[row] = 0;
-      if (params.logprobs != nullptr) params.logprobs[row] = nan;
+      if (params.logprobs != nullptr) params.logprobs[row] = kNaN;
     }
     for (int32_t i = threadIdx.x; i < params.num_top_logprobs; i += kSamplingThreads) {
       params.top_token_ids[static_cast<int64_t>(row) * params.num_top_logprobs + i] = 0;
-      params.top_logprobs[static_cast<int64_t>(row) * params.num_top_logprobs + i] = nan;
+      params.top_logprobs[static_cast<int64_t>(row) * params.num_top_logprobs + i] = kNaN;
     }
   }
 
@@ -115,7 +114,7 @@ struct RowSampler : Row<Source> {
  private:
   __device__ __forceinline__ bool begins_with_candidates() const {
     return settings.valid && settings.top_k > 0 && !settings.greedy && !wants_logprobs() &&
-           !(settings.has_top_p && this->top_p_of_all()) && Candidates<Source>(*this).suits();
+           !(settings.has_top_p && top_p_of_all(params, settings)) && Candidates<Source>(*this).suits();
   }
 
   /// After reader.start().
@@ -150,7 +149,7 @@ struct RowSampler : Row<Source> {
 
   /// After reader.start(): all but the ways of the first read, see above. False: the row is not valid.
   __device__ __forceinline__ bool read(bool has_token) const {
-    const bool needs_mass = !has_token && settings.has_top_p && this->top_p_of_all();
+    const bool needs_mass = !has_token && settings.has_top_p && top_p_of_all(params, settings);
     const uint32_t lane_key = this->read_values(needs_mass, wants_logprobs());
     this->exchange_best();
     if (!settings.valid || !is_drawable(shared.decision.best_key)) return false;
@@ -167,7 +166,7 @@ struct RowSampler : Row<Source> {
       if (!is_drawable(shared.decision.best_key)) return false;
     }
     if (!has_token) {
-      const uint32_t threshold = this->find_threshold(false).key;
+      const uint32_t threshold = ThresholdSearch<Source>(*this).find_threshold(false).key;
       this->start_again();
       take(this->race(Survivors{key_value(threshold)}));
     }

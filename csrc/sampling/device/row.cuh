@@ -1,5 +1,5 @@
-// A row that the CTAs of a cluster share (one CTA, where there are no clusters): its first read, what CTAs tell each
-// other, and the exact selection of a threshold by further reads.
+// A row that the CTAs of a cluster share (one CTA, where there are no clusters): its first read, its race, and how CTAs
+// tell each other what they found.
 #pragma once
 
 #include "common/ptx/cluster.cuh"
@@ -8,7 +8,6 @@
 
 namespace attn {
 
-constexpr uint32_t kWholeRow = kExcludedKey + 1;  // every token that can be drawn
 constexpr int32_t kBinBits = 11;
 constexpr int32_t kBins = 1 << kBinBits;
 constexpr int32_t kChunkRows = 32;        // of a warp, in the table of chunks
@@ -19,12 +18,6 @@ constexpr int32_t kCountBins = kSamplingThreads;
 /// Bands::high. Sums of segments' float sums: in float their error would be the largest of all.
 struct BandMasses {
   double all = 0.0, low = 0.0, high = 0.0;
-
-  __device__ __forceinline__ void add(const BandMasses& other) {
-    all += other.all;
-    low += other.low;
-    high += other.high;
-  }
 };
 
 /// What a thread has in a race: in memory, as registers are short.
@@ -144,14 +137,9 @@ struct Row {
   __device__ __forceinline__ int32_t rounds() const {
     return share_of_cta(ceil_div(reader.num_segments(), kSamplingWarps) + num_ctas - 1);
   }
-  /// Whether top-p is a share of the whole row's mass.
-  __device__ __forceinline__ bool top_p_of_all() const {
-    return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f);
-  }
   __device__ __forceinline__ bool wants_logprobs() const {
     return params.logprobs != nullptr || params.num_top_logprobs > 0;
   }
-  __device__ __forceinline__ bool is_tempered() const { return params.tempered_logprobs != 0 && !settings.greedy; }
   __device__ __forceinline__ float reference() const { return key_value(shared.decision.best_key); }
   __device__ __forceinline__ Weights weights() const { return Weights(reference(), settings.scale, settings.floor); }
 
@@ -241,7 +229,7 @@ struct Row {
   }
 
   __device__ __forceinline__ Weights logprob_weights(float of) const {
-    return Weights(of, is_tempered() ? settings.scale : kLog2E);
+    return Weights(of, is_tempered(params, settings) ? settings.scale : kLog2E);
   }
 
   /// After reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
@@ -368,142 +356,14 @@ struct Row {
   // ---- Results ----
 
   __device__ __forceinline__ float logprob_of(float value) const {
-    return logprob(value, reference(), is_tempered() ? settings.inverse_temperature : 1.0f, shared.logprob_mass);
+    return logprob(value, reference(), is_tempered(params, settings) ? settings.inverse_temperature : 1.0f,
+                   shared.logprob_mass);
   }
 
   __device__ __forceinline__ void store_top(int32_t place, uint64_t token) const {
     const int64_t at = static_cast<int64_t>(row) * params.num_top_logprobs + place;
     params.top_token_ids[at] = token == 0 ? 0 : token_of(token);
     params.top_logprobs[at] = token == 0 ? kMinusInfinity : logprob_of(key_value(static_cast<uint32_t>(token >> 32)));
-  }
-
-  // ---- Selection ----
-
-  struct Selected {
-    uint32_t key;
-    uint64_t sum;  // of the weights from there on
-  };
-
-  /// Adds to a bin, in two words: nvcc makes a loop of 64 bits.
-  __device__ __forceinline__ static void add_to_bin(uint64_t& bin, uint64_t weight) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(&bin);
-    const uint32_t low = static_cast<uint32_t>(weight), before = atomicAdd(&words[0], low);
-    const uint32_t high = static_cast<uint32_t>(weight >> 32) + (before + low < low ? 1 : 0);
-    if (high != 0) atomicAdd(&words[1], high);
-  }
-
-  /// Adds up the CTAs' bins. Each CTA adds up a part of them, and gives the sums to all.
-  __device__ __forceinline__ void add_bins() const {
-    sync();
-    if (num_ctas == 1) return;
-    const int32_t part = share_of_cta(kBins);
-    for (int32_t bin = part * rank + static_cast<int32_t>(threadIdx.x); bin < part * (rank + 1);
-         bin += kSamplingThreads) {
-      uint64_t sum = 0;
-      for (int32_t cta = 0; cta < num_ctas; ++cta) sum += ptx::cluster_pointer(shared.bins, cta)[bin];
-      for (int32_t cta = 0; cta < num_ctas; ++cta) ptx::cluster_pointer(shared.bins, cta)[bin] = sum;
-    }
-    sync();
-  }
-
-  /// Where the running sum of the bins reaches `target`: bin (kBins: nowhere), sum before it, sum with it. The last two
-  /// are the same where it is not reached.
-  __device__ __forceinline__ void find_crossing(uint64_t target, uint64_t (&found)[3]) const {
-    constexpr int32_t kThreadBins = kBins / kSamplingThreads;
-    const uint64_t* own = shared.bins + threadIdx.x * kThreadBins;
-    uint64_t mine = 0;
-#pragma unroll 1
-    for (int32_t i = 0; i < kThreadBins; ++i) mine += own[i];
-    uint64_t through = ptx::warp_inclusive_sum(mine, lane());
-    if (lane() == 31) shared.block_sums[1][warp()] = through;
-    __syncthreads();
-#pragma unroll 1
-    for (int32_t w = 0; w < warp(); ++w) through += shared.block_sums[1][w];
-    uint64_t before = through - mine;
-    if (before < target && target <= through) {
-      int32_t i = 0;
-#pragma unroll 1
-      for (; before + own[i] < target; ++i) before += own[i];
-      shared.crossing[0] = threadIdx.x * kThreadBins + i;
-      shared.crossing[1] = before;
-      shared.crossing[2] = before + own[i];
-    }
-    if (threadIdx.x == kSamplingThreads - 1 && through < target) {
-      shared.crossing[0] = kBins;
-      shared.crossing[1] = shared.crossing[2] = through;
-    }
-    __syncthreads();
-    for (int32_t i = 0; i < 3; ++i) found[i] = shared.crossing[i];
-    __syncthreads();  // before it is written again
-  }
-
-  /// The largest key, not below `low`, such that the row's tokens at or above it sum up to `target`, by mass or by
-  /// number; `low` if there is none. It is found digit by digit, with a read of the row for each, and is the same in
-  /// all threads.
-  __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
-    const Weights of_row = weights();
-    uint32_t high = shared.decision.best_key;
-    uint64_t above = 0;
-#pragma unroll 1
-    while (true) {
-      const int32_t shift = max_of(32 - kBinBits - __clz(static_cast<int32_t>(high - low)), 0);
-      for (int32_t bin = threadIdx.x; bin < kBins; bin += kSamplingThreads) shared.bins[bin] = 0;
-      __syncthreads();
-      // Equal values that follow each other are added at once: rows may have nothing else.
-      uint32_t run_bin = 0;
-      uint64_t run_sum = 0;
-      reader.start();
-      reader.for_each([&](int32_t, float (&v)[kLaneTokens]) {
-#pragma unroll 1
-        for (int32_t i = 0; i < kLaneTokens; ++i) {  // rare, so it is small: registers move on instead of copies of it
-          const uint32_t key = order_key(v[0]), bin = (high - key) >> shift;
-          if (key >= low && key <= high) {
-            if (bin != run_bin && run_sum != 0) {
-              add_to_bin(shared.bins[run_bin], run_sum);
-              run_sum = 0;
-            }
-            run_bin = bin;
-            run_sum += by_mass ? of_row(v[0]) : 1;
-          }
-#pragma unroll
-          for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];
-        }
-      });
-      if (run_sum != 0) add_to_bin(shared.bins[run_bin], run_sum);
-      add_bins();
-      uint64_t found[3];
-      find_crossing(target - above, found);
-      if (found[0] == kBins) return Selected{low, above + found[2]};
-      high -= static_cast<uint32_t>(found[0]) << shift;
-      const uint32_t width = (1u << shift) - 1;
-      low = high - low > width ? high - width : low;
-      if (shift == 0) return Selected{low, above + found[2]};
-      above += found[1];
-    }
-  }
-
-  /// The smallest key that survives all filters and, if asked for, the survivors' mass, by reading the row again and
-  /// again. row_mass is there if it is needed.
-  __device__ __forceinline__ Selected find_threshold(bool needs_mass) const {
-    enum Step { kTopK, kMassOfTopK, kTopP, kMass };
-    Selected survivors{min_p_key(weights(), settings), 0};
-    uint64_t total = shared.row_mass;
-#pragma unroll 1
-    for (int32_t step = kTopK; step <= kMass; ++step) {  // one copy of the code
-      if (step == kTopK && settings.top_k == 0) continue;
-      if (step == kMassOfTopK && (!settings.has_top_p || top_p_of_all())) continue;
-      if (step == kTopP && !settings.has_top_p) continue;
-      if (step == kMass && (!needs_mass || settings.has_top_p)) continue;
-      const uint64_t target = step == kTopK   ? static_cast<uint64_t>(settings.top_k)
-                              : step == kTopP ? top_p_target(settings, total)
-                                              : ~uint64_t{0};  // never reached: the sum of all
-      const Selected selected = select(survivors.key, target, step != kTopK);
-      if (step == kMassOfTopK)
-        total = selected.sum;
-      else
-        survivors = selected;
-    }
-    return survivors;
   }
 };
 

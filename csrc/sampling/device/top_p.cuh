@@ -1,7 +1,7 @@
 // Top-p alone, where thousands of tokens may survive: a survey of some segments tells about where the threshold is, and
 // one read of the row proves what is needed. What is at or above a value a little below the threshold races; two sums
 // say that all survivors were in the race and that its winner is one. They are float sums: what is within their error
-// proves nothing, and the row is selected exactly (Row::find_threshold).
+// proves nothing, and the row is selected exactly (threshold.cuh).
 #pragma once
 
 #include "sampling/device/row.cuh"
@@ -34,7 +34,10 @@ struct BandRace {
       if (v[i] >= bands.high) of_high += part;
       if (v[i] >= bands.low) of_low += part;
     }
-    masses.add(BandMasses{of_all, of_low, of_high});
+    const BandMasses own{of_all, of_low, of_high};
+    masses.all += own.all;
+    masses.low += own.low;
+    masses.high += own.high;
   }
 };
 

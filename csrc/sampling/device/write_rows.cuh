@@ -1,7 +1,7 @@
 // What is written for every token of a row: softmax, renormalised survivors of top-k or top-p, logits that top-k masks.
 #pragma once
 
-#include "sampling/device/row.cuh"
+#include "sampling/device/threshold.cuh"
 
 namespace attn {
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_rows(const SamplingParams& params, const S
     if (needs_mass) row.sum_masses(true, false);
     mass = shared.row_mass;
     if (filters) {
-      const auto survivors = row.find_threshold(!masks);
+      const auto survivors = ThresholdSearch<Source>(row).find_threshold(!masks);
       threshold = survivors.key;
       mass = survivors.sum;
     }
