@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attention/kv_tokens.h"
-#include "attention/output.cuh"
+#include "attention/row_tile.cuh"
 #include "attention/variants.h"
 
 namespace attn {

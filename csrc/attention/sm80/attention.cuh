@@ -8,6 +8,8 @@
 
 #include "attention/output.cuh"
 #include "attention/params.h"
+#include "attention/row_tile.cuh"
+#include "attention/scores.cuh"
 #include "attention/sm80/kv_loader.cuh"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
@@ -82,7 +84,7 @@ __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const Row
     Chunk values[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
+      const PackedRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
       values[i] = Chunk{};
       if (row.exists && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks)) {
         QueryPart q{params.q, params.q_row_stride, params.q_head_stride};

@@ -3,10 +3,12 @@
 #pragma once
 
 #include "attention/output.cuh"
+#include "attention/row_tile.cuh"
+#include "attention/scores.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
-#include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/tiles.cuh"
 #include "attention/sm90/widened.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/transform_tile.cuh"
@@ -108,7 +110,7 @@ struct ConsumerBase {
   using OfValue = ValueTransform<Variant>;
   /// Whether tiles are transformed in the ring. Widened tiles are transformed where they then lie.
   static constexpr bool kTransformsRing = Traits::kTransformsCache && !kWidens;
-  static constexpr bool kTransformsEarly = transforms_early<Traits>(Shared::kTuning);
+  static constexpr bool kTransformsEarly = sm90::kTransformsEarly<Traits>;
 
   const HopperParams& hopper_params;
   const AttentionParams& params;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/sm90/shape.h"
-#include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/tiles.cuh"
 #include "attention/variants.h"
 #include "attention/warp_state.cuh"
 #include "common/elements.cuh"

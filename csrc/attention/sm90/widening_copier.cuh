@@ -3,9 +3,10 @@
 // one tile of it; others are a tile of K and a tile of V.
 #pragma once
 
+#include "attention/sm90/kv_copiers.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shared_memory.cuh"
-#include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/tiles.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/widened_row.cuh"
 #include "common/ptx/cache_policy.cuh"
@@ -49,8 +50,8 @@ struct WideningCopier {
   uint4 coming[kStages ? 1 : kAhead];
   float scales[Stored::kRowsHaveScales ? Row::Latent::kScales * kRows : 1];  // of the rows, or the cache's
 
-  template <class Share>
-  __device__ __forceinline__ WideningCopier(const HopperParams& params_, const Share& /*share*/) : params(params_) {}
+  __device__ __forceinline__ WideningCopier(const HopperParams& params_, const KvShare<Traits>& /*share*/)
+      : params(params_) {}
 
   /// The first of the lane's rows in the tile. Eight lanes write a pair of rows, chosen so that their stores fall into
   /// different banks.
