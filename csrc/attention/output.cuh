@@ -13,14 +13,14 @@
 
 namespace attn {
 
-/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile. kFours:
-/// they are outputs of widened_accumulate().
-template <class Tile, bool kFours = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
+/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
+/// kFourColumns: they are outputs of widened_accumulate().
+template <class Tile, bool kFourColumns = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns, kRowBlocks>& state,
                                            const Target& target, int b, const float (&inverse)[2], int32_t block_row,
                                            char* staged) {
   using Element = typename Target::Element;
-  if constexpr (kFours) {
+  if constexpr (kFourColumns) {
     const int lane = ptx::lane_id();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns,
 }
 
 /// Writes the rows of a warp that has seen all tokens of the item. They are first staged in the warp's own rows of
-/// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes. kFours: as in stage_rows().
-template <class Tile, bool kFours = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
+/// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes. kFourColumns: as in stage_rows().
+template <class Tile, bool kFourColumns = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, kRowBlocks>& state,
                                                 const Target& target, int32_t first_row, char* staged) {
   const int lane = ptx::lane_id();
@@ -93,7 +93,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
     if (lane < 16 && place.lse != nullptr) *place.lse = (lane < 8 ? lse[0] : lse[1]) * target.lse_unit();
 
     if (target.complete) {
-      stage_rows<Tile, kFours>(state, target, b, inverse, block_row, staged);
+      stage_rows<Tile, kFourColumns>(state, target, b, inverse, block_row, staged);
       __syncwarp();
       using Pieces = RowPieces<Tile, 32>;
       constexpr int kRowsPerPass = Pieces::kRows;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
       for (int half = 0; half < 2; ++half) {
         char* const to = shuffle_pointer(place.o, half * 8 + lane / 4);
         if (to == nullptr) continue;
-        if constexpr (kFours) {
+        if constexpr (kFourColumns) {
 #pragma unroll
           for (int n = 0; n < Tile::kHeadColumns / 8; n += 2) {
             if (n * 8 + lane % 4 * 4 < Tile::kHeadColumns)
@@ -150,7 +150,7 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
 /// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
 /// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
-/// kHeadColumns: that are written. Layout::kFours: as in stage_rows().
+/// kHeadColumns: that are written. Layout::kFourColumns: as in stage_rows().
 template <class Block, class Layout, int kHeadColumns, int kBytes, class Multiplied, int kColumns, class Target>
 __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumns, 1>& state, const Target& target,
                                                    const Layout& warp, int halves, char* outputs, float* maxima) {
@@ -207,7 +207,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     }
     if constexpr (Target::kHasScales) factor = target.with_scale(factor, tile_row);
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
-      if constexpr (Layout::kFours) {
+      if constexpr (Layout::kFourColumns) {
 #pragma unroll
         for (int n = 0; n < kColumns / 8; n += 2) {
           float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + lane % 4);

@@ -38,14 +38,28 @@ struct WarpState {
     }
   }
 
-  /// s = Q K^T. `q` and `k`: ldmatrix addresses (rows_first, columns_first) of the warp's first rows and tokens.
-  template <int kQkColumns, int kTokens, class QTile, class KTile>
-  __device__ __forceinline__ void scores(float (&s)[kRowBlocks][kTokens / 8][4], uint32_t q, uint32_t k) const {
+  template <int kBlocks>
+  __device__ __forceinline__ static void set_to_zero(float (&s)[kRowBlocks][kBlocks][4]) {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
+      for (int n = 0; n < kBlocks; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
     }
+  }
+
+  /// s += other, of 16 tokens.
+  __device__ __forceinline__ static void add_to(float (&s)[2][4], const float (&other)[2][4]) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      s[0][c] += other[0][c];
+      s[1][c] += other[1][c];
+    }
+  }
+
+  /// s = Q K^T. `q` and `k`: ldmatrix addresses (rows_first, columns_first) of the warp's first rows and tokens.
+  template <int kQkColumns, int kTokens, class QTile, class KTile>
+  __device__ __forceinline__ void scores(float (&s)[kRowBlocks][kTokens / 8][4], uint32_t q, uint32_t k) const {
+    set_to_zero(s);
     // Loads the next fragment of K while this one is multiplied. Where there are few products, two sums are kept, so
     // that a product does not have to wait for the one before.
     constexpr int kFragments = kTokens / 16;
@@ -74,13 +88,7 @@ struct WarpState {
         }
       }
     }
-    if constexpr (kTwoSums) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        s[0][0][c] += other[0][c];
-        s[0][1][c] += other[1][c];
-      }
-    }
+    if constexpr (kTwoSums) add_to(s[0], other);
   }
 
   /// The same with K of an 8-bit cache, which is widened on the way. A lane gets words of K with four neighbouring
@@ -90,11 +98,7 @@ struct WarpState {
   template <int kQkColumns, int kTokens, class KTile, class KvElement, class Query>
   __device__ __forceinline__ void widened_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
                                                  uint32_t k) const {
-#pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
-    }
+    set_to_zero(s);
     constexpr int kFragments = kTokens / 16;
     constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && kColumns <= 128;
     constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
@@ -127,13 +131,7 @@ struct WarpState {
         }
       }
     }
-    if constexpr (kTwoSums) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        s[0][0][c] += other[0][c];
-        s[0][1][c] += other[1][c];
-      }
-    }
+    if constexpr (kTwoSums) add_to(s[0], other);
   }
 
   /// The highest of a row's scores in this lane's columns.

@@ -16,6 +16,7 @@
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/math.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 
@@ -55,12 +56,6 @@ __device__ __forceinline__ int32_t find_end(const AttentionParams& params, int32
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
   return x;
 }
 
@@ -114,7 +109,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const P
     const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
     const float weight = ptx::ex2(lse - base);
     const float correction = ptx::ex2(maximum - base);
-    sum = sum * correction + warp_sum(weight);
+    sum = sum * correction + ptx::warp_add(weight);
     maximum = new_maximum;
     o = make_float4(o.x * correction, o.y * correction, o.z * correction, o.w * correction);
 

@@ -9,7 +9,7 @@
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
-#include "attention/sm90/widened.cuh"
+#include "attention/sm90/widened_tile.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/transform_tile.cuh"
 #include "attention/warp_state.cuh"

@@ -137,48 +137,48 @@ struct RowCopier {
 
   /// The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token are
   /// often consecutive, as those of a prompt are: TMA can load such a run.
-  struct Box {
-    uint32_t row[kLaneTokens];
+  struct Rows {
+    uint32_t begin[kLaneTokens];
     int32_t first;  // of the run
     bool is_run;
   };
   static constexpr uint32_t kNotWanted = 0xffffffff;
 
-  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
+  __device__ __forceinline__ Rows found(const LoadedRowTile& tile) const {
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
     const int lane = ptx::lane_id();
-    Box box;
+    Rows rows;
     const uint32_t some = __ballot_sync(0xffffffffu, wanted[0]);
-    box.first = 0;
+    rows.first = 0;
     bool is_apart = !kFindsRuns || params.run_tokens == 0 || some == 0;
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
-      box.row[i] = kNotWanted;
+      rows.begin[i] = kNotWanted;
       const int32_t page = wanted[i] ? tile.page(params.attention, entry[i]) : 0;
-      if (i == 0) box.first = __shfl_sync(0xffffffffu, page - lane, some == 0 ? 0 : __ffs(some) - 1);
-      is_apart |= wanted[i] && page - lane - 32 * i != box.first;
+      if (i == 0) rows.first = __shfl_sync(0xffffffffu, page - lane, some == 0 ? 0 : __ffs(some) - 1);
+      is_apart |= wanted[i] && page - lane - 32 * i != rows.first;
       if (!wanted[i]) continue;
       const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
-      box.row[i] =
+      rows.begin[i] =
           static_cast<uint32_t>((page * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
     }
-    box.is_run = kFindsRuns && !__any_sync(0xffffffffu, is_apart);
-    return box;
+    rows.is_run = kFindsRuns && !__any_sync(0xffffffffu, is_apart);
+    return rows;
   }
 
   /// Blocks [kFirst, kEnd) of columns.
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
+  __device__ __forceinline__ void copy(const Shared& shared, const Rows& rows, int32_t head, int part,
                                        ptx::CachePolicy policy) const {
-    if (box.is_run) {
-      copy_run<kFirst, kEnd>(shared, box, head, part, policy);
+    if (rows.is_run) {
+      copy_run<kFirst, kEnd>(shared, rows, head, part, policy);
     } else {
       if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
-        gather<KTile<Traits>, kFirst, kEnd>(shared, box, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
       } else if (share.is_v) {
-        gather<VTile<Traits>, kFirst, kEnd>(shared, box, head, part);
+        gather<VTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
       } else {
-        gather<KTile<Traits>, kFirst, kEnd>(shared, box, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
       }
     }
     // wgmma reads what cp.async has written, through the barrier alone (ADR 17).
@@ -187,7 +187,7 @@ struct RowCopier {
 
  private:
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void copy_run(const Shared& shared, const Box& box, int32_t head, int part,
+  __device__ __forceinline__ void copy_run(const Shared& shared, const Rows& rows, int32_t head, int part,
                                            ptx::CachePolicy policy) const {
     if (ptx::lane_id() != 0) return;
     const uint32_t full = shared.kv_full(part);
@@ -197,12 +197,12 @@ struct RowCopier {
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
       ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full,
-                    block * Tile::kBoxColumns, box.first, head, 0, policy);
+                    block * Tile::kBoxColumns, rows.first, head, 0, policy);
     }
   }
 
   template <class Tile, int kFirst, int kEnd>
-  __device__ __forceinline__ void gather(const Shared& shared, const Box& box, int32_t head, int part) const {
+  __device__ __forceinline__ void gather(const Shared& shared, const Rows& rows, int32_t head, int part) const {
     using Pieces = RowPieces<Tile, 32>;
     constexpr int kRowsPerPass = Pieces::kRows;
     constexpr int kBatch = 8;  // passes whose row offsets are shuffled together, so that the lanes wait once
@@ -220,7 +220,7 @@ struct RowCopier {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int first = batch + i * kRowsPerPass;
-        from[i] = __shfl_sync(0xffffffffu, box.row[first / 32], first % 32 + lane / Pieces::kChunks);
+        from[i] = __shfl_sync(0xffffffffu, rows.begin[first / 32], first % 32 + lane / Pieces::kChunks);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {

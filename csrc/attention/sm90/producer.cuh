@@ -128,7 +128,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
     } else {
       if (!copies) cursor.now.kv_tile = end;
       while (copies) {
-        const auto box = copier.found(tile);
+        const auto found = copier.found(tile);
         const bool last = ++cursor.now.kv_tile == end;
         // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
         // issued first, because they have few entries to wait for.
@@ -143,11 +143,11 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
         if constexpr (kIsWide) {
           const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
           shared.wait_kv_free(right);
-          copier.template copy<kLeftBlocks, kBlocks>(shared, box, head, right.slot, policy);
+          copier.template copy<kLeftBlocks, kBlocks>(shared, found, head, right.slot, policy);
           shared.wait_kv_free(place);
-          copier.template copy<0, kLeftBlocks>(shared, box, head, place.slot, policy);
+          copier.template copy<0, kLeftBlocks>(shared, found, head, place.slot, policy);
         } else {
-          copier.template copy<0, kBlocks>(shared, box, head, place.slot, policy);
+          copier.template copy<0, kBlocks>(shared, found, head, place.slot, policy);
         }
         place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
         if (last) break;

@@ -9,7 +9,7 @@
 
 namespace attn::sm90 {
 
-/// kHeadColumns: of a head; a row has room for tile_columns() of them.
+/// kHeadColumns: of a head; a row may have room for more (tile_row_bytes()).
 template <class Element_, int kHeadColumns_, int kRows>
 struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>> {
   using Element = Element_;
