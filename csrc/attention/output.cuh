@@ -68,8 +68,66 @@ __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns,
   }
 }
 
-/// Writes the rows of a warp that has seen all tokens of the item. They are first staged in the warp's own rows of
-/// `staged`, a tile of layout Tile, to be stored in chunks of 16 bytes. kFourColumns: as in stage_rows().
+/// Copies the 16 rows from row `block_row` on of `staged` to global memory, in chunks of 16 bytes. `o`: where row i
+/// goes, in lanes i and i + 16; nullptr: it does not exist.
+template <class Tile>
+__device__ __forceinline__ void copy_staged_rows(const char* staged, int32_t block_row, char* o, int lane) {
+  using Pieces = RowPieces<Tile, 32>;
+  constexpr int kRowsPerPass = Pieces::kRows;
+  constexpr int kBatch = 8;  // passes that wait for shared memory together
+#pragma unroll
+  for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+    const int chunk = piece * Pieces::kChunks + lane % Pieces::kChunks;
+    const uint32_t first = Tile::offset(block_row + lane / Pieces::kChunks, chunk);
+#pragma unroll
+    for (int batch = 0; batch < 16; batch += kBatch * kRowsPerPass) {
+      char* to[kBatch];
+      uint4 rows[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+        to[i] = shuffle_pointer(o, batch + i * kRowsPerPass + lane / Pieces::kChunks);
+        rows[i] = *reinterpret_cast<const uint4*>(staged + Tile::below(first, batch + i * kRowsPerPass));
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
+        const bool is_there = Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks;
+        if constexpr (Tile::kHeadBytes % 16 == 0) {
+          if (to[i] != nullptr && is_there) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
+        } else if (to[i] != nullptr && chunk <= Tile::kHeadChunks) {  // rows lie at multiples of 8 bytes
+          *reinterpret_cast<uint2*>(to[i] + chunk * 16) = make_uint2(rows[i].x, rows[i].y);
+          if (is_there) *reinterpret_cast<uint2*>(to[i] + chunk * 16 + 8) = make_uint2(rows[i].z, rows[i].w);
+        }
+      }
+    }
+  }
+}
+
+/// Writes row block `b` of a warp to a partial state. `o`, `inverse`: as in copy_staged_rows() and stage_rows().
+template <class Tile, bool kFourColumns, class Multiplied, int kColumns, int kRowBlocks>
+__device__ __forceinline__ void write_partial_rows(const WarpState<Multiplied, kColumns, kRowBlocks>& state, int b,
+                                                   const float (&inverse)[2], char* o, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    char* const to = shuffle_pointer(o, half * 8 + lane / 4);
+    if (to == nullptr) continue;
+    if constexpr (kFourColumns) {
+#pragma unroll
+      for (int n = 0; n < Tile::kHeadColumns / 8; n += 2) {
+        if (n * 8 + lane % 4 * 4 < Tile::kHeadColumns)
+          *reinterpret_cast<float4*>(to + n * 32 + lane % 4 * 16) = state.four_outputs(b, n, half, inverse[half]);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::kHeadColumns / 8; ++n) {
+      *reinterpret_cast<float2*>(to + n * 32 + (lane % 4) * 8) =
+          make_float2(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
+    }
+  }
+}
+
+/// Writes the rows of a warp that has seen all tokens of the item. Complete rows go through the warp's own rows of
+/// `staged`, a tile of layout Tile. kFourColumns: as in stage_rows().
 template <class Tile, bool kFourColumns = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, kRowBlocks>& state,
                                                 const Target& target, int32_t first_row, char* staged) {
@@ -95,53 +153,9 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
     if (target.complete) {
       stage_rows<Tile, kFourColumns>(state, target, b, inverse, block_row, staged);
       __syncwarp();
-      using Pieces = RowPieces<Tile, 32>;
-      constexpr int kRowsPerPass = Pieces::kRows;
-      constexpr int kBatch = 8;  // passes that wait for shared memory together
-#pragma unroll
-      for (int piece = 0; piece < Pieces::kPieces; ++piece) {
-        const int chunk = piece * Pieces::kChunks + lane % Pieces::kChunks;
-        const uint32_t first = Tile::offset(block_row + lane / Pieces::kChunks, chunk);
-#pragma unroll
-        for (int batch = 0; batch < 16; batch += kBatch * kRowsPerPass) {
-          char* to[kBatch];
-          uint4 rows[kBatch];
-#pragma unroll
-          for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
-            to[i] = shuffle_pointer(place.o, batch + i * kRowsPerPass + lane / Pieces::kChunks);
-            rows[i] = *reinterpret_cast<const uint4*>(staged + Tile::below(first, batch + i * kRowsPerPass));
-          }
-#pragma unroll
-          for (int i = 0; i < kBatch && batch + i * kRowsPerPass < 16; ++i) {
-            const bool is_there = Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks;
-            if constexpr (Tile::kHeadBytes % 16 == 0) {
-              if (to[i] != nullptr && is_there) *reinterpret_cast<uint4*>(to[i] + chunk * 16) = rows[i];
-            } else if (to[i] != nullptr && chunk <= Tile::kHeadChunks) {  // rows lie at multiples of 8 bytes
-              *reinterpret_cast<uint2*>(to[i] + chunk * 16) = make_uint2(rows[i].x, rows[i].y);
-              if (is_there) *reinterpret_cast<uint2*>(to[i] + chunk * 16 + 8) = make_uint2(rows[i].z, rows[i].w);
-            }
-          }
-        }
-      }
+      copy_staged_rows<Tile>(staged, block_row, place.o, lane);
     } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        char* const to = shuffle_pointer(place.o, half * 8 + lane / 4);
-        if (to == nullptr) continue;
-        if constexpr (kFourColumns) {
-#pragma unroll
-          for (int n = 0; n < Tile::kHeadColumns / 8; n += 2) {
-            if (n * 8 + lane % 4 * 4 < Tile::kHeadColumns)
-              *reinterpret_cast<float4*>(to + n * 32 + lane % 4 * 16) = state.four_outputs(b, n, half, inverse[half]);
-          }
-          continue;
-        }
-#pragma unroll
-        for (int n = 0; n < Tile::kHeadColumns / 8; ++n) {
-          *reinterpret_cast<float2*>(to + n * 32 + (lane % 4) * 8) =
-              make_float2(state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]);
-        }
-      }
+      write_partial_rows<Tile, kFourColumns>(state, b, inverse, place.o, lane);
     }
   }
 }
