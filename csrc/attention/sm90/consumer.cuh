@@ -8,15 +8,6 @@
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
 //
 // The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
-//
-// Where a variant transforms K or V, the warpgroup that has started the products of a KV tile then rewrites in shared
-// memory what it multiplies next, while the tensor cores work (with wide heads: just before it multiplies it). Both
-// warpgroups of the largest row tiles rewrite half of each tile, and wait for the other's half when they need it.
-//
-// K and V of an 8-bit cache are widened into tiles of their own before wgmma takes them: both warpgroups widen half of
-// what is multiplied next, in every item of such row tiles, whether they multiply it or not. They wait for each other
-// before, until no warp reads what was there, and afterwards. Where a variant transforms K or V it does so there, half
-// by half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
 #include "attention/sm90/mma_consumer.cuh"

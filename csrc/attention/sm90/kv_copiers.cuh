@@ -1,5 +1,9 @@
-// How a warp of the producer loads its share of a KV tile: by TMA, boxes of pages (BoxCopier), or row by row with
-// cp.async (RowCopier). Both first look up the pages of a KV tile, and copy it when the ring has room.
+// How a warp of the producer loads its share of a KV tile. There are two ways, and a kernel for each, because a launch
+// costs more the more code a kernel has, whether it runs or not (ADR 19):
+// - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
+// - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
+//   no multiple of 16 bytes (RowCopier).
+// look_up() starts to read the page table. found() has what was read, and copy() is called when the ring has room.
 #pragma once
 
 #include "attention/sm90/params.h"
@@ -18,7 +22,7 @@ namespace attn::sm90 {
 template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
-  static constexpr int kTokens = Shared::kTuning.kv_tile / 2;
+  static constexpr int kTokens = kTuning<Traits>.kv_tile / 2;
   static constexpr int kMostBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a slot.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -116,7 +120,7 @@ struct RowCopier {
   using Shared = SharedMemory<Traits>;
   using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
   static constexpr int kLaneTokens = KvShare<Traits>::kTokens / 32;
-  static constexpr bool kFindsRuns = Shared::kTuning.finds_runs;
+  static constexpr bool kFindsRuns = kTuning<Traits>.finds_runs;
   const HopperParams& params;
   const KvShare<Traits>& share;
   int32_t token = 0;  // first token of the lane

@@ -1,13 +1,9 @@
 // The producer warpgroup loads Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as
-// there is room.
+// there is room. It alone reads the schedule, and describes work items to the consumers (work_item.cuh).
 //
-// Each of its four warps loads half of the tokens of every KV tile, of K or of V. There are two ways, and a kernel for
-// each, because a launch costs more the more code a kernel has, whether it runs or not (ADR 19):
-// - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
-// - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
-//   no multiple of 16 bytes (RowCopier).
-// With wide heads over an 8-bit cache all four warps widen tokens on the way (widening_copier.cuh). The warps that load
-// V also load Q: by TMA if it can describe the row tile's rows, otherwise chunk by chunk.
+// Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh). With wide heads over
+// an 8-bit cache all four widen tokens on the way (widening_copier.cuh). The warps that load V also load Q
+// (query_loader.cuh).
 #pragma once
 
 #include "attention/scores.cuh"

@@ -41,14 +41,13 @@ struct RingPlace {
 
 template <class Traits>
 struct SharedMemory {
-  static constexpr Tuning kTuning = sm90::kTuning<Traits>;
   static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
-  static constexpr int kTileRows = kTuning.q_rows();  // of a Q tile
-  static constexpr int kQSlots = kTuning.q_slots;
-  static constexpr int kParts = kTuning.slot_parts;
-  static constexpr int kKvParts = kTuning.kv_slots * kParts;
+  static constexpr int kTileRows = kTuning<Traits>.q_rows();  // of a Q tile
+  static constexpr int kQSlots = kTuning<Traits>.q_slots;
+  static constexpr int kParts = kTuning<Traits>.slot_parts;
+  static constexpr int kKvParts = kTuning<Traits>.kv_slots * kParts;
   static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
-  static constexpr int kPartTokens = kTuning.kv_tile / kParts;
+  static constexpr int kPartTokens = kTuning<Traits>.kv_tile / kParts;
   using QPlace = RingPlace<kQSlots>;
   using KvPlace = RingPlace<kKvParts>;  // counts parts
 

@@ -27,7 +27,7 @@ struct WideningCopier {
   using Tile = KTile<Traits>;
   using Row = StoredRow<typename Traits::Element, Stored, Tile::kBlocks>;
   static constexpr int kTiles = Traits::kLoadsScaled ? 1 : 2;
-  static constexpr int kWarpTokens = Shared::kTuning.kv_tile / (kProducerThreads / 32);
+  static constexpr int kWarpTokens = kTuning<Traits>.kv_tile / (kProducerThreads / 32);
   static constexpr int kRowsAtOnce = 8;  // of a warp: four lanes take a row
   static constexpr int kRows = kWarpTokens / kRowsAtOnce;
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -40,8 +40,8 @@ struct WideningCopier {
     return of_tile < kRightSteps ? kLeftBlocks + of_tile / kRows : (of_tile - kRightSteps) / kRows;
   }
 
-  static constexpr bool kStages = Shared::kTuning.staged_pieces > 0;
-  static constexpr int kAhead = kStages ? Shared::kTuning.staged_pieces : kSteps / 2;  // pieces that are on their way
+  static constexpr bool kStages = kTuning<Traits>.staged_pieces > 0;
+  static constexpr int kAhead = kStages ? kTuning<Traits>.staged_pieces : kSteps / 2;  // pieces that are on their way
   static constexpr bool kRunsOn = kSteps % kAhead == 0;  // into the next KV tile: a step's piece is always in one place
 
   const HopperParams& params;
