@@ -8,6 +8,8 @@
 #include "attention/kv_tokens.h"
 #include "attention/row_tile.cuh"
 #include "attention/variants.h"
+#include "common/elements.cuh"
+#include "common/math.h"
 #include "common/type_traits.h"
 
 namespace attn {

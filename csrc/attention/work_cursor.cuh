@@ -2,7 +2,8 @@
 // head) pair after another.
 #pragma once
 
-#include "attention/variants.h"
+#include "common/platform.h"
+#include "planner/schedule.h"
 
 namespace attn {
 
