@@ -13,8 +13,6 @@ namespace attn::sm90 {
 /// `readable` become zeros: what the ring or the cache holds there (NaN, perhaps) must not reach the output.
 template <class Stored, class Wide, class Traits>
 __device__ __forceinline__ void widen_rows(const char* from, char* to, int first_row, const TokenRange& readable) {
-  using Element = typename Traits::Element;
-  using KvElement = typename Traits::KvElement;
   constexpr int kRows = kTuning<Traits>.kv_tile / 2;
   constexpr int kChunks = 4;      // of 16 elements: a block of the wide tile
   constexpr int kRowsOfWarp = 8;  // that a warp takes at a time
@@ -30,11 +28,13 @@ __device__ __forceinline__ void widen_rows(const char* from, char* to, int first
     for (int block = 0; block < Wide::kBlocks; ++block) {
       uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row, block * kChunks + chunk));
       if (!is_there) bytes = make_uint4(0, 0, 0, 0);
-      const uint4 first = widen_eight<Element, KvElement>(make_uint2(bytes.x, bytes.y));
-      const uint4 second = widen_eight<Element, KvElement>(make_uint2(bytes.z, bytes.w));
+      const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+      uint32_t wide[4][2];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) widen<typename Traits::Element, typename Traits::KvElement>(words[w], wide[w]);
       const uint32_t target = Wide::offset(row, (block * kChunks + chunk) * 2);
-      *reinterpret_cast<uint4*>(to + target) = first;
-      *reinterpret_cast<uint4*>(to + (target ^ 16)) = second;
+      *reinterpret_cast<uint4*>(to + target) = make_uint4(wide[0][0], wide[0][1], wide[1][0], wide[1][1]);
+      *reinterpret_cast<uint4*>(to + (target ^ 16)) = make_uint4(wide[2][0], wide[2][1], wide[3][0], wide[3][1]);
     }
   }
 }
