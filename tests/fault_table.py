@@ -238,7 +238,7 @@ FAULTS = (
     ),
     Fault(
         "masks: a token too far",
-        "csrc/attention/warp_state.cuh",
+        "csrc/attention/scores.cuh",
         "scores_before(tokens.end - first_column)",
         "scores_before(tokens.end + 1 - first_column)",
         (ATTENTION, "-k", "random_cases"),

@@ -17,11 +17,8 @@ struct HeadDims {
   ATTN_HD constexpr int32_t widest() const { return max_of(qk, v); }
 };
 
-/// Columns of a row in shared memory. Heads of other widths, multiples of 8, lie in the next larger rows: the columns
-/// after theirs are not loaded, or are zeros.
-ATTN_HD constexpr int32_t tile_columns(int32_t columns) { return round_up(columns, 64); }
-
-/// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted.
+/// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted. The columns after
+/// the head's are not loaded, or are zeros.
 ATTN_HD constexpr int32_t tile_row_bytes(int32_t columns, int32_t element_bytes) {
   return round_up(columns * element_bytes, 128);
 }

@@ -1,5 +1,5 @@
-// A tile of rows in shared memory. The 16-byte chunks of a row are permuted (chunk ^ row % 8), so
-// that the eight rows of an ldmatrix, and the chunks of a row that cp.async writes, fall into different banks.
+// A tile of rows in shared memory. The 16-byte chunks of a row are permuted (chunk ^ row % 8), so that the eight rows
+// of an ldmatrix, and the chunks of a row that cp.async writes, fall into different banks.
 #pragma once
 
 #include "attention/head_shape.h"
@@ -48,7 +48,7 @@ struct RowPieces {
   static constexpr int kRows = kThreads / kChunks;
 };
 
-/// A tile whose rows have kHeadColumns columns of a head, and room for tile_columns() of them.
+/// A tile whose rows have kHeadColumns columns of a head, and perhaps room for more (tile_row_bytes()).
 template <class Element, int kHeadColumns_>
 struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
   static constexpr int kHeadColumns = kHeadColumns_;

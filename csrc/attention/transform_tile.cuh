@@ -6,8 +6,11 @@
 #pragma once
 
 #include "attention/kv_tokens.h"
-#include "attention/output.cuh"
+#include "attention/row_tile.cuh"
 #include "attention/variants.h"
+#include "common/elements.cuh"
+#include "common/math.h"
+#include "common/type_traits.h"
 
 namespace attn {
 
@@ -65,20 +68,6 @@ template <class Variant>
 using KeyTransform = TokenTransform<Variant, true>;
 template <class Variant>
 using ValueTransform = TokenTransform<Variant, false>;
-
-/// kWords 4-byte words of a row, loaded and stored together.
-template <int kWords>
-struct RowPiece;
-
-template <>
-struct RowPiece<4> {
-  using Stored = uint4;
-};
-
-template <>
-struct RowPiece<2> {
-  using Stored = uint2;
-};
 
 /// Two elements, each times `scale`.
 template <class Element>
@@ -147,7 +136,8 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
     const uint32_t number = column / kPieceColumns + i * (kApart / kPieceColumns);
     offsets[i] = Tile::offset(row, number / kChunkPieces) + number % kChunkPieces * (4 * kWords);
   }
-  using Piece = typename RowPiece<kWords>::Stored;
+  static_assert(kWords == 2 || kWords == 4);
+  using Piece = typename Conditional<kWords == 4, uint4, uint2>::Type;
 #pragma unroll 1
   for (; row < end_row; row += kRows * kPassRows) {
     Piece pieces[kRows][kPieces];

@@ -32,6 +32,7 @@
 #include "cache/kv_scales.h"
 #include "common/math.h"
 #include "common/platform.h"
+#include "common/type_traits.h"
 #include "planner/visibility.h"
 
 namespace attn {
@@ -108,9 +109,13 @@ struct ParamTensor {
   }
 };
 
+/// In the place of a hook that a variant does not have.
+struct NoHook {};
+
 /// The defaults of a variant.
 struct VariantBase {
   struct Params {};
+  static constexpr NoHook logits{}, bias_slope{}, mask{}, range{}, output{}, query{}, key{}, value{};
   static constexpr bool kUsesSoftmax = true;
   static constexpr bool kHasSinks = false;
   static constexpr bool kHasScales = false;
@@ -185,80 +190,18 @@ struct WithoutScales<WithScales<Variant_, kOfQuery>> {
 template <class Variant>
 struct VariantHooks {
  private:
-  template <class V>
-  static constexpr bool has_logits(decltype(&V::logits)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_logits(...) {
-    return false;
-  }
-  template <class V>
-  static constexpr bool has_bias_slope(decltype(&V::bias_slope)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_bias_slope(...) {
-    return false;
-  }
-  template <class V>
-  static constexpr bool has_mask(decltype(&V::mask)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_mask(...) {
-    return false;
-  }
-  template <class V>
-  static constexpr bool has_range(decltype(&V::range)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_range(...) {
-    return false;
-  }
-  template <class V>
-  static constexpr bool has_output(decltype(&V::output)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_output(...) {
-    return false;
-  }
-  template <class V>
-  static constexpr bool has_query(decltype(&V::query)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_query(...) {
-    return false;
-  }
-  template <class V>
-  static constexpr bool has_key(decltype(&V::key)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_key(...) {
-    return false;
-  }
-  template <class V>
-  static constexpr bool has_value(decltype(&V::value)*) {
-    return true;
-  }
-  template <class V>
-  static constexpr bool has_value(...) {
-    return false;
-  }
+  template <class Hook>
+  static constexpr bool kHas = !is_same<Hook, const NoHook*>;
 
  public:
-  static constexpr bool kLogits = has_logits<Variant>(nullptr);
-  static constexpr bool kBiasSlope = has_bias_slope<Variant>(nullptr) && kLogits && Variant::kUsesSoftmax;
-  static constexpr bool kMask = has_mask<Variant>(nullptr);
-  static constexpr bool kRange = has_range<Variant>(nullptr);
-  static constexpr bool kOutput = has_output<Variant>(nullptr);
-  static constexpr bool kQuery = has_query<Variant>(nullptr);
-  static constexpr bool kKey = has_key<Variant>(nullptr);
-  static constexpr bool kValue = has_value<Variant>(nullptr);
+  static constexpr bool kLogits = kHas<decltype(&Variant::logits)>;
+  static constexpr bool kBiasSlope = kHas<decltype(&Variant::bias_slope)> && kLogits && Variant::kUsesSoftmax;
+  static constexpr bool kMask = kHas<decltype(&Variant::mask)>;
+  static constexpr bool kRange = kHas<decltype(&Variant::range)>;
+  static constexpr bool kOutput = kHas<decltype(&Variant::output)>;
+  static constexpr bool kQuery = kHas<decltype(&Variant::query)>;
+  static constexpr bool kKey = kHas<decltype(&Variant::key)>;
+  static constexpr bool kValue = kHas<decltype(&Variant::value)>;
 };
 
 /// cap * tanh(logit / cap): Gemma 2, Grok.

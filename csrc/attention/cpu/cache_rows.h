@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cpu/kernels.h"
+#include "attention/kv_tokens.h"
 #include "attention/variants.h"
 #include "cache/scaled_latent.h"
 #include "common/cpu/elements.h"
@@ -43,6 +44,21 @@ struct CacheRows {
   struct TransformedRows {
     Element rows[kPackTokens][kMaxHeadDim];
   };
+
+  /// Transforms rows [begin, end) of the block, whose first is token number `token` of `tokens`; some may not exist.
+  /// `rows`: their addresses, which become those of the results, and may be those already; `scale`: of 8-bit numbers.
+  template <class Change>
+  static void transform_rows(const char** rows, int columns, const TokenRange& part, const KvTokens& tokens,
+                             int32_t token, const PairLayout& pairs, float scale, TransformedRows& transformed,
+                             const Change& change) {
+    for (int i = part.begin; i < part.end; ++i) {
+      Element* const to = transformed.rows[i - part.begin];
+      const KvToken at = tokens.at(token + i);
+      transform_row(reinterpret_cast<const Element*>(rows[i]), columns, pairs, scale, to,
+                    [&](const Pair& x, int32_t first, int32_t second) { return change(x, first, second, at); });
+      rows[i] = reinterpret_cast<const char*>(to);
+    }
+  }
 
   template <class Narrow>
   static void widen_row(const Narrow* row, int columns, Element* to) {

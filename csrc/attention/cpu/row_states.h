@@ -1,9 +1,10 @@
-// Where the rows of a tile lie, what ends a row, and how the states of a row are merged.
+// What ends a row, how its output is written, and how its states are merged.
 #pragma once
 
 #include <cmath>
 
 #include "attention/cpu/kernels.h"
+#include "attention/cpu/packed_rows.h"
 #include "attention/params.h"
 #include "attention/score_row.h"
 #include "attention/variants.h"
@@ -19,14 +20,16 @@ class RowStates {
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
   using OtherElement = typename OtherElementOf<Element>::Type;
+  using Rows = PackedRows<Isa>;
+  using RowPlace = typename Rows::Place;
 
  public:
   static void merge_pair(const CpuAttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
     const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
-    const int rows = count_rows(params, item);
+    const int rows = Rows::count(params, item);
     const int parts = pair.last_cta - pair.first_cta + 1;
     for (int r = 0; r < rows; ++r) {
-      const RowPlace place = find_row(params, item, r);
+      const RowPlace place = Rows::find(params, item, r);
       if (!place.exists) continue;
       for (int part = 0; part < parts; ++part) {
         const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
@@ -52,7 +55,7 @@ class RowStates {
         const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
         if (tile >= header.num_tiles) continue;
         if (place.row < 0) {
-          place.row = query_row(params, group, link.index);
+          place.row = Rows::query_row(params, group, link.index);
           place.index = link.index;
           group_number = link.group;
         }
@@ -76,46 +79,6 @@ class RowStates {
     Float8E4M3* float8;
     float* lse;
   };
-
-  /// Which row and head of Q and O a row of a tile is.
-  struct RowPlace {
-    bool exists;
-    int64_t row;
-    int64_t head;
-    int32_t index;  // of the row in its group
-  };
-
-  static const Level& level_of(const AttentionParams& params, const WorkItem& item) {
-    return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
-  }
-
-  /// How many rows of the tile exist. Packed rows are in the order of query rows; those of query rows beyond num_rows
-  /// are ignored.
-  static int count_rows(const AttentionParams& params, const WorkItem& item) {
-    const RowTile& tile = params.schedule.tiles[item.tile];
-    const RowGroup& group = params.schedule.groups[tile.group];
-    const bool listed = level_of(params, item).rows != nullptr;
-    const int64_t query_rows =
-        listed ? group.qo_len : min_of<int64_t>(group.qo_len, int64_t{params.num_rows} - group.qo_begin);
-    const int64_t rows = query_rows * params.group_size.divisor - tile.packed_begin;
-    return static_cast<int>(clamp<int64_t>(rows, 0, tile_rows(tile.kind)));
-  }
-
-  static RowPlace find_row(const AttentionParams& params, const WorkItem& item, int tile_row) {
-    const RowTile& tile = params.schedule.tiles[item.tile];
-    const int32_t packed = tile.packed_begin + tile_row;
-    const int32_t i = params.group_size.divide(packed);
-    const int64_t row = query_row(params, params.schedule.groups[tile.group], i);
-    const int64_t query_head =
-        int64_t{item.head} * params.group_size.divisor + (packed - i * params.group_size.divisor);
-    return RowPlace{row >= 0 && row < params.num_rows, row, query_head, i};
-  }
-
-  /// Row of Q and O that is row number `index` of a group.
-  static int64_t query_row(const AttentionParams& params, const RowGroup& group, int32_t index) {
-    const int32_t* list = params.schedule.header->levels[group.level].rows;
-    return list != nullptr ? list[group.qo_begin + index] : group.qo_begin + index;
-  }
 
   static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
     const int64_t element = place.row * params.o_row_stride + place.head * params.o_head_stride;

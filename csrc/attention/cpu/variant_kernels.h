@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/cpu/attention_kernel.h"
+#include "attention/cpu/row_ranges.h"
 #include "attention/cpu/variant_module.h"
 
 namespace attn::cpu {
@@ -14,5 +15,5 @@ extern __attribute__((visibility("default"))) const attn::cpu::VariantModule att
 const attn::cpu::VariantModule attn_variant_module = {
     ATTN_HEADERS_DIGEST,
     {attn::cpu::VariantKernel::run, attn::cpu::VariantKernel::merge_pair, attn::cpu::VariantKernel::merge_row,
-     attn::cpu::VariantKernel::find_row_ranges}};
+     attn::cpu::find_row_ranges<ATTN_VARIANT>}};
 }

@@ -9,12 +9,14 @@
 #pragma once
 
 #include "attention/merge/shape.h"
-#include "attention/output.cuh"
+#include "attention/output_target.cuh"
 #include "attention/params.h"
+#include "attention/row_tile.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/math.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 
@@ -57,12 +59,6 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
-}
-
 /// The parts of a row's result for one head. Lane l of the warp handles link l: the parts of one row group, the
 /// first in `first_state`, the others where the CTAs from `first_cta` on started. Rows of one row group have one link.
 struct Parts {
@@ -94,7 +90,7 @@ struct Parts {
 /// four. `transform(values, column)` changes four columns of the output. If `waits`, it waits for the attention kernel
 /// before it reads what that has written.
 template <class Element, class Transform>
-__device__ __forceinline__ void merge_row(const AttentionParams& params, const OutputRow& row, int32_t first_column,
+__device__ __forceinline__ void merge_row(const AttentionParams& params, const PackedRow& row, int32_t first_column,
                                           Parts parts, bool& waits, const Transform& transform) {
   constexpr int kBatch = 4;  // parts whose loads are under way together
   const int32_t lane = threadIdx.x % 32;
@@ -113,7 +109,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const O
     const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
     const float weight = ptx::ex2(lse - base);
     const float correction = ptx::ex2(maximum - base);
-    sum = sum * correction + warp_sum(weight);
+    sum = sum * correction + ptx::warp_add(weight);
     maximum = new_maximum;
     o = make_float4(o.x * correction, o.y * correction, o.z * correction, o.w * correction);
 
@@ -156,7 +152,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const O
 /// The parts of a row of several row groups. All lanes of the warp must call it; fills `row`, too, and if kFindsGroup
 /// `group_number` and the row's index with one of its row groups and its place there.
 template <bool kFindsGroup>
-__device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, OutputRow& row,
+__device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, PackedRow& row,
                                             int32_t& group_number) {
   const ScheduleHeader& header = *params.schedule.header;
   const int32_t lane = threadIdx.x % 32;
@@ -239,7 +235,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   bool waits = true;
 #pragma unroll 1
   while (i < count || of_pair < pair.rows) {
-    OutputRow row;
+    PackedRow row;
     Parts parts;
     int32_t group = 0;
     if (i < count) {
@@ -250,7 +246,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     } else {
       const Position& position = params.schedule.positions[blockIdx.x + 1];  // read again: fewer registers
       const RowTileRows<true> rows(params.schedule, position.tile, params.group_size.divisor);
-      row = OutputRow(params, rows, position.head, of_pair);
+      row = PackedRow(params, rows, position.head, of_pair);
       group = params.schedule.tiles[position.tile].group;
       const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + of_pair;
       parts = Parts{pair.parts,         pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0,

@@ -8,6 +8,8 @@
 
 #include "attention/output.cuh"
 #include "attention/params.h"
+#include "attention/row_tile.cuh"
+#include "attention/scores.cuh"
 #include "attention/sm80/kv_loader.cuh"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
@@ -37,7 +39,7 @@ struct WholeBlock {
 /// How the warps of a CTA share a row tile and a KV tile.
 template <int kKind, int kKvTile, bool kIsWide, bool kWidensInRegisters>
 struct WarpLayout {
-  static constexpr bool kFours = kWidensInRegisters;  // as in stage_rows()
+  static constexpr bool kFourColumns = kWidensInRegisters;  // as in stage_rows()
   static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
   static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
   static constexpr int kRowBlocks = kRows / 16;
@@ -53,7 +55,7 @@ struct WarpLayout {
 /// With wide heads: all have the same rows and tokens.
 template <int kKvTile>
 struct WarpLayout<0, kKvTile, true, false> {
-  static constexpr bool kFours = false;
+  static constexpr bool kFourColumns = false;
   static constexpr int kKvWarps = 1;
   static constexpr int kRows = tile_rows(0);
   static constexpr int kRowBlocks = 1;
@@ -82,7 +84,7 @@ __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const Row
     Chunk values[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const OutputRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
+      const PackedRow row(params, rows, kv_head, threadIdx.x / kChunks + i * kRowsPerPass);
       values[i] = Chunk{};
       if (row.exists && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks)) {
         QueryPart q{params.q, params.q_row_stride, params.q_head_stride};
@@ -215,8 +217,8 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   const auto sm_scale = [&] { return score_scale(variant, params.sm_scale); };
   state.scale = has_logits ? kLog2E : sm_scale() * kLog2E;
 
-  using Keyed = KeyTransform<Variant>;
-  using Valued = ValueTransform<Variant>;
+  using OfKey = KeyTransform<Variant>;
+  using OfValue = ValueTransform<Variant>;
   const auto start_of = [&](int32_t kv_tile) {
     return kv_tile_start<Variant::kSkipsTiles>(params.schedule, row_tile.group, row_tile.kv_begin, kv_tile, kKvTile);
   };
@@ -270,7 +272,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
     if constexpr (Traits::kStages)
       stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(keys, staged_tile<Traits>(), warp);
-    transform_tokens<Keyed, Keys, Element, Layout, Shape::kQk, kKvTile>(multiplied_tile<Traits>(keys), warp, variant,
+    transform_tokens<OfKey, Keys, Element, Layout, Shape::kQk, kKvTile>(multiplied_tile<Traits>(keys), warp, variant,
                                                                         tokens);
     const uint32_t k = multiplied_address<Traits>(k_slot) + first_key + Keys::columns_first(lane);
     if constexpr (Traits::kWidensInRegisters) {
@@ -299,7 +301,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     if constexpr (Traits::kStages)
       stage_tokens<Traits, VTile<Traits>, Values, Layout, kKvTile>(keys + layout.k_slot_bytes, staged_tile<Traits>(),
                                                                    warp);
-    transform_tokens<Valued, Values, Element, Layout, Shape::kV, kKvTile>(
+    transform_tokens<OfValue, Values, Element, Layout, Shape::kV, kKvTile>(
         multiplied_tile<Traits>(keys + layout.k_slot_bytes), warp, variant, tokens);
     const uint32_t v =
         multiplied_address<Traits>(k_slot + layout.k_slot_bytes) + first_value + Values::rows_first(lane);
@@ -332,7 +334,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     write_warp_rows<Columns>(state, TargetColumns<Target, OutElement::kBytes>(target, first_column), 0,
                              shared + layout.q + threadIdx.x / 32 * (Layout::kRows * Columns::kRowBytes));
   } else if constexpr (Layout::kKvWarps == 1) {
-    write_warp_rows<Output, Layout::kFours>(state, target, warp.first_row, shared + layout.q);
+    write_warp_rows<Output, Layout::kFourColumns>(state, target, warp.first_row, shared + layout.q);
   } else {
     write_merged_warps<WholeBlock, Layout, Output::kHeadColumns, layout.kv - layout.q>(
         state, target, warp, 2, shared + layout.q, reinterpret_cast<float*>(shared + layout.row_states));

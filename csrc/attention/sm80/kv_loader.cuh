@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/row_tile.cuh"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
 #include "attention/widened_row.cuh"

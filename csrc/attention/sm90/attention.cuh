@@ -1,6 +1,10 @@
 // The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
-// a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign). One warpgroup loads
-// Q, K and V (producer.cuh), two or three compute (consumer.cuh, wide_consumer.cuh); docs/kernels.md draws how.
+// a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign).
+//
+// One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two compute
+// (consumer.cuh; with Q of 8 bits float8_consumer.cuh), or three where heads are wide (wide_consumer.cuh). What
+// consumers of all kinds of row tiles share is in consumer_base.cuh. Rows leave through output.cuh. docs/kernels.md
+// draws how.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -56,12 +60,12 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   }
 
   if (threadIdx.x < kProducerThreads) {
-    ptx::give_registers<Shared::kTuning.producer_registers>();
+    ptx::give_registers<kTuning<Traits>.producer_registers>();
     produce<Traits, Copier<Traits>>(params, shared, cursor);
   } else if constexpr (is_wide(Traits::Shape::kDims)) {
     WideConsumer<Traits>(params, shared).run();
   } else {
-    ptx::take_registers<Shared::kTuning.consumer_registers()>();
+    ptx::take_registers<kTuning<Traits>.consumer_registers()>();
     if constexpr (kMultipliesFloat8<Traits>) {
       Float8Consumer<Traits>(params, shared).run();
     } else {

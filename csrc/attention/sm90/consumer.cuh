@@ -8,18 +8,10 @@
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
 //
 // The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
-//
-// Where a variant transforms K or V, the warpgroup that has started the products of a KV tile then rewrites in shared
-// memory what it multiplies next, while the tensor cores work (with wide heads: just before it multiplies it). Both
-// warpgroups of the largest row tiles rewrite half of each tile, and wait for the other's half when they need it.
-//
-// K and V of an 8-bit cache are widened into tiles of their own before wgmma takes them: both warpgroups widen half of
-// what is multiplied next, in every item of such row tiles, whether they multiply it or not. They wait for each other
-// before, until no warp reads what was there, and afterwards. Where a variant transforms K or V it does so there, half
-// by half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
 #include "attention/sm90/mma_consumer.cuh"
+#include "attention/sm90/output.cuh"
 
 namespace attn::sm90 {
 
@@ -284,51 +276,11 @@ struct Consumer : MmaConsumer<Traits> {
            Query::rows_first(ptx::lane_id());
   }
 
-  /// Whether TMA may store the warp's rows: all of them exist, are complete and consecutive, and no lse is wanted.
-  __device__ __forceinline__ bool is_box(const Target& target, int first_row) const {
-    return hopper_params.has_row_maps && params.lse == nullptr && target.complete && target.rows.list == nullptr &&
-           first_row + kWarpRows <= target.rows.count;
-  }
-
-  /// Stores the warp's rows by TMA, from its rows of the Q tile.
-  __device__ __forceinline__ void store_rows(State& state, const Target& target, int first_row, int slot) const {
-    const int lane = ptx::lane_id();
-    float inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = state.row_sum(0, half);
-      inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-      if (target.has_sinks()) {
-        const int32_t tile_row = first_row + half * 8 + lane / 4;
-        inverse[half] = target.end_row_with_sink(state.maximum[0][half] * state.scale, sum, tile_row).factor;
-      }
-      if constexpr (Target::kHasScales)
-        inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
-    }
-    stage_rows<Output>(state, target, 0, inverse, first_row, shared.q(slot));
-    ptx::fence_async_proxy();
-    __syncwarp();
-    if (lane != 0) return;
-    const int32_t row = target.rows.qo_begin + params.group_size.divide(target.rows.packed_begin + first_row);
-    const uint32_t staged = ptx::shared_address(shared.q(slot)) + first_row * Output::kRowBytes;
-#pragma unroll
-    for (int block = 0; block < Output::kBlocks; ++block) {
-      ptx::store_box(hopper_params.o, staged + block * Output::kBlockBytes, block * Output::kBoxColumns,
-                     target.kv_head * params.group_size.divisor, row, 0);
-    }
-    ptx::bulk_commit();
-    ptx::bulk_wait_read();  // then the tile may be filled again
-  }
-
   /// Writes the warp's rows, through its rows of the Q tile.
   __device__ __forceinline__ void write(State& state, const WorkItem& item, int first_row, int q_slot) const {
     const Target target(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
                         shared.requests(item));
-    if (!is_box(target, first_row)) {
-      write_warp_rows<Output>(state, target, first_row, shared.q(q_slot));
-    } else {
-      store_rows(state, target, first_row, q_slot);
-    }
+    write_rows<Output>(hopper_params, state, target, first_row, shared.q(q_slot));
   }
 
   /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied alone:

@@ -1,13 +1,24 @@
-// What the two consumer warpgroups of a CTA need for all kinds of row tiles: the state of the ring, scores, transforms,
-// widened tiles.
+// What consumer warpgroups need for all kinds of row tiles: the state of the ring, scores, transforms, widened tiles.
+//
+// Where a variant transforms K or V, the warpgroup that has started the products of a KV tile then rewrites in shared
+// memory what it multiplies next, while the tensor cores work (where the ring has no room for that: just before it
+// multiplies it, kTransformsEarly). Both warpgroups of the largest row tiles rewrite half of each tile, and wait for
+// the other's half when they need it.
+//
+// K and V of an 8-bit cache are widened into tiles of their own before wgmma takes them: both warpgroups widen half of
+// what is multiplied next, in every item of such row tiles, whether they multiply it or not. They wait for each other
+// before, until no warp reads what was there, and afterwards. Where a variant transforms K or V it does so there, half
+// by half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
 #include "attention/output.cuh"
+#include "attention/row_tile.cuh"
+#include "attention/scores.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
-#include "attention/sm90/swizzled_tile.cuh"
-#include "attention/sm90/widened.cuh"
+#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/widened_tile.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/transform_tile.cuh"
 #include "attention/warp_state.cuh"
@@ -84,7 +95,7 @@ struct ConsumerBase {
   using Output = OTile<Traits>;
   static constexpr bool kWidens = Traits::kWidens;
   static constexpr bool kSkips = Variant::kSkipsTiles;
-  static constexpr int kTokens = Shared::kTuning.kv_tile;
+  static constexpr int kTokens = kTuning<Traits>.kv_tile;
   // Columns that products take: those of the head, and perhaps some more.
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kVColumns =  // that this warpgroup makes
@@ -96,7 +107,7 @@ struct ConsumerBase {
   /// Whether rows keep their maxima (consumer.cuh). Not where a variant's logits may grow from KV tile to KV tile: rows
   /// would outgrow their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
-      Shared::kTuning.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
+      kTuning<Traits>.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
   /// The state of one warp, which has 16 rows.
   using State = WarpState<Element, kVColumns, 1>;
   using Rows = LaneRows<Variant, 1>;
@@ -108,7 +119,6 @@ struct ConsumerBase {
   using OfValue = ValueTransform<Variant>;
   /// Whether tiles are transformed in the ring. Widened tiles are transformed where they then lie.
   static constexpr bool kTransformsRing = Traits::kTransformsCache && !kWidens;
-  static constexpr bool kTransformsEarly = transforms_early<Traits>(Shared::kTuning);
 
   const HopperParams& hopper_params;
   const AttentionParams& params;
@@ -317,14 +327,15 @@ struct ConsumerBase {
   /// started, and the tensor cores work meanwhile.
   __device__ __forceinline__ void transform_early(const WorkItem& item, int32_t token, bool has_keys,
                                                   int32_t left) const {
-    if constexpr (kTransformsEarly)
+    if constexpr (kTransformsEarly<Traits>)
       transform_tiles(item, kv.ahead(Shared::kParts), kv.ahead(2 * Shared::kParts), token, has_keys, left);
   }
 
   /// Transforms tiles just before they are multiplied, or waits for those that were transformed early.
   __device__ __forceinline__ void transform_late(const WorkItem& item, const typename Shared::KvPlace& values,
                                                  int32_t token, bool has_keys, int32_t left) {
-    if constexpr (kTransformsRing && !kTransformsEarly) transform_tiles(item, values, kv, token, has_keys, left);
+    if constexpr (kTransformsRing && !kTransformsEarly<Traits>)
+      transform_tiles(item, values, kv, token, has_keys, left);
     widen_tiles(item, values, kv, token, true, has_keys, left);
     wait_transformed(item);
   }

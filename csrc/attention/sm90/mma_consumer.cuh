@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention/sm90/consumer_base.cuh"
+#include "attention/sm90/held_query.cuh"
 #include "attention/widened_tile.cuh"
 
 namespace attn::sm90 {
@@ -76,8 +77,8 @@ struct MmaConsumer : ConsumerBase<Traits> {
 
   /// How the warps share an item: all have the same 16 rows, and 16 tokens each of a part of a KV tile.
   struct MmaLayout {
-    static constexpr int kKvWarps = kConsumerWarps;     // all share the rows
-    static constexpr bool kFours = kWidensInRegisters;  // as in stage_rows()
+    static constexpr int kKvWarps = kConsumerWarps;           // all share the rows
+    static constexpr bool kFourColumns = kWidensInRegisters;  // as in stage_rows()
     static constexpr int first_row = 0;
     int32_t first_token;  // of the part
     int32_t kv_warp;

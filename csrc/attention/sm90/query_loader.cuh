@@ -2,11 +2,11 @@
 // is two tensors, the columns that V has, too, and the others; where they are one, the second begins inside it.
 #pragma once
 
-#include "attention/output.cuh"
+#include "attention/row_tile.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
-#include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/tiles.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -15,6 +15,8 @@
 #include "common/ptx/tensor_copy.cuh"
 
 namespace attn::sm90 {
+
+constexpr int kFirstQueryThread = 32;  // of the warps that load Q: those that load V
 
 /// With latents: the blocks of columns that V also has. They come first.
 template <class Traits>
@@ -43,7 +45,7 @@ __device__ __forceinline__ void gather_pieces(const AttentionParams& params, con
   const int end_row = (half + 1) * num_rows;
 #pragma unroll 1
   for (int first_row = half * num_rows; first_row < end_row; first_row += 32) {
-    const OutputRow mine(params, item.rows, item.kv_head, first_row + lane);
+    const PackedRow mine(params, item.rows, item.kv_head, first_row + lane);
     const char* from = nullptr;
     if (mine.exists)
       from = static_cast<const char*>(part.data) +
@@ -150,6 +152,32 @@ __device__ __forceinline__ void copy_q_rows(const ParamsOf<Traits>& params, cons
           params, block, q + block * QTile<Traits>::kBlockBytes + i * group_size.divisor * QTile<Traits>::kRowBytes,
           full, item.kv_head * group_size.divisor, row);
     }
+  }
+}
+
+/// Whether rows of Q, with all their heads, go into a Q tile without reaching beyond it.
+template <class Traits>
+__device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size) {
+  if constexpr (!is_wide(Traits::Shape::kDims)) return true;  // half of the tile is room
+  return group_size.modulo(SharedMemory<Traits>::kTileRows) == 0;
+}
+
+/// Loads Q of a work item into `tile`. Called by the warps that load Q, before they arrive at `full`.
+template <class Traits>
+__device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const WorkItem& item, char* tile,
+                                       uint32_t full) {
+  const uint32_t q = ptx::shared_address(tile);
+  const FastDivisor& group_size = params.attention.group_size;
+  const bool is_largest = item.kind == kTuning<Traits>.max_kind;
+  const bool holds_whole_rows = item.rows.packed_begin == 0 && group_size.modulo(item.rows.count) == 0 &&
+                                has_room_for_whole_rows<Traits>(group_size);
+  if (kWidensQuery<Traits> ||
+      !(is_largest ? params.has_row_maps && item.rows.list == nullptr : params.has_one_row_map && holds_whole_rows)) {
+    gather_q<Traits>(params, item, tile, ptx::thread_id() / 64);
+  } else if (is_largest) {
+    if (ptx::thread_id() == kFirstQueryThread) copy_q<Traits>(params, item, q, full);
+  } else if (ptx::thread_id() < kFirstQueryThread + 32) {
+    copy_q_rows<Traits>(params, item, q, full);
   }
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/sm90/shape.h"
-#include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/tiles.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/variants.h"
 #include "common/ptx/cp_async.cuh"
@@ -39,32 +39,15 @@ struct RingPlace {
   __device__ __forceinline__ void next() { *this = ahead(1); }
 };
 
-/// Whether K and V are transformed in the ring while the tiles before them are multiplied (consumer.cuh). Not where the
-/// ring may have fewer than four tiles in use (Tuning::mma_parts): this needs two tiles after those that are
-/// multiplied. There registers are scarce, too.
-template <class Traits>
-ATTN_HD constexpr bool transforms_early(const Tuning& tuning) {
-  return Traits::kTransformsCache && !Traits::kWidens && tuning.slot_parts > 1;
-}
-
-/// tuning(). Consumers that transform early need more registers than others.
-template <class Traits>
-ATTN_HD constexpr Tuning tuning_of() {
-  Tuning found = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
-  if (transforms_early<Traits>(found)) found.producer_registers = 72;
-  return found;
-}
-
 template <class Traits>
 struct SharedMemory {
-  static constexpr Tuning kTuning = tuning_of<Traits>();
   static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
-  static constexpr int kTileRows = kTuning.q_rows();  // of a Q tile
-  static constexpr int kQSlots = kTuning.q_slots;
-  static constexpr int kParts = kTuning.slot_parts;
-  static constexpr int kKvParts = kTuning.kv_slots * kParts;
+  static constexpr int kTileRows = kTuning<Traits>.q_rows();  // of a Q tile
+  static constexpr int kQSlots = kTuning<Traits>.q_slots;
+  static constexpr int kParts = kTuning<Traits>.slot_parts;
+  static constexpr int kKvParts = kTuning<Traits>.kv_slots * kParts;
   static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
-  static constexpr int kPartTokens = kTuning.kv_tile / kParts;
+  static constexpr int kPartTokens = kTuning<Traits>.kv_tile / kParts;
   using QPlace = RingPlace<kQSlots>;
   using KvPlace = RingPlace<kKvParts>;  // counts parts
 
@@ -177,11 +160,5 @@ struct SharedMemory {
     if (ptx::lane_id() == 0) ptx::mbarrier_arrive(barrier, warps);
   }
 };
-
-/// Whether KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to
-/// token (ALiBi's does): rows then find their maxima among their nearest tokens, and can keep them (consumer.cuh).
-template <class Traits>
-constexpr bool kTakesLastFirst =
-    SharedMemory<Traits>::kTuning.keeps_maxima && VariantHooks<typename Traits::Variant>::kBiasSlope;
 
 }  // namespace attn::sm90

@@ -1,19 +1,15 @@
-// A tile of rows in shared memory, as TMA writes it and wgmma reads it: blocks of 64
-// columns (128 of a byte each), one after another; in a block the eight 16-byte chunks of a row are permuted (chunk ^
-// row % 8).
+// A tile of rows in shared memory, as TMA writes it and wgmma reads it: blocks of 64 columns (128 of a byte each), one
+// after another. In a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
 #pragma once
 
 #include "attention/shared_tile.cuh"
-#include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
-#include "attention/variants.h"
 #include "common/elements.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/type_traits.h"
 
 namespace attn::sm90 {
 
-/// kHeadColumns: of a head; a row has room for tile_columns() of them.
+/// kHeadColumns: of a head; a row may have room for more (tile_row_bytes()).
 template <class Element_, int kHeadColumns_, int kRows>
 struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>> {
   using Element = Element_;
@@ -53,47 +49,5 @@ struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>>
     return descriptor.advanced(k * 16 * kRowBytes + first_block * kBlockBytes);
   }
 };
-
-/// What the kernel is launched with.
-template <class Traits>
-using ParamsOf = typename Conditional<Traits::kIsLatent, LatentHopperParams, HopperParams>::Type;
-
-template <class Traits>
-constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
-
-/// Whether row tiles for wgmma multiply 8-bit elements (float8_consumer.cuh): where weights are probabilities, whose
-/// range is known, and neither Q nor the cache is rewritten.
-template <class Traits>
-constexpr bool kMultipliesFloat8 =
-    Traits::kHasFloat8Query && is_same<typename Traits::QElement, Float8E4M3> &&
-    Traits::Shape::kQk == Traits::Shape::kV && (Traits::Shape::kQk == 64 || Traits::Shape::kQk == 128) &&
-    Traits::Variant::kUsesSoftmax && !VariantHooks<typename Traits::Variant>::kQuery && !Traits::kTransformsCache;
-
-/// Whether Q of 8 bits becomes Element when it is loaded.
-template <class Traits>
-constexpr bool kWidensQuery = Traits::kHasFloat8Query && !kMultipliesFloat8<Traits>;
-
-template <class Traits>
-using QueryElement =  // in shared memory
-    typename Conditional<kMultipliesFloat8<Traits>, typename Traits::QElement, typename Traits::Element>::Type;
-
-template <class Traits>
-using QTile = SwizzledTile<QueryElement<Traits>, Traits::Shape::kQk, kTuning<Traits>.q_rows()>;
-
-/// Rows of O on their way to global memory, where Q was.
-template <class Traits>
-using OTile = SwizzledTile<typename Traits::OutElement, Traits::Shape::kV, kTuning<Traits>.q_rows()>;
-
-template <class Traits>
-using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, kTuning<Traits>.kv_tile>;
-
-template <class Traits>
-using VTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kV, kTuning<Traits>.kv_tile>;
-
-// K and V as wgmma takes them: of an 8-bit cache, widened.
-template <class Traits>
-using WideKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.kv_tile>;
-template <class Traits>
-using WideVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kTuning<Traits>.kv_tile>;
 
 }  // namespace attn::sm90

@@ -34,7 +34,7 @@ struct WideConsumer : Consumer<Traits> {
   using typename Base::Variant;
   using KvPlace = typename Shared::KvPlace;
   static constexpr int kColumns = Base::kVColumns;  // of one warpgroup
-  static constexpr int kRows = Shared::kTuning.q_rows();
+  static constexpr int kRows = kTuning<Traits>.q_rows();
   using Probabilities = SwizzledTile<Element, kTokens, kRows>;
   using OutElement = typename Traits::OutElement;
   using Half = SwizzledTile<OutElement, kColumns, kRows>;  // of O, where Q was
@@ -49,7 +49,7 @@ struct WideConsumer : Consumer<Traits> {
 
   __device__ __forceinline__ void run() {
     if (is_scorer()) {
-      ptx::give_registers<Shared::kTuning.scorer_registers()>();
+      ptx::give_registers<kTuning<Traits>.scorer_registers()>();
       for_each_item([&](const WorkItem& item) { score(item); });
     } else {
       ptx::take_registers<kMultiplierRegisters>();
@@ -76,7 +76,7 @@ struct WideConsumer : Consumer<Traits> {
 
   // Places of the KV tile whose K is at `kv`, and of the next one. A place is that of the left part, the columns that
   // the first multiplier takes.
-  static_assert(Shared::kTuning.kv_slots == 2 && Shared::kParts == 2);
+  static_assert(kTuning<Traits>.kv_slots == 2 && Shared::kParts == 2);
   __device__ __forceinline__ bool v_is_k() const {
     return Traits::kWidensOnLoad ? Traits::kLoadsScaled : hopper_params.v_is_k != 0;
   }

@@ -3,9 +3,10 @@
 // one tile of it; others are a tile of K and a tile of V.
 #pragma once
 
+#include "attention/sm90/kv_copiers.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shared_memory.cuh"
-#include "attention/sm90/swizzled_tile.cuh"
+#include "attention/sm90/tiles.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/widened_row.cuh"
 #include "common/ptx/cache_policy.cuh"
@@ -26,7 +27,7 @@ struct WideningCopier {
   using Tile = KTile<Traits>;
   using Row = StoredRow<typename Traits::Element, Stored, Tile::kBlocks>;
   static constexpr int kTiles = Traits::kLoadsScaled ? 1 : 2;
-  static constexpr int kWarpTokens = Shared::kTuning.kv_tile / (kProducerThreads / 32);
+  static constexpr int kWarpTokens = kTuning<Traits>.kv_tile / (kProducerThreads / 32);
   static constexpr int kRowsAtOnce = 8;  // of a warp: four lanes take a row
   static constexpr int kRows = kWarpTokens / kRowsAtOnce;
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -39,8 +40,8 @@ struct WideningCopier {
     return of_tile < kRightSteps ? kLeftBlocks + of_tile / kRows : (of_tile - kRightSteps) / kRows;
   }
 
-  static constexpr bool kStages = Shared::kTuning.staged_pieces > 0;
-  static constexpr int kAhead = kStages ? Shared::kTuning.staged_pieces : kSteps / 2;  // pieces that are on their way
+  static constexpr bool kStages = kTuning<Traits>.staged_pieces > 0;
+  static constexpr int kAhead = kStages ? kTuning<Traits>.staged_pieces : kSteps / 2;  // pieces that are on their way
   static constexpr bool kRunsOn = kSteps % kAhead == 0;  // into the next KV tile: a step's piece is always in one place
 
   const HopperParams& params;
@@ -49,8 +50,8 @@ struct WideningCopier {
   uint4 coming[kStages ? 1 : kAhead];
   float scales[Stored::kRowsHaveScales ? Row::Latent::kScales * kRows : 1];  // of the rows, or the cache's
 
-  template <class Share>
-  __device__ __forceinline__ WideningCopier(const HopperParams& params_, const Share& /*share*/) : params(params_) {}
+  __device__ __forceinline__ WideningCopier(const HopperParams& params_, const KvShare<Traits>& /*share*/)
+      : params(params_) {}
 
   /// The first of the lane's rows in the tile. Eight lanes write a pair of rows, chosen so that their stores fall into
   /// different banks.
@@ -72,8 +73,8 @@ struct WideningCopier {
   }
 
   /// The lane's rows of K and of V; nullptr: not in the cache.
-  struct Box {
-    const char* rows[kTiles][kRows];
+  struct Rows {
+    const char* begin[kTiles][kRows];
   };
 
   __device__ __forceinline__ const KvTensor& tensor(int is_v) const {
@@ -81,37 +82,37 @@ struct WideningCopier {
   }
 
   /// Where the rows that were looked up begin.
-  __device__ __forceinline__ Box found(const LoadedRowTile& tile, int32_t head) const {
-    Box box;
+  __device__ __forceinline__ Rows found(const LoadedRowTile& tile, int32_t head) const {
+    Rows rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int is_v = 0; is_v < kTiles; ++is_v) box.rows[is_v][i] = nullptr;
+      for (int is_v = 0; is_v < kTiles; ++is_v) rows.begin[is_v][i] = nullptr;
       if (!is_readable(tile, token + i * kRowsAtOnce)) continue;
       const int32_t in_page = params.attention.page_size.modulo(token + i * kRowsAtOnce);
       const int32_t page = tile.page(params.attention, entry[i]);
 #pragma unroll
       for (int is_v = 0; is_v < kTiles; ++is_v) {
-        box.rows[is_v][i] = static_cast<const char*>(tensor(is_v).data) + page * tensor(is_v).page_stride +
-                            in_page * tensor(is_v).token_stride + head * tensor(is_v).head_stride;
+        rows.begin[is_v][i] = static_cast<const char*>(tensor(is_v).data) + page * tensor(is_v).page_stride +
+                              in_page * tensor(is_v).token_stride + head * tensor(is_v).head_stride;
       }
     }
-    return box;
+    return rows;
   }
 
   /// Brings the rows to L2: pieces on their way to registers are too few to keep the memory busy.
-  __device__ __forceinline__ void prefetch(const Box& box) const {
+  __device__ __forceinline__ void prefetch(const Rows& rows) const {
     static_assert(kTiles * kRows <= 4, "a lane for each row");
     const char* data = nullptr;
 #pragma unroll
     for (int row = 0; row < kTiles * kRows; ++row) {
-      if (ptx::lane_id() % 4 == row) data = box.rows[row / kRows][row % kRows];
+      if (ptx::lane_id() % 4 == row) data = rows.begin[row / kRows][row % kRows];
     }
     if (data != nullptr) ptx::prefetch_bytes_to_l2(data, Row::kBytes);
   }
 
   /// Starts to read the first pieces, while the ring may still be full.
-  __device__ __forceinline__ void start(const Shared& shared, const Box& box, int32_t head) {
+  __device__ __forceinline__ void start(const Shared& shared, const Rows& rows, int32_t head) {
     if constexpr (!Traits::kLoadsScaled) {
       scales[0] = 1.0f;  // scores and outputs are multiplied by the cache's
     } else if constexpr (!Stored::kRowsHaveScales) {
@@ -120,22 +121,23 @@ struct WideningCopier {
     }
 #pragma unroll
     for (int step = 0; step < kAhead; ++step) {
-      load(shared, box, step);
+      load(shared, rows, step);
       if constexpr (kStages) ptx::cp_async_commit();
     }
   }
 
   /// Steps [kFirst, kEnd) of K, or of V. `next`: of the next KV tile.
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, const Box& next, int part, int is_v) {
+  __device__ __forceinline__ void copy(const Shared& shared, const Rows& rows, const Rows& next, int part, int is_v) {
     char* const tile = shared.kv(part);
 #pragma unroll
     for (int i = kFirst; i < kEnd; ++i) {
       const int step = i + is_v * kTileSteps, row = step % kRows;
-      row_of(box, step).template store<Tile>(tile, first_row() + row * kRowsAtOnce, piece_of(step),
-                                             arrived(shared, step), scale(step));
+      row_of(rows, step)
+          .template store<Tile>(tile, first_row() + row * kRowsAtOnce, piece_of(step), arrived(shared, step),
+                                scale(step));
       if (step + kAhead < kSteps)
-        load(shared, box, step + kAhead);
+        load(shared, rows, step + kAhead);
       else if (kRunsOn)
         load(shared, next, step + kAhead - kSteps);
       if constexpr (kStages) ptx::cp_async_commit();  // an empty group, too: arrived() counts them
@@ -148,11 +150,11 @@ struct WideningCopier {
   template <class LookUp>
   __device__ __forceinline__ void widen(const Shared& shared, const LoadedRowTile& tile, int32_t head, int count,
                                         const LookUp& look_up, typename Shared::KvPlace& place) {
-    Box box = found(tile, head);
+    Rows rows = found(tile, head);
     if (count > 1) look_up(1);
     for (int i = 0; i < count; ++i) {
-      if (i == 0 || !kRunsOn) start(shared, box, head);
-      Box next{};
+      if (i == 0 || !kRunsOn) start(shared, rows, head);
+      Rows next{};
       if (i + 1 < count) next = found(tile, head);
       if constexpr (Stored::kRowsHaveScales) prefetch(next);  // others are faster without (ADR 38)
       if (i + 2 < count) look_up(i + 2);
@@ -160,22 +162,22 @@ struct WideningCopier {
       for (int is_v = 0; is_v < kTiles; ++is_v) {
         const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
         shared.wait_kv_free(right);
-        copy<0, kRightSteps>(shared, box, next, right.slot, is_v);
+        copy<0, kRightSteps>(shared, rows, next, right.slot, is_v);
         shared.wait_kv_free(place);
-        copy<kRightSteps, kTileSteps>(shared, box, next, place.slot, is_v);
+        copy<kRightSteps, kTileSteps>(shared, rows, next, place.slot, is_v);
         place = place.ahead(2);
       }
-      box = next;
+      rows = next;
     }
   }
 
  private:
-  __device__ __forceinline__ static Row row_of(const Box& box, int step) {
-    return Row{box.rows[step / kTileSteps][step % kRows], ptx::lane_id() % 4};
+  __device__ __forceinline__ static Row row_of(const Rows& rows, int step) {
+    return Row{rows.begin[step / kTileSteps][step % kRows], ptx::lane_id() % 4};
   }
 
-  __device__ __forceinline__ void load(const Shared& shared, const Box& box, int step) {
-    const Row row = row_of(box, step);
+  __device__ __forceinline__ void load(const Shared& shared, const Rows& rows, int step) {
+    const Row row = row_of(rows, step);
     if constexpr (kStages) {
       const char* const from = row.data == nullptr ? static_cast<const char*>(params.attention.k.data)
                                                    : row.data + row.byte_of(piece_of(step));

@@ -2,6 +2,7 @@
 // read the schedule.
 #pragma once
 
+#include "attention/row_tile.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/variants.h"

@@ -1,0 +1,49 @@
+// row_ranges.h and kv_tile_lists.h of attention/ on a CPU: row by row, and row tile by row tile.
+#pragma once
+
+#include "attention/kv_tile_lists.h"
+#include "attention/row_ranges.h"
+#include "attention/variants.h"
+
+namespace attn::cpu {
+
+/// Lists the KV tiles that one row tile of a level needs.
+template <class Variant>
+void list_kv_tiles(const RowRangeParams& params, int32_t number) {
+  const TileOfLevel of_level(params.plan, params.level, number);
+  if (!of_level.exists()) return;
+  KvTileList& list = params.kv_tile_lists[number];
+  int32_t count = 0;
+  for (int32_t kv_tile = 0; kv_tile < of_level.tile.num_kv_tiles; ++kv_tile) {
+    const TokenRange tokens = of_level.tokens(params.plan, kv_tile);
+    SeenOrHidden answer{false, false};
+    for (int32_t row = of_level.first_row; row < of_level.end_row && !answer.both(); ++row) {
+      const SeenOrHidden of_row = ask_row<Variant>(params, of_level, row, tokens, 0, 1);
+      answer.some_seen |= of_row.some_seen;
+      answer.some_hidden |= of_row.some_hidden;
+    }
+    if (!answer.some_seen) continue;
+    if (count < kMostListedKvTiles) list.kv_tiles[count] = listed(params.plan, of_level, kv_tile, answer);
+    ++count;
+  }
+  list.count = listed_count(count);
+}
+
+/// Finds the ranges of all rows of a level, and lists KV tiles if the variant skips some.
+template <class Variant_>
+void find_row_ranges(const RowRangeParams& params) {
+  using Variant = typename WithoutScales<Variant_>::Variant;
+  if constexpr (VariantHooks<Variant>::kMask) {
+    const int32_t num_rows = rows_of_level(params.plan.levels[params.level]);
+    for (int32_t i = 0; i < num_rows; ++i) {
+      const RangedRow row(params.plan, params.level, i);
+      const RangeSum sum = sum_tokens<Variant>(params, row, 0, 1);
+      params.row_ranges[i] = make_row_range(row, sum, find_holes<Variant>(params, row, sum, 0, 1));
+    }
+    if constexpr (Variant::kSkipsTiles) {
+      for (int32_t i = 0; i < params.num_kv_tile_lists; ++i) list_kv_tiles<Variant>(params, i);
+    }
+  }
+}
+
+}  // namespace attn::cpu

@@ -1,0 +1,129 @@
+// The tokens of a work item, block by block, and where they lie in the cache.
+#pragma once
+
+#include "attention/cpu/kernels.h"
+#include "attention/cpu/packed_rows.h"
+#include "attention/params.h"
+#include "common/math.h"
+#include "planner/page_table.h"
+#include "planner/schedule.h"
+
+namespace attn::cpu {
+
+/// The tokens of an item that any of its rows may see, as far as plan knows, block by block.
+template <class Engine, class Variant>
+class TokenBlocks {
+  using Rows = PackedRows<typename Engine::Isa>;
+
+ public:
+  TokenBlocks(const AttentionParams& params, const WorkItem& item)
+      : params_(params), item_(item), kv_tile_(item.kv_tile_begin), run_{0, 0} {
+    if (Rows::count(params, item) == 0) kv_tile_ = item.kv_tile_end;
+  }
+
+  /// The next block; empty after the last one.
+  TokenRange next() {
+    while (run_.begin >= run_.end && kv_tile_ < item_.kv_tile_end) next_run();
+    const TokenRange block{run_.begin, min_of(run_.end, run_.begin + Engine::kBlockTokens)};
+    run_.begin = block.end;
+    return block;
+  }
+
+ private:
+  /// Goes to the next run of KV tiles without holes between them.
+  void next_run() {
+    const RowTile& tile = params_.schedule.tiles[item_.tile];
+    const int32_t begin = token_of(tile, kv_tile_);
+    int64_t end = begin;
+    do {
+      end += params_.kv_tile;
+      ++kv_tile_;
+    } while (kv_tile_ < item_.kv_tile_end && token_of(tile, kv_tile_) == end);
+    run_ = seen_by_any_row(TokenRange{begin, static_cast<int32_t>(min_of<int64_t>(end, tile.kv_end))});
+  }
+
+  int32_t token_of(const RowTile& tile, int32_t kv_tile) const {
+    return kv_tile_start<Variant::kSkipsTiles>(params_.schedule, tile.group, tile.kv_begin, kv_tile, params_.kv_tile)
+        .token;
+  }
+
+  TokenRange seen_by_any_row(TokenRange tokens) const {
+    const int32_t first = Rows::position(params_, item_, 0);
+    const int32_t last = Rows::position(params_, item_, Rows::count(params_, item_) - 1);
+    return Rows::level_of(params_, item_).visibility.seen_by_any(first, last, tokens);
+  }
+
+  const AttentionParams& params_;
+  const WorkItem& item_;
+  int32_t kv_tile_;  // after `run_`
+  TokenRange run_;   // what is left of it
+};
+
+/// Where the tokens of a block lie. kKvBytes: of an element of the cache.
+template <class Isa, int64_t kKvBytes>
+struct CacheTokens {
+  const AttentionParams& params;
+  HeadDims dims;
+  const char* no_token;  // a row that stands in for a token without a page
+
+  void prefetch(const TokenRows& tokens, int begin, int end) const {
+    const auto prefetch_row = [](const char* row, int columns) {
+      for (int byte = 0; byte < columns * static_cast<int>(kKvBytes); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    };
+    for (int i = begin; i < end; ++i) {
+      prefetch_row(tokens.keys[i], dims.qk);
+      prefetch_row(tokens.values[i], dims.v);
+    }
+  }
+
+  /// Addresses of the keys and values of an item's tokens in `block`.
+  void find(const WorkItem& item, TokenRange block, TokenRows& rows) const {
+    const int64_t table_begin = params.schedule.groups[params.schedule.tiles[item.tile].group].table_begin;
+    const Level& level = PackedRows<Isa>::level_of(params, item);
+    const int64_t key_step = params.k.token_stride * kKvBytes;
+    const int64_t value_step = params.v.token_stride * kKvBytes;
+    const int32_t page_size = params.page_size.divisor;
+    int i = 0;
+    for (int32_t token = block.begin; token < block.end;) {
+      const int32_t page = params.page_size.divide(token);
+      const int32_t in_page = token - page * page_size;
+      const int32_t run = min_of(block.end - token, page_size - in_page);
+      const int64_t id = find_page(level, table_begin, page);
+      if (id >= 0) {
+        const char* key = locate(params.k, id, in_page, item.head);
+        const char* value = locate(params.v, id, in_page, item.head);
+        for (int32_t j = 0; j < run; ++j) {
+          rows.keys[i + j] = key + j * key_step;
+          rows.values[i + j] = value + j * value_step;
+        }
+      } else {
+        for (int32_t j = 0; j < run; ++j) rows.keys[i + j] = rows.values[i + j] = no_token;
+      }
+      i += run;
+      token += run;
+    }
+    rows.count = i;
+  }
+
+ private:
+  static const char* locate(const KvTensor& tensor, int64_t page, int32_t in_page, int32_t head) {
+    const int64_t element = page * tensor.page_stride + in_page * tensor.token_stride + head * tensor.head_stride;
+    return static_cast<const char*>(tensor.data) + element * kKvBytes;
+  }
+
+  /// Page number `page` of a request, inside the cache whatever the table says; -1 if there is no page at all.
+  int64_t find_page(const Level& level, int64_t table_begin, int32_t page) const {
+    int64_t id = table_begin + page;
+    if (level.indices != nullptr) {
+      const int64_t entry = table_begin + int64_t{page} * level.entry_step;
+      id = level.num_entries > 0
+               ? page_of_slot(level.indices[clamp<int64_t>(entry, 0, level.num_entries - 1)], level.entry_step)
+               : -1;
+    }
+    if (id >= 0 && id < params.num_pages) return id;
+    __atomic_fetch_or(&params.schedule.header->errors, static_cast<uint32_t>(kPageIndexInvalid), __ATOMIC_RELAXED);
+    return params.num_pages > 0 ? clamp<int64_t>(id, 0, params.num_pages - 1) : -1;
+  }
+};
+
+}  // namespace attn::cpu

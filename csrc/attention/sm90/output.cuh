@@ -1,0 +1,65 @@
+// How a consumer warp writes its rows of a row tile for wgmma: by TMA where it can, through the rows of the Q tile that
+// the warp has multiplied.
+#pragma once
+
+#include "attention/output.cuh"
+#include "attention/sm90/params.h"
+#include "attention/sm90/shape.h"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/tensor_copy.cuh"
+
+namespace attn::sm90 {
+
+/// Whether TMA may store the warp's rows: all of them exist, are complete and consecutive, and no lse is wanted.
+template <class Target>
+__device__ __forceinline__ bool is_box(const HopperParams& params, const Target& target, int first_row) {
+  return params.has_row_maps && params.attention.lse == nullptr && target.complete && target.rows.list == nullptr &&
+         first_row + kWarpRows <= target.rows.count;
+}
+
+/// Stores the warp's rows by TMA, from its rows of `staged`, a tile of layout Tile.
+template <class Tile, class State, class Target>
+__device__ __forceinline__ void store_rows(const HopperParams& params, const State& state, const Target& target,
+                                           int first_row, char* staged) {
+  const FastDivisor& group_size = params.attention.group_size;
+  const int lane = ptx::lane_id();
+  float inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = state.row_sum(0, half);
+    inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+    if (target.has_sinks()) {
+      const int32_t tile_row = first_row + half * 8 + lane / 4;
+      inverse[half] = target.end_row_with_sink(state.maximum[0][half] * state.scale, sum, tile_row).factor;
+    }
+    if constexpr (Target::kHasScales) inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
+  }
+  stage_rows<Tile>(state, target, 0, inverse, first_row, staged);
+  ptx::fence_async_proxy();
+  __syncwarp();
+  if (lane != 0) return;
+  const int32_t row = target.rows.qo_begin + group_size.divide(target.rows.packed_begin + first_row);
+  const uint32_t from = ptx::shared_address(staged) + first_row * Tile::kRowBytes;
+#pragma unroll
+  for (int block = 0; block < Tile::kBlocks; ++block) {
+    ptx::store_box(params.o, from + block * Tile::kBlockBytes, block * Tile::kBoxColumns,
+                   target.kv_head * group_size.divisor, row, 0);
+  }
+  ptx::bulk_commit();
+  ptx::bulk_wait_read();  // then the tile may be filled again
+}
+
+/// Writes the rows of a warp that has seen all tokens of the item, through its rows of `staged`.
+template <class Tile, class State, class Target>
+__device__ __forceinline__ void write_rows(const HopperParams& params, State& state, const Target& target,
+                                           int first_row, char* staged) {
+  if (!is_box(params, target, first_row)) {  // the frequent way second: ptxas spilled otherwise
+    write_warp_rows<Tile>(state, target, first_row, staged);
+  } else {
+    store_rows<Tile>(params, state, target, first_row, staged);
+  }
+}
+
+}  // namespace attn::sm90
