@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -348,7 +349,7 @@ int32_t unfenced_writer(uint32_t address, size_t bytes) {
 }
 
 void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)()) {
-  static std::vector<char> stacks(kMaxThreads * kStackBytes);
+  static const std::unique_ptr<char[]> stacks(new char[kMaxThreads * kStackBytes]);  // only what is used takes memory
   const int32_t all = ctas * threads;
   if (all > kMaxThreads || threads % 32 != 0) fail("a cluster of too many threads, or of no whole warps");
   std::memset(barriers, 0, sizeof(barriers));
