@@ -25,6 +25,48 @@ def small_engines():
         yield
 
 
+@pytest.fixture(scope="session")
+def forks(small_engines, tmp_path_factory):
+    """A function that gives the process whose forks are programs of an engine (forked_engines.py). It is made when it is first needed."""
+    from forked_engines import MODULES, Forks
+
+    from integration.engines import ENGINES
+    from integration.processes import process_environment
+
+    made = {}
+
+    def of(engine):
+        if engine not in made:
+            environment = process_environment(ENGINES[engine].client_environment("cpu"))
+            made[engine] = Forks(MODULES[engine], environment, tmp_path_factory.mktemp("forks") / f"{engine}.log")
+        return made[engine]
+
+    yield of
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(forks):
+    """Servers and clients of the module's tests start as forks, where each has one thread. Those of the soaks start as a user's do."""
+    from forked_engines import engine_of
+
+    from integration import client, server
+    from integration.processes import process_environment, start
+
+    def start_fork(command, log, environment, own_session=False):
+        engine = engine_of(command)
+        if engine is None:
+            return start(command, log, environment, own_session)
+        return forks(engine).start(command[1:], log, process_environment(environment))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("PYTEST_XDIST_WORKER"):
+            patch.setattr(client, "start", start_fork)
+            patch.setattr(server, "start", start_fork)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def small_engines_of_a_test(request):
     if request.node.get_closest_marker("integration"):

@@ -23,7 +23,7 @@ NAMED = [(engine, name) for engine in ENGINE_NAMES for name in named(engine)]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(tmp_path_factory, forked_engines):
     return Served(tmp_path_factory.mktemp("features"))
 
 

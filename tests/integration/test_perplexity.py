@@ -118,7 +118,7 @@ def write_checkpoint_with_scales(folder, target, scale):
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(need_engine, smollm2, sharegpt, tmp_path):
+def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(need_engine, forked_engines, smollm2, sharegpt, tmp_path):
     """Scales that are far too small ruin K and V, so a high perplexity shows that they are used, and that `auto` means what was declared. SGLang has no 8-bit
     caches on a CPU.
     """

@@ -48,7 +48,7 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def served(request, need_engine, small_engines, smollm2, sharegpt, tmp_path_factory) -> Iterator[Served]:
+def served(request, need_engine, forked_engines, smollm2, sharegpt, tmp_path_factory) -> Iterator[Served]:
     need_engine(request.param)
     from integration.compare_tokens import serve_and_generate
     from integration.engines import ENGINES, Launch
