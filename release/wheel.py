@@ -52,9 +52,9 @@ def compiler(folder: Path) -> Path:
 def cubins_of_manifest() -> set[str]:
     """Names in a wheel of all standard kernels."""
     sys.path.insert(0, str(REPOSITORY))
-    from attn_backend.kernels import manifest
+    from attn_backend.kernels import archs, manifest
 
-    return {f"attn_backend/cubins/{arch}/{name}.cubin" for arch in manifest.ARCHS for name in manifest.kernels(arch)}
+    return {f"attn_backend/cubins/{arch}/{name}.cubin" for arch in archs.ARCHS for name in manifest.kernels(arch)}
 
 
 def check_wheel(wheel: Path, with_cubins: bool) -> None:

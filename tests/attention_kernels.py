@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_backend.kernels import manifest
+from attn_backend.kernels.archs import BUILDS
 from attn_backend.kernels.kernel_files import arch_on
 
 GPU_KERNELS = ("hopper", "generic")
@@ -33,7 +34,7 @@ def is_available(kernel: str) -> bool:
 
 def has_clusters() -> bool:
     """Whether CTAs of this GPU may share a row in sampling."""
-    return arch_on(torch.device("cuda")) == manifest.SM90
+    return BUILDS[arch_on(torch.device("cuda"))].has_clusters
 
 
 def kernel_of(device: torch.device, seed: int = 0) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.kernels import manifest
+from attn_backend.kernels import archs
 from attn_backend.settings import PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def test_an_unknown_value_is_refused_by_name(name: str, value: str, must_be: str
 
 
 def test_archs_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arch in (*manifest.ARCHS, ""):
+    for arch in (*archs.ARCHS, ""):
         monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
         assert Settings.read().arch == (arch or None)
 

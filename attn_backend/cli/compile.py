@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kernels import build, cubins, manifest
+from ..kernels.archs import ARCHS, BUILDS
 from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 from .console import explained
 
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.arch = [arch for arch in arguments.arch if arch != "cpu"]
             if not arguments.arch:
                 return 0
-        _check_archs(arguments.arch or [], manifest.ARCHS, "sm_90a (Hopper) or sm_80 (all other GPUs, from Ampere on)")
+        _check_archs(arguments.arch or [], ARCHS, " or ".join(f"{name} ({arch.gpus})" for name, arch in BUILDS.items()))
         if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
             raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _are_shipped() -> bool:
-    files = [cubins.shipped_kernel(name, arch) for arch in cubins.ARCHS for name in cubins.kernel_sources(arch)]
+    files = [cubins.shipped_kernel(name, arch) for arch in ARCHS for name in cubins.kernel_sources(arch)]
     return all(file.is_file() and not cubins.shipped_fault(file) for file in files)
 
 
@@ -116,7 +117,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--float8-q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     elements = [element for element in elements if element != kv_element]  # a cache of another type than Q's
-    for arch in arguments.arch or manifest.ARCHS:
+    for arch in arguments.arch or ARCHS:
         for element in elements:
             if kv_element in manifest.CUDA_ELEMENTS:
                 print(cubins.compile_kernel(manifest.append_qkv_name(element, kv_element), arch)[0], flush=True)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ..kernels import cpp_compiler, cubins, kernel_cache, nvrtc
+from ..kernels import archs, cpp_compiler, cubins, kernel_cache, nvrtc
 from ..releases import RELEASES, was_checked
 from ..settings import PREFIX, Settings
 from .console import print_table
@@ -106,7 +106,7 @@ def _kernels() -> list[Finding]:
     except RuntimeError as error:
         on_cache, folder = Finding("!!", "cache", str(error)), None
     findings = []
-    for arch in cubins.ARCHS:
+    for arch in archs.ARCHS:
         names = cubins.kernel_sources(arch)
         shipped, damaged = _count([cubins.shipped_kernel(name, arch) for name in names], cubins.shipped_fault)
         if damaged:
@@ -160,7 +160,7 @@ def _compiler(path: str | None) -> Finding:
 def _cache() -> tuple[Finding, Path]:
     """A finding about the cache, and the folder that is used."""
     wanted = cubins.cache_dir()
-    entry, reason = kernel_cache.place(wanted / cubins.ARCHS[0] / "any.cubin")
+    entry, reason = kernel_cache.place(wanted / archs.ARCHS[0] / "any.cubin")
     folder = entry.parents[1]
     if reason:
         advice = "make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is"

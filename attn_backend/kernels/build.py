@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import cubins, cuda_compiler, kernel_cache, manifest, progress
-from .cubins import ARCHS, compile_kernel, nvcc, nvcc_version
+from .archs import ARCHS
+from .cubins import compile_kernel, nvcc, nvcc_version
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SERIALIZED = "instructions are serialized"  # the compiler waits for each product, since something touches registers of those under way

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..settings import Settings
 from . import code_address, cuda_compiler, kernel_cache, manifest
+from .archs import BUILDS, runnable_archs
 from .cuda_compiler import nvcc, nvcc_version
 from .kernel_cache import cache_dir
 
@@ -23,7 +24,6 @@ logger = logging.getLogger("attn_backend")
 
 # Not from library.py, which imports tvm-ffi: `make wheel` compiles the kernels in an environment that has none.
 PACKAGE = Path(__file__).resolve().parent.parent
-ARCHS = manifest.ARCHS
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -59,7 +59,7 @@ def arch_of(capability: tuple[int, int]) -> str:
     """
     if capability < (8, 0):
         raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
-    runnable = (manifest.SM90, manifest.SM80) if capability == (9, 0) else (manifest.SM80,)
+    runnable = runnable_archs(capability)
     wanted = Settings.read().arch or runnable[0]
     if wanted not in runnable:
         must_be = " or ".join(repr(arch) for arch in runnable)
@@ -72,11 +72,7 @@ COMMON_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v")
 
 def flags(arch: str) -> list[str]:
     """Compiler flags of an arch. sm_80 carries its PTX, so that every newer GPU can run it."""
-    of_arch = {
-        manifest.SM90: ["-gencode=arch=compute_90a,code=sm_90a", "-cubin"],
-        manifest.SM80: ["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"],
-    }
-    return [*COMMON_FLAGS, f"-I{source_root()}", *of_arch[arch]]
+    return [*COMMON_FLAGS, f"-I{source_root()}", *BUILDS[arch].flags]
 
 
 def _include(source: str, root: Path, files: dict[str, str]) -> None:

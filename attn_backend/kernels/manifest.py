@@ -12,11 +12,10 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from . import kernel_templates as templates
+from .archs import ARCHS, SM90
 from .head_dims import MAX_TRANSFORMED_HEAD_DIM, MLA_HEAD_DIMS, WIDE_HEAD_DIMS, HeadDims
 from .shipped_variants import SHIPPED_VARIANTS, shipped_variant
 
-SM90, SM80 = "sm_90a", "sm_80"
-ARCHS = (SM90, SM80)
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
@@ -24,7 +23,7 @@ ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
-VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
+STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output is of 8 bits
 LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")  # of a variant they are compiled only when a cache needs them
 OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
@@ -37,7 +36,7 @@ SHIPPED_HEAD_DIMS = {
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
 _SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}  # of bf16, by elements of caches that are widened as they are loaded
-MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # whose e4m3 Q and K Hopper multiplies as they are
+MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # of designs that multiply e4m3 Q and K as they are
 SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
 
 
@@ -72,12 +71,14 @@ class Design:
         archs: those of the GPUs that run it.
         cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
         max_transformed_head_dim: columns of V above which its kernels have no room for variants that transform Q, K or V.
+        multiplies_float8: e4m3 Q and K are multiplied as they are, with heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
     """
 
     name: str
     archs: tuple[str, ...]
     cubins: dict[str, str]
     max_transformed_head_dim: int = MLA_HEAD_DIMS.v
+    multiplies_float8: bool = False
 
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
         """The part of `cubins` for a shape. Where rows are widened as they are loaded, one kernel serves all caches."""
@@ -86,7 +87,7 @@ class Design:
 
 # By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
 DESIGNS = {
-    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}, MAX_TRANSFORMED_HEAD_DIM),
+    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}, MAX_TRANSFORMED_HEAD_DIM, multiplies_float8=True),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
 
@@ -243,11 +244,11 @@ def merge_source(element: str, variant_type: str) -> str:
     return templates.MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
 
 
-def attention_kernels(shape: KernelShape, variants: Iterable[str] = VARIANTS) -> list[Kernel]:
+def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
     """The standard kernels of a shape, for which there must be CUDA kernels (runs_over())."""
     stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(shape).values()}
     return [
-        Kernel(attention_name(stem, shape, variant), archs, attention_source(stem, shape, VARIANTS[variant]))
+        Kernel(attention_name(stem, shape, variant), archs, attention_source(stem, shape, STANDARD_VARIANTS[variant]))
         for variant in variants
         for stem, archs in stems.items()
     ]
@@ -300,13 +301,14 @@ def source_of(name: str, arch: str) -> str | None:
 
 def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
     """The kernels over e4m3 Q and K, of designs that multiply them without widening."""
-    return [kernel for kernel in attention_kernels(KernelShape("bf16", dims, "e4m3", True, float8_out), ("standard",)) if kernel.archs == (SM90,)]
+    archs = {arch for design in DESIGNS.values() if design.multiplies_float8 for arch in design.archs}
+    return [kernel for kernel in attention_kernels(KernelShape("bf16", dims, "e4m3", True, float8_out), ("standard",)) if archs.issuperset(kernel.archs)]
 
 
 def _attention_kernels() -> list[Kernel]:
     made = []
     for element in CUDA_ELEMENTS:
-        for variant in VARIANTS:
+        for variant in STANDARD_VARIANTS:
             for dims in SHIPPED_HEAD_DIMS[variant]:
                 made += attention_kernels(KernelShape(element, dims), (variant,))
         for shipped in SHIPPED_VARIANTS:
@@ -324,7 +326,7 @@ def _attention_kernels() -> list[Kernel]:
         for kv_element in (None, "e4m3"):
             made += attention_kernels(KernelShape("bf16", dims, kv_element, float8_out=True), ("standard",))
         made += _multiplied_float8_kernels(dims, float8_out=True)
-    made += [Kernel(merge_name(element), ARCHS, merge_source(element, VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
+    made += [Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
     return made
 
 

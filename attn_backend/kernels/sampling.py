@@ -10,6 +10,7 @@ import torch
 
 from ..metadata.structure import check_device, check_int, check_plain, explain_failure, refuse
 from . import compiled, manifest
+from .archs import BUILDS
 from .attention_config import FLOAT_NAMES
 from .draws import draws
 from .kernel_files import arch_on, kernel_file
@@ -45,7 +46,7 @@ class Samples:
 @cache
 def _kernel(name: str, device: torch.device) -> tuple[str, int]:
     """(cubin, most CTAs that may share a row) of a sampling kernel; ("", 1) on a CPU."""
-    has_clusters = device.type == "cuda" and arch_on(device) == manifest.SM90
+    has_clusters = device.type == "cuda" and BUILDS[arch_on(device)].has_clusters
     return kernel_file(manifest.sampling_name(name), device), values_of("Limit")["kMaxClusterCtas"] if has_clusters else 1
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..settings import Settings
 from . import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, manifest, nvrtc, progress
+from .archs import ARCHS, SM80
 from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 from .headers_digest import headers_digest
 from .manifest import VariantSource
@@ -22,26 +23,26 @@ PTX_OF_SM80 = "compute_80"
 
 
 def target_of(capability: tuple[int, int]) -> str:
-    """What a variant's kernels are compiled for, for a GPU of this compute capability; they run on all of the same major version. Where ATTN_BACKEND_ARCH asks
-    for sm_80 on a newer GPU, it is PTX_OF_SM80.
+    """What a variant's kernels are compiled for, for a GPU of this compute capability; they run on all of the same major version, for an arch with an
+    `a` on this one alone. Where ATTN_BACKEND_ARCH asks for sm_80 on a newer GPU, it is PTX_OF_SM80.
 
     Raises:
         ValueError: older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
     """
     arch = cubins.arch_of(capability)
-    if arch != manifest.SM80:
+    if arch != SM80:
         return arch
     return PTX_OF_SM80 if Settings.read().arch is not None and capability >= (9, 0) else f"sm_{capability[0]}0"
 
 
 def arch_of(target: str) -> str:
     """The arch of the standard kernels that stand beside them."""
-    return target if target in manifest.ARCHS else manifest.SM80
+    return target if target in ARCHS else SM80
 
 
 def is_target(text: str) -> bool:
     """Whether target_of() may give it: there is one for each major version, and PTX."""
-    return text in (*manifest.ARCHS, PTX_OF_SM80) or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in manifest.ARCHS)
+    return text in (*ARCHS, PTX_OF_SM80) or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in ARCHS)
 
 
 def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, ahead: Callable[[], str] | None = None) -> Path:

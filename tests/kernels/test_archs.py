@@ -12,6 +12,7 @@ from test_code_address import Driver
 from test_variant_kernels import needs_nvcc, needs_nvrtc
 
 from attn_backend.kernels import cubins, kernel_cache, kernel_files, manifest, sampling, variant_kernels
+from attn_backend.kernels.archs import ARCHS
 from attn_backend.kernels.attention_config import AttentionConfig, choose_design
 from attn_backend.kernels.attention_variant import AttentionVariant
 from attn_backend.kernels.head_dims import HeadDims
@@ -88,7 +89,7 @@ WIDE_HEADS = [
 ]
 
 
-@pytest.mark.parametrize("arch", manifest.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("dims", "dtype", "kv_dtype"), WIDE_HEADS)
 def test_kernels_of_wide_heads_are_in_the_package(
     hopper: list[tuple[str, str]], arch: str, dims: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype
@@ -132,7 +133,7 @@ def test_variants_are_compiled_to_ptx(compiler: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arch", manifest.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_driver_knows_what_a_kernel_was_compiled_for(arch: str) -> None:
     """csrc/runtime/driver.cpp asks it whether the kernel has griddepcontrol."""
     if arch == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):

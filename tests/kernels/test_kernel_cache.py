@@ -17,6 +17,7 @@ import pytest
 from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
 from attn_backend.kernels import cubins, kernel_cache
+from attn_backend.kernels.archs import ARCHS
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away, or become another user")
 
@@ -77,7 +78,7 @@ def test_what_is_something_else_is_named(content: bytes, reason: str) -> None:
 
 
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("arch", cubins.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_what_the_compiler_makes_is_whole_and_truncation_is_noticed(arch: str) -> None:
     content = cubins.compile_kernel("append", arch)[0].read_bytes()
     assert kernel_cache.damage(content) == ""

@@ -16,7 +16,7 @@ from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, refuse
 from attn_backend.kernels.append import append_kv
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.kernel_files import arch_on
-from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, SM90
+from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, default_design
 from attn_backend.metadata.kv_cache import KVCache
 
 
@@ -27,7 +27,7 @@ def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.
         float8: the cache's dtype if it has 8 bits.
     """
     has_kernel = float8 == torch.float8_e4m3fn and HeadDims.of(head_size) in MULTIPLIED_FLOAT8_HEAD_DIMS
-    return has_kernel and device.type == "cuda" and arch_on(device) == SM90
+    return has_kernel and device.type == "cuda" and default_design(arch_on(device)).multiplies_float8
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
