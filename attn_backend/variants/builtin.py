@@ -110,7 +110,7 @@ def alibi(slopes: Tensor | None = None) -> Variant:
     """
 
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        # Floats are exact up to 2^24 tokens. A difference of integers takes registers that Hopper's kernels do not have.
+        # Floats are exact up to 2^24 tokens. Where other logits come besides, a difference of integers takes registers that Hopper's kernels do not have.
         return score + slopes[h] * (kv_idx.to(score.dtype) - q_idx.to(score.dtype))  # type: ignore[index]
 
     return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, 1, slopes)])

@@ -42,7 +42,7 @@ _CPP_WORDS = """
     not_eq nullptr operator or or_eq private protected public register reinterpret_cast return short signed sizeof static static_assert static_cast
     struct switch template this throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq attn
     int32_t int64_t uint32_t uint64_t uint8_t ParamTensor ScoreRow KvToken Pair PairLayout Params params kUsesSoftmax query key value logits bias_slope
-    mask output logit row kv_position kv_head column abs ceil exp exp2 floor floor_divide floor_modulo infinity log log2 max min quick_divide rotated
+    mask output range logit row kv_position kv_head column abs ceil exp exp2 floor floor_divide floor_modulo infinity log log2 max min quick_divide rotated
     select sigmoid soft_cap sqrt tanh turns_of
 """
 

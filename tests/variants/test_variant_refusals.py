@@ -12,6 +12,7 @@ import torch
 
 from attn_backend import Attention
 from attn_backend.variants import Param, TracingError, Variant, builtin
+from attn_backend.variants.cpp import HOOKS
 
 # ruff: noqa: F821
 TABLE = torch.zeros(4, 5)
@@ -345,3 +346,8 @@ def test_builtins_check_their_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@pytest.mark.parametrize("name", [*HOOKS, "row", "kv_position", "class"])
+def test_a_parameter_may_be_named_like_what_means_something_in_cpp(name: str) -> None:
+    assert Param(name, torch.float32).cpp_name == f"{name}_"
