@@ -65,7 +65,7 @@ import cases, float8_cases, torch
 torch.set_num_threads(1)
 for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for t in (torch.bfloat16, torch.float16, torch.float32)):
     spec = cases.Spec((1, 30, 3, 0), (200, 70, 300, 10), head_dim=head_dim, dtype=dtype, num_ctas=5, strided=bool(seed % 2), seed=seed)
-    problem = float8_cases.Float8Case(spec, "cpu", float8_cases.DTYPES[seed // 2 % 2], "head", "request")
+    problem = float8_cases.Float8Case(spec, "cpu", float8_cases.DTYPES[seed // 2 % len(float8_cases.DTYPES)], "head", "request")
     attention = problem.case.attention(kv_dtype=problem.dtype)
     attention.plan(problem.case.view)
     problem.case.run(attention, out=problem.case.out, lse=problem.case.lse)

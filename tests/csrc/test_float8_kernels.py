@@ -112,7 +112,7 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, h
             *BATCHES[number % 2 * 3], num_kv_heads=2, group_size=1 + number % 3, head_dim=head_dim, head_dim_v=head_dim_v, num_ctas=5, seed=number
         )
         spec = spec.with_(**{"cache_form": "pair", **cache}, window_left=60 if number == 2 else -1)
-        problem = Float8Case(spec, "cpu", DTYPES[head_dim_v // 8 % 2], SCALES[number + 1], "head")
+        problem = Float8Case(spec, "cpu", DTYPES[head_dim_v // 8 % len(DTYPES)], SCALES[number + 1], "head")
         run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
 
 

@@ -35,7 +35,7 @@ def random_case(seed: int, device: torch.device) -> Float8Case:
         spec = spec.with_(dtype=torch.bfloat16)
     k_form, v_form = (str(form) for form in rng.choice(SCALES, size=2))
     q_form = None if seed % 3 else str(rng.choice(Q_SCALES))
-    return Float8Case(spec, device, DTYPES[seed % 2], k_form, v_form, q_form)
+    return Float8Case(spec, device, DTYPES[seed % len(DTYPES)], k_form, v_form, q_form)
 
 
 @pytest.mark.parametrize("block", mostly_slow(range(10), fast=2))
@@ -54,7 +54,7 @@ def test_heads_of_different_widths(device: torch.device, kernel: str | None, hea
         if spec.dtype == torch.float32 and device.type == "cuda":
             spec = spec.with_(dtype=torch.bfloat16)
         options = {} if kernel is None else {"kernel": kernel}
-        run(Float8Case(spec, device, DTYPES[seed % 2], *SCALES[seed + 1 : seed + 3]), cascade=("always", True, False)[seed % 3], **options)
+        run(Float8Case(spec, device, DTYPES[seed % len(DTYPES)], *SCALES[seed + 1 : seed + 3]), cascade=("always", True, False)[seed % 3], **options)
 
 
 def wide_case(seed: int, device: torch.device) -> Float8Case:
@@ -65,7 +65,7 @@ def wide_case(seed: int, device: torch.device) -> Float8Case:
     spec = spec.with_(qo_lens=tuple(min(n, 40) for n in spec.qo_lens), kv_lens=tuple(min(n, 1200) for n in spec.kv_lens))
     if spec.dtype == torch.float32 and device.type == "cuda":
         spec = spec.with_(dtype=torch.bfloat16)
-    return Float8Case(spec, device, DTYPES[seed % 2], *(str(form) for form in rng.choice(SCALES, size=2)))
+    return Float8Case(spec, device, DTYPES[seed % len(DTYPES)], *(str(form) for form in rng.choice(SCALES, size=2)))
 
 
 @pytest.mark.parametrize("block", mostly_slow(range(6), fast=1))
@@ -107,7 +107,7 @@ def test_queries_of_8_bits(device: torch.device, kernel: str | None, q_form: str
     options = {} if kernel is None else {"kernel": kernel}
     for seed, head_dim in enumerate((64, 72, 128, 256)):
         spec = cases.Spec((150, 1, 40, 3), (200, 90, 40, 300), num_kv_heads=2, group_size=1 + seed, head_dim=head_dim, num_ctas=5, seed=seed)
-        run(Float8Case(spec, device, DTYPES[seed % 2], SCALES[seed], "head", q_form), cascade=("always", False)[seed % 2], **options)
+        run(Float8Case(spec, device, DTYPES[seed % len(DTYPES)], SCALES[seed], "head", q_form), cascade=("always", False)[seed % 2], **options)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -160,7 +160,7 @@ def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:
     """Rows of one row group, which reads the shared pages once, have scales of their own."""
     for seed in range(6):
         spec = cases.Spec((1,) * 9, (300,) * 9, head_dim=(64, 128)[seed % 2], sharing=0.9, page_size=16, num_ctas=(3, 20)[seed % 2], seed=seed)
-        run(Float8Case(spec, device, DTYPES[seed % 2], "request and head", "request"), cascade="always")
+        run(Float8Case(spec, device, DTYPES[seed % len(DTYPES)], "request and head", "request"), cascade="always")
 
 
 @pytest.mark.parametrize("k_form", ["number", "head"])

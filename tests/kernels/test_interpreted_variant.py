@@ -58,7 +58,7 @@ def test_caches_of_8_bits(q_form: str | None) -> None:
     variant = builtin.document() & builtin.alibi() & builtin.soft_cap(3.0)
     for seed, k_form in enumerate(float8_cases.SCALES):
         spec = cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed)
-        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % 2], k_form, float8_cases.SCALES[seed - 2], q_form)
+        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % len(float8_cases.DTYPES)], k_form, float8_cases.SCALES[seed - 2], q_form)
         case, rng = problem.case, numpy.random.default_rng(seed)
         args = ids("document_ids")(rng, Sizes(spec.qo_lens, spec.kv_lens, 4)) | {"slopes": torch.rand(4)}
         attention = case.attention(variant=variant, sinks=True, **problem.options)
@@ -74,7 +74,7 @@ def test_transforms_of_caches_of_8_bits(q_form: str | None) -> None:
     variant = builtin.rope(builtin.rope_frequencies(32))
     for seed, k_form in enumerate(float8_cases.SCALES):
         spec = cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed)
-        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % 2], k_form, float8_cases.SCALES[seed - 2], q_form)
+        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % len(float8_cases.DTYPES)], k_form, float8_cases.SCALES[seed - 2], q_form)
         case = problem.case
         attention = case.attention(variant=variant, cascade=False, **problem.options)
         attention.plan(case.view)
