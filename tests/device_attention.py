@@ -100,7 +100,7 @@ def library(
     elif variant in TEST_VARIANTS:
         text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
     else:
-        text, variant_type, name = "", manifest.VARIANTS[variant], variant
+        text, variant_type, name = "", manifest.STANDARD_VARIANTS[variant], variant
     shape = manifest.KernelShape(element, head_dim, kv_element_of(kv_dtype, dtype), float8_q, float8_out)
     cubins = design.cubins_for(shape)
     for cubin, stem in cubins.items():
