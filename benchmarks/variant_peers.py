@@ -51,7 +51,9 @@ def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
         for name, use_tensor_cores in (("tensor cores", True), ("CUDA cores", False)):
             peers["FlashInfer"][name] = partial(flashinfer_decode, batch, meaning, use_tensor_cores)
     else:
-        peers["FlashInfer"] = {backend: partial(flashinfer_prefill, batch, meaning, backend) for backend in (("fa2", "fa3") if meaning.is_causal else ("fa2",))}
+        # FlashInfer's own choice takes no fa3 for positions in the kernel or custom masks; named, it would compile one for minutes.
+        backends = ("fa2", "fa3") if meaning.is_causal and not meaning.is_alibi and meaning.rotate is None else ("fa2",)
+        peers["FlashInfer"] = {backend: partial(flashinfer_prefill, batch, meaning, backend) for backend in backends}
     return peers
 
 
