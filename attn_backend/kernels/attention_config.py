@@ -69,11 +69,16 @@ class AttentionConfig:
     def dims(self) -> HeadDims:
         return HeadDims(self.head_dim, self.head_dim_v)
 
+    @property
+    def design(self) -> manifest.Design | None:
+        """choose_design()."""
+        return choose_design(self.kernel, self.device, self.dims, self.variant)
+
     def pack(self, attention_variant: AttentionVariant | None) -> bytes:
         """AttentionConfig of csrc/. attention_variant: made of `variant`."""
         data_types = values_of("DataType")
         variant = None if attention_variant is None else attention_variant.variant
-        design = choose_design(self.kernel, self.device)
+        design = self.design
         # Under such a variant no token is the same for several requests.
         cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
         return pack(
@@ -105,7 +110,7 @@ class AttentionConfig:
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
         """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
         files = {} if variant is None else variant.files()
-        design = choose_design(self.kernel, self.device)
+        design = self.design
         if design is None or self.device.type == "cpu":
             return files
         element = DTYPE_NAMES[self.dtype]
@@ -203,17 +208,28 @@ def check_modes(cascade: bool | str, batch_invariant: bool, max_batch: int, max_
         refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
 
 
-def choose_design(kernel: str | None, device: torch.device) -> manifest.Design | None:
+def choose_design(kernel: str | None, device: torch.device, dims: HeadDims, variant: Variant | None = None) -> manifest.Design | None:
     """The kernel design that schedules are made for; None: the CPU's."""
     if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
         refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
-    if device.type == "cpu":
-        return None if kernel is None else manifest.DESIGNS[kernel]
-    arch = arch_on(device)
-    runnable = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
-    if kernel is not None and kernel not in runnable:
-        refuse("kernel", kernel, f"{', '.join(map(repr, runnable))} or None: this GPU runs kernels of {arch}")
-    return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
+    transforms = variant is not None and _checked(variant).has_transforms
+    if device.type == "cpu" and kernel is None:
+        return None
+    arch = arch_on(device) if device.type == "cuda" else None
+    designs = manifest.designs_for(dims, transforms, arch)
+    if kernel is not None and kernel not in designs:
+        why = f"this GPU runs kernels of {arch}"
+        if not manifest.DESIGNS[kernel].serves(dims, transforms):
+            why = f"it has no kernels for head_dim = {dims}{' and variants that transform Q, K or V' if transforms else ''}"
+        refuse("kernel", kernel, f"{', '.join(map(repr, designs))} or None: {why}")
+    return next(iter(designs.values())) if kernel is None else designs[kernel]
+
+
+def _checked(variant: Variant) -> Variant:
+    from ..variants import Variant  # imported already if the argument is one
+
+    check_types(Variant, "a Variant or None", variant=variant)
+    return variant
 
 
 def explain_failed_run(

@@ -215,9 +215,9 @@ def compile_ahead(
             raise ValueError(f"kv_dtype is {kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
         if float8_q and not HeadDims.of(head_dim).runs_over(kv_element, float8_q):
             raise ValueError(f"float8_q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
-        designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
+        designs = manifest.designs_for(HeadDims.of(head_dim), variant.has_transforms, arch)
         if design_name is not None and design_name not in designs:
-            raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
+            raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}, head_dim {head_dim} and variant {variant.name}")
         design = designs[design_name or next(iter(designs))]
         shape = manifest.KernelShape(manifest.ELEMENT_NAMES[dtype], HeadDims.of(head_dim), kv_element, float8_q, float8_out)
         kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)

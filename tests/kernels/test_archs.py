@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from attn_backend.kernels import cubins, kernel_cache, kernel_files, manifest, s
 from attn_backend.kernels.archs import ARCHS
 from attn_backend.kernels.attention_config import AttentionConfig, choose_design
 from attn_backend.kernels.attention_variant import AttentionVariant
-from attn_backend.kernels.head_dims import HeadDims
+from attn_backend.kernels.head_dims import MLA_HEAD_DIMS, HeadDims
+from attn_backend.variants import builtin
 
 CUDA = torch.device("cuda", 0)
 GENERIC = manifest.DESIGNS["generic"]
+NARROW = HeadDims.of(128)
 
 
 @pytest.fixture
@@ -65,9 +68,33 @@ def test_an_arch_that_the_gpu_cannot_run_is_refused(capability: tuple[int, int],
 
 
 def test_only_the_designs_of_the_arch(hopper: list[tuple[str, str]]) -> None:
-    assert choose_design(None, CUDA) is choose_design("generic", CUDA) is GENERIC
+    assert choose_design(None, CUDA, NARROW) is choose_design("generic", CUDA, NARROW) is GENERIC
     with pytest.raises(ValueError, match=r"kernel is 'hopper', must be 'generic' or None: this GPU runs kernels of sm_80"):
-        choose_design("hopper", CUDA)
+        choose_design("hopper", CUDA, NARROW)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_only_the_designs_that_serve_the_heads(hopper: list[tuple[str, str]]) -> None:
+    rope = builtin.rope(builtin.rope_frequencies(64))
+    for dims, variant in ((NARROW, rope), (MLA_HEAD_DIMS, None), (MLA_HEAD_DIMS, variant_sources.ALIBI)):
+        assert choose_design(None, CUDA, dims, variant) is choose_design("hopper", CUDA, dims, variant) is manifest.DESIGNS["hopper"]
+    assert choose_design(None, CUDA, MLA_HEAD_DIMS, rope) is choose_design("generic", CUDA, MLA_HEAD_DIMS, rope) is GENERIC
+    assert choose_design(None, torch.device("cpu"), MLA_HEAD_DIMS, rope) is None
+    because = "it has no kernels for head_dim = 576_512 and variants that transform Q, K or V"
+    for device in (CUDA, torch.device("cpu")):
+        with pytest.raises(ValueError, match=f"^kernel is 'hopper', must be 'generic' or None: {because}$"):
+            choose_design("hopper", device, MLA_HEAD_DIMS, rope)
+    with pytest.raises(ValueError, match=r"^kernel is hopper, must be generic for sm_90a, head_dim 576_512 and variant rope$"):
+        variant_kernels.compile_ahead(rope, ["sm_90a"], "hopper", "bfloat16", MLA_HEAD_DIMS, "")
+
+
+def test_kernels_of_heads_are_those_of_designs_that_serve_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    picky = replace(manifest.DESIGNS["hopper"], serves=lambda dims, transforms: dims == NARROW)
+    monkeypatch.setitem(manifest.DESIGNS, "hopper", picky)
+    names = {dims: [kernel.name for kernel in manifest.attention_kernels(manifest.KernelShape("bf16", dims), ["standard"])] for dims in (NARROW, MLA_HEAD_DIMS)}
+    assert names[NARROW] == [f"attention_{stem}_bf16_d128_standard" for stem in ("sm90", "sm90_gather", "sm80")]
+    assert names[MLA_HEAD_DIMS] == ["attention_sm80_bf16_d576_512_standard"]
+    assert [manifest.default_design("sm_90a", dims) for dims in names] == [picky, GENERIC]
 
 
 def test_kernels_of_attention(hopper: list[tuple[str, str]]) -> None:

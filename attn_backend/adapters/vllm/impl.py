@@ -26,8 +26,9 @@ def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.
     Args:
         float8: the cache's dtype if it has 8 bits.
     """
-    has_kernel = float8 == torch.float8_e4m3fn and HeadDims.of(head_size) in MULTIPLIED_FLOAT8_HEAD_DIMS
-    return has_kernel and device.type == "cuda" and default_design(arch_on(device)).multiplies_float8
+    heads = HeadDims.of(head_size)
+    has_kernel = float8 == torch.float8_e4m3fn and heads in MULTIPLIED_FLOAT8_HEAD_DIMS
+    return has_kernel and device.type == "cuda" and default_design(arch_on(device), heads).multiplies_float8
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
