@@ -12,7 +12,7 @@ import variant_sources
 from test_code_address import Driver
 from test_variant_kernels import needs_nvcc, needs_nvrtc
 
-from attn_backend.kernels import cubins, kernel_cache, kernel_files, manifest, sampling, variant_kernels
+from attn_backend.kernels import archs, cubins, kernel_cache, kernel_files, manifest, sampling, variant_kernels
 from attn_backend.kernels.archs import ARCHS
 from attn_backend.kernels.attention_config import AttentionConfig, choose_design
 from attn_backend.kernels.attention_variant import AttentionVariant
@@ -56,6 +56,17 @@ def test_archs_that_a_gpu_runs(arch: str, capability: tuple[int, int], expected:
     assert variant_kernels.target_of(capability) == target
     assert variant_kernels.is_target(target)
     assert variant_kernels.arch_of(target) == expected
+
+
+def test_a_target_is_what_some_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = ("sm_90a", "sm_90", "sm_100a", "sm_100", "sm_103", "sm_86", "compute_80", "sm_", "cpu")
+    assert [target for target in targets if variant_kernels.is_target(target)] == ["sm_90a", "sm_100", "compute_80"]
+    # An arch for 10.0 alone, as sm_100a would be: GPUs of 10.3 still get sm_100.
+    monkeypatch.setitem(archs.BUILDS, "sm_100a", replace(archs.BUILDS["sm_90a"], capability=(10, 0), has_siblings=True))
+    monkeypatch.setattr(variant_kernels, "ARCHS", tuple(archs.BUILDS))
+    monkeypatch.delenv("ATTN_BACKEND_ARCH", raising=False)
+    assert variant_kernels.target_of((10, 3)) == "sm_100"
+    assert [target for target in targets if variant_kernels.is_target(target)] == ["sm_90a", "sm_100a", "sm_100", "compute_80"]
 
 
 @pytest.mark.parametrize(("capability", "must_be"), [((8, 0), "'sm_80'"), ((10, 0), "'sm_80'")], ids=str)
