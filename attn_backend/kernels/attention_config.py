@@ -13,7 +13,7 @@ from torch import Tensor
 from ..metadata import BSRView
 from ..metadata.checks import check_page_ids
 from ..metadata.composition import MAX_LEVELS
-from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
+from ..metadata.kv_cache import SCALED_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, dtype_name, explain_failure, refuse
 from . import manifest
 from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, MLA_HEAD_DIMS, HeadDims
@@ -33,6 +33,7 @@ FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are not he
 # The names of DataType (csrc/common/data_type.h).
 DTYPES = {torch.float32: "kFloat32"} | {dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()}
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
+FLOAT8_Q_DTYPES = SCALED_DTYPES  # that Q may have, over a cache of the same
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
@@ -161,7 +162,7 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadD
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
-        others = ["torch.float8_e4m3fn", "torch.float8_e5m2", "torch.uint8", *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype)]
+        others = [*map(str, KV_DTYPES), *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype)]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
         refuse("kv_dtype", kv_dtype, f"{LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
@@ -175,8 +176,8 @@ def check_q_dtype(q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: tor
     check_types(torch.dtype, "a torch.dtype or None", q_dtype=q_dtype)
     if q_dtype == dtype:
         return dtype
-    if q_dtype not in FLOAT8_DTYPES or q_dtype != kv_dtype:
-        refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is torch.float8_e4m3fn or torch.float8_e5m2")
+    if q_dtype not in FLOAT8_Q_DTYPES or q_dtype != kv_dtype:
+        refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}")
     if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
         refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
     return q_dtype
