@@ -26,6 +26,7 @@ _MAX_HASH_IDS = 1 << 24  # of a trace
 _MAX_TEXT = 1 << 28  # characters of a batch, or of a line of a trace
 _MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
 
+Costs = Literal["hopper", "generic", "cpu"]  # GPUs' kernels by the names that Attention(kernel=...) has for them
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Counts = Annotated[list[Count], Field(fail_fast=True)]
 Run = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -49,7 +50,7 @@ class PlanOptions(BaseModel):
     heads: Annotated[str, AfterValidator(_check_heads)] = "32/8"
     head_dim: Count = 128
     num_ctas: Count | None = None
-    costs: Literal["cuda", "cpu"] = "cuda"
+    costs: Costs = "hopper"
     causal: bool = True
     window_left: Annotated[int, Field(gt=-(2**31), lt=2**31)] = -1
 

@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from ..kernels.manifest import DESIGNS
 from .console import explained, print_table
 
 _EPILOG = """examples:
@@ -25,7 +26,7 @@ a batch (.json): one object, for instance {"qo_lens": [1, 1], "kv_lens": [64, 70
   heads         "QO/KV", query and KV heads ("32/8")
   head_dim      (128)
   num_ctas      (132)
-  costs         "cuda" or "cpu": whose tiles and costs ("cuda")
+  costs         whose tiles and costs: of a kernel for GPUs, "hopper" or "generic", or of a "cpu" ("hopper")
   causal        true: a row sees the tokens up to its position; false: all (true)
   window_left   tokens before its position that a row sees at most; -1: no limit (-1)
   Options take precedence over the file's page_size, heads, head_dim, num_ctas and costs.
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, help="(128)")
     parser.add_argument("--page-size", type=int, help="tokens (16)")
     parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu, the CPU's own number)")
-    parser.add_argument("--costs", choices=("cuda", "cpu"), help="whose tiles and costs (cuda)")
+    parser.add_argument("--costs", choices=(*DESIGNS, "cpu"), help="whose tiles and costs: of a kernel for GPUs, or of a CPU (hopper)")
     parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import ValidationError
@@ -15,7 +14,7 @@ from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..kernels.schedule import PrefixNode, Schedule
 from ..metadata.structure import refuse
 from ..settings import refusal
-from .batches import Batch, PlanOptions
+from .batches import Batch, Costs, PlanOptions
 from .schedule_costs import ScheduleCosts
 
 FOREST_COLUMNS = ("pages", "requests", "rows", "saves", "adds", "decision (cost units for each KV head)")
@@ -32,7 +31,7 @@ class Target:
     num_kv_heads: int = 8
     head_dim: int = 128
     num_ctas: int | None = 132  # one for each of an H100's SMs
-    costs: Literal["cpu", "cuda"] = "cuda"
+    costs: Costs = "hopper"
     cascade: bool = True
     causal: bool = True
     window_left: int = -1
@@ -52,9 +51,9 @@ class Target:
         num_qo_heads, num_kv_heads = map(int, options.heads.split("/"))
         if sum(batch.qo_lens) * num_qo_heads > _MOST_HEAD_ROWS:
             refuse("sum(qo_lens)", sum(batch.qo_lens), f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads")
-        if options.costs == "cuda" and not HeadDims.of(options.head_dim).runs_on_cuda:
+        if options.costs != "cpu" and not HeadDims.of(options.head_dim).runs_on_cuda:
             refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")
-        num_ctas = cls.num_ctas if options.num_ctas is None and options.costs == "cuda" else options.num_ctas
+        num_ctas = cls.num_ctas if options.num_ctas is None and options.costs != "cpu" else options.num_ctas
         heads = (num_qo_heads, num_kv_heads)
         return cls(*heads, options.head_dim, num_ctas, options.costs, not arguments.no_cascade, options.causal, options.window_left)
 
@@ -113,7 +112,7 @@ class Planned:
         ctas = costs.ctas.double()
         shares = f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) {costs.balance:.3f}"
         rows, tokens, nodes = count(sum(batch.qo_lens), "row"), count(sum(batch.kv_lens), "token"), count(len(schedule.forest), "node")
-        where = f"{schedule.num_ctas} CTAs, costs of a {'GPU' if target.costs == 'cuda' else 'CPU'}"
+        where = f"{schedule.num_ctas} CTAs, costs of {'a CPU' if target.costs == 'cpu' else f'the {target.costs} kernel'}"
         pages = f"{count(sum(map(self.pages, range(requests))), 'page')} of {batch.page_size}"
         return [
             ("batch", f"{batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}"),
@@ -171,7 +170,7 @@ def _schedule(batch: Batch, target: Target, cascade: bool) -> Schedule:
         max_batch=len(batch.qo_lens),
         num_ctas=target.num_ctas,
         cascade=cascade,
-        kernel="hopper" if target.costs == "cuda" else None,
+        kernel=None if target.costs == "cpu" else target.costs,
     )
     attention.plan(batch.view(target.causal, target.window_left))
     return attention.schedule()

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention_config import DTYPE_NAMES
+from ..kernels.attention_config import DTYPE_NAMES, FLOAT8_Q_DTYPES
 from ..metadata import KVCache, PageTable
-from ..metadata.kv_cache import FLOAT8_DTYPES
+from ..metadata.kv_cache import SCALED_DTYPES
 from ..metadata.structure import refuse
 from ..variants.builtin import alibi_slopes
 from .features import not_supported
@@ -52,18 +52,18 @@ def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_
     q_type = dtype_of("q_data_type", q_data_type)
     kv_type = q_type if kv_data_type is None else dtype_of("kv_data_type", kv_data_type)
     o_type = q_type if o_data_type is None else dtype_of("o_data_type", o_data_type)
-    float8_q, float8_out = q_type in FLOAT8_DTYPES, o_type == torch.float8_e4m3fn
+    float8_q, float8_out = q_type in FLOAT8_Q_DTYPES, o_type == torch.float8_e4m3fn
     if q_type.itemsize == 1 and not float8_q:
         not_supported(f"q_data_type = {q_type}")
     is_mixed = {q_type, kv_type} == DTYPE_NAMES.keys()
-    if kv_type != q_type and not is_mixed and (float8_q or kv_type not in FLOAT8_DTYPES):
+    if kv_type != q_type and not is_mixed and (float8_q or kv_type not in SCALED_DTYPES):
         not_supported(f"kv_data_type = {kv_type} with q_data_type = {q_type}")
     if o_type.itemsize == 1 and not float8_out:
         not_supported(f"o_data_type = {o_type}")
     if o_type != q_type and not float8_q and not float8_out:
         not_supported(f"o_data_type = {o_type} with q_data_type = {q_type}")
     dtype = q_type if not float8_q else torch.bfloat16 if float8_out else o_type
-    return ElementTypes(dtype, kv_type if is_mixed or kv_type in FLOAT8_DTYPES else None, float8_q, float8_out)
+    return ElementTypes(dtype, kv_type if is_mixed or kv_type in SCALED_DTYPES else None, float8_q, float8_out)
 
 
 def check_kv_layout(kv_layout: object) -> str:
@@ -126,7 +126,7 @@ def _cache_of(first: Tensor, second: Tensor | None, kv_layout: str) -> KVCache:
         k, v = first.detach().unbind(1)
     else:
         refuse("paged_kv_cache", first, "a tensor [pages, 2, ...], or the tuple (k, v)")
-    if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
+    if k.element_size() == 1 and k.dtype not in SCALED_DTYPES:
         not_supported(f"a KV-cache of {k.dtype}")
     if k.ndim == 3 and v.ndim == 3:  # [pages, num_kv_heads, head_dim]
         return KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1))
@@ -166,7 +166,7 @@ def _is(tensor: Tensor | None, seen: _Seen | None) -> bool:
 
 def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD", num_kv_heads: int | None = None) -> KVCache:
     """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]. num_kv_heads: that there must be."""
-    if k.element_size() == 1 and k.dtype not in FLOAT8_DTYPES:
+    if k.element_size() == 1 and k.dtype not in SCALED_DTYPES:
         not_supported(f"K and V of {k.dtype}")
     return KVCache.as_given(_pages_of_one("k", k, kv_layout, num_kv_heads), _pages_of_one("v", v, kv_layout, num_kv_heads))
 

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.attention_config import KV_DTYPE_NAMES, MAX_CPU_HEAD_DIM
 from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, HeadDims
-from ..metadata.kv_cache import FLOAT8_DTYPES
+from ..metadata.kv_cache import SCALED_DTYPES
 from .arguments import DType, element_types
 from .features import not_supported
 
@@ -36,8 +36,8 @@ class Heads:
 
     @property
     def is_over_float8(self) -> bool:
-        """Whether K and V have 8 bits."""
-        return self.kv_dtype in FLOAT8_DTYPES
+        """Whether K and V have scales."""
+        return self.kv_dtype in SCALED_DTYPES
 
     @cached_property
     def default_scale(self) -> float:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..kernels.attention import Attention
 from ..kernels.attention_config import refuse_run
-from ..kernels.head_dims import MAX_TRANSFORMED_HEAD_DIM
 from ..kernels.named_calls import by_name
 from ..metadata import BSRView, Composition, KVCache
 from ..metadata.structure import check_handle, explain_failure, refuse
@@ -182,7 +181,6 @@ class PlannedAttention:
             max_rows, max_batch = _room(rows or _ROWS_UNKNOWN, _LEAST_ROWS), _room(batch, _LEAST_BATCH)
             if before is not None and made_for == self._made_for:
                 max_rows, max_batch = max(max_rows, before.max_rows), max(max_batch, before.max_batch)
-        transforms = variant is not None and (variant.has_query or variant.has_key or variant.has_value)
         self._attention = Attention(
             heads.num_qo_heads,
             heads.num_kv_heads,
@@ -192,7 +190,6 @@ class PlannedAttention:
             kv_dtype=heads.kv_dtype,
             q_dtype=heads.q_dtype,
             device=self.device,
-            kernel="generic" if transforms and heads.head_dims.v > MAX_TRANSFORMED_HEAD_DIM else None,
             max_rows=max_rows,
             max_batch=max_batch,
             max_levels=num_levels,

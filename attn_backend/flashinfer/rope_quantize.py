@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.append_qkv import Rotary, append_rounded
 from ..metadata import KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES
+from ..metadata.kv_cache import SCALED_DTYPES
 from ..metadata.structure import refuse
 from .arguments import check_kv_layout, is_number, paged_cache
 from .features import not_supported
@@ -169,8 +169,8 @@ def _float8_type(quantize_dtype: torch.dtype | None, outs: dict[str, Tensor | No
     """quantize_dtype, or that of the first output."""
     given = {name: out.dtype for name, out in outs.items() if out is not None}
     dtype = quantize_dtype or next(iter(given.values()), torch.float8_e4m3fn)
-    if dtype not in FLOAT8_DTYPES:
-        refuse("quantize_dtype", dtype, "torch.float8_e4m3fn or torch.float8_e5m2")
+    if dtype not in SCALED_DTYPES:
+        refuse("quantize_dtype", dtype, " or ".join(map(str, SCALED_DTYPES)))
     for name, other in given.items():
         if other != dtype:
             refuse(f"{name}.dtype", other, f"quantize_dtype = {dtype}")

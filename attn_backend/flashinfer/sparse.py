@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.attention_config import FLOAT8_Q_DTYPES
 from ..metadata import BSRView, KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES
 from ..metadata.structure import refuse
 from .arguments import DType, PosEncoding, Scale, csr_on_device, dtype_of, indptr_of, on_device, pos_encoding
 from .features import not_supported, refuse_given
@@ -95,7 +95,7 @@ class BlockSparseAttentionWrapper(_Sparse):
         refuse_given(block_mask=block_mask)
         if N % C:
             refuse("N", N, f"a multiple of C = {C}")
-        if dtype_of("q_data_type", q_data_type) in FLOAT8_DTYPES:
+        if dtype_of("q_data_type", q_data_type) in FLOAT8_Q_DTYPES:
             o_data_type = o_data_type or "float16"
         elif o_data_type == "float16":  # FlashInfer's default, whatever Q is
             o_data_type = None

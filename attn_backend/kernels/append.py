@@ -10,7 +10,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..metadata import KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES
+from ..metadata.kv_cache import SCALED_DTYPES
 from ..metadata.structure import check_types, explain_failure
 from . import compiled
 from .append_qkv import qkv_kernel_file
@@ -54,7 +54,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         if k.is_neg() or v.is_neg() or slots.is_neg() or (is_grad_enabled() and (k.requires_grad or v.requires_grad)):
             explain_failure((("k", k), ("v", v), ("slots", slots)))
         k_cache = kv.k
-        if k.dtype is not k_cache.dtype and (k_cache.dtype in FLOAT8_DTYPES or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()):
+        if k.dtype is not k_cache.dtype and (k_cache.dtype in SCALED_DTYPES or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()):
             file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype)
             by_name("append_kv_rounded", last="v_scale")(
                 k=k, v=v, k_cache=k_cache, v_cache=kv.v, slots=slots, file=file, k_scale=kv.k_scale, v_scale=kv.v_scale

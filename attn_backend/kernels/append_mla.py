@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES, SCALED_LATENT_DTYPE
+from ..metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE
 from ..metadata.structure import check_handle, check_plain, check_same_device, check_types, dtype_name, explain_failure, refuse
 from . import compiled
 from .append import append_kv
@@ -20,7 +20,7 @@ _SOURCE_DTYPES = {
     SCALED_LATENT_DTYPE: (torch.bfloat16,),
     torch.bfloat16: (torch.bfloat16, torch.float16),
     torch.float16: (torch.float16, torch.bfloat16),
-    **{dtype: (dtype, torch.bfloat16, torch.float16, torch.float32) for dtype in FLOAT8_DTYPES},
+    **{dtype: (dtype, torch.bfloat16, torch.float16, torch.float32) for dtype in SCALED_DTYPES},
 }
 
 

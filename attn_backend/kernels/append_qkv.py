@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import KVCache
-from ..metadata.kv_cache import FLOAT8_DTYPES
+from ..metadata.kv_cache import SCALED_DTYPES
 from ..metadata.structure import check_plain, check_types, explain_failure, refuse
 from . import compiled
 from .attention_config import DTYPE_NAMES, kv_element_of
@@ -46,7 +46,7 @@ class Rotary:
 @cache
 def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which are refused."""
-    if dtype not in DTYPE_NAMES or kv_dtype not in (*FLOAT8_DTYPES, *DTYPE_NAMES):
+    if dtype not in DTYPE_NAMES or kv_dtype not in (*SCALED_DTYPES, *DTYPE_NAMES):
         return ""
     return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element_of(kv_dtype, dtype)), device)
 

@@ -17,6 +17,7 @@ class Arch:
         has_ptx: all newer GPUs run it, too.
         flags: of nvcc, beside those that all have.
         has_clusters: CTAs of a cluster read each other's shared memory.
+        has_siblings: there are GPUs of another compute capability with the same major version.
     """
 
     gpus: str
@@ -24,12 +25,15 @@ class Arch:
     has_ptx: bool
     flags: tuple[str, ...]
     has_clusters: bool
+    has_siblings: bool
 
 
 # The first that a GPU can run is its own.
 BUILDS = {
-    SM90: Arch("Hopper", (9, 0), False, ("-gencode=arch=compute_90a,code=sm_90a", "-cubin"), has_clusters=True),
-    SM80: Arch("all other GPUs, from Ampere on", (8, 0), True, ("-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"), has_clusters=False),
+    SM90: Arch("Hopper", (9, 0), False, ("-gencode=arch=compute_90a,code=sm_90a", "-cubin"), has_clusters=True, has_siblings=False),
+    SM80: Arch(
+        "all other GPUs, from Ampere on", (8, 0), True, ("-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"), has_clusters=False, has_siblings=True
+    ),
 }
 ARCHS = tuple(BUILDS)
 

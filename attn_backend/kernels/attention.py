@@ -71,8 +71,8 @@ class Attention:
             request or its kv_len.
         batch_invariant: a request's output has the same bits whatever else is in the batch, and wherever it stands in it: they depend on its query
             length, its KV and the head configuration only. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
-        kernel: "hopper" (compute capability 9.0, there the default) or "generic" (Ampere and later). On a CPU: plan with the row tiles and the costs of that
-            kernel, to look at its schedules.
+        kernel: "hopper" (compute capability 9.0, there the default, but not for variants that transform Q, K or V of 512 columns or MLA's latents) or "generic"
+            (Ampere and later). On a CPU: plan with the row tiles and the costs of that kernel, to look at its schedules.
         variant: what attention is instead of softmax(Q K^T) V. Its kernels come from the cache, or are compiled now, in seconds (ATTN_BACKEND_JIT=0: not here).
         sinks: whether runs may be given sinks: logits, one for each query head, that join the sum of a row's exponentials (gpt-oss).
         float8_out: whether runs may be given an out_scale: their output is float8_e4m3fn. On CUDA they have kernels of their own, loaded beside the others.
@@ -118,7 +118,7 @@ class Attention:
         num_qo_heads, num_kv_heads, dims = check_heads(num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, device)
         max_rows, max_batch, max_levels = check_room(max_rows, max_batch, max_levels, num_qo_heads // num_kv_heads, device)
         check_modes(cascade, batch_invariant, max_batch, max_levels, device)
-        design = choose_design(kernel, device)
+        design = choose_design(kernel, device, dims, variant)
         kv_dtype = check_kv_dtype(kv_dtype, dtype, dims)
         q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype, dims, design)
         num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)

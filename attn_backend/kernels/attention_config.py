@@ -13,7 +13,7 @@ from torch import Tensor
 from ..metadata import BSRView
 from ..metadata.checks import check_page_ids
 from ..metadata.composition import MAX_LEVELS
-from ..metadata.kv_cache import FLOAT8_DTYPES, KVCache
+from ..metadata.kv_cache import SCALED_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, dtype_name, explain_failure, refuse
 from . import manifest
 from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, MLA_HEAD_DIMS, HeadDims
@@ -33,6 +33,7 @@ FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are not he
 # The names of DataType (csrc/common/data_type.h).
 DTYPES = {torch.float32: "kFloat32"} | {dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()}
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
+FLOAT8_Q_DTYPES = SCALED_DTYPES  # that Q may have, over a cache of the same
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CPU_HEAD_DIM = 576
@@ -69,11 +70,16 @@ class AttentionConfig:
     def dims(self) -> HeadDims:
         return HeadDims(self.head_dim, self.head_dim_v)
 
+    @property
+    def design(self) -> manifest.Design | None:
+        """choose_design()."""
+        return choose_design(self.kernel, self.device, self.dims, self.variant)
+
     def pack(self, attention_variant: AttentionVariant | None) -> bytes:
         """AttentionConfig of csrc/. attention_variant: made of `variant`."""
         data_types = values_of("DataType")
         variant = None if attention_variant is None else attention_variant.variant
-        design = choose_design(self.kernel, self.device)
+        design = self.design
         # Under such a variant no token is the same for several requests.
         cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
         return pack(
@@ -105,7 +111,7 @@ class AttentionConfig:
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
         """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
         files = {} if variant is None else variant.files()
-        design = choose_design(self.kernel, self.device)
+        design = self.design
         if design is None or self.device.type == "cpu":
             return files
         element = DTYPE_NAMES[self.dtype]
@@ -156,7 +162,7 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadD
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
-        others = ["torch.float8_e4m3fn", "torch.float8_e5m2", "torch.uint8", *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype)]
+        others = [*map(str, KV_DTYPES), *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype)]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
         refuse("kv_dtype", kv_dtype, f"{LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
@@ -170,8 +176,8 @@ def check_q_dtype(q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: tor
     check_types(torch.dtype, "a torch.dtype or None", q_dtype=q_dtype)
     if q_dtype == dtype:
         return dtype
-    if q_dtype not in FLOAT8_DTYPES or q_dtype != kv_dtype:
-        refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is torch.float8_e4m3fn or torch.float8_e5m2")
+    if q_dtype not in FLOAT8_Q_DTYPES or q_dtype != kv_dtype:
+        refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}")
     if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
         refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
     return q_dtype
@@ -203,17 +209,28 @@ def check_modes(cascade: bool | str, batch_invariant: bool, max_batch: int, max_
         refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
 
 
-def choose_design(kernel: str | None, device: torch.device) -> manifest.Design | None:
+def choose_design(kernel: str | None, device: torch.device, dims: HeadDims, variant: Variant | None = None) -> manifest.Design | None:
     """The kernel design that schedules are made for; None: the CPU's."""
     if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
         refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
-    if device.type == "cpu":
-        return None if kernel is None else manifest.DESIGNS[kernel]
-    arch = arch_on(device)
-    runnable = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
-    if kernel is not None and kernel not in runnable:
-        refuse("kernel", kernel, f"{', '.join(map(repr, runnable))} or None: this GPU runs kernels of {arch}")
-    return runnable[kernel] if kernel is not None else next(iter(runnable.values()))
+    transforms = variant is not None and _checked(variant).has_transforms
+    if device.type == "cpu" and kernel is None:
+        return None
+    arch = arch_on(device) if device.type == "cuda" else None
+    designs = manifest.designs_for(dims, transforms, arch)
+    if kernel is not None and kernel not in designs:
+        why = f"this GPU runs kernels of {arch}"
+        if not manifest.DESIGNS[kernel].serves(dims, transforms):
+            why = f"it has no kernels for head_dim = {dims}{' and variants that transform Q, K or V' if transforms else ''}"
+        refuse("kernel", kernel, f"{', '.join(map(repr, designs))} or None: {why}")
+    return next(iter(designs.values())) if kernel is None else designs[kernel]
+
+
+def _checked(variant: Variant) -> Variant:
+    from ..variants import Variant  # imported already if the argument is one
+
+    check_types(Variant, "a Variant or None", variant=variant)
+    return variant
 
 
 def explain_failed_run(

@@ -32,17 +32,13 @@ class AttentionVariant:
     None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits. max_levels: of a composition.
 
     Raises:
-        ValueError: it is not a variant; or it has no softmax, and sinks are given; or its transforms do not fit head_dim.
+        ValueError: it has no softmax, and sinks are given; or its transforms do not fit head_dim; or kv_dtype is torch.uint8.
     """
 
     def __init__(
         self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | HeadDims, device: torch.device,
         sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False, float8_out: bool = False, max_levels: int = 1,
     ) -> None:  # fmt: skip
-        from ..variants import Variant
-
-        if not isinstance(variant, Variant):
-            refuse("variant", variant, "a Variant or None")
         if kv_dtype == torch.uint8:
             refuse("variant", variant, "None with kv_dtype = torch.uint8")
         if sinks and not variant.uses_softmax:
@@ -58,14 +54,10 @@ class AttentionVariant:
         self._device = device
         self._kernels: dict[str, manifest.Kernel] = {}
         self._target, self._options = "cpu", ""
-        transforms = variant.has_query or variant.has_key or variant.has_value
-        if design is not None and transforms and dims.v > design.max_transformed_head_dim:
-            fits = f"at most {design.max_transformed_head_dim} under variant {variant.name}, which transforms Q, K or V, or kernel='generic'"
-            refuse("head_dim" if dims.qk == dims.v else "head_dim_v", dims.v, fits)
         if design is not None and device.type == "cuda":
             self._target = variant_kernels.target_of(torch.cuda.get_device_capability(device))
             arch = variant_kernels.arch_of(self._target)
-            if design is not manifest.default_design(arch):
+            if design is not manifest.default_design(arch, dims, variant.has_transforms):
                 self._options = f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
             shape = manifest.KernelShape(manifest.ELEMENT_NAMES[self._dtype], dims, self._kv_element, float8_q, float8_out)
             self._kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)

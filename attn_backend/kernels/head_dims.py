@@ -51,7 +51,7 @@ class HeadDims(NamedTuple):
         return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
 
 
-_MAX_CUDA_HEAD_DIM = MAX_TRANSFORMED_HEAD_DIM = 256
+_MAX_CUDA_HEAD_DIM = 256
 MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
 WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"

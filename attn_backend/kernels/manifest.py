@@ -6,14 +6,14 @@ A kernel's source is generated here, from `kernel_templates`: a wrapper that ins
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
 
 from . import kernel_templates as templates
 from .archs import ARCHS, SM90
-from .head_dims import MAX_TRANSFORMED_HEAD_DIM, MLA_HEAD_DIMS, WIDE_HEAD_DIMS, HeadDims
+from .head_dims import MLA_HEAD_DIMS, WIDE_HEAD_DIMS, HeadDims
 from .shipped_variants import SHIPPED_VARIANTS, shipped_variant
 
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
@@ -70,14 +70,14 @@ class Design:
         name: of the folder.
         archs: those of the GPUs that run it.
         cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
-        max_transformed_head_dim: columns of V above which its kernels have no room for variants that transform Q, K or V.
+        serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. What it does not serve, the next design does.
         multiplies_float8: e4m3 Q and K are multiplied as they are, with heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
     """
 
     name: str
     archs: tuple[str, ...]
     cubins: dict[str, str]
-    max_transformed_head_dim: int = MLA_HEAD_DIMS.v
+    serves: Callable[[HeadDims, bool], bool] = lambda dims, transforms: True
     multiplies_float8: bool = False
 
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
@@ -85,9 +85,15 @@ class Design:
         return dict([*self.cubins.items()][:1]) if shape.dims.is_wide and shape.kv_element in CUDA_KV_ELEMENTS else self.cubins
 
 
-# By the names that Attention(kernel=...) has for them; the first that a GPU can run is its default. sm90_gather: for caches that TMA cannot describe.
+def _has_room_for_transforms(dims: HeadDims, transforms: bool) -> bool:
+    """On Hopper, whose kernels for wide heads have none."""
+    return not (transforms and dims.is_wide)
+
+
+# By the names that Attention(kernel=...) has for them; the first that a GPU can run, and that serves the heads, is its default. The last serves all heads
+# that run on CUDA. sm90_gather: for caches that TMA cannot describe.
 DESIGNS = {
-    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}, MAX_TRANSFORMED_HEAD_DIM, multiplies_float8=True),
+    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}, _has_room_for_transforms, multiplies_float8=True),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
 
@@ -158,14 +164,19 @@ def distinct_kernels(arch: str) -> dict[str, Kernel]:
             return name != sampling_name("f16")
         if name.endswith("_standard") and shape == KernelShape(shape.element, HeadDims(128, 128)):
             return True
-        return shape.element != "f16" and name.startswith(tuple(f"attention_{stem}_" for stem in default_design(arch).cubins.values()))
+        return shape.element != "f16" and name.startswith(tuple(f"attention_{stem}_" for stem in default_design(arch, shape.dims).cubins.values()))
 
     return {name: kernel for name, kernel in kernels(arch).items() if is_distinct(name)}
 
 
-def default_design(arch: str) -> Design:
-    """Of the kernels that a GPU of an arch uses unless it is told otherwise."""
-    return next(design for design in DESIGNS.values() if arch in design.archs)
+def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = None) -> dict[str, Design]:
+    """Those that serve heads, by their names. transforms: under a variant that transforms Q, K or V. arch: of the GPU that must run them."""
+    return {name: design for name, design in DESIGNS.items() if design.serves(dims, transforms) and (arch is None or arch in design.archs)}
+
+
+def default_design(arch: str, dims: HeadDims, transforms: bool = False) -> Design:
+    """Of the kernels that a GPU of an arch uses for heads unless it is told otherwise."""
+    return next(iter(designs_for(dims, transforms, arch).values()))
 
 
 class VariantSource(Protocol):
@@ -181,6 +192,8 @@ class VariantSource(Protocol):
     def has_mask(self) -> bool: ...
     @property
     def has_output(self) -> bool: ...
+    @property
+    def has_transforms(self) -> bool: ...
 
 
 def variant_text(variant: VariantSource) -> str:
@@ -246,7 +259,7 @@ def merge_source(element: str, variant_type: str) -> str:
 
 def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
     """The standard kernels of a shape, for which there must be CUDA kernels (runs_over())."""
-    stems = {stem: design.archs for design in DESIGNS.values() for stem in design.cubins_for(shape).values()}
+    stems = {stem: design.archs for design in designs_for(shape.dims).values() for stem in design.cubins_for(shape).values()}
     return [
         Kernel(attention_name(stem, shape, variant), archs, attention_source(stem, shape, STANDARD_VARIANTS[variant]))
         for variant in variants
@@ -314,7 +327,7 @@ def _attention_kernels() -> list[Kernel]:
         for shipped in SHIPPED_VARIANTS:
             for arch in ARCHS:
                 for dims in SHIPPED_HEAD_DIMS[shipped.name]:
-                    made += variant_kernels(arch, default_design(arch), KernelShape(element, dims), shipped).values()
+                    made += variant_kernels(arch, default_design(arch, dims), KernelShape(element, dims), shipped).values()
     for dims in SHIPPED_FLOAT8_HEAD_DIMS:
         made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
     for widened_element, widened in _SHIPPED_WIDENED.items():

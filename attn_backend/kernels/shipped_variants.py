@@ -42,13 +42,14 @@ static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
 
 @dataclass(frozen=True)
 class ShippedVariant:
-    """A manifest.VariantSource without a mask and a transform of the output, which would need kernels besides attention's."""
+    """A manifest.VariantSource without a mask and a transform of the output, which would need kernels besides attention's, and without those of Q, K and V."""
 
     name: str
     source: str
     user_sources: Mapping[str, str] = field(default_factory=dict)
     has_mask: bool = False
     has_output: bool = False
+    has_transforms: bool = False
 
 
 SHIPPED_VARIANTS = (ShippedVariant("alibi", _ALIBI),)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..settings import Settings
 from . import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, manifest, nvrtc, progress
-from .archs import ARCHS, SM80
+from .archs import ARCHS, BUILDS, SM80
 from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 from .headers_digest import headers_digest
 from .manifest import VariantSource
@@ -24,7 +24,7 @@ PTX_OF_SM80 = "compute_80"
 
 def target_of(capability: tuple[int, int]) -> str:
     """What a variant's kernels are compiled for, for a GPU of this compute capability; they run on all of the same major version, for an arch with an
-    `a` on this one alone. Where ATTN_BACKEND_ARCH asks for sm_80 on a newer GPU, it is PTX_OF_SM80.
+    `a` on this compute capability alone. Where ATTN_BACKEND_ARCH asks for sm_80 on a newer GPU, it is PTX_OF_SM80.
 
     Raises:
         ValueError: older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
@@ -41,8 +41,11 @@ def arch_of(target: str) -> str:
 
 
 def is_target(text: str) -> bool:
-    """Whether target_of() may give it: there is one for each major version, and PTX."""
-    return text in (*ARCHS, PTX_OF_SM80) or (re.fullmatch(r"sm_\d+0", text) is not None and f"{text}a" not in ARCHS)
+    """Whether target_of() may give it: an arch, PTX, or what the GPUs of a major version get that have no arch of their own."""
+    if text in (*ARCHS, PTX_OF_SM80):
+        return True
+    whole_versions = [f"sm_{arch.capability[0]}0" for arch in BUILDS.values() if not arch.has_siblings]
+    return re.fullmatch(r"sm_\d+0", text) is not None and text not in whole_versions
 
 
 def find_cubin(variant: VariantSource, kernel: manifest.Kernel, target: str, ahead: Callable[[], str] | None = None) -> Path:
@@ -215,9 +218,9 @@ def compile_ahead(
             raise ValueError(f"kv_dtype is {kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
         if float8_q and not HeadDims.of(head_dim).runs_over(kv_element, float8_q):
             raise ValueError(f"float8_q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
-        designs = {name: design for name, design in manifest.DESIGNS.items() if arch in design.archs}
+        designs = manifest.designs_for(HeadDims.of(head_dim), variant.has_transforms, arch)
         if design_name is not None and design_name not in designs:
-            raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}")
+            raise ValueError(f"kernel is {design_name}, must be {' or '.join(designs)} for {target}, head_dim {head_dim} and variant {variant.name}")
         design = designs[design_name or next(iter(designs))]
         shape = manifest.KernelShape(manifest.ELEMENT_NAMES[dtype], HeadDims.of(head_dim), kv_element, float8_q, float8_out)
         kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)

@@ -13,8 +13,8 @@ from torch import Tensor
 from .structure import check_int, check_plain, check_same_device, dtype_name, explain_failure, refuse
 
 _Views = TypeVar("_Views")
-FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
+SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with scales beside the tensor
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES)
 # Rows of MLA's latents with scales of their own, as DeepSeek V3.2 stores them: 512 e4m3 numbers, 4 float32 scales, 64 bf16 numbers.
 SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
 Scale = Tensor | float | None
@@ -184,7 +184,7 @@ class KVCache:
     def _checked_scale(self, name: str, scale: Scale) -> Scale:
         if scale is None:
             return None
-        if self.dtype not in FLOAT8_DTYPES:
+        if self.dtype not in SCALED_DTYPES:
             refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
         if isinstance(scale, Tensor):
             heads = self.num_kv_heads

@@ -36,7 +36,8 @@ class Variant:
         params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
         has_logits: whether there is this hook; so has_output, has_query, has_key, has_value.
-        has_bias_slope: the same; only where nothing else changes the logits.
+        has_transforms: whether there are any of has_query, has_key and has_value.
+        has_bias_slope: the same as has_logits; only where nothing else changes the logits.
         has_mask: whether there is a mask() or a range().
         has_range: whether there is a range().
         mask_params: names of those parameters of a run that the mask may read.
@@ -65,6 +66,7 @@ class Variant:
     has_query: bool
     has_key: bool
     has_value: bool
+    has_transforms: bool
     tells_requests_apart: bool
     skips_kv_tiles: bool
     causal: bool
@@ -89,6 +91,7 @@ class Variant:
         fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
         for hook_name in HOOKS:
             fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
+        fields["has_transforms"] = any(fields[f"has_{hook_name}"] for hook_name in TRANSFORMS)
         fields["has_mask"] = any(body.hides for body in bodies)
         fields["has_bias_slope"] = has_bias_slope(bodies)
         fields["reads_positions"] = any(body.reads_positions for body in bodies)

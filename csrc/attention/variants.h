@@ -1,5 +1,9 @@
 // Variants: what is compiled into the attention kernels to make attention mean something else than softmax(Q K^T) V.
 //
+// Kernels are templates over a variant. That of the standard kernels is StandardVariant. Any other is the struct
+// UserVariant, which attn_backend/variants/cpp.py writes from a user's functions or C++; its text is compiled in front
+// of the kernel's. WithSinks, WithScales and WithScaledLoads wrap both.
+//
 // A variant is a struct derived from VariantBase that has any of
 // - Params: plain data, at most VariantParams::kBytes, the same for a whole launch;
 // - float logits(float logit, const ScoreRow& row, int32_t kv_position) const: the transformed logit; q . k * sm_scale
@@ -186,7 +190,7 @@ struct WithoutScales<WithScales<Variant_, kOfQuery>> {
   using Variant = Variant_;
 };
 
-/// Which hooks a variant has.
+/// Which hooks a variant has: StandardVariant, UserVariant or a wrapper of them. Kernels ask here before they call one.
 template <class Variant>
 struct VariantHooks {
  private:

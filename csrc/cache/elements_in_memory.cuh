@@ -84,9 +84,7 @@ struct ByteChunk {
 
   /// Pair i of the elements.
   __device__ __forceinline__ void set(int32_t i, float low, float high, const Divisor& scale, DataType dtype) {
-    low = scale.divide(low), high = scale.divide(high);
-    const uint32_t pair = dtype == DataType::kFloat8E4M3 ? ptx::pack_e4m3(low, high) : ptx::pack_e5m2(low, high);
-    words[i / 2] |= pair << i % 2 * 16;
+    words[i / 2] |= rounded(scale.divide(low), scale.divide(high), dtype) << i % 2 * 16;
   }
 
   __device__ __forceinline__ void put_pairs_together() {
@@ -103,6 +101,22 @@ struct ByteChunk {
   __device__ __forceinline__ void store(uint8_t* to, int32_t distance) const {
     store_bytes<kSize, kAligned>(words, to);
     store_bytes<kSize, kAligned>(words + kSize / 4, to + distance);
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t rounded(float low, float high, DataType dtype) {
+    switch (dtype) {
+      case DataType::kFloat8E4M3:
+        return ptx::pack_e4m3(low, high);
+      case DataType::kFloat8E5M2:
+        return ptx::pack_e5m2(low, high);
+      case DataType::kFloat32:
+      case DataType::kFloat16:
+      case DataType::kBFloat16:
+      case DataType::kScaledLatent:
+        break;  // have other kernels
+    }
+    __builtin_unreachable();  // returning a number would add a test for each pair: 6 % more instructions
   }
 };
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -24,6 +26,7 @@ from attn_backend.cli.picture import DPI
 from attn_backend.cli.plan_picture import DECODE, NOT_TAKEN, PREFILL, TAKEN, draw
 from attn_backend.cli.planned import Planned, Target
 from attn_backend.cli.schedule_costs import ScheduleCosts
+from attn_backend.kernels.manifest import DESIGNS
 
 Capture = pytest.CaptureFixture[str]
 
@@ -333,6 +336,18 @@ def test_settings_options_before_file_before_defaults(tmp_path: Path) -> None:
     options = argparse.Namespace(heads=None, head_dim=None, num_ctas=16, costs=None, no_cascade=True)
     assert Target.read(options, batch) == Target(8, 2, 64, 16, cascade=False, causal=False)
     assert Target.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Target()
+
+
+def test_costs_of_every_kernel(capsys: Capture) -> None:
+    assert get_args(batches.Costs) == (*DESIGNS, "cpu")
+    said = {}
+    for name in (None, *DESIGNS):
+        assert main(["plan", "--decode", "16xzipf:4096", *([] if name is None else ["--costs", name])]) == 0
+        said[name] = capsys.readouterr().out
+    assert "132 CTAs, costs of the hopper kernel" in said["hopper"] == said[None]
+    assert "132 CTAs, costs of the generic kernel" in said["generic"]
+    units = [re.search(r"^cost +(\d+) units", said[name], re.MULTILINE)[1] for name in DESIGNS]  # type: ignore[index]
+    assert len(set(units)) == len(units)
 
 
 def test_costs_of_a_cpu(capsys: Capture) -> None:

@@ -110,7 +110,7 @@ def test_bad_options_are_named(arguments: list[str], message: str, capsys: Captu
         ({"qo_lens": [1], "kv_lens": [3], "heads": 32}, "heads is 32"),
         ({"qo_lens": [1], "kv_lens": [3], "head_dim": "x"}, "head_dim is 'x'"),
         ({"qo_lens": [1], "kv_lens": [3], "causal": 1}, "causal is 1"),
-        ({"qo_lens": [1], "kv_lens": [3], "costs": "tpu"}, "costs is 'tpu'"),
+        ({"qo_lens": [1], "kv_lens": [3], "costs": "cuda"}, "costs is 'cuda', must be 'hopper', 'generic' or 'cpu'"),
         ({"qo_lens": [1], "kv_len": [3]}, "'kv_len' is unknown; known are page_size, heads, "),
     ],
 )

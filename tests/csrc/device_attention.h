@@ -1,4 +1,5 @@
-// What every library of device_attention.cpp has in common: compiled once for all of them (compilation.precompiled()).
+// What every library of device_attention.cpp has in common: compiled once for all of them (`precompiled` of
+// compilation.compile_object()).
 #pragma once
 
 #include <algorithm>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,16 @@ import variant_sources
 from test_code_address import Driver
 from test_variant_kernels import needs_nvcc, needs_nvrtc
 
-from attn_backend.kernels import cubins, kernel_cache, kernel_files, manifest, sampling, variant_kernels
+from attn_backend.kernels import archs, cubins, kernel_cache, kernel_files, manifest, sampling, variant_kernels
 from attn_backend.kernels.archs import ARCHS
 from attn_backend.kernels.attention_config import AttentionConfig, choose_design
 from attn_backend.kernels.attention_variant import AttentionVariant
-from attn_backend.kernels.head_dims import HeadDims
+from attn_backend.kernels.head_dims import MLA_HEAD_DIMS, HeadDims
+from attn_backend.variants import builtin
 
 CUDA = torch.device("cuda", 0)
 GENERIC = manifest.DESIGNS["generic"]
+NARROW = HeadDims.of(128)
 
 
 @pytest.fixture
@@ -55,6 +58,17 @@ def test_archs_that_a_gpu_runs(arch: str, capability: tuple[int, int], expected:
     assert variant_kernels.arch_of(target) == expected
 
 
+def test_a_target_is_what_some_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = ("sm_90a", "sm_90", "sm_100a", "sm_100", "sm_103", "sm_86", "compute_80", "sm_", "cpu")
+    assert [target for target in targets if variant_kernels.is_target(target)] == ["sm_90a", "sm_100", "compute_80"]
+    # An arch for 10.0 alone, as sm_100a would be: GPUs of 10.3 still get sm_100.
+    monkeypatch.setitem(archs.BUILDS, "sm_100a", replace(archs.BUILDS["sm_90a"], capability=(10, 0), has_siblings=True))
+    monkeypatch.setattr(variant_kernels, "ARCHS", tuple(archs.BUILDS))
+    monkeypatch.delenv("ATTN_BACKEND_ARCH", raising=False)
+    assert variant_kernels.target_of((10, 3)) == "sm_100"
+    assert [target for target in targets if variant_kernels.is_target(target)] == ["sm_90a", "sm_100a", "sm_100", "compute_80"]
+
+
 @pytest.mark.parametrize(("capability", "must_be"), [((8, 0), "'sm_80'"), ((10, 0), "'sm_80'")], ids=str)
 def test_an_arch_that_the_gpu_cannot_run_is_refused(capability: tuple[int, int], must_be: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_ARCH", "sm_90a")
@@ -65,9 +79,33 @@ def test_an_arch_that_the_gpu_cannot_run_is_refused(capability: tuple[int, int],
 
 
 def test_only_the_designs_of_the_arch(hopper: list[tuple[str, str]]) -> None:
-    assert choose_design(None, CUDA) is choose_design("generic", CUDA) is GENERIC
+    assert choose_design(None, CUDA, NARROW) is choose_design("generic", CUDA, NARROW) is GENERIC
     with pytest.raises(ValueError, match=r"kernel is 'hopper', must be 'generic' or None: this GPU runs kernels of sm_80"):
-        choose_design("hopper", CUDA)
+        choose_design("hopper", CUDA, NARROW)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a"])
+def test_only_the_designs_that_serve_the_heads(hopper: list[tuple[str, str]]) -> None:
+    rope = builtin.rope(builtin.rope_frequencies(64))
+    for dims, variant in ((NARROW, rope), (MLA_HEAD_DIMS, None), (MLA_HEAD_DIMS, variant_sources.ALIBI)):
+        assert choose_design(None, CUDA, dims, variant) is choose_design("hopper", CUDA, dims, variant) is manifest.DESIGNS["hopper"]
+    assert choose_design(None, CUDA, MLA_HEAD_DIMS, rope) is choose_design("generic", CUDA, MLA_HEAD_DIMS, rope) is GENERIC
+    assert choose_design(None, torch.device("cpu"), MLA_HEAD_DIMS, rope) is None
+    because = "it has no kernels for head_dim = 576_512 and variants that transform Q, K or V"
+    for device in (CUDA, torch.device("cpu")):
+        with pytest.raises(ValueError, match=f"^kernel is 'hopper', must be 'generic' or None: {because}$"):
+            choose_design("hopper", device, MLA_HEAD_DIMS, rope)
+    with pytest.raises(ValueError, match=r"^kernel is hopper, must be generic for sm_90a, head_dim 576_512 and variant rope$"):
+        variant_kernels.compile_ahead(rope, ["sm_90a"], "hopper", "bfloat16", MLA_HEAD_DIMS, "")
+
+
+def test_kernels_of_heads_are_those_of_designs_that_serve_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    picky = replace(manifest.DESIGNS["hopper"], serves=lambda dims, transforms: dims == NARROW)
+    monkeypatch.setitem(manifest.DESIGNS, "hopper", picky)
+    names = {dims: [kernel.name for kernel in manifest.attention_kernels(manifest.KernelShape("bf16", dims), ["standard"])] for dims in (NARROW, MLA_HEAD_DIMS)}
+    assert names[NARROW] == [f"attention_{stem}_bf16_d128_standard" for stem in ("sm90", "sm90_gather", "sm80")]
+    assert names[MLA_HEAD_DIMS] == ["attention_sm80_bf16_d576_512_standard"]
+    assert [manifest.default_design("sm_90a", dims) for dims in names] == [picky, GENERIC]
 
 
 def test_kernels_of_attention(hopper: list[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ from attn_backend.kernels import attention_config, manifest, schedule
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.structs import dtype_of, pack, unpack, values_of
 from attn_backend.metadata.composition import MAX_LEVELS
+from attn_backend.metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
@@ -77,6 +78,7 @@ def test_names_of_values_are_those_of_the_library() -> None:
     assert schedule._ERRORS.keys() == values_of("ScheduleError").keys()
     assert schedule._REASONS.keys() == values_of("NodeReason").keys()
     assert {*attention_config.DTYPES.values(), *attention_config.KV_DTYPES.values()} == values_of("DataType").keys()
+    assert {*SCALED_DTYPES, SCALED_LATENT_DTYPE} == attention_config.KV_DTYPES.keys()
     assert set(attention_config.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()
     assert values_of("Limit")["kMaxLevels"] == MAX_LEVELS

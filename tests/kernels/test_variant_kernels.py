@@ -356,7 +356,7 @@ def test_a_built_in_is_compiled_ahead_by_the_command_that_the_message_names(cach
         (["--variant", "variant_sources:ALIBI_CPP", "--arch", "cpu"], "which is a str, must be a Variant"),
         (["--variant", "variant_sources:ALIBI", "--arch", "tpu"], "--arch is 'tpu', must be cpu, sm_90a, sm_80"),
         (["--variant", "variant_sources:ALIBI", "--arch", "sm_90a", "--dtype", "float32"], "dtype is float32 and head_dim 128, must be bfloat16, float16 with"),
-        (["--variant", "variant_sources:ALIBI", "--arch", "sm_80", "--kernel", "hopper"], "kernel is hopper, must be generic for sm_80"),
+        (["--variant", "variant_sources:ALIBI", "--arch", "sm_80", "--kernel", "hopper"], "kernel is hopper, must be generic for sm_80, head_dim 128"),
         (["--arch", "sm_75"], "--arch is 'sm_75', must be sm_90a (Hopper) or sm_80 (all other GPUs"),
     ],
 )

@@ -25,7 +25,7 @@ from torch.nn import Module
 from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
+from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat
 from .batch import Batch, BatchReader, is_uniform
@@ -87,7 +87,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
         warn_if_untried(self.device, logger)
 
-        self._is_float8 = self.kv_dtype in FLOAT8_DTYPES
+        self._is_float8 = self.kv_dtype in SCALED_DTYPES
         self._appended_dtypes = (self.dtype, self.kv_dtype)  # of K and V that are written to the pool without it
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)

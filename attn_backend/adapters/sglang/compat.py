@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
-
 
 def release() -> str:
     """SGLang's version, or "unknown"."""
@@ -140,7 +138,7 @@ def copies_to_slots(pool: Any) -> bool:
     return (
         isinstance(pool, MHATokenToKVPool)
         and all(getattr(type(pool), name, None) is getattr(MHATokenToKVPool, name, None) and name not in vars(pool) for name in names)
-        and pool.store_dtype == (torch.uint8 if pool.dtype in FLOAT8_DTYPES else pool.dtype)
+        and pool.store_dtype == (torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype)
         and getattr(pool, "kv_cache_layout", None) == "nhd"
         and not getattr(pool, "is_quantized_kv_cache", True)
         and not getattr(pool, "requires_physical_write_loc", False)

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from attn_backend import KVCache, append_mla_kv
 from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.metadata.kv_cache import FLOAT8_DTYPES, SCALED_LATENT_BYTES
+from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES
 
 from . import NAME, compat
 
@@ -41,7 +41,7 @@ def unsupported_sparse(runner: Any) -> str | None:
         return f"{what} on a CPU (the indexer is SGLang's, with kernels for GPUs alone)"
     if not isinstance(pool, MLATokenToKVPool) or (pool.kv_lora_rank, pool.qk_rope_head_dim) != (512, 64):
         return f"{what} of other widths than 512 + 64"
-    if pool.kv_cache_dim != (SCALED_LATENT_BYTES if pool.dsa_kv_cache_store_fp8 else 576) or (pool.dtype in FLOAT8_DTYPES) != pool.dsa_kv_cache_store_fp8:
+    if pool.kv_cache_dim != (SCALED_LATENT_BYTES if pool.dsa_kv_cache_store_fp8 else 576) or (pool.dtype.itemsize == 1) != pool.dsa_kv_cache_store_fp8:
         return f"{what} in 8-bit rows without scales of their own (pass --kv-cache-dtype bfloat16, or flashmla_sparse as --dsa-prefill-backend and -decode-)"
     if runner.dtype != torch.bfloat16:
         return f"{what} for a model of {runner.dtype} (pass --dtype bfloat16)"
@@ -61,7 +61,7 @@ def unsupported(runner: Any) -> str | None:
     pool = runner.token_to_kv_pool
     if not isinstance(pool, MLATokenToKVPool):
         return f"latents in a {type(pool).__name__}"
-    stored_as = torch.uint8 if pool.dtype in FLOAT8_DTYPES else pool.dtype
+    stored_as = torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype
     if pool.store_dtype != stored_as or pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
         return f"latents of {pool.dtype} stored as {pool.store_dtype}, {pool.kv_cache_dim} columns of them"
     widths = HeadDims(pool.kv_cache_dim, pool.kv_lora_rank)

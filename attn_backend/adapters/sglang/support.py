@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
-from attn_backend.metadata.kv_cache import FLOAT8_DTYPES
+from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import NAME, compat
 from .mla import has_latents, is_decompressed, is_sparse
@@ -69,7 +69,7 @@ def _check_kv_dtype(runner: Any) -> None:
     advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
     if runner.kv_cache_dtype_str == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
         raise refuse("--kv-cache-dtype mxfp8", advice)
-    if runner.kv_cache_dtype not in (runner.dtype, *FLOAT8_DTYPES) and {runner.dtype, runner.kv_cache_dtype} != {torch.bfloat16, torch.float16}:
+    if runner.kv_cache_dtype not in (runner.dtype, *SCALED_DTYPES) and {runner.dtype, runner.kv_cache_dtype} != {torch.bfloat16, torch.float16}:
         raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
 
 

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.impl import AttnImpl
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
 
@@ -21,7 +21,7 @@ class AttnBackend(AttentionBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_CACHES]
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod

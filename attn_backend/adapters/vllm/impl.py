@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, PLAIN_DTYPES, kv_cache_view
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES, PLAIN_CACHES, kv_cache_view
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, refuse
@@ -26,8 +26,9 @@ def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.
     Args:
         float8: the cache's dtype if it has 8 bits.
     """
-    has_kernel = float8 == torch.float8_e4m3fn and HeadDims.of(head_size) in MULTIPLIED_FLOAT8_HEAD_DIMS
-    return has_kernel and device.type == "cuda" and default_design(arch_on(device)).multiplies_float8
+    heads = HeadDims.of(head_size)
+    has_kernel = float8 == torch.float8_e4m3fn and heads in MULTIPLIED_FLOAT8_HEAD_DIMS
+    return has_kernel and device.type == "cuda" and default_design(arch_on(device), heads).multiplies_float8
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
@@ -93,7 +94,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self._refuse(f"heads of {heads.qk}/{heads.v} columns in attention of type {attn_type}")
         if attn_type not in self.attn_types:
             self._refuse(f"attention of type {attn_type}")
-        if kv_cache_dtype not in ("auto", *PLAIN_DTYPES, *FLOAT8_DTYPES):
+        if kv_cache_dtype not in ("auto", *PLAIN_CACHES, *FLOAT8_CACHES):
             self._refuse(f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype")
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
@@ -108,7 +109,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
         key = PlanKey(num_heads, self.num_kv_heads, head_size, window_left(sliding_window), causal=is_decoder, of_this_step=is_encoder)
         key = key._replace(has_alibi=alibi_slopes is not None, has_sinks=sinks is not None, logits_soft_cap=self.logits_soft_cap)
-        self.float8 = None if is_encoder else FLOAT8_DTYPES.get(kv_cache_dtype)  # an encoder reads this step's K and V, which are in no cache
+        self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)  # an encoder reads this step's K and V, which are in no cache
         v_is_as_wide = heads.v == head_size
         self.supports_quant_query_input = v_is_as_wide and not shares_kv and multiplies_float8(self.float8, head_size, torch.get_default_device())
         float8_out = v_is_as_wide and not shares_kv and compat.fuses_output_scales() and has_float8_outputs(head_size, torch.get_default_device())

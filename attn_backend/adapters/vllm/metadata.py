@@ -15,7 +15,7 @@ from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.spans import Spans
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.dcp import ContextParallel, has_context
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.refusal import refuse
 from attn_backend.kernels.attention import Attention
@@ -204,7 +204,7 @@ def plan_keys(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) -> l
     if not keys:  # layers that are not the engine's: its attention tests
         num_qo_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         window = window_left(getattr(kv_cache_spec, "sliding_window", None))
-        float8 = FLOAT8_DTYPES[vllm_config.cache_config.cache_dtype] if has_8_bits(kv_cache_spec) else None
+        float8 = FLOAT8_CACHES[vllm_config.cache_config.cache_dtype] if has_8_bits(kv_cache_spec) else None
         keys = {PlanKey(num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, window, kv_dtype=float8)}
     return sorted(keys, key=str)
 

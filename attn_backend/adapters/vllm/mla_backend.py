@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS, PLAIN_DTYPES
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS, PLAIN_CACHES
 from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
 
@@ -49,7 +49,7 @@ class MlaBackend(MLACommonBackend):
 
     @classmethod
     def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
-        if kv_cache_dtype in PLAIN_DTYPES and PLAIN_DTYPES[kv_cache_dtype] != dtype:
+        if kv_cache_dtype in PLAIN_CACHES and PLAIN_CACHES[kv_cache_dtype] != dtype:
             return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}: latents must have the dtype of the queries, or fp8"
         return None
 

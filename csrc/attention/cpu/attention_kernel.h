@@ -152,16 +152,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   /// Widens the keys and values of tokens [begin, end) of the block.
   void widen_cache(TokenRows& tokens, const TokenRange& part, TransformedRows& keys, TransformedRows& values) const {
     if constexpr (kWidens) {
-      if (variant_.scales.element == DataType::kScaledLatent) {
-        Rows::widen_latents(tokens.keys, dims_.qk, part, keys);
-        Rows::widen_latents(tokens.values, dims_.v, part, values);
-      } else if (variant_.scales.element == DataType::kFloat8E4M3) {
-        Rows::template widen_rows<Float8E4M3>(tokens.keys, dims_.qk, part, keys);
-        Rows::template widen_rows<Float8E4M3>(tokens.values, dims_.v, part, values);
-      } else {
-        Rows::template widen_rows<Float8E5M2>(tokens.keys, dims_.qk, part, keys);
-        Rows::template widen_rows<Float8E5M2>(tokens.values, dims_.v, part, values);
-      }
+      Rows::widen_rows(tokens.keys, variant_.scales.element, dims_.qk, part, keys);
+      Rows::widen_rows(tokens.values, variant_.scales.element, dims_.v, part, values);
     }
   }
 

@@ -7,6 +7,7 @@
 #include "cache/scaled_latent.h"
 #include "common/cpu/elements.h"
 #include "common/cpu/scalar_elements.h"
+#include "common/data_type.h"
 #include "common/type_traits.h"
 #include "planner/schedule.h"
 
@@ -60,11 +61,20 @@ struct CacheRows {
     }
   }
 
-  template <class Narrow>
-  static void widen_row(const Narrow* row, int columns, Element* to) {
-    alignas(64) float values[kMaxHeadDim];
-    for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  /// Widens a row of the cache or of Q from a type of 8 bits.
+  static void widen_row(const void* row, DataType dtype, int columns, Element* to) {
+    switch (dtype) {
+      case DataType::kFloat8E4M3:
+        return widen_numbers(static_cast<const Float8E4M3*>(row), columns, to);
+      case DataType::kFloat8E5M2:
+        return widen_numbers(static_cast<const Float8E5M2*>(row), columns, to);
+      case DataType::kScaledLatent:
+        return widen_latent(static_cast<const char*>(row), columns, to);
+      case DataType::kFloat32:
+      case DataType::kFloat16:
+      case DataType::kBFloat16:
+        return;  // is not widened
+    }
   }
 
   /// Converts a row of Q from the other 16-bit type. What exceeds the largest float16 becomes that, as on a GPU.
@@ -78,32 +88,36 @@ struct CacheRows {
   }
 
   /// Widens rows [begin, end) of the block. `rows`: their addresses, which become those of the results.
-  template <class KvElement>
-  static void widen_rows(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) {
+  static void widen_rows(const char** rows, DataType dtype, int columns, const TokenRange& part,
+                         TransformedRows& wide) {
     for (int i = part.begin; i < part.end; ++i) {
       Element* const to = wide.rows[i - part.begin];
-      widen_row(reinterpret_cast<const KvElement*>(rows[i]), columns, to);
+      widen_row(rows[i], dtype, columns, to);
       rows[i] = reinterpret_cast<const char*>(to);
     }
   }
 
-  /// The same of rows with scales of their own.
-  static void widen_latents(const char** rows, int columns, const TokenRange& part, TransformedRows& wide) {
+ private:
+  template <class Narrow>
+  static void widen_numbers(const Narrow* row, int columns, Element* to) {
+    alignas(64) float values[kMaxHeadDim];
+    for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  }
+
+  /// Of a row with scales of its own.
+  static void widen_latent(const char* row, int columns, Element* to) {
     using Row = ScaledLatentRow;
-    for (int i = part.begin; i < part.end; ++i) {
-      alignas(64) float values[kMaxHeadDim];
-      float scales[Row::kScales];
-      __builtin_memcpy(scales, rows[i] + Row::kScalesAt, sizeof(scales));
-      const auto* const latent = reinterpret_cast<const Float8E4M3*>(rows[i]);
-      const auto* const rope = reinterpret_cast<const BFloat16*>(rows[i] + Row::kRopeAt);
-      for (int j = 0; j < Row::kLatentColumns; ++j)
-        values[j] = ScalarElements::to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
-      for (int j = Row::kLatentColumns; j < columns; ++j)
-        values[j] = ScalarElements::to_float(rope[j - Row::kLatentColumns]);
-      Element* const to = wide.rows[i - part.begin];
-      for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
-      rows[i] = reinterpret_cast<const char*>(to);
-    }
+    alignas(64) float values[kMaxHeadDim];
+    float scales[Row::kScales];
+    __builtin_memcpy(scales, row + Row::kScalesAt, sizeof(scales));
+    const auto* const latent = reinterpret_cast<const Float8E4M3*>(row);
+    const auto* const rope = reinterpret_cast<const BFloat16*>(row + Row::kRopeAt);
+    for (int j = 0; j < Row::kLatentColumns; ++j)
+      values[j] = ScalarElements::to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
+    for (int j = Row::kLatentColumns; j < columns; ++j)
+      values[j] = ScalarElements::to_float(rope[j - Row::kLatentColumns]);
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 };
 

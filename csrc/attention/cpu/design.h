@@ -10,7 +10,14 @@ namespace attn::cpu {
 constexpr int32_t kCtas = 32;
 
 /// The smallest share of a task is 32 KV tiles of the smallest kind.
-constexpr KernelCosts kCosts{{2, 4, 8, 16, 2, 4, 8, 16}, {0, 1, 2, 4, 0, 1, 2, 4}, 0, 64, 16, 0};
+constexpr KernelCosts kCosts{
+    .kv_tile = {2, 4, 8, 16, 2, 4, 8, 16},
+    .pair = {0, 1, 2, 4, 0, 1, 2, 4},
+    .min_queue_pairs = 0,
+    .min_share = 64,
+    .state = 16,
+    .forest = 0,
+};
 
 constexpr KernelDesign make_design() {
   KernelDesign design{};

@@ -40,10 +40,7 @@ struct QueryRows {
     if constexpr (Variant::kHasScales) {
       if (has_8_bits(variant.scales.q_element)) {
         const uint8_t* const bytes = static_cast<const uint8_t*>(part.data) + element;
-        if (variant.scales.q_element == DataType::kFloat8E4M3)
-          Rows::widen_row(reinterpret_cast<const Float8E4M3*>(bytes), columns, made);
-        else
-          Rows::widen_row(reinterpret_cast<const Float8E5M2*>(bytes), columns, made);
+        Rows::widen_row(bytes, variant.scales.q_element, columns, made);
         return made;
       }
     }

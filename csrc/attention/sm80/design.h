@@ -6,7 +6,14 @@
 
 namespace attn::sm80 {
 
-constexpr KernelCosts kCosts{{4, 4, 5, 7, 4, 4, 5, 7}, {2, 2, 8, 18, 2, 2, 8, 18}, 0, 8, 470, 5250};
+constexpr KernelCosts kCosts{
+    .kv_tile = {4, 4, 5, 7, 4, 4, 5, 7},
+    .pair = {2, 2, 8, 18, 2, 2, 8, 18},
+    .min_queue_pairs = 0,
+    .min_share = 8,
+    .state = 470,
+    .forest = 5250,
+};
 
 inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,
                               KernelArguments& arguments) {

@@ -12,7 +12,14 @@ namespace attn::sm90 {
 static_assert(offsetof(HopperParams, attention) + offsetof(AttentionParams, q) <= 192,
               "what a CTA reads first: the arguments begin 192 bytes before the end of a line");
 
-constexpr KernelCosts kCosts{{6, 6, 7, 9, 6, 6, 8, 9}, {11, 11, 14, 20, 10, 10, 25, 50}, 8, 12, 136, 1000};
+constexpr KernelCosts kCosts{
+    .kv_tile = {6, 6, 7, 9, 6, 6, 8, 9},
+    .pair = {11, 11, 14, 20, 10, 10, 25, 50},
+    .min_queue_pairs = 8,
+    .min_share = 12,
+    .state = 136,
+    .forest = 1000,
+};
 
 /// Batch invariant plans cut no pair of a small row tile: what these cost was measured by itself (ADR 6).
 constexpr KernelCosts costs_of_whole_pairs() {

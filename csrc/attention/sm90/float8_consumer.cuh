@@ -70,10 +70,8 @@ struct Float8Consumer : Consumer<Traits> {
     while (shared.item(place.slot).num_kv_tiles > 0) {
       const WorkItem& item = shared.item(place.slot);
       if (multiplies(item)) {
-        run_items(place);
-        continue;
-      }
-      if (item.kind == 0) {
+        run_wgmma_item(item, place.slot);
+      } else if (item.kind == 0) {
         run_mma_item(item, place.slot);
       } else {
         skip(item);
@@ -225,76 +223,59 @@ struct Float8Consumer : Consumer<Traits> {
     Base::write(state, item, first_row, q_slot);
   }
 
-  /// Starting at `place`, computes items until the first that this warpgroup does not multiply, and leaves `place`
-  /// there. The first Q K^T of an item is multiplied while the output of the item before is written.
-  __device__ __forceinline__ void run_items(typename Shared::QPlace& place) {
-    static_assert(Shared::kQSlots > 1, "Q of the next item comes early");
+  /// Computes an item whose rows this warpgroup multiplies.
+  __device__ __forceinline__ void run_wgmma_item(const WorkItem& item, int q_slot) {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
     float partial[kVColumns / 8][4];
     const bool changes = changes_scores();
     wait_for_tiles(kv);
     ptx::wgmma_fence();
-    multiply_keys(s, query(place.slot), keys(kv.slot));
+    multiply_keys(s, query(q_slot), keys(kv.slot));
 
-    for (bool more = true; more;) {
-      const WorkItem& item = shared.item(place.slot);
-      State state;
-      state.scale = scale(item);
-      Rows rows(params, item.rows, item.group, item.kv_head, first_row);
-      const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
-      const TokenRange readable = item.readable;
-      int32_t token = Base::enter(first_start(item), rows);
-      for (int left = item.num_kv_tiles;;
-           token = kSkips ? Base::enter(next_start(item, token, left), rows) : token + kTokens) {
-        transpose(item, kv.ahead(Shared::kParts).slot, token, readable);
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_fence_operand(s[0]);
-        free_tiles(kv);
-        next_tiles();
+    State state;
+    state.scale = scale(item);
+    Rows rows(params, item.rows, item.group, item.kv_head, first_row);
+    const TokenRange unmasked = unmasked_tokens(params, item, first_row, 16);
+    const TokenRange readable = item.readable;
+    int32_t token = Base::enter(first_start(item), rows);
+    for (int left = item.num_kv_tiles;;
+         token = kSkips ? Base::enter(next_start(item, token, left), rows) : token + kTokens) {
+      transpose(item, kv.ahead(Shared::kParts).slot, token, readable);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operand(s[0]);
+      free_tiles(kv);
+      next_tiles();
 
-        if (changes || token < unmasked.begin || token + kTokens > unmasked.end)
-          finish_scores(item, s, first_row, token, unmasked, rows);
-        const ptx::MatrixDescriptor values = Transposed::columns_descriptor(ptx::shared_address(transposed()));
-        float correction[2] = {1.0f, 1.0f};
-        state.raise_maximum(0, s[0], correction, kSlack);
-        exponentiate(state, s);
-        uint32_t p[kTokens / 32][4];
-        pack(s, p);
+      if (changes || token < unmasked.begin || token + kTokens > unmasked.end)
+        finish_scores(item, s, first_row, token, unmasked, rows);
+      const ptx::MatrixDescriptor values = Transposed::columns_descriptor(ptx::shared_address(transposed()));
+      float correction[2] = {1.0f, 1.0f};
+      state.raise_maximum(0, s[0], correction, kSlack);
+      exponentiate(state, s);
+      uint32_t p[kTokens / 32][4];
+      pack(s, p);
 
-        if (item.kind == kMaxKind) wait_for_turn();
-        shared.wait_transformed(num_multiplied & 1);
-        ptx::wgmma_fence();
-        multiply_values(partial, p, values);
-        ++num_multiplied;
-        const bool is_last = --left == 0;
-        const bool are_full = !is_last && are_tiles_full(kv);
-        const ptx::MatrixDescriptor q = query(place.slot), k = keys(kv.slot);
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_fence_operand(partial);
-        add(state, correction, partial);
-        if (is_last) break;
-        if (!are_full) wait_for_tiles(kv);
-        ptx::wgmma_fence();
-        multiply_keys(s, q, k);
-        if (item.kind == kMaxKind) pass_turn();
-      }
-      if (item.kind == kMaxKind) pass_turn();
-
-      typename Shared::QPlace next = place;
-      next.next();
-      shared.wait_q_full(next);
-      more = shared.item(next.slot).num_kv_tiles > 0 && multiplies(shared.item(next.slot));
-      if (more) wait_for_tiles(kv);
+      if (item.kind == kMaxKind) wait_for_turn();
+      shared.wait_transformed(num_multiplied & 1);
       ptx::wgmma_fence();
-      // Without a next item these scores are not used, but a branch here would serialise the products.
-      multiply_keys(s, query(next.slot), keys(kv.slot));
-      sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
-      write(state, item, first_row, place.slot);
-      shared.free_q(place);
-      place = next;
+      multiply_values(partial, p, values);
+      ++num_multiplied;
+      const bool is_last = --left == 0;
+      const bool are_full = !is_last && are_tiles_full(kv);
+      const ptx::MatrixDescriptor q = query(q_slot), k = keys(kv.slot);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_fence_operand(partial);
+      add(state, correction, partial);
+      if (is_last) break;
+      if (!are_full) wait_for_tiles(kv);
+      ptx::wgmma_fence();
+      multiply_keys(s, q, k);
+      if (item.kind == kMaxKind) pass_turn();
     }
-    ptx::wgmma_wait<0>();
+    if (item.kind == kMaxKind) pass_turn();
+    sync_warpgroup();  // all of its products with Q are done: the rows of O go through the Q tile
+    write(state, item, first_row, q_slot);
   }
 };
 

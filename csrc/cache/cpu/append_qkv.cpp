@@ -19,7 +19,7 @@ class TokenWriter {
   /// dtype: Element.
   TokenWriter(const QkvParams& params, DataType dtype)
       : p_(params),
-        converts_(params.scales.element != dtype && !has_8_bits(params.scales.element)),
+        converts_(params.scales.element != dtype),
         head_(static_cast<size_t>(params.head_dim)),
         cosines_(static_cast<size_t>(params.rotary_dim / 2)),
         sines_(cosines_.size()) {}
@@ -101,13 +101,24 @@ class TokenWriter {
   }
 
   void store_cached(const void* data, int64_t at, float scale) {
-    if (converts_) return store_converted(data, at);
-    if (!has_8_bits(p_.scales.element)) return store(data, at);
-    uint8_t* to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
-    for (size_t i = 0; i < head_.size(); ++i) {
-      const float x = head_[i] / scale;
-      to[i] = static_cast<uint8_t>(p_.scales.element == DataType::kFloat8E4M3 ? e4m3_bits(x) : e5m2_bits(x));
+    switch (p_.scales.element) {
+      case DataType::kFloat32:
+      case DataType::kFloat16:
+      case DataType::kBFloat16:
+        return converts_ ? store_converted(data, at) : store(data, at);
+      case DataType::kFloat8E4M3:
+        return store_rounded<Float8E4M3>(data, at, scale);
+      case DataType::kFloat8E5M2:
+        return store_rounded<Float8E5M2>(data, at, scale);
+      case DataType::kScaledLatent:
+        return;  // its rows are not heads
     }
+  }
+
+  template <class CacheElement>
+  void store_rounded(const void* data, int64_t at, float scale) {
+    CacheElement* to = static_cast<CacheElement*>(const_cast<void*>(data)) + at;
+    for (size_t i = 0; i < head_.size(); ++i) ScalarElements::from_float(head_[i] / scale, to[i]);
   }
 
   /// Converts to the other 16-bit type. What exceeds the largest float16 becomes that, as on a GPU.
@@ -124,7 +135,7 @@ class TokenWriter {
   static void from_float(float x, Element* to) { ScalarElements::from_float(x, *to); }
 
   const QkvParams& p_;
-  const bool converts_;  // K and V to the other 16-bit type
+  const bool converts_;  // K and V to another type
   std::vector<float> head_;
   std::vector<float> cosines_;
   std::vector<float> sines_;

@@ -24,7 +24,7 @@ from attn_backend.adapters.vllm import impl as vllm_impl
 from attn_backend.adapters.vllm import metadata as vllm_metadata
 from attn_backend.adapters.vllm.backend import AttnBackend
 from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_DTYPES, kv_cache_view
+from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES, kv_cache_view
 from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, plan_keys
 
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
@@ -44,7 +44,7 @@ def layer_of(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 
 
 def cache_of(kv_cache_dtype: str, memory: str = "NHD", num_kv_heads: int = 2, head_size: int = 64) -> Tensor:
     """As vLLM hands it over: uint8. Full of NaN."""
-    return make_cache(memory, num_kv_heads, head_size, FLOAT8_DTYPES[kv_cache_dtype]).view(torch.uint8)
+    return make_cache(memory, num_kv_heads, head_size, FLOAT8_CACHES[kv_cache_dtype]).view(torch.uint8)
 
 
 def builder_of(impls: list[AttnImpl], dtype: torch.dtype = torch.float32, **spec: Any) -> AttnMetadataBuilder:
@@ -54,7 +54,7 @@ def builder_of(impls: list[AttnImpl], dtype: torch.dtype = torch.float32, **spec
 
 def held(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
     """float64, what the cache holds of K or V [tokens, heads, head_size]."""
-    dtype = FLOAT8_DTYPES[kv_cache_dtype]
+    dtype = FLOAT8_CACHES[kv_cache_dtype]
     largest, factor = torch.finfo(dtype).max, scale.reshape(-1, 1)
     return (x.float() / factor).clamp(-largest, largest).to(dtype).double() * factor.double()
 
@@ -87,7 +87,7 @@ def serve(impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, batch: Batch, d
 def test_mixed_batch(kv_cache_dtype: str, memory: str, dtype: torch.dtype) -> None:
     cache, batch = cache_of(kv_cache_dtype, memory), make_batch(*MIXED)
     serve(make_impl(kv_cache_dtype=kv_cache_dtype), layer_of(0.05, 0.3), cache, batch, dtype)
-    nothing = cache.view(FLOAT8_DTYPES[kv_cache_dtype]).float().isnan()
+    nothing = cache.view(FLOAT8_CACHES[kv_cache_dtype]).float().isnan()
     assert (~nothing).sum() == sum(batch.kv_lens) * cache.shape[1] * cache.shape[3]  # nothing else was written
 
 
