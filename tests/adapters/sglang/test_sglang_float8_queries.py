@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape, model_config
+from fake_engine import FakeEngine, LayerShape
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_sglang_backend import TOLERANCE, WINDOWED
 from test_sglang_float8 import E4M3, E5M2, engine_of
@@ -125,7 +125,7 @@ def test_full_size(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_engine, "MAX_TOKENS", 2048)
     layers = (LayerShape(32, 8, 128, v_head_dim=128), LayerShape(32, 8, 128, v_head_dim=128, window=300))
     engine = engine_of(layers=layers, page_size=page_size, dtype=torch.bfloat16, device="cuda")
-    backend = SGLangAttentionBackend(engine.runner(model_config=model_config(context_len=2048)))
+    backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0], [1500])
     step(engine, backend, ForwardMode.EXTEND, [1, 0, 2], [700, 300, 3])
     step(engine, backend, ForwardMode.MIXED, [3, 0, 1], [90, 1, 1])
@@ -244,6 +244,23 @@ def test_a_layer_that_reads_another_ones_cache() -> None:
     engine.remember([0], [30], 0, k, v)
     backend.forward(q, k, v, engine.model[0], batch)
     check_extend(engine, backend.forward(q, None, None, LayerShape().build(0), batch, save_kv_cache=False), q, [0], [30], 0)
+
+
+def test_queries_are_rounded_before_the_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    """run() may start while the launch before it runs, if that is the append."""
+    engine = engine_of(layers=(LayerShape(),))
+    backend = SGLangAttentionBackend(engine.runner())
+    calls = []
+
+    def noted(module: object, name: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **options: (calls.append(name), original(*args, **options))[1])
+
+    noted(float8_queries, "append_rounded")
+    noted(sglang_backend, "append_kv")
+    step(engine, backend, ForwardMode.EXTEND, [0], [20])
+    step(engine, backend, ForwardMode.DECODE, [0], [1])
+    assert calls == ["append_rounded", "append_kv", "append_kv"]
 
 
 def test_the_option_keeps_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
