@@ -30,13 +30,16 @@ class QueryRounder:
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         """Makes the buffer, before anything is captured."""
-        self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._all_slots = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._slots = self._all_slots[:0]  # of the last call: layers of a step have the same rows
 
     def round(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """q: [rows, num_qo_heads, head_dim]. Returns the nearest numbers of dtype, a float8. What is beyond its largest number becomes that one."""
         num_rows = q.shape[0]
-        rows = self._rows[:num_rows] if num_rows <= self._rows.shape[0] else torch.arange(num_rows, dtype=torch.int32, device=q.device)
+        if num_rows != self._slots.shape[0]:
+            fits = num_rows <= self._all_slots.shape[0]
+            self._slots = self._all_slots[:num_rows] if fits else torch.arange(num_rows, dtype=torch.int32, device=q.device)
         rounded = torch.empty(q.shape, dtype=dtype, device=q.device)
-        as_cache = rounded.unsqueeze(1)  # a page of one token for each row
-        append_rounded(q, None, KVCache.unchecked(as_cache, as_cache), rows)
+        pages = rounded.unsqueeze(1)  # of one token: a row
+        append_rounded(q, None, KVCache.as_given(pages, pages), self._slots)
         return rounded
