@@ -39,7 +39,7 @@ class QueryRounder:
         if num_rows != self._slots.shape[0]:
             fits = num_rows <= self._all_slots.shape[0]
             self._slots = self._all_slots[:num_rows] if fits else torch.arange(num_rows, dtype=torch.int32, device=q.device)
-        rounded = torch.empty(q.shape, dtype=dtype, device=q.device)
+        rounded = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         pages = rounded.unsqueeze(1)  # of one token: a row
         append_rounded(q, None, KVCache.as_given(pages, pages), self._slots)
         return rounded
