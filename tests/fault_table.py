@@ -264,6 +264,20 @@ FAULTS = (
         "if self._kv is None:",
         ("tests/adapters/sglang",),
     ),
+    Fault(
+        "SGLang: decodes have queries of 8 bits, too",
+        "attn_backend/adapters/sglang/plan.py",
+        "elif batch.is_extend and self.of_extends is not None:",
+        "elif self.of_extends is not None:",
+        ("tests/adapters/sglang/test_sglang_float8_queries.py",),
+    ),
+    Fault(
+        "SGLang: queries of 8 bits under deterministic inference",
+        "attn_backend/adapters/sglang/float8_queries.py",
+        " or compat.deterministic()",
+        "",
+        ("tests/adapters/sglang/test_sglang_float8_queries.py",),
+    ),
     Fault("SGLang: padding slots not zeroed", "attn_backend/adapters/sglang/window.py", "self._buffer[count:].zero_()", "pass", SGLANG),
     Fault("SGLang: after_append always", "attn_backend/adapters/sglang/backend.py", "after_append=appended,", "after_append=True,", SGLANG),
     Fault(

@@ -23,10 +23,10 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     settings = Settings.read()
     assert (settings.cascade, settings.debug, settings.prefetch_code, settings.sampler, settings.vllm_cpu) == (True, False, True, None, False)
-    assert (settings.arch, settings.cache, settings.cpu_isa) == (None, None, None)
+    assert (settings.arch, settings.cache, settings.cpu_isa, settings.sglang_fp8_queries) == (None, None, None, True)
 
 
-@pytest.mark.parametrize("field", ["cascade", "debug", "prefetch_code", "sampler", "vllm_cpu"])
+@pytest.mark.parametrize("field", ["cascade", "debug", "prefetch_code", "sampler", "sglang_fp8_queries", "vllm_cpu"])
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("", False), ("1", True)])
 def test_switches(field: str, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + field.upper(), value)

@@ -29,6 +29,7 @@ from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat
 from .batch import Batch, BatchReader, is_uniform
+from .float8_queries import QueryRounder, rounds_queries
 from .layer_cache import LayerCache, quantise
 from .mla import append_latents, ask_for_parts, has_latents
 from .page_tables import page_table
@@ -88,6 +89,7 @@ class SGLangAttentionBackend(AttentionBackend):
         warn_if_untried(self.device, logger)
 
         self._is_float8 = self.kv_dtype in SCALED_DTYPES
+        self._has_extends = branches == 0  # a draft model's one step is a decode
         self._appended_dtypes = (self.dtype, self.kv_dtype)  # of K and V that are written to the pool without it
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
@@ -226,6 +228,8 @@ class SGLangAttentionBackend(AttentionBackend):
             kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
         else:
             kv = known.cache.view(k_buffer, v_buffer, self.page_size)
+        if attention.q_dtype != self.dtype:
+            q_heads = self._rounder.round(q_heads, attention.q_dtype)  # before append_kv, which is the only launch that run() may overlap with
         appended = False
         if save_kv_cache and k is not None:  # False with k given: the model's rotary kernel has written them already
             assert v is not None
@@ -290,7 +294,8 @@ class SGLangAttentionBackend(AttentionBackend):
         plan = self._plans.get(key)
         if plan is None:
             nodes_of_trees = 0 if key.of_this_step else self._nodes_of_trees
-            plan = self._plans[key] = Plan(key, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees)
+            float8_extends = self._has_extends and rounds_queries(key, self.device)
+            plan = self._plans[key] = Plan(key, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends)
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
         cache = self._caches.setdefault(layer.layer_id, LayerCache(makes_v_anew=self._has_latents))
@@ -299,6 +304,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _allocate_buffers(self) -> None:
         self._reader.allocate(self._max_rows, self._max_batch)
+        self._rounder = QueryRounder(self._max_rows, self.device)
         if self._window is not None:
             self._window.allocate(self._max_rows)
 

@@ -32,6 +32,7 @@ class Batch:
     has_prefixes: bool = True  # whether a request may have tokens that are not in Q
     tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
     slots: Tensor | None = None  # instead of req_to_token: see branch_slots
+    is_extend: bool = False  # prompts or chunks of them, maybe decodes beside them; also a draft model's tokens after a verification
 
 
 class BatchReader:
@@ -90,7 +91,8 @@ class BatchReader:
         host_lens = forward_batch.extend_seq_lens_cpu
         max_qo_len = num_rows if host_lens is None else int(max(host_lens))
         prefix_lens = forward_batch.extend_prefix_lens_cpu
-        return Batch(num_rows, self._prefix_sum(qo_lens), qo_lens, max_qo_len, kv_lens, rows, has_prefixes=prefix_lens is None or any(prefix_lens))
+        has_prefixes = prefix_lens is None or any(prefix_lens)
+        return Batch(num_rows, self._prefix_sum(qo_lens), qo_lens, max_qo_len, kv_lens, rows, has_prefixes=has_prefixes, is_extend=True)
 
     def _read_drafts(self, spec_info: Any, prefix_lens: Tensor, rows: Tensor) -> Batch:
         batch_size, draft_len = rows.shape[0], int(spec_info.draft_token_num)

@@ -21,16 +21,20 @@ class Plan:
     Attributes:
         attention: captured by graphs: never replaced once there are any.
         of_trees: for steps that verify trees; None: there are no such steps.
+        of_extends: for steps that extend, whose queries have the cache's 8 bits; None: theirs have 16, too.
         current: the Attention that holds this step's plan; None: there is no plan yet, or these layers take no part in this step.
         logits_soft_cap: what this step's runs are given.
         arguments: the variant's arguments in the runs of this step, without ALiBi slopes: each layer adds its own.
     """
 
-    def __init__(self, key: PlanKey, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int, nodes_of_trees: int = 0) -> None:
+    def __init__(
+        self, key: PlanKey, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int, nodes_of_trees: int = 0, float8_extends: bool = False
+    ) -> None:
         """
         Args:
             dtype: of the model.
             nodes_of_trees: tokens of the trees that are verified; 0: there are none.
+            float8_extends: see rounds_queries().
 
         Raises:
             ValueError: these layers cannot be served, or not with trees.
@@ -42,6 +46,7 @@ class Plan:
             key.head_dim,
             head_dim_v=key.head_dim_v,
             dtype=dtype,
+            q_dtype=key.kv_dtype if key.float8_q else None,
             kv_dtype=key.kv_dtype,
             device=device,
             max_rows=max_rows,
@@ -52,6 +57,7 @@ class Plan:
             sinks=key.has_sinks,
         )
         self.of_trees = Plan(tree_key(key), dtype, device, max_batch * nodes_of_trees, max_batch) if nodes_of_trees else None
+        self.of_extends = Plan(key._replace(float8_q=True), dtype, device, max_rows, max_batch) if float8_extends else None
         self.current: Attention | None = None
         self.logits_soft_cap = 0.0
         self.arguments: dict[str, Tensor | int] | None = None
@@ -63,6 +69,8 @@ class Plan:
         self.attention = self.attention.with_room(max_rows=max_rows, max_batch=max_batch)
         if self.of_trees is not None:
             self.of_trees.grow(max_batch * self._nodes_of_trees, max_batch)
+        if self.of_extends is not None:
+            self.of_extends.grow(max_rows, max_batch)
 
     def make(self, batch: Batch, table: PageTable, tokens_before: Tensor | None) -> Attention:
         """Plans a step. table, tokens_before: see page_table()."""
@@ -70,6 +78,8 @@ class Plan:
         if batch.tree is not None:
             assert self.of_trees is not None
             planned = self.of_trees
+        elif batch.is_extend and self.of_extends is not None:
+            planned = self.of_extends
         key = planned.key
         self.current = planned._attention_for(batch)
         self.logits_soft_cap = 0.0 if key.needs_variant else key.logits_soft_cap  # a variant knows its own

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from attn_backend.adapters.float8_queries import multiplies_float8
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES, PLAIN_CACHES, kv_cache_view
@@ -15,20 +16,8 @@ from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, refuse
 from attn_backend.kernels.append import append_kv
 from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.kernels.kernel_files import arch_on
-from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, SHIPPED_FLOAT8_OUT_HEAD_DIMS, default_design
+from attn_backend.kernels.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS
 from attn_backend.metadata.kv_cache import KVCache
-
-
-def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.device) -> bool:
-    """Whether kernels multiply 8-bit queries as they are. Others would widen them: queries that vLLM quantised would lose precision without any gain.
-
-    Args:
-        float8: the cache's dtype if it has 8 bits.
-    """
-    heads = HeadDims.of(head_size)
-    has_kernel = float8 == torch.float8_e4m3fn and heads in MULTIPLIED_FLOAT8_HEAD_DIMS
-    return has_kernel and device.type == "cuda" and default_design(arch_on(device), heads).multiplies_float8
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:

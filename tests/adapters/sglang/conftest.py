@@ -19,6 +19,12 @@ if importlib.util.find_spec("sglang") is not None and "sglang" not in sys.module
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+@pytest.fixture(autouse=True)
+def queries_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of most tests are those of queries that nothing rounds; test_sglang_float8_queries.py has the others."""
+    monkeypatch.setenv("ATTN_BACKEND_SGLANG_FP8_QUERIES", "0")
+
+
 @pytest.fixture
 def needs_a_release_that_serves_on_cpus(request: pytest.FixtureRequest) -> None:
     from attn_backend.adapters.sglang import NAME, compat
