@@ -62,7 +62,7 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
-    longest = max(((_pair_cost(config, group[5] + 4 * (group[6] >= 0), group[2]), group[5]) for group in groups), default=(0, 0))
+    longest = max(((_pair_cost(config, kind + 4 * (groups[group][6] >= 0), count), kind) for group, kind, _, _, _, count in tiles), default=(0, 0))
     cost_begin, positions, uses_queue = _positions(config, num_kv_heads, groups, tiles, longest, num_merge_rows > 0)
     used = [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else []
     return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, uses_queue)
@@ -126,8 +126,8 @@ def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, kin
     return tiles
 
 
-def _pair_cost(config: Schedule, kind: int, kv_len: int) -> int:
-    return config.pair_cost[kind] + -(-max(kv_len, 1) // config.kv_tile) * config.kv_tile_cost[kind]
+def _pair_cost(config: Schedule, kind: int, num_kv_tiles: int) -> int:
+    return config.pair_cost[kind] + num_kv_tiles * config.kv_tile_cost[kind]
 
 
 def _positions(

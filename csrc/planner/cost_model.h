@@ -19,6 +19,9 @@ ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t cost_kind, int32
   return config.pair_cost[cost_kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[cost_kind];
 }
 
+/// Costs of pairs that are compared, not added up.
+ATTN_HD int32_t narrow_cost(int64_t cost) { return static_cast<int32_t>(min_of(cost, kMaxInt32)); }
+
 /// `group`: the row tile's.
 ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) {
   return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles};
@@ -58,7 +61,7 @@ struct Planned {
   int32_t num_links = 0;
   int32_t num_requests = 0;  // that the forest was sought in
   int64_t share = 0;
-  int32_t longest_pair = -1;       // the largest longest_pair() of row groups with the largest kind of row tile
+  int32_t longest_pair = -1;       // the largest cost of a pair with the largest kind of row tile
   int32_t longest_small_pair = 0;  // and of all others
   int32_t has_largest_tiles = 0;
   int32_t whole_pairs = 0;   // no (row tile, head) is shared by CTAs
@@ -73,13 +76,6 @@ struct Planned {
 /// Whether one shared prefix is all that a forest has become.
 ATTN_HD bool has_one_prefix(const PlanParams& p, const Planned& planned) {
   return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1;
-}
-
-/// Cost of a pair of a row group that sees all of its tokens.
-ATTN_HD int32_t longest_pair(const PlanParams& p, const RowGroup& group) {
-  const int32_t num_kv_tiles = p.kv_tile.divide(max_of(group.kv_len, 1) - 1) + 1;
-  return static_cast<int32_t>(
-      min_of(pair_cost(p.config, cost_kind(group.kind, group.state_begin), num_kv_tiles), kMaxInt32));
 }
 
 /// KV tiles of a large row tile that a CTA computes in about the time of a merge.

@@ -93,6 +93,20 @@ def test_pairs_come_from_the_work_queue(device: torch.device, qo_lens: tuple[int
     assert not schedule_model.differences(schedule, schedule_model.plan(view, schedule, 8, 4, attention.max_rows))
 
 
+def test_pairs_of_a_window_come_from_the_work_queue(device: torch.device) -> None:
+    """What a pair costs is what its rows see: under a window a share holds many pairs of a long request."""
+    if device.type == "cuda" and not attention_kernels.is_available("hopper"):
+        pytest.skip("needs a GPU that runs the Hopper kernel")
+    attention = Attention(32, 8, 128, device=device, num_ctas=132, max_rows=40000, max_batch=2, kernel="hopper")
+    table = PageTable.block_table(torch.arange(1024, dtype=torch.int32, device=device).view(1, -1), torch.tensor([16384], dtype=torch.int32, device=device), 16)
+    for window_left, uses_queue in ((1023, True), (15000, False)):
+        view = BSRView(torch.tensor([0, 8192], dtype=torch.int32, device=device), table, window_left=window_left)
+        attention.plan(view)
+        schedule = attention.schedule()
+        assert schedule.uses_queue == uses_queue, window_left
+        assert not schedule_model.differences(schedule, schedule_model.plan(view, schedule, 8, 4, attention.max_rows))
+
+
 @pytest.mark.parametrize(("qo_len", "kv_len", "whole"), [(220, 220, True), (500, 500, True), (512, 8448, True), (256, 8448, False)])
 def test_pairs_stay_whole_where_a_merge_takes_longer(device: torch.device, qo_len: int, kv_len: int, whole: bool) -> None:
     """One prompt, or the last chunk of one, of fewer pairs than CTAs."""

@@ -75,22 +75,17 @@ __device__ __forceinline__ void read_groups(PlanContext& c) {
   if (links_rows(p)) link_rows(c);
 }
 
-/// Counts the row tiles of row groups, and finds the longest pairs.
+/// Counts the row tiles of row groups.
 __device__ __forceinline__ void count_tiles(PlanContext& c) {
   const ScheduleConfig& config = c.p.config;
   int64_t num_tiles = 0;
   __syncthreads();  // all row groups are written
   for_each_together(c.planned.num_groups, [&](int32_t g) {
     RowGroup group{};
-    int32_t longest = -1, longest_small = 0;
     if (g < c.planned.num_groups) {
       group = c.p.schedule.groups[g];
-      const bool is_largest = group.kind == config.max_kind;
-      (is_largest ? longest : longest_small) = longest_pair(c.p, group);
-      if (is_largest && group.qo_len > 0) c.shared.has_largest_tiles = 1;
+      if (group.kind == config.max_kind && group.qo_len > 0) c.shared.has_largest_tiles = 1;
     }
-    shared_max(&c.shared.longest_pair, longest);
-    shared_max(&c.shared.longest_small_pair, longest_small);
     const int64_t tile_begin = running_sum(c.shared, int64_t{count_row_tiles(config, group)}, num_tiles);
     if (g < c.planned.num_groups)
       c.tile_begin[g] = c.p.schedule.groups[g].tile_begin = static_cast<int32_t>(tile_begin);
@@ -113,7 +108,7 @@ __device__ __forceinline__ int32_t find_group(const PlanContext& c, int32_t tile
   return low;
 }
 
-/// Places the row tiles of all row groups in the list of work, one thread for each tile.
+/// Places the row tiles of all row groups in the list of work, one thread for each tile, and finds the longest pairs.
 __device__ __forceinline__ void place_tiles(PlanContext& c) {
   count_tiles(c);
   __syncthreads();
@@ -121,13 +116,18 @@ __device__ __forceinline__ void place_tiles(PlanContext& c) {
     RowTile tile{};
     PlacedTile placed{};
     int64_t cost = 0;
+    int32_t longest = -1, longest_small = 0;
     if (i < c.planned.num_tiles) {
       const int32_t g = find_group(c, i);
       const RowGroup group = c.p.schedule.groups[g];
       tile = make_row_tile(c.p, group, g, i - group.tile_begin);
       placed = placed_tile(tile, group);
-      cost = pair_cost(c.p.config, placed.cost_kind, tile.num_kv_tiles) * c.p.config.num_kv_heads;
+      const int64_t of_pair = pair_cost(c.p.config, placed.cost_kind, tile.num_kv_tiles);
+      cost = of_pair * c.p.config.num_kv_heads;
+      (tile.kind == c.p.config.max_kind ? longest : longest_small) = narrow_cost(of_pair);
     }
+    shared_max(&c.shared.longest_pair, longest);
+    shared_max(&c.shared.longest_small_pair, longest_small);
     placed.cost_begin = tile.cost_begin = running_sum(c.shared, cost, c.total_cost);
     if (i < c.planned.num_tiles) c.p.schedule.tiles[i] = tile;
     if (i < min_of(c.planned.num_tiles, kCachedTiles)) c.shared.tiles[i] = placed;

@@ -52,10 +52,7 @@ void plan_on_host(const PlanParams& p) {
   for (int32_t i = 0; i < planned.num_groups; ++i) {
     RowGroup& group = p.schedule.groups[i];
     group.tile_begin = static_cast<int32_t>(counted);
-    const bool is_largest = group.kind == config.max_kind;
-    int32_t& longest = is_largest ? planned.longest_pair : planned.longest_small_pair;
-    longest = max_of(longest, longest_pair(p, group));
-    planned.has_largest_tiles |= is_largest && group.qo_len > 0;
+    planned.has_largest_tiles |= group.kind == config.max_kind && group.qo_len > 0;
     counted += count_row_tiles(config, group);
   }
   if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;
@@ -68,8 +65,11 @@ void plan_on_host(const PlanParams& p) {
     const int32_t end = min_of(group.tile_begin + count_row_tiles(config, group), planned.num_tiles);
     for (; i < end; ++i) {
       RowTile tile = make_row_tile(p, group, g, i - group.tile_begin);
+      const int64_t of_pair = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles);
+      int32_t& longest = tile.kind == config.max_kind ? planned.longest_pair : planned.longest_small_pair;
+      longest = max_of(longest, narrow_cost(of_pair));
       tile.cost_begin = total_cost;
-      total_cost += pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles) * config.num_kv_heads;
+      total_cost += of_pair * config.num_kv_heads;
       p.schedule.tiles[i] = tile;
     }
   }
