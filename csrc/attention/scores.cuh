@@ -96,29 +96,9 @@ __device__ __forceinline__ void apply_variant_mask(const Variant& variant, float
                                                    int32_t first_token, const Rows& rows) {
   if constexpr (VariantHooks<Variant>::kMask) {
     if (first_token < rows.seen.begin || first_token + kBlocks * 8 > rows.seen.end) {
-      static_assert(kBlocks <= 16, "a bit for each of a row's scores that a lane holds");
-      const int32_t first = rows.kv_offset + first_token + ptx::lane_id() % 4 * 2;
-#pragma unroll
-      for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Unrolled as a whole, what a mask loads for all columns at once does not fit into registers.
-          uint32_t hidden = 0;  // bit 2n + c: score c of column block n
-#pragma unroll 4
-          for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-              hidden |= static_cast<uint32_t>(!variant.mask(rows.rows[b][half], first + n * 8 + c)) << (2 * n + c);
-          }
-#pragma unroll
-          for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              if ((hidden & 1u << (2 * n + c)) != 0) s[b][n][2 * half + c] = minus_infinity();
-            }
-          }
-        }
-      }
+      for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
+        if (!variant.mask(row, kv_position)) score = minus_infinity();
+      });
     }
   }
   if constexpr (!Variant::kUsesSoftmax) {
