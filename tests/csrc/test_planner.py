@@ -100,7 +100,7 @@ def test_pairs_of_a_window_come_from_the_work_queue(device: torch.device) -> Non
     attention = Attention(32, 8, 128, device=device, num_ctas=132, max_rows=40000, max_batch=2, kernel="hopper")
     table = PageTable.block_table(torch.arange(1024, dtype=torch.int32, device=device).view(1, -1), torch.tensor([16384], dtype=torch.int32, device=device), 16)
     for window_left, uses_queue in ((1023, True), (15000, False)):
-        view = BSRView(torch.tensor([0, 8192], dtype=torch.int32, device=device), table, window_left=window_left)
+        view = BSRView(torch.tensor([0, 4096], dtype=torch.int32, device=device), table, window_left=window_left)
         attention.plan(view)
         schedule = attention.schedule()
         assert schedule.uses_queue == uses_queue, window_left
