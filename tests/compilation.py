@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
+LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # takes a quarter of the time, for 200 libraries
 
 
 def compile_object(
@@ -67,7 +68,7 @@ def link(target: Path, objects: Sequence[Path]) -> Path:
     """`target`, a shared library, which stays what it is if it exists."""
     if not target.exists():
         partial = _partial(target)
-        subprocess.run([str(COMPILER), "-shared", *map(str, objects), "-o", str(partial)], check=True)
+        subprocess.run([str(COMPILER), "-shared", *LINKER, *map(str, objects), "-o", str(partial)], check=True)
         partial.rename(target)
     return target
 

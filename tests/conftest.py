@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -16,6 +17,8 @@ from attn_backend.kernels import cpp_compiler
 
 NO_GPU = "needs a CUDA GPU"
 
+gc.disable()  # until all is collected: engines are imported, and nothing of that becomes garbage
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -23,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()  # the engines and 15,000 tests stay: a collection of garbage need not look through them
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries write about what they have not released
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

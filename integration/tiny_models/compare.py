@@ -12,6 +12,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -45,22 +46,27 @@ def models_folder() -> Path:
     return cached_folder(f"tiny_models/{digest.hexdigest()[:12]}", fill)
 
 
+def program_of(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of one of the programs of this package."""
+    command = [sys.executable, "-m", f"integration.tiny_models.{program}", str(folder), *families, *options]
+    environment = os.environ | own_modules() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return command, environment | ({} if answers is None else {"ATTN_BACKEND_ANSWERS": str(answers)})
+
+
 def run(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None, shows: bool = False) -> None:
     """One of the programs of this package, in a process of its own. shows: lines on its standard output are seen when it writes them.
 
     Raises:
         RuntimeError: a family has failed; the end of what the program said and was not seen.
     """
-    command = [sys.executable, "-m", f"integration.tiny_models.{program}", str(folder), *families, *options]
-    environment = os.environ | own_modules() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment |= {} if answers is None else {"ATTN_BACKEND_ANSWERS": str(answers)}
+    command, environment = program_of(program, folder, families, *options, answers=answers)
     done = subprocess.run(command, check=False, stdout=None if shows else subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{(done.stdout or '')[-3000:]}\n{done.stderr[-6000:]}")
 
 
-def serve(engine: str, answers: Path) -> None:
-    """Writes the answers of an engine's models, with this package's backend and with its own."""
+def serve(engine: str, answers: Path, run: Callable[..., None] = run) -> None:
+    """Writes the answers of an engine's models, with this package's backend and with its own. run: runs a program."""
     served = [name for name, family in FAMILIES.items() if engine in family.engines]
     stock = [name for name in served if engine in FAMILIES[name].stock or name in STOCK_TOO[engine]]
     folder = models_folder()

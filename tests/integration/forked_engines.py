@@ -134,6 +134,7 @@ def run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    sys.path += [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path]
     with log.open("ab") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)

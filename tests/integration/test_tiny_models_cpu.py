@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the environment of `make test`
 pytest.importorskip("safetensors", reason="needs the environment of `make test`")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from integration.tiny_models.compare import LARGEST, difference, serve
+from integration.tiny_models.compare import LARGEST, difference, program_of, run, serve
 from integration.tiny_models.families import FAMILIES, matrix
 from integration.tiny_models.questions import Answer, largest_difference
 
@@ -19,15 +20,24 @@ SERVED = [pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("vllm
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """A function that gives the folder with all answers of an engine. Served once."""
+def answers(forks, tmp_path_factory):
+    """A function that gives the folder with all answers of an engine. Served once, with each backend by a fork of a process that has imported the engine."""
     folders = {}
 
     def of(engine):
         if engine not in folders:
             folders[engine] = tmp_path_factory.mktemp(engine)
-            serve(engine, folders[engine])
+            serve(engine, folders[engine], forked(forks(engine)) if os.environ.get("PYTEST_XDIST_WORKER") else run)
         return folders[engine]
+
+    def forked(forks_of_engine):
+        def run_fork(program, folder, families, *options, answers):
+            command, environment = program_of(program, folder, families, *options, answers=answers)
+            log = tmp_path_factory.mktemp(program) / "program.log"
+            status = forks_of_engine.start(command[1:], log, environment).wait()
+            assert status == 0, log.read_text()[-6000:]
+
+        return run_fork
 
     return of
 

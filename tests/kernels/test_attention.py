@@ -147,7 +147,7 @@ def test_many_short_requests(device: torch.device, head_dim: int, group_size: in
     check(case)
     attention = case.attention(num_ctas)
     attention.plan(case.view)
-    for _ in range(20):
+    for _ in range(20 if device.type == "cuda" else 2):  # on a CPU nothing takes turns that could be others
         assert same_bits(case.run(attention, out=torch.full_like(case.out, torch.nan))[: case.rows], case.out[: case.rows])
 
 

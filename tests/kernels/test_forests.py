@@ -101,7 +101,7 @@ def test_same_bits_in_very_many_runs(device: torch.device, cascade: object) -> N
     out, lse = problem.run(attention, view)
     problem.check()
     different = torch.zeros((), dtype=torch.int64, device=device)
-    for _ in range(50 if device.type == "cpu" else 1000):
+    for _ in range(5 if device.type == "cpu" else 1000):
         again, again_lse = problem.run(attention, view)
         different += (again.view(torch.int16) != out.view(torch.int16)).sum() + (again_lse.view(torch.int32) != lse.view(torch.int32)).sum()
     assert different == 0

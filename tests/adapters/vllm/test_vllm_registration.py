@@ -59,6 +59,7 @@ def test_failure_is_loud(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None
         register()
 
 
+@pytest.mark.gpu
 def test_touches_no_gpu() -> None:
     """In a process of its own: others may have initialised CUDA in this one."""
     program = "import torch; from attn_backend.adapters.vllm import register; register(); assert not torch.cuda.is_initialized()"
