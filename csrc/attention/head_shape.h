@@ -31,6 +31,10 @@ ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 /// Wide heads of MLA's latents: V is the first columns of K's.
 ATTN_HD constexpr bool is_latent(HeadDims dims) { return is_wide(dims) && dims.qk > dims.v; }
 
+/// Whether O of so many columns leaves a warp registers for more than its products need: 16 rows of 128 columns take 64
+/// of each thread's.
+ATTN_HD constexpr bool leaves_registers(int32_t columns) { return columns <= 128; }
+
 /// Bytes of an element of a KV tile in shared memory. `kv_element_bytes`: in the cache.
 ATTN_HD constexpr int32_t tile_element_bytes(HeadDims dims, int32_t element_bytes, int32_t kv_element_bytes) {
   return is_wide(dims) ? element_bytes : kv_element_bytes;

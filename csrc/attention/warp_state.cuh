@@ -3,6 +3,7 @@
 // way.
 #pragma once
 
+#include "attention/head_shape.h"
 #include "attention/shared_tile.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -100,7 +101,7 @@ struct WarpState {
                                                  uint32_t k) const {
     set_to_zero(s);
     constexpr int kFragments = kTokens / 16;
-    constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && kColumns <= 128;
+    constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && leaves_registers(kColumns);
     constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
     float other[2][4] = {};
     constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // the next words, where there are registers for them

@@ -378,8 +378,8 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
-  // Wide heads leave no register for sinks beside a second path.
-  constexpr bool kHasRoom = !Traits::Variant::kHasSinks || Traits::Shape::kV <= 128;
+  // A wider output leaves no register for sinks beside a second path.
+  constexpr bool kHasRoom = !Traits::Variant::kHasSinks || leaves_registers(Traits::Shape::kV);
   if constexpr (Traits::Variant::kReadsRows || !kHasRoom || Traits::kIsOf8Bits) {
     run_interval<Traits, true>(params, cursor);  // one for all schedules: compiled in a third of the time
   } else if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {

@@ -118,7 +118,7 @@ struct Consumer : MmaConsumer<Traits> {
 
   /// Starts o += P V.
   __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
-    constexpr int kColumns = kVColumns > 192 ? 128 : kVColumns;  // of one product
+    constexpr int kColumns = columns_of_one_product(kVColumns);
     const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(wide_values(slot)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {

@@ -77,11 +77,6 @@ __device__ __forceinline__ TokenRange unmasked_tokens(const AttentionParams& par
                                      item.rows.position(first_row + num_rows - 1, params.group_size), item.readable);
 }
 
-/// Columns of O that products make, at least `columns`.
-ATTN_HD constexpr int columns_of_products(int columns) {
-  return columns <= 64 ? 64 : columns <= 96 ? 96 : columns <= 128 ? 128 : columns <= 192 ? 192 : 256;
-}
-
 template <class Traits>
 struct ConsumerBase {
   using Element = typename Traits::Element;
@@ -235,7 +230,7 @@ struct ConsumerBase {
   __device__ __forceinline__ void transform_widened(const WorkItem& item, char* tile, int first_row,
                                                     int32_t token) const {
     if constexpr (Transform::kExists) {
-      constexpr int kRowsAtOnce = kVColumns <= 128 ? 2 : 1;  // wide outputs leave few registers
+      constexpr int kRowsAtOnce = leaves_registers(kVColumns) ? 2 : 1;
       const TileTokens find = tokens_of(item, token);
       transform_rows<Transform, Tile, Element, kColumns, kWarpgroupThreads, kTokens / 2, kRowsAtOnce, 2>(
           tile, first_row, first_row + kTokens / 2, consumer_thread() % kWarpgroupThreads,

@@ -1,6 +1,7 @@
 // Q where mma.sync multiplies it by K of an 8-bit cache that is widened in registers.
 #pragma once
 
+#include "attention/head_shape.h"
 #include "attention/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/math.h"
@@ -13,7 +14,7 @@ namespace attn::sm90 {
 /// of 8 bits become in a third of the instructions that bf16 takes. Rows of 8 bits are widened here.
 template <class Element, class Query, int kQkColumns, int kVColumns>
 struct HeldQuery {
-  static constexpr bool kIsHeld = max_of(kQkColumns, kVColumns) <= 128;
+  static constexpr bool kIsHeld = leaves_registers(max_of(kQkColumns, kVColumns));
   static constexpr bool kIsFloat8 = Query::Element::kBytes == 1;
   static constexpr bool kConverts = kIsHeld && !kIsFloat8 && !is_same<Element, Float16>;
   static_assert(kIsHeld || !kIsFloat8, "widened once");

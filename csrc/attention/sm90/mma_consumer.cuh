@@ -51,7 +51,7 @@ struct MmaConsumer : ConsumerBase<Traits> {
   template <class Transform, class Tile, int kColumns>
   __device__ __forceinline__ void transform_own(const WorkItem& item, char* tile, int row, int32_t token) const {
     if constexpr (Transform::kExists) {
-      constexpr int kRowsAtOnce = kStages && kVColumns > 128 ? 1 : 2;  // wide outputs leave few registers
+      constexpr int kRowsAtOnce = kStages && !leaves_registers(kVColumns) ? 1 : 2;
       const TileTokens find = tokens_of(item, token - row);
       transform_rows<Transform, Tile, Element, kColumns, 32, kMmaTokens, kRowsAtOnce, 4>(
           tile, row, row + kMmaTokens, ptx::lane_id(), Transform(variant(item.kv_head), find.tokens), find);

@@ -86,6 +86,20 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
 
+/// Columns of O that products make, at least `columns`; not of wide heads.
+ATTN_HD constexpr int32_t columns_of_products(int32_t columns) {
+  return columns <= 64 ? 64 : columns <= 96 ? 96 : columns <= 128 ? 128 : columns <= 192 ? 192 : 256;
+}
+
+/// Those that one product makes: 256 are made by two.
+ATTN_HD constexpr int32_t columns_of_one_product(int32_t columns) { return columns > 192 ? 128 : columns; }
+
+/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_consumer.cuh, ADR 37): those of
+/// MULTIPLIED_FLOAT8_HEAD_DIMS in manifest.py.
+ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {
+  return dims.qk == dims.v && (dims.qk == 64 || dims.qk == 128);
+}
+
 /// Bytes of WorkItem (attention/sm90/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 

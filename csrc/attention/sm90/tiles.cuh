@@ -40,10 +40,9 @@ constexpr bool kTakesLastFirst = kTuning<Traits>.keeps_maxima && VariantHooks<ty
 /// Whether row tiles for wgmma multiply 8-bit elements (float8_consumer.cuh): where weights are probabilities, whose
 /// range is known, and neither Q nor the cache is rewritten.
 template <class Traits>
-constexpr bool kMultipliesFloat8 =
-    Traits::kHasFloat8Query && is_same<typename Traits::QElement, Float8E4M3> &&
-    Traits::Shape::kQk == Traits::Shape::kV && (Traits::Shape::kQk == 64 || Traits::Shape::kQk == 128) &&
-    Traits::Variant::kUsesSoftmax && !VariantHooks<typename Traits::Variant>::kQuery && !Traits::kTransformsCache;
+constexpr bool kMultipliesFloat8 = Traits::kHasFloat8Query && is_same<typename Traits::QElement, Float8E4M3> &&
+                                   multiplies_float8(Traits::Shape::kDims) && Traits::Variant::kUsesSoftmax &&
+                                   !VariantHooks<typename Traits::Variant>::kQuery && !Traits::kTransformsCache;
 
 /// Whether Q of 8 bits becomes Element when it is loaded.
 template <class Traits>
