@@ -40,7 +40,7 @@ help:
 	@echo "make unit, make integration     the two halves of the tests: without a running engine, and with one"
 	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=30 of them, SEED=N for others"
 	@echo "make docs                       the documentation site, in .build/site; fails on a broken link"
-	@echo "make wheel                      the wheel (manylinux_2_28, all cubins) and the source distribution, in dist/; needs nvcc"
+	@echo "make wheel                      the wheel (manylinux_2_28, all cubins), the source distribution and the wheel of flashinfer_alias/, in dist/; needs nvcc"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
 
 .PHONY: demo

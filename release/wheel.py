@@ -1,4 +1,4 @@
-"""`make wheel`: the wheel and the source distribution that a release consists of, in dist/.
+"""`make wheel`: what a release consists of, in dist/: the wheel, the source distribution, and the wheel of flashinfer_alias/.
 
     python -m release.wheel                    # in an environment with REQUIREMENTS; build/cubins is filled
     python -m release.wheel --without-cubins   # where there is no nvcc: for tests, not for a release
@@ -76,8 +76,15 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
         raise ReleaseError(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {MAX_BYTES}")
 
 
-def make(with_cubins: bool, dist: Path) -> tuple[Path, Path]:
-    """The wheel and the source distribution."""
+def make_alias(folder: Path) -> Path:
+    """The wheel of flashinfer_alias/, made of a copy: setuptools leaves its own files beside the sources."""
+    source = shutil.copytree(REPOSITORY / "flashinfer_alias", folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, source)
+    return next(folder.glob("*.whl"))
+
+
+def make(with_cubins: bool, dist: Path) -> list[Path]:
+    """The wheel, the source distribution, and the wheel of flashinfer_alias/."""
     raw = REPOSITORY / ".build" / "release"
     shutil.rmtree(raw, ignore_errors=True)
     present = {f"attn_backend/cubins/{path.relative_to(REPOSITORY / 'build' / 'cubins')}" for path in (REPOSITORY / "build" / "cubins").rglob("*.cubin")}
@@ -110,7 +117,7 @@ def make(with_cubins: bool, dist: Path) -> tuple[Path, Path]:
     run(sys.executable, "-m", "build", "--sdist", "--outdir", raw / "sdist")
     sdist = next((raw / "sdist").glob("*.tar.gz"))
     dist.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copy(repaired, dist)), Path(shutil.copy(sdist, dist))
+    return [Path(shutil.copy(path, dist)) for path in (repaired, sdist, make_alias(raw / "alias"))]
 
 
 def main() -> None:
@@ -124,7 +131,7 @@ def main() -> None:
         return
     try:
         for path in make(not arguments.without_cubins, arguments.dist):
-            print(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
+            print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")
     except ReleaseError as error:
         sys.exit(f"error: {error}")
 

@@ -11,9 +11,9 @@ waits until no other such case runs, and runs once more without that limit:
     python -m integration.flashinfer_suite ../flashinfer --sample 300 --jobs 4 --gpu-memory 3 --pytest='-n 3' --time-limit 600 --json cases.json
 
 The table has a line for each file, and one for the references of FlashInfer's traces: cases that passed, failed, need what attn_backend.flashinfer refuses by
-name, were skipped by their own conditions (on a CPU also for want of memory), or did not run: before the time limit, or since the GPU has too little memory.
-A case that catches an error and skips itself counts by that error. With --markdown it is the table of docs/flashinfer.md. Reports are written whenever a line
-has ended.
+name (not supported), expect a refusal where attn_backend.flashinfer has no such limit, were skipped by their own conditions (on a CPU also for want of memory),
+or did not run: before the time limit, or since the GPU has too little memory. A case that catches an error and skips itself counts by that error. With
+--markdown it is the table of docs/flashinfer.md. Reports are written whenever a line has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from integration.processes import own_modules
 
 from .layout import LINES, lay_out, missing_files
 
-OUTCOMES = ("passed", "failed", "not supported", "skipped")
+OUTCOMES = ("passed", "failed", "not supported", "no such limit", "skipped")
 COLUMNS = ("file", "cases", "taken", *OUTCOMES, "not run")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integration.flashinfer_suite.__main__ import markdown, run_line, table
+from integration.flashinfer_suite.__main__ import COLUMNS, markdown, run_line, table
 from integration.flashinfer_suite.layout import FILES, HELPERS, LINES, TRACE_MODULES, lay_out, missing_files, redirected
 
 TEST = """
@@ -40,6 +40,13 @@ def test_graph():
 
 def test_memory():
     torch.empty(2**40, device="cuda")
+
+
+@pytest.mark.parametrize("error", [None, TypeError])
+def test_fp8_kv_plan_rejects_fp16_q(error):
+    with pytest.raises(ValueError):
+        if error is not None:
+            raise error
 """
 ALL_LARGE = """
 import os
@@ -140,21 +147,22 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
     lay_out(checkout, folder, "cpu")
     options: dict[str, object] = {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100, "gpu_memory": 0}
     result = run_line(folder, FILES[0], options, 300, [])
-    assert {key: result[key] for key in ("cases", "taken", "passed", "failed", "not supported", "skipped", "not run", "ended")} == {
-        "cases": 7,
-        "taken": 6,
+    assert {key: result[key] for key in (*COLUMNS[1:], "ended")} == {
+        "cases": 9,
+        "taken": 8,
         "passed": 2,
-        "failed": 1,
+        "failed": 2,  # a limit that is refused in another way, too
         "not supported": 1,
+        "no such limit": 1,
         "skipped": 2,
         "not run": 0,
         "ended": "in time",
     }, result["output"]
-    assert table([result]).splitlines()[-1].split() == ["all", "7", "6", "2", "1", "1", "2", "0"]
+    assert table([result]).splitlines()[-1].split() == ["all", "9", "8", "2", "2", "1", "1", "2", "0"]
     assert markdown([result]).splitlines()[1:] == [
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        f"| `{FILES[0]}` | 7 | 6 | 2 | 1 | 1 | 2 | 0 |",
-        "| all | 7 | 6 | 2 | 1 | 1 | 2 | 0 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| `{FILES[0]}` | 9 | 8 | 2 | 2 | 1 | 1 | 2 | 0 |",
+        "| all | 9 | 8 | 2 | 2 | 1 | 1 | 2 | 0 |",
     ]
 
 

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from attn_backend.kernels.archs import ARCHS
 from release import wheel
@@ -71,6 +72,12 @@ from attn_backend.kernels import build
 print(len(build.cubins.kernel_sources("sm_80")))
 """
     assert int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout) > 10
+
+
+def test_the_alias_s_wheel_has_every_folder() -> None:
+    alias = wheel.REPOSITORY / "flashinfer_alias"
+    packages = tomllib.loads((alias / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(packages) == {".".join(path.parent.relative_to(alias).parts) for path in (alias / "flashinfer").rglob("*.py")}
 
 
 def test_a_program_that_fails_is_named() -> None:
