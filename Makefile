@@ -108,7 +108,7 @@ unit: environment
 fuzz: environment
 	PYTHONSAFEPATH= $(TEST_PYTHON) -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
-# Tests that start engines, of one thread each; those of a file and an engine in one worker, since they share what they start. One that takes too long is ended by a signal, so that the servers which it started end with it.
+# Tests that start engines, of one thread each; those of a file and an engine in one worker (pytest_xdist_make_scheduler of tests/integration/conftest.py), since they share what they start. One that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration
 integration: environment
 	REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations 10 --timeout-method=signal -m integration tests/integration

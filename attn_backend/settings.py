@@ -50,7 +50,7 @@ class Settings(BaseModel):
         description="0: the engine samples; 1: this package does, also in the place of SGLang's `pytorch` (default: in vLLM yes, else if asked)",
     )
     sglang_fp8_queries: Switch = Field(
-        True, description="in SGLang, over an e4m3 cache, round the queries of prompts to e4m3 where a GPU multiplies it as it is"
+        True, description="in SGLang, over an e4m3 cache, round the queries of prompts to e4m3 where a GPU multiplies them as they are"
     )
     vllm_cpu: Switch = Field(False, description="take the place of vLLM's CPU attention backend")
 

@@ -28,8 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-def pytest_collection_finish() -> None:
-    gc.enable()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()  # here, since a process that deals tests out to workers collects none
     gc.freeze()  # the engines and 15,000 tests stay: a collection of garbage need not look through them
 
 

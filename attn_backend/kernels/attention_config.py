@@ -72,7 +72,7 @@ class AttentionConfig:
 
     @property
     def design(self) -> manifest.Design | None:
-        """choose_design()."""
+        """The design that schedules are made for; None: the CPU's."""
         return choose_design(self.kernel, self.device, self.dims, self.variant)
 
     def pack(self, attention_variant: AttentionVariant | None) -> bytes:
@@ -221,7 +221,7 @@ def choose_design(kernel: str | None, device: torch.device, dims: HeadDims, vari
     if kernel is not None and kernel not in designs:
         why = f"this GPU runs kernels of {arch}"
         if not manifest.DESIGNS[kernel].serves(dims, transforms):
-            why = f"it has no kernels for head_dim = {dims}{' and variants that transform Q, K or V' if transforms else ''}"
+            why = f"it has no kernels for head_dim = {dims.qk}, head_dim_v = {dims.v}{' and variants that transform Q, K or V' if transforms else ''}"
         refuse("kernel", kernel, f"{', '.join(map(repr, designs))} or None: {why}")
     return next(iter(designs.values())) if kernel is None else designs[kernel]
 

@@ -36,7 +36,7 @@ TOO_LARGE = "too large"
 NOT_SUPPORTED = "is not supported by attn_backend.flashinfer"
 # Tests that a limit of FlashInfer's is refused, where this package has none. They run, and count as this where nothing is refused.
 NO_SUCH_LIMIT = "no such limit"
-LIMITS = {
+TESTS_OF_LIMITS = {
     "test_batch_decode_rejects_unequal_kv_strides_nvfp4_contract": "K and V may have different strides",
     "test_tensor_core_decode_rejects_mismatched_q_len": "several queries of a request with every backend",
     "test_batch_decode_workspace_size_rejects_unaligned_workspace_buffer": "workspace buffers are not used",
@@ -250,7 +250,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         outcome = "not supported"  # type: ignore[assignment]
         report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)
-    if report.failed and "DID NOT RAISE" in text and (reason := LIMITS.get(getattr(item, "originalname", item.name))):
+    if report.failed and "DID NOT RAISE" in text and (reason := TESTS_OF_LIMITS.get(getattr(item, "originalname", item.name))):
         outcome, text = NO_SUCH_LIMIT, reason  # type: ignore[assignment]
         report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)

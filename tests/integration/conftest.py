@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ENGINE_NAMES = ("vllm", "sglang")
+from attn_backend.releases import RELEASES
 
 # integration/ is not part of the installed package. At the end of the path, so that the source tree does not hide the installed package
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -17,13 +17,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With --dist loadfile the tests of a file and an engine run in one worker, not all of a file: a worker that has nothing left to do waits for the other."""
+    """With --dist loadfile the tests of a file and an engine run in one worker, not all of a file: a worker that has nothing left to do waits for the other.
+
+    A test's engine is what the first of its parameters begins with.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class OfFileAndEngine(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             case = nodeid.partition("[")[2]
-            return " ".join([super()._split_scope(nodeid), *(name for name in ENGINE_NAMES if case.startswith(name))])
+            return " ".join([super()._split_scope(nodeid), *(name for name in RELEASES if case.startswith(name))])
 
     return OfFileAndEngine(config, log) if config.getvalue("dist") == "loadfile" else None
 

@@ -12,9 +12,12 @@ pytest.importorskip("transformers", reason="needs the environment of `make test`
 pytest.importorskip("safetensors", reason="needs the environment of `make test`")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from integration.processes import stop_group
 from integration.tiny_models.compare import LARGEST, difference, program_of, run, serve
 from integration.tiny_models.families import FAMILIES, matrix
 from integration.tiny_models.questions import Answer, largest_difference
+
+LONGEST_S = 900  # of a program
 
 SERVED = [pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("vllm", "sglang") for name, family in FAMILIES.items() if engine in family.engines]
 
@@ -22,7 +25,7 @@ SERVED = [pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("vllm
 @pytest.fixture(scope="module")
 def answers(forks, tmp_path_factory):
     """A function that gives the folder with all answers of an engine. Served once, with each backend by a fork of a process that has imported the engine."""
-    folders = {}
+    folders, programs = {}, []
 
     def of(engine):
         if engine not in folders:
@@ -34,12 +37,15 @@ def answers(forks, tmp_path_factory):
         def run_fork(program, folder, families, *options, answers):
             command, environment = program_of(program, folder, families, *options, answers=answers)
             log = tmp_path_factory.mktemp(program) / "program.log"
-            status = forks_of_engine.start(command[1:], log, environment).wait()
-            assert status == 0, log.read_text()[-6000:]
+            programs.append(forks_of_engine.start(command[1:], log, environment))
+            assert programs[-1].wait(LONGEST_S) == 0, log.read_text()[-6000:]
 
         return run_fork
 
-    return of
+    yield of
+    for program in programs:
+        if program.poll() is None:  # a test was interrupted, or another program failed
+            stop_group(program)
 
 
 @pytest.mark.integration

@@ -91,7 +91,7 @@ def test_only_the_designs_that_serve_the_heads(hopper: list[tuple[str, str]]) ->
         assert choose_design(None, CUDA, dims, variant) is choose_design("hopper", CUDA, dims, variant) is manifest.DESIGNS["hopper"]
     assert choose_design(None, CUDA, MLA_HEAD_DIMS, rope) is choose_design("generic", CUDA, MLA_HEAD_DIMS, rope) is GENERIC
     assert choose_design(None, torch.device("cpu"), MLA_HEAD_DIMS, rope) is None
-    because = "it has no kernels for head_dim = 576_512 and variants that transform Q, K or V"
+    because = "it has no kernels for head_dim = 576, head_dim_v = 512 and variants that transform Q, K or V"
     for device in (CUDA, torch.device("cpu")):
         with pytest.raises(ValueError, match=f"^kernel is 'hopper', must be 'generic' or None: {because}$"):
             choose_design("hopper", device, MLA_HEAD_DIMS, rope)
