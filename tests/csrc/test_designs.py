@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 COMPILER = shutil.which("g++") or ""
 
@@ -19,3 +21,16 @@ def test_arguments_of_launches(tmp_path: Path) -> None:
     subprocess.run([COMPILER, *flags, str(Path(__file__).with_name("design_test.cpp")), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs g++")
+def test_heads_whose_8_bit_elements_are_multiplied_are_those_of_the_manifest(tmp_path: Path) -> None:
+    """Where Python thinks of more, kernels widen instead, and say nothing."""
+    asserts = [
+        f"static_assert(attn::sm90::multiplies_float8(attn::HeadDims{{{qk}, {v}}}) == {str((qk, v) in MULTIPLIED_FLOAT8_HEAD_DIMS).lower()});"
+        for qk in range(8, 600, 8)
+        for v in {qk, 128, 512}
+    ]
+    source = tmp_path / "heads.cpp"
+    source.write_text("\n".join(['#include "attention/sm90/shape.h"', *asserts, ""]))
+    subprocess.run([COMPILER, "-std=c++17", "-fsyntax-only", f"-I{CSRC}", str(source)], check=True)
