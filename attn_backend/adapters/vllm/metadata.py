@@ -10,10 +10,11 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layer_variants import variant_of, visibility_of
-from attn_backend.adapters.options import tell_of_vllms_cascade, use_cascade
+from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.spans import Spans
 from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.cascade_option import tell_of_cascade
 from attn_backend.adapters.vllm.dcp import ContextParallel, has_context
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
 from attn_backend.adapters.vllm.memory import outside_memory_pools
@@ -108,7 +109,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             # A captured loop of drafts would keep what the host knew when it was captured; vLLM's own backends do not have it here either.
             self.supports_draft_decode_metadata_update = False
         warn_if_untried(device, sampler.logger)
-        tell_of_vllms_cascade(sampler.logger)
+        tell_of_cascade(sampler.logger)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
         head_size_v = compat.head_size_v(kv_cache_spec)
         if any((getattr(impl, "dcp_world_size", 1) > 1) != (group is not None) for impl in compat.attention_impls(vllm_config, layer_names)):

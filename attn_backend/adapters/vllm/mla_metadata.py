@@ -16,8 +16,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from attn_backend.adapters.capability import warn_if_untried
-from attn_backend.adapters.options import tell_of_vllms_cascade, use_cascade
+from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.cascade_option import tell_of_cascade
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import unsupported_invariance, workspace_maxima
@@ -68,7 +69,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             refuse(unsupported)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
-        tell_of_vllms_cascade(sampler.logger)
+        tell_of_cascade(sampler.logger)
         widths = self.mla_dims
         batch_invariant = compat.batch_invariant()
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)

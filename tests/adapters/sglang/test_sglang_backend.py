@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape, model_config
+from fake_engine import FakeEngine, LayerShape, capture, model_config
 from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -270,16 +270,7 @@ def test_captured_decode(page_size: int, hybrid: bool, kv_dtype: torch.dtype | N
         return [backend.forward(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
 
     backend.init_forward_metadata_out_graph(static, in_capture=True)
-    replay = run
-    if device == "cuda":
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run()
-
-        def replay() -> list[Tensor]:
-            graph.replay()
-            return captured
+    replay = capture(run, device)
 
     for requests in ([2, 0, 1], [1], [0, 2], [2, 1, 0, 3]):
         ones = [1] * len(requests)

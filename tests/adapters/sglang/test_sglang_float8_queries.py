@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape
+from fake_engine import FakeEngine, LayerShape, capture
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_sglang_backend import TOLERANCE, WINDOWED
 from test_sglang_float8 import E4M3, E5M2, engine_of
@@ -167,17 +167,7 @@ def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
         backend.init_forward_metadata_out_graph(padded, in_capture=in_capture)
 
     plan(engine.batch(ForwardMode.EXTEND, [0], [rows]), in_capture=True)
-    replay = run
-    if device == "cuda":
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run()
-
-        def replay() -> list[Tensor]:
-            graph.replay()
-            return captured
+    replay = capture(run, device)
 
     for mode, requests, new_lens in [
         (ForwardMode.EXTEND, [0, 2], [33, 30]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape
+from fake_engine import FakeEngine, LayerShape, capture
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
@@ -167,22 +166,6 @@ def static_batch(mode: ForwardMode, size: int, rows: int, device: str, spec_info
 def fill_static(static: SimpleNamespace, batch: SimpleNamespace, num_requests: int, rows: int) -> None:
     for name, count, padding in (("req_pool_indices", num_requests, 0), ("seq_lens", num_requests, 1), ("out_cache_loc", rows, 0)):
         getattr(static, name).fill_(padding)[:count] = getattr(batch, name)
-
-
-def capture(run: Callable[[], list[Tensor]], device: str) -> Callable[[], list[Tensor]]:
-    """A function that runs it again: on a GPU from a graph, without Python."""
-    if device == "cpu":
-        return run
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-
-    def replay() -> list[Tensor]:
-        graph.replay()
-        return captured
-
-    return replay
 
 
 def test_what_the_draft_writes_in_place_is_read() -> None:
