@@ -72,7 +72,8 @@ MEMBERS = {
         "vllm.v1.kv_cache_interface:CrossAttentionSpec": "block_size num_kv_heads head_size dtype",
         "vllm.config.model:ModelConfig": "dtype is_mm_prefix_lm get_num_attention_heads get_total_num_kv_heads seed use_mla hf_config rswa_window",
         "vllm.config.scheduler:SchedulerConfig": "max_num_seqs max_num_batched_tokens disable_chunked_mm_input",
-        "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size pass_config",
+        "vllm.config.compilation:CompilationConfig": "max_cudagraph_capture_size pass_config cudagraph_mode",
+        "vllm.config.compilation:CUDAGraphMode": "FULL mixed_mode",
         "vllm.config.compilation:PassConfig": "fuse_attn_quant",
         "vllm.config.parallel:ParallelConfig": (
             "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank tensor_parallel_size cp_kv_cache_interleave_size dcp_comm_backend"

@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
@@ -112,6 +112,12 @@ def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tenso
         ops = import_module(f"vllm.v1.attention.ops.{'dcp_alltoall' if swaps_all else 'common'}")
     combine: Callable[..., tuple[torch.Tensor, torch.Tensor]] = ops.dcp_a2a_lse_reduce if swaps_all else ops.cp_lse_ag_out_rs
     return combine
+
+
+def captures_single_tokens_alone(vllm_config: VllmConfig) -> bool:
+    """Whether full CUDA graphs, if there are any, serve no batches but those whose requests have one token each."""
+    mode = vllm_config.compilation_config.cudagraph_mode  # the engine decides it after builders are made
+    return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL
 
 
 def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:

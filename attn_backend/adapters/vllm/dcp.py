@@ -1,8 +1,11 @@
 """Decode context parallelism: each rank of a group holds a part of every request's KV, and all of them together attend to it.
 
-`--cp-kv-cache-interleave-size` tokens lie on one rank, as many on the next one, and so on around. A row therefore attends twice: with the heads of all ranks to
-the part of its context that lies here, which no mask cuts since all of it lies before the step's tokens; and with this rank's heads to the step's tokens, which
-every rank has in the forward's K and V. The engine merges the states of the first half over the ranks; merge_state() merges the halves.
+`--cp-kv-cache-interleave-size` tokens lie on one rank, as many on the next one, and so on around. A row attends with the heads of all ranks to what lies here,
+and the engine merges the states over the ranks. No mask may cut what lies here, since its positions are not those of the request:
+
+- Where every request has a single token, it sees all that the ranks have, the token itself included.
+- Elsewhere a row attends twice: so to its context, the tokens before those of the step; and with this rank's heads to the step's tokens, which every rank has
+  in the forward's K and V. merge_state() merges the halves.
 """
 
 from __future__ import annotations
@@ -34,17 +37,18 @@ class ContextParallel:
         self._group = group
         self._interleave = interleave
         self._combine = combine
-        self._context_lens = torch.zeros(max_batch, dtype=torch.int32, device=device)  # captured graphs read it where it is
+        self._local_lens = torch.zeros(max_batch, dtype=torch.int32, device=device)  # captured graphs read it where it is
 
-    def local_context_lens(self, query_start_loc: Tensor, seq_lens: Tensor) -> Tensor:
-        """Tokens before those of the step that this rank holds, int32 [requests]; good until the next call. The engine's local lengths count the step's, too.
+    def local_lens(self, query_start_loc: Tensor, seq_lens: Tensor, *, single_tokens: bool) -> Tensor:
+        """Tokens that this rank holds of those that attend() has it read, int32 [requests]; good until the next call.
 
         Args:
             query_start_loc: int32 [requests + 1], seq_lens: int32 [requests]; on the device.
+            single_tokens: as attend() will be told.
         """
-        lens = self._context_lens[: seq_lens.shape[0]]
-        context = (seq_lens - query_start_loc.diff()).clamp_(min=0)
-        lens.copy_(get_dcp_local_seq_lens(context, self.size, self._group.rank_in_group, self._interleave))
+        lens = self._local_lens[: seq_lens.shape[0]]
+        read = seq_lens if single_tokens else (seq_lens - query_start_loc.diff()).clamp_(min=0)
+        lens.copy_(get_dcp_local_seq_lens(read, self.size, self._group.rank_in_group, self._interleave))
         return lens
 
     def attend(
@@ -58,15 +62,17 @@ class ContextParallel:
         out: Tensor,
         *,
         has_context: bool,
+        single_tokens: bool,
         **options: Any,
     ) -> None:
         """
         Args:
-            new_tokens: planned for this rank's heads, over the step's own tokens; context: for those of all ranks, over local_context_lens().
-            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, columns of K, of V], the step's; cache: of the layer.
+            new_tokens: planned for this rank's heads, over the step's own tokens; context: for those of all ranks, over local_lens().
+            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, columns of K, of V], the step's, which the cache has, too; cache: of the layer.
             out: [tokens, heads, columns of V], written.
             has_context: False: no request has tokens before this step's. All ranks must agree: they then exchange nothing, unless a graph is captured, which
                 serves other batches, too.
+            single_tokens: every request has one token. new_tokens is not read.
             options: of both runs.
         """
         step = KVCache.from_ragged(k, v)
@@ -76,6 +82,9 @@ class ContextParallel:
         q_of_all = self._group.all_gather(q.contiguous(), dim=1)
         part, part_lse = context.run(q_of_all, cache, return_lse=True, **options)
         of_context, context_lse = self._combine(part, part_lse, self._group, return_lse=True)
+        if single_tokens:
+            out.copy_(of_context)
+            return
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         new_tokens.run(q, step, out=out, lse=lse, **options)
         merge_state(out, lse, of_context, context_lse.contiguous(), out=out, out_lse=lse)

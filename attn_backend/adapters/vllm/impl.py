@@ -192,6 +192,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 self._view(layer, kv_cache),
                 output[:rows],
                 has_context=attn_metadata.has_context,
+                single_tokens=attn_metadata.single_tokens,
                 sm_scale=self.scale,
                 logits_soft_cap=plan.logits_soft_cap,
             )

@@ -37,7 +37,8 @@ class Plan(NamedTuple):
         key: with what the builder knows and the layers do not.
         logits_soft_cap: what runs are told; 0 where the variant knows it.
         arguments: what the variant is given by plan and runs, slopes excepted, which each layer has for itself. None: nothing.
-        context: of the heads of all ranks that share KV, over what this rank holds of it; attention is then over the step's own tokens. None: none shares it.
+        context: of the heads of all ranks that share KV, over what this rank holds of it. None: none shares it. Otherwise `attention` is over the step's own
+            tokens, and not planned where every request has one.
     """
 
     key: PlanKey
@@ -65,6 +66,7 @@ class AttnMetadata(AttentionMetadata):
     plans: dict[PlanKey, Plan]
     context_parallel: ContextParallel | None = None
     has_context: bool = True  # where there is one: whether a request may have tokens before those of the step
+    single_tokens: bool = False  # where there is one: whether every request has one token, and so has every batch that a graph captured with this one serves
 
 
 class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
@@ -163,6 +165,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             plans=self.plans,
             context_parallel=self.context_parallel,
             has_context=self.context_parallel is None or has_context(cm),
+            single_tokens=self.context_parallel is not None and cm.max_query_len == 1 and compat.captures_single_tokens_alone(self.vllm_config),
         )
         if self.spans is not None:
             # A single row sees nothing after itself.
@@ -179,12 +182,15 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             qo_indptr = qo_indptr[: batch + 1]
         if blocks.shape[0] != batch:
             blocks = blocks[:batch]
-        kv_lens = metadata.seq_lens if self.context_parallel is None else self.context_parallel.local_context_lens(qo_indptr, metadata.seq_lens)
+        kv_lens = metadata.seq_lens
+        if self.context_parallel is not None:
+            kv_lens = self.context_parallel.local_lens(qo_indptr, metadata.seq_lens, single_tokens=metadata.single_tokens)
         table = PageTable.block_table(blocks, kv_lens, self.page_size)
         for key, attention, _, arguments, context in self.plans.values():
             causal, window = visibility_of(key, metadata.causal)
             of_key = PageTable.ragged(qo_indptr) if key.of_this_step or context is not None else table
-            attention.plan(BSRView(qo_indptr, of_key, causal=causal, window_left=window), variant_args=None if key.has_alibi else arguments)
+            if not metadata.single_tokens:
+                attention.plan(BSRView(qo_indptr, of_key, causal=causal, window_left=window), variant_args=None if key.has_alibi else arguments)
             if context is not None:
                 context.plan(BSRView(qo_indptr, table, causal=False))
 

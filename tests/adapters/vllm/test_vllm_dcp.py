@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from dcp_ranks import Ranks, lay_out, make_ranks, place
+from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm_layer import NUM_PAGES, PAGE, make_builder, make_impl, make_spec
 
@@ -26,6 +27,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 Lens = tuple[list[int], list[int]]
 MIXED: Lens = ([1, 1, 7, 40, 3, 1, 1], [33, 64, 23, 40, 100, 1, 3])  # decodes, a chunk, a prompt, a verification; requests with fewer tokens than ranks
 PROMPTS: Lens = ([40, 7], [40, 7])
+SINGLE_TOKENS: Lens = ([1] * 6, [33, 64, 1, 2, 100, 3])
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +84,10 @@ class Deployment:
             mine = batch.old & (batch.owners == rank)
             rows = torch.cat([self.stored(x[mine], scale) for x, scale in ((self.k, "_k_scale"), (self.v, "_v_scale"))], -1)
             cache[batch.slots[mine] // PAGE, :, batch.slots[mine] % PAGE] = rows.to(cache.device)
-        if self.caches[0].dtype == torch.uint8:  # what the 8 bits of the context stand for
+        if self.caches[0].dtype == torch.uint8:  # what the 8 bits that are read stand for; of several tokens the step's are not
+            read = batch.old | (max(lens[0]) == 1)
             for x, scale in ((self.k, "_k_scale"), (self.v, "_v_scale")):
-                x[batch.old] = self.stored(x[batch.old], scale).view(torch.float8_e4m3fn).to(x.dtype) * getattr(self.layer, scale).cpu()
+                x[read] = self.stored(x[read], scale).view(torch.float8_e4m3fn).to(x.dtype) * getattr(self.layer, scale).cpu()
 
     def stored(self, x: Tensor, scale: str) -> Tensor:
         if self.caches[0].dtype != torch.uint8:
@@ -137,7 +140,7 @@ def test_random_batches(monkeypatch: pytest.MonkeyPatch, size: int, interleave: 
     """One after another in the same caches and workspaces."""
     deployment = Deployment(make_ranks(monkeypatch, size), interleave)
     generator = torch.Generator().manual_seed(size + interleave)
-    for seed, lens in enumerate([MIXED, PROMPTS, *(random_lens(generator) for _ in range(10))]):
+    for seed, lens in enumerate([MIXED, PROMPTS, SINGLE_TOKENS, *(random_lens(generator) for _ in range(10))]):
         deployment.fill(lens, seed)
         deployment.step()
 
@@ -163,8 +166,9 @@ def test_new_tokens_are_written_where_they_belong(monkeypatch: pytest.MonkeyPatc
 )
 def test_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]) -> None:
     deployment = Deployment(make_ranks(monkeypatch, 2), 4, dtype, **options)
-    deployment.fill(MIXED, 0)
-    deployment.step()
+    for seed, lens in enumerate([MIXED, SINGLE_TOKENS]):
+        deployment.fill(lens, seed)
+        deployment.step()
 
 
 def test_shared_prefixes_and_drafts_that_are_not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,18 +203,40 @@ def test_ranks_meet_only_where_there_is_context(monkeypatch: pytest.MonkeyPatch)
     assert ranks.num_exchanges == 6
 
 
-def test_a_captured_graph_serves_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is captured with the metadata of one batch, and runs by the plans of another."""
+@pytest.mark.parametrize(
+    ("mode", "captured_lens", "replayed_lens", "single_tokens"),
+    [
+        (CUDAGraphMode.FULL, PROMPTS, ([30, 17], [60, 90]), False),
+        (CUDAGraphMode.FULL, ([1], [1]), ([1], [90]), False),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, ([1, 1], [1, 1]), ([1, 1], [60, 90]), True),
+        (CUDAGraphMode.FULL_DECODE_ONLY, ([1, 1], [1, 1]), ([1, 1], [1, 2]), True),
+    ],
+)
+def test_a_captured_graph_serves_other_batches(
+    monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, captured_lens: Lens, replayed_lens: Lens, single_tokens: bool
+) -> None:
+    """It is captured with the metadata of one batch, and runs by the plans of another. One of all batches may be captured over single tokens."""
     monkeypatch.setattr(dcp, "is_captured", lambda device: True)
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
-    deployment.fill(([40, 7], [40, 7]), 0)
+    for builder in deployment.builders:
+        builder.vllm_config.compilation_config.cudagraph_mode = mode
+    deployment.fill(captured_lens, 0)
     captured = deployment.ranks.run(deployment.build)
-    assert not any(metadata.has_context for metadata in captured)
-    deployment.fill(([30, 17], [60, 90]), 1)
+    assert all(metadata.single_tokens == single_tokens for metadata in captured)
+    deployment.fill(replayed_lens, 1)
     deployment.ranks.run(deployment.build)
     for rank, metadata in enumerate(captured):
         metadata.slot_mapping.copy_(deployment.batch.metadata(rank, 2, 1, "cpu").slot_mapping)
     deployment.check(deployment.ranks.run(lambda rank: deployment.forward(rank, captured[rank])))
+
+
+def test_drafts_are_verified_by_graphs_of_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a graph may be replayed for single tokens, which are then planned as it reads them."""
+    deployment = Deployment(make_ranks(monkeypatch, 2), 1)
+    for builder in deployment.builders:
+        builder.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
+    deployment.fill(SINGLE_TOKENS, 0)
+    assert not any(metadata.single_tokens for metadata in deployment.ranks.run(deployment.build))
 
 
 def test_profiling_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +304,7 @@ def test_on_one_gpu(monkeypatch: pytest.MonkeyPatch, size: int, interleave: int)
     """All ranks on the same GPU, with vLLM's kernels for the merge of their states."""
     deployment = Deployment(make_ranks(monkeypatch, size, "cuda"), interleave, torch.bfloat16, "cuda")
     generator = torch.Generator().manual_seed(size + interleave)
-    for seed, lens in enumerate([MIXED, PROMPTS, *(random_lens(generator) for _ in range(10))]):
+    for seed, lens in enumerate([MIXED, PROMPTS, SINGLE_TOKENS, *(random_lens(generator) for _ in range(10))]):
         deployment.fill(lens, seed)
         deployment.step()
 
@@ -299,14 +325,17 @@ class Alone:
 
 
 @pytest.mark.gpu
-def test_a_graph_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured over prompts without context, it gives a batch with context the same bits as kernels that are launched."""
+@pytest.mark.parametrize(
+    ("captured_lens", "replayed_lens"), [(PROMPTS, ([40, 7], [100, 90])), (([1] * 4, [1] * 4), ([1] * 4, [100, 2, 37, 1]))], ids=["prompts", "single-tokens"]
+)
+def test_a_graph_on_one_gpu(monkeypatch: pytest.MonkeyPatch, captured_lens: Lens, replayed_lens: Lens) -> None:
+    """Captured over requests without context, it gives a batch with context the same bits as kernels that are launched."""
     monkeypatch.setattr(parallel_state, "_DCP", Alone())
     deployment = Deployment(Alone(), 1, torch.bfloat16, "cuda")  # type: ignore[arg-type]
     impl, builder, cache = deployment.impls[0], deployment.builders[0], deployment.caches[0]
-    deployment.fill(PROMPTS, 0)
+    deployment.fill(captured_lens, 0)
     cm = deployment.batch.metadata(0, 2, 1, "cuda")
-    q, k, v = (torch.randn(47, heads, WIDTH, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, 1, 1))
+    q, k, v = (torch.randn(sum(captured_lens[0]), heads, WIDTH, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, 1, 1))
     output = torch.empty_like(q)
 
     def run(metadata: AttnMetadata) -> None:
@@ -314,13 +343,12 @@ def test_a_graph_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         impl.forward(deployment.layer, q, k, v, cache, metadata, output)
 
     captured = builder.build(0, cm)
-    assert not captured.has_context
     run(captured)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(captured)
 
-    deployment.fill(([40, 7], [100, 90]), 1)
+    deployment.fill(replayed_lens, 1)
     other = deployment.batch.metadata(0, 2, 1, "cuda")
     for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
         getattr(cm, name).copy_(getattr(other, name))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -34,7 +35,9 @@ def make_config(layers: dict[str, Any] | None = None, **changes: Any) -> SimpleN
     """The part of VllmConfig that is read; `changes` replaces whole parts."""
     parts = {
         "scheduler_config": SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
-        "compilation_config": SimpleNamespace(max_cudagraph_capture_size=None, static_forward_context=layers or {}),
+        "compilation_config": SimpleNamespace(
+            max_cudagraph_capture_size=None, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, static_forward_context=layers or {}
+        ),
         "model_config": SimpleNamespace(get_num_attention_heads=lambda parallel_config: 6),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "speculative_config": None,
