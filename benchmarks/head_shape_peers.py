@@ -63,6 +63,20 @@ def flash_mla(tensors: Tensors) -> Run:
     return lambda: flash_mla_with_kvcache(**arguments)[0].flatten(0, 1)
 
 
+def flash_mla_sparse(tensors: Tensors) -> Run:
+    """FlashMLA's attention to selected tokens, as vLLM builds it: that of decodes over rows of 656 bytes, that of prompts over bf16."""
+    from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+    case, slots = tensors.case, tensors.block_table.unsqueeze(1)
+    if case.kv == "bf16":
+        rows = tensors.k.squeeze(2)
+        return lambda: flash_mla_sparse_fwd(tensors.q, rows, slots, case.sm_scale)[0]
+    pages = tensors.k.view(-1, 64, 1, tensors.k.shape[-1])
+    arguments: dict[str, Any] = {"q": tensors.q.unsqueeze(1), "k_cache": pages, "block_table": None, "cache_seqlens": None, "head_dim_v": case.head_dim_v}
+    arguments |= {"tile_scheduler_metadata": get_mla_metadata()[0], "softmax_scale": case.sm_scale, "is_fp8_kvcache": True, "indices": slots}
+    return lambda: flash_mla_with_kvcache(**arguments)[0].flatten(0, 1)
+
+
 def flashinfer_decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
     """FlashInfer's decode. Its plan copies lengths to the host and is not timed."""
     case, q = tensors.case, tensors.q
@@ -129,7 +143,9 @@ def flashinfer_kernels(tensors: Tensors) -> Kernels:
 def peers_of(tensors: Tensors) -> dict[str, Kernels]:
     """The kernels of each peer that apply to a line, by name; what counts for a peer is its fastest."""
     case = tensors.case
-    if case.kv == "latent" or case.selects_from:
+    if case.selects_from:
+        return {} if case.kv == "e4m3" else {"FlashMLA": {"FlashMLA": partial(flash_mla_sparse, tensors)}}
+    if case.kv == "latent":
         return {}
     peers: dict[str, Kernels] = {"FlashInfer": flashinfer_kernels(tensors)}
     if case.kv == "bf16":
