@@ -1,7 +1,7 @@
 """A small model whose checkpoint declares an e4m3 KV cache with scales, and one whose output projections are e4m3 besides, as NVIDIA's ModelOpt writes them;
 and transformers with the same roundings, in float32.
 
-K is so large, and V so small, that without the scales K would be limited and V rounded to zero.
+V is so small that without its scale it would be rounded to zero. K is as it is: an engine may round queries without a scale, and what K gains they lose.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-K_FACTOR, V_FACTOR = 2.0**12, 2.0**-14  # exact in bfloat16; the model stays the same
+V_FACTOR = 2.0**-14  # exact in bfloat16; the output projection makes up for it
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 ATTENTION = "attention_over_float8"
 KV_SCALES = {"k": "k_proj.k_scale", "v": "v_proj.v_scale"}
 
 
-def scale_keys_and_values(model: Path) -> None:
+def make_values_small(model: Path) -> None:
     """Changes weights of a Llama."""
     file = model / "model.safetensors"
-    factors = {"q_proj": 1 / K_FACTOR, "k_proj": K_FACTOR, "v_proj": V_FACTOR, "o_proj": 1 / V_FACTOR}
+    factors = {"v_proj": V_FACTOR, "o_proj": 1 / V_FACTOR}
     save_file({name: weight * factors.get(name.split(".")[-2], 1) for name, weight in load_file(file).items()}, file, {"format": "pt"})
 
 

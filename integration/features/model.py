@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from integration.compare_tokens import ALTERNATIVES
 from integration.engines import Token
-from integration.features.float8 import largest_numbers, make_checkpoints, round_as, scale_keys_and_values
+from integration.features.float8 import largest_numbers, make_checkpoints, make_values_small, round_as
 from integration.tiny_models.families import COMMON, FAMILIES, Family, make_model
 from integration.tiny_models.tokenizer import FIRST_WORD, VOCAB
 
@@ -44,7 +44,7 @@ def make_models(folder: Path) -> None:
 @torch.no_grad()
 def make_float8(folder: Path) -> None:
     """Writes ROUNDED, of the model `float8`, whose weights change."""
-    scale_keys_and_values(folder / "float8")
+    make_values_small(folder / "float8")
     model = transformers.LlamaForCausalLM.from_pretrained(folder / "float8", dtype=torch.float32)
     largest = largest_numbers(model, lambda: [model(input_ids=torch.tensor([prompt]), use_cache=False) for prompt in make_prompts()])
     make_checkpoints(folder / "float8", largest, *(folder / name for name in ROUNDED))
