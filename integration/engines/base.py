@@ -210,8 +210,8 @@ class Engine(Protocol):
     def read_result(self, client: Client) -> Metrics:
         """Read the file that the client wrote. Raises ValueError when it holds no result."""
 
-    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:
-        """Greedy tokens for a prompt of token ids, the end-of-text token ignored."""
+    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object) -> list[Token]:
+        """Greedy tokens for a prompt of token ids, the end-of-text token ignored. more: of the request's body."""
 
     def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
         """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""

@@ -117,10 +117,10 @@ class SGLang:
             accept_length=result.get("accept_length") or 1.0,  # since the server started
         )
 
-    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int) -> list[Token]:
+    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object) -> list[Token]:
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": alternatives}
-        answer = post_json(f"{base_url}/generate", body | self._asks_for)["meta_info"]
+        answer = post_json(f"{base_url}/generate", body | self._asks_for | more)["meta_info"]
         tokens = []
         for (logprob, token_id, _), top in zip(answer["output_token_logprobs"], answer["output_top_logprobs"], strict=True):
             tokens.append(Token(token_id, logprob, {other_id: other for other, other_id, _ in top}))

@@ -121,7 +121,6 @@ class VLLM:
         )
 
     def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object) -> list[Token]:
-        """more: of the request's body."""
         body = {
             "model": self._asks_for,
             "prompt": prompt,

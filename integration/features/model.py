@@ -1,5 +1,5 @@
 """Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE drafts, a MiMo that
-predicts a second token by itself (MTP), and a DeepSeek (MLA)."""
+predicts a second token by itself (MTP), a DeepSeek (MLA), and a Llama with an 8-bit cache (integration/features/float8.py)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,44 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from integration.compare_tokens import ALTERNATIVES
+from integration.engines import Token
+from integration.features.float8 import largest_numbers, make_checkpoints, make_values_small, round_as
 from integration.tiny_models.families import COMMON, FAMILIES, Family, make_model
 from integration.tiny_models.tokenizer import FIRST_WORD, VOCAB
 
 LLAMA = Family("llama", "", "", lambda: (transformers.LlamaConfig(**COMMON, tie_word_embeddings=False), transformers.LlamaForCausalLM))
 WIDE = COMMON | {"hidden_size": 4 * COMMON["head_dim"]}  # vLLM computes the heads' width
 MIMO = Family("mimo", "", "", lambda: (transformers.Qwen2Config(**WIDE, tie_word_embeddings=False), transformers.Qwen2ForCausalLM))
-MODELS = {"model": LLAMA, "mimo": MIMO, "deepseek": FAMILIES["deepseek"]}
+# 8-bit outputs of attention are there for heads of 128 on a GPU.
+WIDE_HEADS = COMMON | {"head_dim": 128}
+FLOAT8 = Family("float8", "", "", lambda: (transformers.LlamaConfig(**WIDE_HEADS, tie_word_embeddings=False), transformers.LlamaForCausalLM))
+MODELS = {"model": LLAMA, "mimo": MIMO, "deepseek": FAMILIES["deepseek"], "float8": FLOAT8}
+ROUNDED = ("float8-cache", "float8-outputs")  # checkpoints of "float8" with its roundings
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-Answer = list[tuple[int, float]]  # tokens with the natural logarithms of their probabilities
 RANK = 8
 ALPHA = 16
 
 
 def make_models(folder: Path) -> None:
-    """Writes MODELS, and for `model` also `adapter`, `eagle` and `eagle-sglang`."""
+    """Writes MODELS and ROUNDED, and for `model` also `adapter`, `eagle` and `eagle-sglang`. Weights are numbers of bfloat16, which a GPU's server has, too."""
     for name, family in MODELS.items():
         make_model(family, folder / name)
+        _round(folder / name / "model.safetensors")
     _make_adapter(folder / "model", folder / "adapter")
     _make_eagle(folder / "model", folder / "eagle", "LlamaForCausalLM")
     _make_eagle(folder / "model", folder / "eagle-sglang", "LlamaForCausalLMEagle")
     _add_mtp_layer(folder / "mimo")
+    make_float8(folder)
+
+
+@torch.no_grad()
+def make_float8(folder: Path) -> None:
+    """Writes ROUNDED, of the model `float8`, whose weights change."""
+    make_values_small(folder / "float8")
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "float8", dtype=torch.float32)
+    largest = largest_numbers(model, lambda: [model(input_ids=torch.tensor([prompt]), use_cache=False) for prompt in make_prompts()])
+    make_checkpoints(folder / "float8", largest, *(folder / name for name in ROUNDED))
 
 
 def _make_adapter(model: Path, adapter: Path) -> None:
@@ -42,9 +59,10 @@ def _make_adapter(model: Path, adapter: Path) -> None:
     weights = {}
     for name, weight in _projections(model).items():
         rows, columns = weight.shape
-        weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.3
-        weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.3
+        weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.1
+        weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.1
     save_file(weights, adapter / "adapter_model.safetensors")
+    _round(adapter / "adapter_model.safetensors")
 
 
 def _make_eagle(model: Path, eagle: Path, architecture: str) -> None:
@@ -72,6 +90,10 @@ def _add_mtp_layer(model: Path) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
+def _round(file: Path) -> None:
+    save_file({name: weight.bfloat16().float() for name, weight in load_file(file).items()}, file, {"format": "pt"})
+
+
 def make_prompts() -> list[list[int]]:
     """Four with prefixes that they share in part; four with none, of which the last is too long for vLLM to keep it in MLA's latents."""
     generator = torch.Generator().manual_seed(2)
@@ -85,14 +107,14 @@ def make_prompts() -> list[list[int]]:
 
 
 def base_of(asked: str) -> str:
-    """Which of MODELS a server has that is asked for this."""
+    """Which of MODELS or ROUNDED a server has that is asked for this."""
     return "model" if asked == "adapter" else asked
 
 
 @torch.no_grad()
-def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
-    """Greedy answers: float32, eager attention, no cache. asked: one of MODELS, or "adapter"."""
-    base = base_of(asked)
+def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: int) -> list[list[Token]]:
+    """Greedy answers: float32, eager attention, no cache. asked: one of MODELS or ROUNDED, or "adapter"."""
+    base = "float8" if asked in ROUNDED else base_of(asked)
     model_class = MODELS[base].make()[1]  # for a MiMo one that leaves the MTP layer out
     model = model_class.from_pretrained(folder / base, dtype=torch.float32, attn_implementation="eager").eval()
     if asked == "adapter":
@@ -100,14 +122,18 @@ def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: in
         for name in _projections(folder / "model"):
             a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
             model.get_submodule(name).weight += ALPHA / RANK * (b @ a)
+    if asked in ROUNDED:
+        round_as(model, folder / asked)
     answers = []
     for prompt in prompts:
         tokens: list[int] = list(prompt)
-        answer: Answer = []
+        answer: list[Token] = []
         for _ in range(num_tokens):
             logprobs = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
+            top = logprobs.topk(ALTERNATIVES)
+            alternatives = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             tokens.append(int(logprobs.argmax()))
-            answer.append((tokens[-1], float(logprobs[tokens[-1]])))
+            answer.append(Token(tokens[-1], float(logprobs[tokens[-1]]), alternatives))
         answers.append(answer)
     return answers
 

@@ -1,7 +1,7 @@
 """What showed a feature of an engine when it last ran, and how that ended: docs/features.json, of which the matrix of docs/engines.md is made.
 
     python -m integration.features.outcomes [NAME ...]          # runs the tests that the matrix names (default: all) and notes how they ended
-    python -m integration.features.serve --record [RUN ...]     # the same for servers
+    python -m integration.features.serve --record [RUN ...]     # the same for servers, with --device cuda on a GPU
     python -m integration.features.table                        # prints the matrix, for the page
 
 A test's NAME is FILE::FUNCTION. Exit status: 1 if one did not end well.
@@ -24,32 +24,39 @@ from integration.environment import REPOSITORY
 
 FILE = REPOSITORY / "docs" / "features.json"
 ENGINE_NAMES = ("vllm", "sglang")
+DEVICE_NAMES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well."""
+    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well. `gpu`: its name; empty: on a CPU."""
 
     engine: str
     version: str
     ok: bool
     date: str
     reason: str = ""
+    gpu: str = ""
 
     @property
     def when(self) -> str:
-        return f"{self.version}, {self.date}"
+        return f"{self.version}{f' on an {self.gpu}' if self.gpu else ''}, {self.date}"
 
 
-def read_outcomes(file: Path = FILE) -> dict[str, Seen]:
-    """What was recorded, by the names of tests and servers."""
-    return {name: Seen(**seen) for name, seen in json.loads(file.read_text()).items()}
+Outcomes = dict[str, dict[str, Seen]]
 
 
-def record(name: str, engine: str, ok: bool, reason: str = "", file: Path = FILE) -> None:
-    """Notes it, with the release that is installed and the day, in the place of what was known of it."""
-    outcomes = read_outcomes(file) | {name: Seen(engine, version(engine).partition("+")[0], ok, time.strftime("%Y-%m-%d"), reason)}
-    file.write_text(json.dumps({key: asdict(outcomes[key]) for key in sorted(outcomes)}, indent=1) + "\n", encoding="utf-8")
+def read_outcomes(file: Path = FILE) -> Outcomes:
+    """What was recorded on each of DEVICE_NAMES, by the names of tests and servers."""
+    return {device: {name: Seen(**seen) for name, seen in of_device.items()} for device, of_device in json.loads(file.read_text()).items()}
+
+
+def record(name: str, engine: str, ok: bool, reason: str = "", file: Path = FILE, device: str = "cpu", gpu: str = "") -> None:
+    """Notes it, with the release that is installed and the day, in the place of what was known of it on that device."""
+    outcomes = read_outcomes(file)
+    outcomes[device][name] = Seen(engine, version(engine).partition("+")[0], ok, time.strftime("%Y-%m-%d"), reason, gpu)
+    written = {of: {key: asdict(outcomes[of][key]) for key in sorted(outcomes[of])} for of in DEVICE_NAMES}
+    file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def read_junit(report: Path, name: str) -> tuple[bool, str]:

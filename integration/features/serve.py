@@ -1,150 +1,61 @@
-"""Serves a small model with this backend and a feature of the engine, on a CPU in float32, and compares its tokens with transformers'.
+"""Serves a small model with this backend and a feature of the engine, and compares its tokens with transformers' float32.
 
-    python -m integration.features.serve [--record] [RUN ...]       # --list names them; default: all whose packages are here
+    python -m integration.features.serve [--record] [RUN ...]                 # --list names them; default: all that can be here
+    python -m integration.features.serve --device cuda --jobs 4 [--record] [RUN ...]
 
-Exit status: 1 if an answer differs or a server does not start, else 0. NIXL's transfers need the package nixl (its UCX moves memory of the host, too).
+On a CPU the engine computes in float32, and the answers must be equal. On a GPU, and with 8-bit numbers, it computes in bfloat16, and answers may part at a
+near tie of the two most probable tokens (integration/features/devices.py). Four servers at a time take 16 cores. Runs are left out for which GPUs or a
+package are missing, and those of features that the engine has not on this device. NIXL's transfers need the package nixl, whose UCX moves memory of the host,
+too.
+
+Exit status: 1 if an answer differs, a server does not start, or a run that was named is left out, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
+import itertools
+import re
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from integration.compare_tokens import ALTERNATIVES
+import torch
+
+from integration.command_line import results_folder
+from integration.compare_tokens import ALTERNATIVES, Outcome, compare
+from integration.device import device_name
 from integration.engines import ENGINES, Engine, Launch, Token
 from integration.engines.base import OURS
 from integration.engines.sglang import SGLang
 from integration.engines.vllm import VLLM
-from integration.features.model import Answer, base_of, make_models, make_prompts, reference
+from integration.features.devices import CPU, DEVICES, Device
+from integration.features.model import base_of, make_models, make_prompts, reference
 from integration.features.outcomes import record
+from integration.features.runs import RUNS, Run
 from integration.http import counter, post_json
 from integration.model import Model
 from integration.server import Server, ServerError, free_port, stop_on_signals
 
 NUM_TOKENS = 24
-LARGEST_LOGPROB_DIFFERENCE = 1e-3  # with the adapter, transformers' own float32 is up to 5e-4 away from its float64; without it 5e-6
 CONCURRENCY = 4
 TIMEOUT_S = 600
-# Engines of one thread, which other processes may share the cores with, and which compile nothing.
-SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """
-    Attributes:
-        arguments: of the server. {folder} is that of the models, {scratch} an empty one.
-        environment: of the server.
-        asks: what is asked one after the other: models of integration/features/model.py, all of one server; "adapter" is "model" with LoRA.
-        counts: a counter of the server's, which must not be 0 in the end: what shows that the feature was in use.
-        package: that the engine needs for it.
-        through: another server of the same kind computes the prompts, and this one gets their KV from it.
-    """
-
-    engine: str
-    arguments: tuple[str, ...]
-    environment: dict[str, str] = field(default_factory=dict)
-    asks: tuple[str, ...] = ("model",)
-    counts: str | None = None
-    package: str | None = None
-    through: bool = False
-
-
-def _connector(name: str, **more: object) -> tuple[str, str]:
-    return "--kv-transfer-config", json.dumps({"kv_connector": name, "kv_role": "kv_both", **more})
-
-
-def _drafts(**config: object) -> tuple[str, str]:
-    return "--speculative-config", json.dumps(config)
-
-
-def _drafts_in_sglang(algorithm: str, draft: str) -> tuple[str, ...]:
-    """Chains of three tokens. SGLang counts what it verifies where it is asked for metrics."""
-    chain = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
-    return ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft, *chain, "--enable-metrics")
-
-
-LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "adapter={folder}/adapter")
-LORA_IN_SGLANG = ("--enable-lora", "--lora-paths", "adapter={folder}/adapter", "--lora-backend", "torch_native")
-# vLLM makes the buffers between the stages of a pipeline while it warms up, which it leaves out under --enforce-eager on a CPU. Mode 1 is torch.compile alone.
-PIPELINE = ("--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 1}')
-FOLDER_STORE = _connector("ExampleConnector", kv_connector_extra_config={"shared_storage_path": "{scratch}"})
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
-VERIFIED = "sglang:spec_verify_calls_total"
-FROM_ELSEWHERE = "vllm:external_prefix_cache_hits_total"
-
-
-def _a_core_for_each_rank() -> dict[str, str]:
-    """SGLang wants a NUMA node for each rank, or to be told which cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-
-
-NGRAM = _drafts(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=1)
-
-RUNS: dict[str, Run] = {
-    "vllm-tensor-parallel": Run("vllm", ("--tensor-parallel-size", "2", *LORA, *NGRAM), asks=("model", "adapter"), counts=ACCEPTED),
-    "vllm-tensor-parallel-mla": Run("vllm", ("--tensor-parallel-size", "2"), asks=("deepseek",)),
-    # What the connector wrote when the prompts came first is read when they come again.
-    "vllm-pipeline": Run("vllm", (*PIPELINE, "--no-enable-prefix-caching", *FOLDER_STORE), asks=("model", "model"), counts=FROM_ELSEWHERE),
-    "vllm-data-parallel": Run("vllm", ("--data-parallel-size", "2")),
-    "vllm-nixl": Run("vllm", _connector("NixlConnector", kv_buffer_device="cpu"), counts=FROM_ELSEWHERE, package="nixl", through=True),
-    "vllm-draft-model": Run("vllm", _drafts(method="draft_model", model="{folder}/model", num_speculative_tokens=3), counts=ACCEPTED),
-    "vllm-eagle": Run("vllm", _drafts(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED),
-    "vllm-mtp": Run("vllm", _drafts(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED),
-    "sglang-tensor-parallel": Run("sglang", ("--tp-size", "2"), _a_core_for_each_rank()),
-    # Prompts are decompressed when they come first; when they come again, from the cache, they stay in their latents. On a CPU vLLM caches no latents.
-    "sglang-tensor-parallel-mla": Run("sglang", ("--tp-size", "2"), _a_core_for_each_rank(), asks=("deepseek", "deepseek")),
-    "sglang-pipeline": Run("sglang", ("--pp-size", "2"), _a_core_for_each_rank()),
-    "sglang-data-parallel": Run("sglang", ("--dp-size", "2"), _a_core_for_each_rank()),
-    "sglang-eagle": Run("sglang", _drafts_in_sglang("EAGLE", "{folder}/eagle-sglang"), counts=VERIFIED),
-    "sglang-standalone": Run("sglang", _drafts_in_sglang("STANDALONE", "{folder}/model"), counts=VERIFIED),
-    "sglang-lora": Run("sglang", LORA_IN_SGLANG, asks=("model", "adapter")),
-}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Answers that are transformers', of how many, and the largest difference of a token's log probability."""
-
-    equal: int
-    answers: int
-    largest_difference: float
-
-    def __str__(self) -> str:
-        return f"{self.equal} of {self.answers} answers are equal, log probabilities within {self.largest_difference:.1e}"
-
-    @property
-    def holds(self) -> bool:
-        return self.equal == self.answers > 0 and self.largest_difference < LARGEST_LOGPROB_DIFFERENCE
-
-
-def compare(expected: list[Answer], actual: list[Answer]) -> Outcome:
-    pairs = list(zip(expected, actual, strict=True))
-    equal = [(one, other) for one, other in pairs if [token for token, _ in one] == [token for token, _ in other]]
-    differences = [abs(one[1] - other[1]) for pair in equal for one, other in zip(*pair, strict=True)]
-    return Outcome(len(equal), len(pairs), max(differences, default=0.0))
 
 
 class Served:
-    """The models in `folder`, and what they answer."""
+    """The models in `folder`, and what they answer on a device."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, device: Device) -> None:
+        self.folder, self.device = folder, device
         make_models(folder)
         self.prompts = make_prompts()
-        self._references: dict[str, list[Answer]] = {}
+        self._references: dict[str, list[list[Token]]] = {}
+        self._servers: list[Server] = []
 
-    def reference(self, asked: str) -> list[Answer]:
+    def reference(self, asked: str) -> list[list[Token]]:
         if asked not in self._references:
             self._references[asked] = reference(self.folder, asked, self.prompts, NUM_TOKENS)
         return self._references[asked]
@@ -159,34 +70,66 @@ class Served:
             RuntimeError: it refused a request, or the feature was not in use.
         """
         with ExitStack() as stack:
-            servers = [self._start(run, scratch, number, stack) for number in range(2 if run.through else 1)]
+            port = str(free_port())
+            arguments = [run.arguments] if run.prefill is None else [run.prefill, run.arguments]
+            servers = [self._start(run, of_server, port, scratch / f"server-{number}", stack) for number, of_server in enumerate(arguments)]
             for server in servers:
                 server.wait_until_ready(TIMEOUT_S)
             expected, actual = [], []
             for name in run.asks:
                 expected += self.reference(name)
-                actual += self._ask(_engine(run.engine, name), [server.url for server in servers])
-            if run.counts is not None and counter(servers[-1].url, run.counts) == 0:
-                raise RuntimeError(f"{run.counts} is 0 in the end: the feature was not in use")
-        return compare(expected, [[(token.token_id, token.logprob) for token in answer] for answer in actual])
+                actual += self._ask(_engine(run.engine, name), [server.url for server in servers], port)
+            if run.counts is not None and counter(servers[-1].url, *run.counts) == 0:
+                raise RuntimeError(f"{' '.join(run.counts)} is 0 in the end: the feature was not in use")
+            if run.logs is not None and not re.search(run.logs, servers[-1].log.read_text(errors="replace")):
+                raise RuntimeError(f"the log has no {run.logs!r}: the feature was not in use")
+        return compare(expected, actual)
 
-    def _start(self, run: Run, scratch: Path, number: int, stack: ExitStack) -> Server:
-        arguments = [argument.replace("{folder}", str(self.folder)).replace("{scratch}", str(scratch)) for argument in run.arguments]
-        environment = SMALL | run.environment | ({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} if run.through else {})
-        name = base_of(run.asks[0])
-        model = Model(name, self.folder / name, random_weights=False)
-        launch = Launch(sys.executable, model, OURS, "cpu", free_port(), "float32", max_model_len=384, max_num_seqs=CONCURRENCY)
-        launch = replace(launch, extra_arguments=arguments, environment=environment)
-        server = Server(ENGINES[run.engine], launch, scratch / f"server-{number}.log")
+    def stop(self) -> None:
+        """Ends what outcome() waits for."""
+        for server in self._servers:
+            server.ask_to_stop()
+
+    def _start(self, run: Run, arguments: tuple[str, ...], port: str, name: Path, stack: ExitStack) -> Server:
+        known = {"{folder}": str(self.folder), "{scratch}": str(name.parent), "{port}": port}
+        given = [*self.device.arguments[run.engine], *arguments, *run.on.get(self.device.name, ())]
+        for placeholder, value in known.items():
+            given = [argument.replace(placeholder, value) for argument in given]
+        environment = self.device.environment | run.environment | (self.device.environment_of_ranks if run.ranks > 1 else {})
+        environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} if run.prefill is not None else {}
+        model = Model(base_of(run.asks[0]), self.folder / base_of(run.asks[0]), random_weights=False)
+        launch = Launch(
+            sys.executable,
+            model,
+            OURS,
+            self.device.name,
+            free_port(),
+            self.device.of(run.asks).dtype,
+            max_model_len=384,
+            max_num_seqs=CONCURRENCY,
+            extra_arguments=given,
+            environment=environment,
+            cache=name.with_suffix(".cache"),
+        )
+        server = Server(ENGINES[run.engine], launch, name.with_suffix(".log"))
+        self._servers.append(server)
         stack.callback(server.stop)
         return server
 
-    def _ask(self, engine: Engine, urls: list[str]) -> list[list[Token]]:
+    def _ask(self, engine: Engine, urls: list[str], port: str) -> list[list[Token]]:
+        rooms = itertools.count(1)
+
         def answer(prompt: list[int]) -> list[Token]:
             if len(urls) == 1:
                 return engine.generate(urls[0], prompt, NUM_TOKENS, ALTERNATIVES)
-            assert isinstance(engine, VLLM)
-            return engine.generate(urls[1], prompt, NUM_TOKENS, ALTERNATIVES, kv_transfer_params=_computed_by(urls[0], prompt))
+            if engine.name == "vllm":
+                return engine.generate(urls[1], prompt, NUM_TOKENS, ALTERNATIVES, kv_transfer_params=_computed_by(urls[0], prompt))
+            room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port), "bootstrap_room": next(rooms)}
+            with ThreadPoolExecutor(1) as other:  # both servers are asked, and meet in this room
+                computed = other.submit(engine.generate, urls[0], prompt, NUM_TOKENS, ALTERNATIVES, **room)
+                answered = engine.generate(urls[1], prompt, NUM_TOKENS, ALTERNATIVES, **room)
+                computed.result()
+            return answered
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             return list(pool.map(answer, self.prompts))
@@ -200,42 +143,73 @@ def _engine(name: str, asked: str) -> Engine:
 
 
 def _computed_by(url: str, prompt: list[int]) -> object:
-    """Has a server compute a prompt; what another one needs to know to get its KV."""
+    """Has a server of vLLM's compute a prompt; what another one needs to know to get its KV."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": 1, "ignore_eos": True}
     return post_json(f"{url}/v1/completions", body | {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}})["kv_transfer_params"]
+
+
+def cannot(run: Run, device: str) -> str | None:
+    """Why a run cannot be here."""
+    if device not in run.devices:
+        return f"{run.engine} cannot on this device"
+    if importlib.util.find_spec(run.engine) is None:
+        return f"{run.engine} is not installed"
+    if run.package is not None and importlib.util.find_spec(run.package) is None:
+        return f"the package {run.package} is not installed"
+    if device == "cuda" and torch.cuda.device_count() < run.ranks:
+        return f"it needs {run.ranks} GPUs"
+    return None
+
+
+def _ended(served: Served, run: Run, scratch: Path) -> tuple[bool, str]:
+    """Whether a run ended well, and what is said of it."""
+    scratch.mkdir(parents=True)
+    try:
+        outcome = served.outcome(run, scratch)
+    except (ServerError, RuntimeError) as error:
+        return False, str(error).partition("\n")[0]
+    device = served.device.of(run.asks)
+    return device.holds(outcome), device.says(outcome)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
+    parser.add_argument("--device", choices=list(DEVICES), default=CPU.name, help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
     parser.add_argument("--record", action="store_true", help="note how each run ended in docs/features.json")
+    parser.add_argument("--results", type=Path, help="folder for logs; default: results/features-TIME")
     parser.add_argument("--list", action="store_true", help="name the runs, with what each adds to a server")
     given = parser.parse_args()
     if given.list:
-        print("\n".join(f"{name}: {' '.join(run.arguments)}" for name, run in RUNS.items()))
+        print("\n".join(f"{name}: {' '.join((*run.arguments, *run.on.get(given.device, ())))}" for name, run in RUNS.items()))
         return
     if unknown := [name for name in given.runs if name not in RUNS]:
         parser.error(f"RUN: {', '.join(unknown)}; must be of {', '.join(RUNS)}")
     stop_on_signals()
-    all_hold = True
+    missing = {name: why for name in given.runs or RUNS if (why := cannot(RUNS[name], given.device)) is not None}
+    for name, why in missing.items():
+        print(f"{name}: not run, {why}")
+    all_hold = not (missing and given.runs)
+    results, where = results_folder(given, "features"), device_name("cuda") if given.device == "cuda" else ""
     with tempfile.TemporaryDirectory() as folder:
-        served = Served(Path(folder, "models"))
-        for name in given.runs or RUNS:
-            run, scratch = RUNS[name], Path(folder, name)
-            if run.package and importlib.util.find_spec(run.package) is None:
-                print(f"{name}: not run, the package {run.package} is not installed")
-                all_hold &= name not in given.runs
-                continue
-            scratch.mkdir()
+        served = Served(Path(folder), DEVICES[given.device])
+        runs = {name: RUNS[name] for name in given.runs or RUNS if name not in missing}
+        for asked in dict.fromkeys(asked for run in runs.values() for asked in run.asks):
+            served.reference(asked)
+        with ThreadPoolExecutor(given.jobs) as pool:
+            ending = {pool.submit(_ended, served, run, results / name): name for name, run in runs.items()}
             try:
-                outcome = served.outcome(run, scratch)
-                holds, says = outcome.holds, str(outcome)
-            except (ServerError, RuntimeError) as error:
-                holds, says = False, str(error).partition("\n")[0]
-            all_hold &= holds
-            print(f"{name}: {says}", flush=True)
-            if given.record:
-                record(name, run.engine, holds, "" if holds else says.replace(folder, "FOLDER"))
+                for one in as_completed(ending):
+                    name, (holds, says) = ending[one], one.result()
+                    all_hold &= holds
+                    print(f"{name}: {'' if holds else 'WRONG, '}{says}", flush=True)
+                    if given.record:
+                        record(name, RUNS[name].engine, holds, "" if holds else says.replace(str(results), "FOLDER"), device=given.device, gpu=where)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                served.stop()
+                raise
     sys.exit(int(not all_hold))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from integration.features.outcomes import ENGINE_NAMES, Seen, read_outcomes
+from integration.features.outcomes import DEVICE_NAMES, ENGINE_NAMES, Outcomes, Seen, read_outcomes
 
 ADAPTERS = "tests/adapters"
 TINY_MODELS = "tests/integration/test_tiny_models_cpu.py::test_answers_are_those_of_the_reference"
@@ -20,11 +20,13 @@ class Cell:
     """
     Attributes:
         shown: what shows it: runs of `integration.features.serve`, and tests (FILE::NAME).
-        says: what is said of it when all of these ended well; where nothing is named, in any case.
+        says: what is said of it when all of these ended well on the devices where they ran; where nothing is named, in any case.
+        no_cpu: why a CPU cannot show it, of a feature that runs on GPUs alone.
     """
 
     shown: tuple[str, ...] = ()
     says: str = "works"
+    no_cpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,20 @@ FEATURES = (
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
     ),
     Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,))),
-    Feature("LoRA", Cell(("vllm-tensor-parallel",)), Cell(("sglang-lora",))),
+    Feature("LoRA", Cell(("vllm-lora",)), Cell(("sglang-lora",))),
     Feature(
         "KV in host memory (OffloadingConnector, HiCache)",
-        Cell(says="not run: vLLM cannot on a CPU"),
+        Cell(("vllm-offloading",), no_cpu="`vllm/v1/kv_offload/cpu/spec.py`, line 201, wants a GPU"),
         Cell(
-            (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded",),
-            "works in the adapter; SGLang cannot on a CPU",
+            (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded", "sglang-hicache"),
+            no_cpu="it asks CUDA's runtime to pin memory, `sglang/srt/mem_cache/pool_host/common.py`, line 178",
         ),
     ),
-    Feature("KV connector to a folder (ExampleConnector)", Cell(("vllm-pipeline",)), NO_OPTION),
+    Feature("KV connector to a folder (ExampleConnector)", Cell(("vllm-pipeline", "vllm-folder")), NO_OPTION),
     Feature(
         "prefill and decode on two servers (PD)",
         Cell(("vllm-nixl",), "works, through NIXL"),
-        Cell(says="not run: SGLang cannot on a CPU, whose transfers want memory of a GPU"),
+        Cell(("sglang-nixl",), "works, through NIXL", no_cpu="`sglang/srt/disaggregation/nixl/conn.py`, line 979, registers memory of a GPU alone"),
     ),
     Feature(
         "halves of a step that overlap (DBO, TBO)",
@@ -92,14 +94,24 @@ FEATURES = (
         ),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",), "`ATTN_BACKEND_CASCADE=0`"),
     ),
-    Feature("n-gram drafts", Cell(("vllm-tensor-parallel",)), Cell((DRAFTS,), "works, as trees")),
+    Feature(
+        "an 8-bit cache and its scales, of the checkpoint",
+        Cell(("vllm-float8-cache",)),
+        Cell(("sglang-float8-cache",), no_cpu="SGLang refuses 8-bit caches there to all backends but its `intel_amx`"),
+    ),
+    Feature(
+        "8-bit outputs of attention (`fuse_attn_quant`)",
+        Cell(("vllm-float8-outputs", "vllm-fused-outputs"), no_cpu="vLLM has no such pass there"),
+        NO_OPTION,
+    ),
+    Feature("n-gram drafts", Cell(("vllm-tensor-parallel", "vllm-ngram")), Cell((DRAFTS, "sglang-ngram"), "works, as trees")),
     Feature("draft models", Cell(("vllm-draft-model",)), Cell((DRAFTS, "sglang-standalone"))),
     Feature("EAGLE chains", Cell(("vllm-eagle",)), Cell(("sglang-eagle", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model"))),
-    Feature("MTP chains", Cell(("vllm-mtp",)), Cell(says="not run")),
+    Feature("MTP chains", Cell(("vllm-mtp",)), Cell(("sglang-mtp",))),
     Feature(
         "trees of drafts",
         Cell(says="has none"),
-        Cell((DRAFTS, f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified")),
+        Cell((DRAFTS, "sglang-standalone-tree", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified")),
     ),
     Feature(
         "verification by `chain_speculative_sampling`",
@@ -117,7 +129,7 @@ def named(engine: str) -> list[str]:
     return list(dict.fromkeys(one for feature in FEATURES for one in feature.cell(engine).shown))
 
 
-def matrix(outcomes: dict[str, Seen]) -> str:
+def matrix(outcomes: Outcomes) -> str:
     """The features as a Markdown table, with what shows them and with which release."""
     lines = ["| feature | vLLM | shown by | SGLang | shown by |", "|---|---|---|---|---|"]
     for feature in FEATURES:
@@ -126,20 +138,24 @@ def matrix(outcomes: dict[str, Seen]) -> str:
     return "\n".join(lines)
 
 
-def _says(cell: Cell, outcomes: dict[str, Seen]) -> str:
-    if any(one not in outcomes for one in cell.shown):
-        return "not run"
-    failed = [outcomes[one] for one in cell.shown if not outcomes[one].ok]
-    return f"failed: {failed[0].reason}" if failed else cell.says
+def _seen(name: str, outcomes: Outcomes) -> list[Seen]:
+    return [outcomes[device][name] for device in DEVICE_NAMES if name in outcomes[device]]
 
 
-def _shown(cell: Cell, outcomes: dict[str, Seen]) -> str:
-    """Tests by their names alone, which say more than their files do; each release once, after the last that ran with it."""
+def _says(cell: Cell, outcomes: Outcomes) -> str:
+    because = f"; a CPU cannot: {cell.no_cpu}" if cell.no_cpu else ""
+    if any(not _seen(one, outcomes) for one in cell.shown):
+        return f"not run{because}"
+    failed = [seen for one in cell.shown for seen in _seen(one, outcomes) if not seen.ok]
+    return f"failed{f' on an {failed[0].gpu}' if failed[0].gpu else ''}: {failed[0].reason}" if failed else f"{cell.says}{because}"
+
+
+def _shown(cell: Cell, outcomes: Outcomes) -> str:
+    """Tests by their names alone, which say more than their files do; releases once, after the last of neighbours that ran with them."""
+    when = ["; ".join(seen.when for seen in _seen(one, outcomes)) for one in cell.shown]
     shown = []
-    for index, one in enumerate(cell.shown):
-        seen, following = outcomes.get(one), outcomes.get(cell.shown[index + 1]) if index + 1 < len(cell.shown) else None
-        is_last = seen is not None and (following is None or seen.when != following.when)
-        shown.append(f"`{one.rpartition('::')[2]}`{f' ({seen.when})' if seen is not None and is_last else ''}")
+    for one, of_this, of_next in zip(cell.shown, when, [*when, ""][1:], strict=True):
+        shown.append(f"`{one.rpartition('::')[2]}`{f' ({of_this})' if of_this and of_this != of_next else ''}")
     return ", ".join(shown)
 
 

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the environment of `make test`")
 pytest.importorskip("safetensors", reason="needs the environment of `make test`")
+import torch
+from safetensors.torch import load_file, save_file
+
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from integration.compare_tokens import compare
+from integration.engines import Token
+from integration.features.devices import CPU, GPU
+from integration.features.float8 import round_as
+from integration.features.model import MODELS, make_float8, make_prompts
 from integration.features.outcomes import ENGINE_NAMES, Seen, read_junit, read_outcomes, record
-from integration.features.serve import RUNS, Outcome, Served, compare
+from integration.features.runs import RUNS
+from integration.features.serve import Served, cannot
 from integration.features.table import FEATURES, Cell, Feature, matrix, named
-from integration.tiny_models.families import FAMILIES
+from integration.tiny_models.families import FAMILIES, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_CI = ("vllm-tensor-parallel", "vllm-pipeline", "sglang-tensor-parallel")  # the others: python -m integration.features.serve
@@ -24,7 +34,7 @@ NAMED = [(engine, name) for engine in ENGINE_NAMES for name in named(engine)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, forked_engines):
-    return Served(tmp_path_factory.mktemp("features"))
+    return Served(tmp_path_factory.mktemp("features"), CPU)
 
 
 @pytest.mark.integration
@@ -33,17 +43,68 @@ def models(tmp_path_factory, forked_engines):
 def test_answers_are_those_of_transformers(name, models, need_engine, tmp_path):
     need_engine(RUNS[name].engine)
     outcome = models.outcome(RUNS[name], tmp_path)
-    print(outcome)
-    assert outcome.holds
+    print(CPU.says(outcome))
+    assert CPU.holds(outcome)
+
+
+def answers(*logprobs, other=None):
+    """One answer, whose tokens are 1, 2 and so on. other: the log-probability of a token 9 in the last place."""
+    made = [Token(token, logprob, {token: logprob}) for token, logprob in enumerate(logprobs, 1)]
+    if other is not None:
+        made[-1].alternatives[9] = other
+    return [made]
+
+
+def parted(logprob, other):
+    """As answers(-1.0, ...), with 9 in the last place."""
+    return [[*answers(-1.0)[0], Token(9, logprob, {9: logprob, 2: other})]]
 
 
 def test_differences_are_seen():
-    expected = [[(1, -1.0), (2, -2.0)], [(3, -0.5)]]
-    assert compare(expected, [[(1, -1.0), (2, -2.25)], [(3, -0.5)]]) == Outcome(2, 2, 0.25)
-    assert compare(expected, [[(1, -1.0), (4, -2.0)], [(3, -0.5)]]) == Outcome(1, 2, 0.0)
-    assert Outcome(2, 2, 1e-5).holds
-    for wrong in (Outcome(1, 2, 0.0), Outcome(2, 2, 0.25), Outcome(0, 0, 0.0)):
-        assert not wrong.holds
+    expected = answers(-1.0, -2.0, other=-2.05)
+    for outcome, on_cpu, on_gpu in (
+        (compare(expected, answers(-1.0, -2.0001)), True, True),
+        (compare(expected, answers(-1.0, -2.1)), False, True),
+        (compare(expected, answers(-1.0, -2.5)), False, False),
+        (compare(expected, parted(-2.0, -2.05)), False, True),
+        (compare(expected, parted(-2.0, -2.5)), False, False),
+        (compare(answers(-1.0, -2.0, other=-2.5), parted(-2.0, -2.05)), False, False),
+        (compare(answers(-1.0, -2.0), parted(-2.0, -2.05)), False, False),
+        (compare([], []), False, False),
+    ):
+        assert (CPU.holds(outcome), GPU.holds(outcome)) == (on_cpu, on_gpu), outcome
+    assert GPU.says(compare(expected, parted(-2.0, -2.05))).endswith("within 0.0e+00, the others part at near ties")
+    assert GPU.says(compare(expected, parted(-2.0, -2.5))).endswith(", 1 part where there is no near tie")
+
+
+def test_without_its_scales_a_checkpoint_says_something_else(tmp_path):
+    model = MODELS["float8"]
+    make_model(model, tmp_path / "float8")
+    make_float8(tmp_path)
+    file = tmp_path / "float8-cache" / "model.safetensors"
+    tokens = torch.tensor([make_prompts()[0]])
+
+    @torch.no_grad()
+    def logits(is_rounded):
+        made = model.make()[1].from_pretrained(tmp_path / "float8", dtype=torch.float32).eval()
+        if is_rounded:
+            round_as(made, tmp_path / "float8-cache")
+        return made(input_ids=tokens, use_cache=False).logits[0, -1].log_softmax(-1)
+
+    exact, rounded = logits(False), logits(True)
+    assert 1e-4 < (rounded - exact).abs().max() < 0.75
+    save_file({name: torch.ones(()) if name.endswith("_scale") else weight for name, weight in load_file(file).items()}, file)
+    assert (logits(True) - exact).abs().max() > 1
+
+
+def test_runs_are_left_out_where_they_cannot_be(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl" else name)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert cannot(RUNS["vllm-lora"], "cuda") is None
+    assert cannot(RUNS["vllm-pipeline"], "cuda") == "it needs 2 GPUs"
+    assert cannot(RUNS["vllm-pipeline"], "cpu") is None
+    assert cannot(RUNS["sglang-hicache"], "cpu") == "sglang cannot on this device"
+    assert cannot(RUNS["vllm-nixl"], "cuda") == "the package nixl is not installed"
 
 
 def test_the_matrix_of_the_documentation_is_made_of_what_ran():
@@ -70,17 +131,19 @@ def test_nothing_is_claimed_that_nothing_shows():
 
 def test_what_is_recorded_is_named_in_the_table():
     engines = {name: engine for engine, name in NAMED}
-    outcomes = read_outcomes()
-    assert outcomes
-    assert {name: seen.engine for name, seen in outcomes.items()} == {name: engines.get(name) for name in outcomes}
+    for device, outcomes in read_outcomes().items():
+        assert {name: seen.engine for name, seen in outcomes.items()} == {name: engines.get(name) for name in outcomes}
+        assert all(bool(seen.gpu) == (device == "cuda") for seen in outcomes.values())
+    assert read_outcomes()["cpu"]
 
 
 def test_cells_say_how_runs_ended(monkeypatch):
     features = (Feature("drafts", Cell(("one", "a/b.py::two"), "works, somehow"), Cell(says="has none")),)
     monkeypatch.setattr("integration.features.table.FEATURES", features)
 
-    def line(**outcomes):
-        return matrix({name.replace("two", "a/b.py::two"): seen for name, seen in outcomes.items()}).splitlines()[-1]
+    def line(cuda=None, **outcomes):
+        cpu = {name.replace("two", "a/b.py::two"): seen for name, seen in outcomes.items()}
+        return matrix({"cpu": cpu, "cuda": cuda or {}}).splitlines()[-1]
 
     well, later, badly = (
         Seen("vllm", "0.32.0", True, "2026-01-02"),
@@ -91,16 +154,30 @@ def test_cells_say_how_runs_ended(monkeypatch):
     assert line(one=well, two=later) == "| drafts | works, somehow | `one` (0.32.0, 2026-01-02), `two` (0.33.0, 2026-02-03) | has none |  |"
     assert line(one=well, two=badly).startswith("| drafts | failed: died | ")
     assert line(one=well) == "| drafts | not run | `one` (0.32.0, 2026-01-02), `two` | has none |  |"
+    on_gpu = replace(well, version="0.26.0", gpu="H200")
+    there = "(0.32.0, 2026-01-02; 0.26.0 on an H200, 2026-01-02)"
+    assert line(one=well, two=well, cuda={"one": on_gpu}) == f"| drafts | works, somehow | `one` {there}, `two` (0.32.0, 2026-01-02) | has none |  |"
+    assert line(one=well, two=well, cuda={"one": replace(on_gpu, ok=False, reason="died")}).startswith("| drafts | failed on an H200: died | ")
+    assert line(two=well, cuda={"one": on_gpu}).startswith("| drafts | works, somehow | `one` (0.26.0 on an H200, 2026-01-02), ")
+
+
+def test_cells_say_why_a_cpu_cannot(monkeypatch):
+    monkeypatch.setattr("integration.features.table.FEATURES", (Feature("halves", Cell(("one",), no_cpu="no memory"), Cell(says="has none")),))
+    assert matrix({"cpu": {}, "cuda": {}}).splitlines()[-1] == "| halves | not run; a CPU cannot: no memory | `one` | has none |  |"
+    seen = Seen("vllm", "0.26.0", True, "2026-01-02", gpu="H200")
+    assert "| works; a CPU cannot: no memory | `one` (0.26.0 on an H200, " in matrix({"cpu": {}, "cuda": {"one": seen}})
 
 
 def test_an_outcome_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
     file = tmp_path / "features.json"
-    file.write_text("{}")
+    file.write_text('{"cpu": {}, "cuda": {}}')
     monkeypatch.setattr("integration.features.outcomes.version", lambda engine: {"vllm": "0.32.0+cpu", "sglang": "0.5.23"}[engine])
     record("b", "sglang", True, file=file)
     record("a", "vllm", True, file=file)
     record("b", "sglang", False, "died", file=file)
-    seen = read_outcomes(file)
+    record("b", "sglang", True, file=file, device="cuda", gpu="H200")
+    on_gpu, seen = read_outcomes(file)["cuda"], read_outcomes(file)["cpu"]
+    assert {name: (of.ok, of.gpu) for name, of in on_gpu.items()} == {"b": (True, "H200")}
     assert list(seen) == ["a", "b"]
     assert (seen["a"].version, seen["a"].ok) == ("0.32.0", True)
     assert (seen["b"].version, seen["b"].ok, seen["b"].reason) == ("0.5.23", False, "died")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from integration.model import REPOSITORY, resolve_model
-from integration.smollm2 import add_heads
+from integration.smollm2 import add_heads, leave_out_layer
 
 
 def test_a_config_without_weights_gets_a_tokenizer(tmp_path, monkeypatch):
@@ -47,3 +47,18 @@ def test_added_heads_change_no_logits(tmp_path):
         torch.testing.assert_close(more(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="kv_heads: 2, must be at least the 3 of"):
         add_heads(tmp_path / "model", tmp_path / "fewer", 2)
+
+
+def test_a_copy_lacks_one_layer(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "model")
+    leave_out_layer(tmp_path / "model", tmp_path / "draft", 1)
+    draft = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "draft")
+    del model.model.layers[1]
+    model.model.layers[1].self_attn.layer_idx = 1
+    tokens = torch.randint(100, (2, 17))
+    with torch.no_grad():
+        torch.testing.assert_close(draft(tokens).logits, model(tokens).logits, rtol=0, atol=0)
