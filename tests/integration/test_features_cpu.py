@@ -77,6 +77,7 @@ def test_differences_are_seen():
     assert GPU.says(compare(expected, parted(-2.0, -2.5))).endswith(", 1 part where there is no near tie")
 
 
+@pytest.mark.slow
 def test_without_its_scales_a_checkpoint_says_something_else(tmp_path):
     model = MODELS["float8"]
     make_model(model, tmp_path / "float8")
