@@ -192,10 +192,9 @@ def report(
     held = [value for _, value in samples]
     print(f"memory {min(held):.0f} to {max(held):.0f} MiB in {len(held)} samples, growth after {given.warm_up:g} s: {found['memory_growth_mib']:.0f} MiB")
     print(f"{len(replays) - len(differing)} of {len(replays)} requests have the same text when asked again alone")
-    if given.batch_invariant:
-        for group in GROUPS:
-            of_group = [played.is_same for played in replays if played.group == group]
-            print(f"  {sum(of_group)} of {len(of_group)} {group}")
+    for group in GROUPS:
+        of_group = [played.is_same for played in replays if played.group == group]
+        print(f"  {sum(of_group)} of {len(of_group)} {group}")
     for played in differing:
         gap = "" if played.smallest_gap is None else f", its closest alternatives {played.smallest_gap:.4f} apart"
         print(f"  request {played.number} ({played.kind}) differs{gap}; {played.group}")

@@ -23,6 +23,7 @@ PREFIX_LASTS = 60  # requests: then others come, and the cache must forget
 SHORTEST, LONGEST_PREFIX, LONGEST_END = 4, 96, 64
 LONGEST_ANSWER = 128
 PATIENCE = 4
+MOST_ERRORS = 1000  # a server that has died refuses each request at once
 BURST_EVERY_S, BURST_S = 60, 15  # with resting workers: how often, and how long, all of them ask
 LONGEST = LONGEST_PREFIX + LONGEST_END + LONGEST_ANSWER
 SCHEMA = {
@@ -155,6 +156,8 @@ def run_load(
 
     def goes_on() -> bool:
         elapsed = time.monotonic() - start
+        if len(outcome.errors) > MOST_ERRORS:
+            return False
         return elapsed < seconds or (elapsed < PATIENCE * seconds and not is_enough(outcome))
 
     def tell() -> None:

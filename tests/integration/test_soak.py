@@ -228,6 +228,16 @@ def test_where_processes_cannot_be_told_apart_the_memory_is_that_of_the_visible_
     assert not any(word.startswith("--id") for word in commands[-1])
 
 
+def test_a_load_ends_when_the_server_is_dead(monkeypatch) -> None:
+    def refuse(url, request):
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(soak_load, "ask", refuse)
+    requests = SimpleNamespace(make=lambda number: SimpleNamespace(number=number, kind="greedy", prompt=[]))
+    load = soak_load.run_load("", requests, 600, 4, 50, is_enough=lambda outcome: False, preemptions=lambda: 0)
+    assert len(load.errors) < 1010
+
+
 def test_some_requests_come_in_bursts(monkeypatch) -> None:
     clock = itertools.count(0, 5)
     monkeypatch.setattr(soak_load.time, "monotonic", lambda: next(clock))
