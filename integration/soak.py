@@ -15,7 +15,7 @@ What must hold:
 
 --batch-invariant is the engine's own mode. Logits there depend on how many tokens of a request are computed at once, and those of a preempted request, or after
 a cached prefix, are computed at once where they came one by one before. So the same text is demanded of the requests that began without a cached prefix (the
-answer says how much of its prompt was cached) and were there while none was preempted: no engine says of a request that it was, but both count. A quarter of
+answer says how much of its prompt was cached) and were there while none was preempted: answers do not say that they were, but both engines count. A quarter of
 the requests at a time come in bursts of 15 seconds each minute, and the cache is too small for all and large enough for the others: it preempts in bursts, too.
 Requests after a cached prefix are asked again after the same one. These, and those that were there when one was preempted, are counted.
 
