@@ -23,6 +23,8 @@ PREFIX_LASTS = 60  # requests: then others come, and the cache must forget
 SHORTEST, LONGEST_PREFIX, LONGEST_END = 4, 96, 64
 LONGEST_ANSWER = 128
 PATIENCE = 4
+MOST_ERRORS = 1000  # a server that has died refuses each request at once
+BURST_EVERY_S, BURST_S = 60, 15  # with resting workers: how often, and how long, all of them ask
 LONGEST = LONGEST_PREFIX + LONGEST_END + LONGEST_ANSWER
 SCHEMA = {
     "type": "object",
@@ -46,6 +48,7 @@ class Request:
     max_tokens: int
     seed: int
     leaves_after: int
+    salt: str | None = None  # it reads no prefix but those of requests with the same; None: of those without
 
     def body(self) -> dict[str, Any]:
         """As both engines' /v1/completions take it."""
@@ -54,16 +57,27 @@ class Request:
             body |= {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": self.seed}
         if self.kind == "guided":
             body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}}
-        return body | ({"stream": True} if self.kind == "aborted" else {})
+        return body | ({"stream": True} if self.kind == "aborted" else {}) | ({} if self.salt is None else {"cache_salt": self.salt})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A request to be asked again alone, with its text. `cached`: tokens of its prompt that the server had. `preempted`: how often requests were while it was
+    there. It may be one of them, unless that is 0."""
+
+    request: Request
+    text: str
+    cached: int
+    preempted: int
 
 
 @dataclass
 class Outcome:
-    """What came of a load. `kept`: requests to be asked again alone, with their texts."""
+    """What came of a load."""
 
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     errors: list[str] = field(default_factory=list)
-    kept: list[tuple[Request, str]] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     complete_json: int = 0  # guided answers that were not cut by max_tokens
 
 
@@ -91,8 +105,9 @@ class Requests:
         return ids[:longest]
 
 
-def ask(url: str, request: Request) -> tuple[str, bool]:
-    """The text of an answer, and whether it ended by itself. Raises RuntimeError or ValueError if it is not what it must be."""
+def ask(url: str, request: Request) -> tuple[str, bool, int]:
+    """The text of an answer, whether it ended by itself, and how many tokens of the prompt the server had. Raises RuntimeError or ValueError if the answer is
+    not what it must be."""
     answer = post_json(f"{url}/v1/completions", request.body())
     choice = answer["choices"][0]
     text, reason = str(choice["text"]), choice["finish_reason"]
@@ -102,7 +117,8 @@ def ask(url: str, request: Request) -> tuple[str, bool]:
         raise ValueError(f"its answer has {answer['usage']['completion_tokens']} tokens, asked for were {request.max_tokens}")
     if request.kind == "guided" and reason == "stop":
         check_json(text)
-    return text, reason == "stop"
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return text, reason == "stop", details.get("cached_tokens") or 0
 
 
 def check_json(text: str) -> None:
@@ -117,15 +133,31 @@ def check_json(text: str) -> None:
         raise ValueError(f"its answer is not of the schema: {text!r}")
 
 
-def run_load(url: str, requests: Requests, seconds: float, concurrency: int, keep_every: int, is_enough: Callable[[Outcome], bool]) -> Outcome:
+def run_load(
+    url: str,
+    requests: Requests,
+    seconds: float,
+    concurrency: int,
+    keep_every: int,
+    is_enough: Callable[[Outcome], bool],
+    preemptions: Callable[[], int],
+    resting: int = 0,
+) -> Outcome:
     """Sends requests for so long, and up to `PATIENCE` times as long until `is_enough`; `concurrency` at a time. Every `keep_every`th that is not aborted is
-    kept. Each minute prints a line: a load that is cut short has told what it saw."""
+    kept. Each minute prints a line: a load that is cut short has told what it saw.
+
+    Args:
+        preemptions: how many there have been.
+        resting: so many of those at a time ask in bursts alone. A cache that is too small for all of them then preempts requests in bursts, too.
+    """
     outcome, lock, numbers = Outcome(), threading.Lock(), itertools.count()
     start = time.monotonic()
     waited_for, minutes_told = itertools.count(1), 0
 
     def goes_on() -> bool:
         elapsed = time.monotonic() - start
+        if len(outcome.errors) > MOST_ERRORS:
+            return False
         return elapsed < seconds or (elapsed < PATIENCE * seconds and not is_enough(outcome))
 
     def tell() -> None:
@@ -135,17 +167,23 @@ def run_load(url: str, requests: Requests, seconds: float, concurrency: int, kee
             minutes_told = minute
             print(f"{minute} min: {sum(outcome.finished.values())} requests, {len(outcome.errors)} errors", flush=True)
 
-    def work() -> None:
+    def work(worker: int) -> None:
         while goes_on():
+            if worker < resting and (time.monotonic() - start) % BURST_EVERY_S >= BURST_S:
+                time.sleep(0.2)
+                continue
             with lock:
                 tell()
                 request = requests.make(next(numbers))
+                is_kept = request.kind != "aborted" and next(waited_for) % keep_every == 0
             try:
+                before = preemptions() if is_kept else 0
                 if request.kind == "aborted":
                     read_and_leave(f"{url}/v1/completions", request.body(), request.leaves_after)
-                    text, ended = "", False
+                    text, ended, cached = "", False, 0
                 else:
-                    text, ended = ask(url, request)
+                    text, ended, cached = ask(url, request)
+                preempted = preemptions() - before if is_kept else 0
             except (RuntimeError, ValueError, KeyError) as error:
                 with lock:
                     outcome.errors.append(f"request {request.number} ({request.kind}, {len(request.prompt)} tokens): {error}")
@@ -153,10 +191,10 @@ def run_load(url: str, requests: Requests, seconds: float, concurrency: int, kee
             with lock:
                 outcome.finished[request.kind] += 1
                 outcome.complete_json += request.kind == "guided" and ended
-                if request.kind != "aborted" and next(waited_for) % keep_every == 0:
-                    outcome.kept.append((request, text))
+                if is_kept:
+                    outcome.kept.append(Kept(request, text, cached, preempted))
 
     with ThreadPoolExecutor(concurrency) as pool:
-        for worker in [pool.submit(work) for _ in range(concurrency)]:
-            worker.result()
+        for one in [pool.submit(work, worker) for worker in range(concurrency)]:
+            one.result()
     return outcome

@@ -216,12 +216,12 @@ class Engine(Protocol):
     def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
         """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""
 
-    def soak_settings(self, cache_tokens: int, device: str, batch_invariant: bool = False) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until requests lose theirs; JSON has no blanks.
-        batch_invariant: no prefix is kept, since logits after it would depend on its length."""
+    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
+        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until requests lose theirs; JSON has no blanks, and an
+        answer tells how many tokens of its prompt were cached."""
 
-    def preemptions(self, base_url: str, log: Path) -> int:
-        """How often a server has taken away the tokens of a request that it had begun."""
+    def preemptions(self, base_url: str) -> int:
+        """How often a server has taken away the tokens of a request that it had begun. It counts one before it sends the request's last token."""
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         """The natural-log probability of every token of a prompt but the first."""

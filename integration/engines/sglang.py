@@ -132,15 +132,15 @@ class SGLang:
         output_ids: list[int] = post_json(f"{base_url}/generate", body | self._asks_for)["output_ids"]
         return output_ids
 
-    def soak_settings(self, cache_tokens: int, device: str, batch_invariant: bool = False) -> tuple[list[str], dict[str, str]]:
+    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
         # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and forgets soon that they were not. With xgrammar and
         # no blanks 0.5.17 on a GPU aborts every answer of JSON where a colon has been written, with its own attention, too.
         arguments = ["--max-total-tokens", str(cache_tokens), "--schedule-conservativeness", "0.1"]
-        arguments += ["--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace"]
+        arguments += ["--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace", "--enable-cache-report", "--enable-metrics"]
         return arguments, {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
 
-    def preemptions(self, base_url: str, log: Path) -> int:
-        return sum("Retract requests" in line for line in log.read_text(errors="replace").splitlines())
+    def preemptions(self, base_url: str) -> int:
+        return counter(base_url, "sglang:num_retracted_requests_total")
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         sampling = {"temperature": 0, "max_new_tokens": 1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from integration.device import uses_multicast
 from integration.engines.base import (
@@ -142,12 +141,12 @@ class VLLM:
         token_ids: list[int] = post_json(f"{base_url}/v1/completions", body)["choices"][0]["token_ids"]
         return token_ids
 
-    def soak_settings(self, cache_tokens: int, device: str, batch_invariant: bool = False) -> tuple[list[str], dict[str, str]]:
+    def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
         guided = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
         arguments = ["--num-gpu-blocks-override", str(cache_tokens // (32 if device == "cpu" else 16)), "--structured-outputs-config", guided]
-        return arguments + (["--no-enable-prefix-caching"] if batch_invariant else []), {}
+        return [*arguments, "--enable-prompt-tokens-details"], {}
 
-    def preemptions(self, base_url: str, log: Path) -> int:
+    def preemptions(self, base_url: str) -> int:
         return counter(base_url, "vllm:num_preemptions_total")
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:

@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import itertools
 import re
+import signal
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -187,6 +188,8 @@ def main() -> None:
     if unknown := [name for name in given.runs if name not in RUNS]:
         parser.error(f"RUN: {', '.join(unknown)}; must be of {', '.join(RUNS)}")
     stop_on_signals()
+    # A process that a shell starts in the background ignores it, and so would servers, which are stopped by it. Threads that start them cannot change that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = {name: why for name in given.runs or RUNS if (why := cannot(RUNS[name], given.device)) is not None}
     for name, why in missing.items():
         print(f"{name}: not run, {why}")

@@ -69,7 +69,7 @@ FEATURES = (
     Feature(
         "prefill and decode on two servers (PD)",
         Cell(("vllm-nixl",), "works, through NIXL"),
-        Cell(("sglang-nixl",), "works, through NIXL", no_cpu="`sglang/srt/disaggregation/nixl/conn.py`, line 979, registers memory of a GPU alone"),
+        Cell(("sglang-nixl",), "works, through NIXL", no_cpu="`sglang/srt/disaggregation/nixl/conn.py`, line 206, takes the memory of pools for that of a GPU"),
     ),
     Feature(
         "halves of a step that overlap (DBO, TBO)",

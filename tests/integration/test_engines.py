@@ -12,6 +12,7 @@ import pytest
 from integration.benchmark import describe, label
 from integration.engines import ENGINES, Client, Launch
 from integration.engines.base import ON_OURS, OURS, OURS_NO_CASCADE, STOCK
+from integration.http import counter
 from integration.model import Model
 from integration.processes import process_environment
 from integration.tokenizer import write_word_tokenizer
@@ -107,14 +108,19 @@ def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
 def test_a_soaks_cache_is_counted_in_tokens():
     assert option(ENGINES["vllm"].soak_settings(768, "cpu")[0], "--num-gpu-blocks-override") == "24"
     assert option(ENGINES["vllm"].soak_settings(768, "cuda")[0], "--num-gpu-blocks-override") == "48"
-    assert "--no-enable-prefix-caching" in ENGINES["vllm"].soak_settings(768, "cuda", batch_invariant=True)[0]
     assert option(ENGINES["sglang"].soak_settings(768, "cpu")[0], "--max-total-tokens") == "768"
 
 
-def test_preemptions_are_counted(tmp_path, monkeypatch):
-    metrics = '# HELP vllm:num_preemptions_total x\nvllm:num_preemptions_total{engine="0"} 3.0\nvllm:num_preemptions_total{engine="1"} 4.0\n'
+def test_preemptions_are_counted(monkeypatch):
+    of_vllm = '# HELP vllm:num_preemptions_total x\nvllm:num_preemptions_total{engine="0"} 3.0\nvllm:num_preemptions_total{engine="1"} 4.0\n'
+    of_sglang = 'sglang:num_retracted_reqs{tp_rank="0"} 9.0\nsglang:num_retracted_requests_total{tp_rank="0"} 2.0\n'
+    monkeypatch.setattr("integration.http.get_text", lambda url: of_vllm + of_sglang)
+    assert ENGINES["vllm"].preemptions("http://127.0.0.1:1") == 7
+    assert ENGINES["sglang"].preemptions("http://127.0.0.1:1") == 2
+
+
+def test_a_counter_may_be_of_one_label(monkeypatch):
+    metrics = 'sglang:cached_tokens_total{model="m",cache_source="host"} 32.0\nsglang:cached_tokens_total{model="m",cache_source="device"} 5.0\n'
     monkeypatch.setattr("integration.http.get_text", lambda url: metrics)
-    log = tmp_path / "server.log"
-    log.write_text("KV cache pool is full. Retract requests. #retracted_reqs: 1\nDecode batch\nKV cache pool is full. Retract requests. #retracted_reqs: 2\n")
-    assert ENGINES["vllm"].preemptions("http://127.0.0.1:1", log) == 7
-    assert ENGINES["sglang"].preemptions("http://127.0.0.1:1", log) == 2
+    assert counter("http://127.0.0.1:1", "sglang:cached_tokens_total") == 37
+    assert counter("http://127.0.0.1:1", "sglang:cached_tokens_total", 'cache_source="host"') == 32

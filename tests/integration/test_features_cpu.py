@@ -77,6 +77,15 @@ def test_differences_are_seen():
     assert GPU.says(compare(expected, parted(-2.0, -2.5))).endswith(", 1 part where there is no near tie")
 
 
+def test_8_bit_numbers_get_more_room():
+    outcome = compare(answers(-1.0, -2.0, other=-2.3), parted(-2.0, -2.3))
+    assert not GPU.of(("model",)).holds(outcome)
+    for device in (CPU, GPU):
+        assert device.of(("float8-cache",)).holds(outcome)
+        assert (device.of(("float8-cache",)).dtype, device.of(("model",))) == ("bfloat16", device)
+
+
+@pytest.mark.slow
 def test_without_its_scales_a_checkpoint_says_something_else(tmp_path):
     model = MODELS["float8"]
     make_model(model, tmp_path / "float8")

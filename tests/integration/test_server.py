@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from health_server import SERVE_HEALTH
@@ -74,6 +75,18 @@ def test_server_and_its_workers_are_gone_however_the_block_ends(ending, launch, 
     else:
         serve()
     assert len(workers(log)) == 2
+    assert not any(alive(pid) for pid in workers(log))
+
+
+def test_servers_may_be_kept_by_threads(launch, tmp_path):
+    log = tmp_path / "server.log"
+
+    def serve():
+        with running_server(FakeEngine(), launch("serves"), log, timeout_s=60):
+            return [alive(pid) for pid in workers(log)]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(serve).result() == [True, True]
     assert not any(alive(pid) for pid in workers(log))
 
 

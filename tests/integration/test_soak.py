@@ -15,6 +15,7 @@ from integration import memory, soak, soak_load
 from integration.engines import ENGINES
 from integration.memory import growth, of_processes
 from integration.model import Model
+from integration.soak import AFTER_PREFIX, OTHERS, UNDISTURBED, Replay
 from integration.soak_load import LONGEST, Requests, check_json
 from integration.text import TextMaker
 from integration.tokenizer import write_word_tokenizer
@@ -43,14 +44,18 @@ class Answers(BaseHTTPRequestHandler):
                     self.wfile.write(b'data: {"text": "x"}\n')
             return
         text = json.dumps(PERSON) if "response_format" in body else f"{sum(body['prompt'])} {body['max_tokens']} {body.get('seed')}"
-        if server.fault == "forgets":
+        prompt, salt = tuple(body["prompt"]), body.get("cache_salt")
+        cached = next((len(prompt[:count]) for count in (3, 2, 1) if (salt, prompt[:count]) in server.seen), 0) if server.fault.startswith("prefixes") else 0
+        server.seen |= {(salt, prompt[:count]) for count in (1, 2, 3)}
+        if server.fault == "forgets" or (server.fault == "prefixes change" and cached):
             text = text if "response_format" in body else f"{text} {asked}"
         elif server.fault == "no json" and "response_format" in body:
             text = '{"name": "Ada"'
         if server.fault == "refuses" and asked % 7 == 0:
             self._send(500, {"error": "out of memory"})
         else:
-            self._send(200, {"choices": [{"text": text, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}})
+            usage = {"completion_tokens": min(3, body["max_tokens"]), "prompt_tokens_details": {"cached_tokens": cached} if cached else None}
+            self._send(200, {"choices": [{"text": text, "finish_reason": "stop"}], "usage": usage})
 
     def _send(self, status, answer):
         content = json.dumps(answer).encode()
@@ -70,7 +75,7 @@ def run_soak(monkeypatch, tmp_path):
 
     def run(fault="", *arguments, grows=0.0, preempted=None, traceback=False, spells_json=True):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-        server.fault, server.asked, server.lock = fault, 0, threading.Lock()
+        server.fault, server.asked, server.lock, server.seen = fault, 0, threading.Lock(), set()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         write_word_tokenizer(tmp_path, 4096, None, 1)
         monkeypatch.setattr(TextMaker, "reads_text", spells_json)
@@ -78,7 +83,7 @@ def run_soak(monkeypatch, tmp_path):
         found = itertools.count(100.0, grows)
         monkeypatch.setattr(soak, "memory_of", lambda pid, device: next(found))
         monkeypatch.setattr(soak, "smallest_gap", lambda engine, url, request: 0.0125)
-        monkeypatch.setattr(type(ENGINES["vllm"]), "preemptions", lambda self, url, log: next(preempted) if preempted else 3)
+        monkeypatch.setattr(type(ENGINES["vllm"]), "preemptions", lambda self, url: next(preempted) if preempted else 3)
 
         @contextlib.contextmanager
         def ready_server(engine, launch, log, timeout_s):
@@ -133,14 +138,36 @@ def test_what_does_not_hold(given, message, run_soak, capsys):
 def test_other_logits_may_give_other_texts(run_soak, capsys):
     assert run_soak("forgets", "--dtype", "bfloat16")
     assert "0.0125 apart" in capsys.readouterr().out
-    assert not run_soak("forgets", "--dtype", "bfloat16", "--batch-invariant", preempted=itertools.repeat(0))
+
+
+def test_batch_invariance_is_demanded_of_undisturbed_requests(run_soak, capsys):
+    invariant = ("--dtype", "bfloat16", "--batch-invariant")
+    assert run_soak("", *invariant)
+    assert not run_soak("forgets", *invariant)
     assert "have another text when asked again alone" in capsys.readouterr().out
+    assert not run_soak("forgets", *invariant, preempted=itertools.count())  # one preemption between any two looks
+    printed = capsys.readouterr().out
+    assert "no request was kept without a cached prefix while none was preempted" in printed
+    assert "have another text" not in printed
 
 
-def test_batch_invariance_is_judged_without_preemptions(run_soak, capsys):
-    assert run_soak("", "--dtype", "bfloat16", "--batch-invariant", preempted=itertools.repeat(0))
-    assert not run_soak("", "--dtype", "bfloat16", "--batch-invariant", preempted=itertools.repeat(3))
-    assert "3 requests were preempted under batch invariance" in capsys.readouterr().out
+def test_requests_after_a_prefix_are_counted(run_soak, capsys, tmp_path):
+    invariant = ("--dtype", "bfloat16", "--batch-invariant")
+    assert run_soak("prefixes change", *invariant)
+    printed = capsys.readouterr().out
+    assert "differs" in printed
+    assert all(UNDISTURBED not in line for line in printed.splitlines() if "differs" in line)
+    replays = json.loads((tmp_path / "results" / "soak.json").read_text())["replays"]
+    assert {played["cached"] == played["cached_again"] for played in replays} == {True}
+    assert {played["cached"] for played in replays} == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("cached", "cached_again", "preempted", "group"),
+    [(0, 0, 0, UNDISTURBED), (0, 0, 1, OTHERS), (16, 16, 0, AFTER_PREFIX), (16, 0, 0, OTHERS), (16, 16, 2, OTHERS)],
+)
+def test_what_a_request_has_gone_through(cached, cached_again, preempted, group):
+    assert Replay(1, "greedy", True, None, cached, cached_again, preempted).group == group
 
 
 def test_a_cache_that_cannot_hold_a_request_is_refused(run_soak):
@@ -201,13 +228,37 @@ def test_where_processes_cannot_be_told_apart_the_memory_is_that_of_the_visible_
     assert not any(word.startswith("--id") for word in commands[-1])
 
 
+def test_a_load_ends_when_the_server_is_dead(monkeypatch) -> None:
+    def refuse(url, request):
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(soak_load, "ask", refuse)
+    requests = SimpleNamespace(make=lambda number: SimpleNamespace(number=number, kind="greedy", prompt=[]))
+    load = soak_load.run_load("", requests, 600, 4, 50, is_enough=lambda outcome: False, preemptions=lambda: 0)
+    assert len(load.errors) < 1010
+
+
+def test_some_requests_come_in_bursts(monkeypatch) -> None:
+    clock = itertools.count(0, 5)
+    monkeypatch.setattr(soak_load.time, "monotonic", lambda: next(clock))
+    slept = []
+    monkeypatch.setattr(soak_load.time, "sleep", slept.append)
+    monkeypatch.setattr(soak_load, "ask", lambda url, request: ("text", True, 0))
+    requests = SimpleNamespace(make=lambda number: SimpleNamespace(number=number, kind="greedy"))
+    load = soak_load.run_load("", requests, 600, 1, 50, is_enough=lambda outcome: True, preemptions=lambda: 0, resting=1)
+    assert slept
+    assert load.finished["greedy"] > 0
+    asked = load.finished["greedy"]
+    assert soak_load.run_load("", requests, 600, 1, 50, is_enough=lambda outcome: True, preemptions=lambda: 0).finished["greedy"] > 2 * asked
+
+
 def test_a_load_tells_what_it_saw_each_minute(monkeypatch, capsys) -> None:
     clock = itertools.count(0, 10)
     monkeypatch.setattr(soak_load.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(soak_load, "ask", lambda url, request: ("text", True))
+    monkeypatch.setattr(soak_load, "ask", lambda url, request: ("text", True, 0))
     monkeypatch.setattr(soak_load, "read_and_leave", lambda *_: None)
     requests = SimpleNamespace(make=lambda number: SimpleNamespace(number=number, kind="greedy"))
-    soak_load.run_load("", requests, 200, 1, 50, is_enough=lambda outcome: True)
+    soak_load.run_load("", requests, 200, 1, 50, is_enough=lambda outcome: True, preemptions=lambda: 0)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["1 min", "2 min", "3 min"]
     assert all(line.endswith(" requests, 0 errors") for line in lines)
