@@ -4,13 +4,14 @@
     python3.11 -m integration.environment --venv .venv-check --kind check  # no engine: what `make check` needs
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
-Uses the standard library only. What is already done is not done again: a stamp in the environment holds the hash of this file, another one the
+Needs the standard library only. What is already done is not done again: a stamp in the environment holds the hash of this file, another one the
 hash of this package's sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
@@ -19,6 +20,9 @@ import sys
 import time
 import venv
 from pathlib import Path
+
+from attn_backend.kernels.progress import status
+from integration.progress import wait_for
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -31,6 +35,8 @@ BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by others
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
+INSTALL_LOG = REPOSITORY / ".build" / "install.log"
+TAIL_LINES = 60  # of it, where the installation fails
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
 
 # each step is one `pip install`
@@ -56,8 +62,14 @@ def log(message: str) -> None:
     print(f"==> {message}", flush=True)
 
 
+def pip_command(python: Path, *arguments: str) -> list[str | Path]:
+    return [python, "-m", "pip", "--disable-pip-version-check", *arguments]
+
+
 def pip(python: Path, *arguments: str) -> bool:
-    return subprocess.run([python, "-m", "pip", "--disable-pip-version-check", *arguments], check=False, cwd=python.parent).returncode == 0
+    # on a terminal pip has bars of its own; to a log it writes nothing for minutes while it copies what it has downloaded
+    with contextlib.nullcontext() if sys.stdout.isatty() else status("pip", "installing"):
+        return subprocess.run(pip_command(python, *arguments), check=False, cwd=python.parent).returncode == 0
 
 
 def install(python: Path, requirements: list[str]) -> None:
@@ -129,9 +141,17 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise SetupError("No C++ compiler: attn_backend builds its host library with g++. Install it (Debian: `apt-get install g++`) or name one with CXX=...")
     begin = time.monotonic()
-    log("Installing attn_backend")
-    if not pip(python, "install", *arguments, str(REPOSITORY)):
-        raise SetupError("`pip install .` failed (see above)")
+    log(f"Installing attn_backend; its host library is compiled, which takes 1 to 5 minutes at the first time. The log is {INSTALL_LOG}")
+    INSTALL_LOG.parent.mkdir(exist_ok=True)
+    with INSTALL_LOG.open("wb") as output:
+        process = subprocess.Popen(
+            pip_command(python, "install", "-v", *arguments, str(REPOSITORY)), cwd=python.parent, stdout=output, stderr=subprocess.STDOUT
+        )
+        # ninja writes `[12/57] Building CXX object ...`
+        failed = wait_for(process, INSTALL_LOG, "attn_backend", r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled", "preparing the build")
+    if failed:
+        print("".join(INSTALL_LOG.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:]), file=sys.stderr)
+        raise SetupError(f"`pip install .` failed; above is the end of {INSTALL_LOG}")
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(wanted)
     log(f"attn_backend installed after {time.monotonic() - begin:.0f} s")
