@@ -64,7 +64,7 @@ class Attention:
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
         max_levels: most levels of a composition. More than one costs a state of head_dim_v + 1 floats for each of max_levels * max_rows * num_qo_heads.
-        num_ctas: parts that the work is split into; default: what the device holds at once.
+        num_ctas: parts that the work is split into; default: what the device holds at once; of a CPU 32, so that results do not depend on its number of cores.
         cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a cost model says that it pays. It looks at
             views of 2 to 1024 requests (736 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
             whose rows fill the largest row tile. "always": takes whatever there is room for, for tests. Not under a variant that transforms K or V by the
