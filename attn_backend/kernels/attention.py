@@ -135,7 +135,7 @@ class Attention:
             device=device, max_rows=max_rows, max_batch=max_batch, max_levels=max_levels, num_ctas=num_ctas, cascade=cascade,
             batch_invariant=batch_invariant, kernel=kernel, variant=variant, sinks=sinks, float8_out=float8_out,
         )  # fmt: skip
-        kernels = design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out, max_levels
+        kernels = design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out, max_levels, (num_qo_heads, num_kv_heads)
         self._variant = None if variant is None else AttentionVariant(variant, *kernels)
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
@@ -207,7 +207,7 @@ class Attention:
         try:
             levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels, self.max_rows)
             has_variant = self._variant is not None or variant_args is not None
-            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(self._handle, variant_args)
+            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(self._handle, variant_args, levels)
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
@@ -328,7 +328,7 @@ class Attention:
             elif return_lse:
                 lse = q.new_empty(q.shape[:2], dtype=torch.float32)
             if self._variant is not None or variant_args is not None:
-                self._bind(variant_args)
+                self._bind(variant_args, q)
             scale = self._sm_scale if sm_scale is None else sm_scale
             if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None and selected is None:
                 errors = self._run(
@@ -366,9 +366,9 @@ class Attention:
             return torch.empty_like(q)
         return q.new_empty((q.shape[0], self.num_qo_heads, self.head_dim_v), dtype=dtype)
 
-    def _bind(self, variant_args: VariantArgs | None) -> None:
+    def _bind(self, variant_args: VariantArgs | None, q: Tensor) -> None:
         """Gives the variant its arguments, for the run that follows."""
-        self._variant_of(variant_args).bind(self._handle, variant_args)
+        self._variant_of(variant_args).bind(self._handle, variant_args, q)
 
     def _variant_of(self, variant_args: VariantArgs | None) -> AttentionVariant:
         if self._variant is None:
