@@ -12,7 +12,7 @@ DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cp
 # on a CPU one environment holds both engines; on a GPU their pins exclude each other
 VENV ?= $(CURDIR)/$(if $(filter gpu,$(DEVICE)),.venv-$(ENGINE),.venv)
 TEST_VENV ?= $(if $(filter gpu,$(DEVICE)),$(CURDIR)/.venv,$(VENV))
-TEST_KIND := cpu
+TEST_KIND := test
 # of make check: without engines
 CHECK_VENV ?= $(CURDIR)/.venv-check
 PACKAGE := $(CURDIR)/.build/package

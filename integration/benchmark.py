@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from attn_backend.kernels.progress import status
 from integration.client import run_client
 from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
@@ -111,6 +112,7 @@ class Benchmark:
         engine = ENGINES[settings.engine]
         settings.results.mkdir(parents=True, exist_ok=True)
         model = resolve_model(settings.model, settings.python)
+        print(f"{engine.name}: the requests are chosen", flush=True)
         workloads = [
             make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed, load.samples, settings.max_model_len)
             for load in settings.loads
@@ -201,7 +203,9 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
         with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
             if when_ready:
                 when_ready(backend, url)
-            warm_up(run.engine, url, prompts, settings.sampling)  # or the first backend would pay for more than itself
+            print(f"{run.engine.name} with {backend}: {sum(map(len, prompts))} requests that do not count", flush=True)
+            with status(run.engine.name, "warming up") as tell:
+                warm_up(run.engine, url, prompts, settings.sampling, tell)  # or the first backend would pay for more than itself
             for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
                 run.add(backend, index, measure(run, launch, index, repeat))
     return run.finish()

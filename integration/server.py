@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
+from attn_backend.kernels.progress import status
 from integration.engines import Engine, Launch
 from integration.engines.base import is_ours
 from integration.http import is_ready
 from integration.processes import library_is_loaded, start, stop_group
 
 POLL_S = 0.5
-PROGRESS_EVERY_S = 15
 TAIL_LINES = 40
 LONGEST_LINE = 1000  # SGLang prints all its arguments in one line of 20 kB
 
@@ -60,6 +60,7 @@ class Server:
         self.label = f"{engine.name} with {launch.name}"
         self.url = f"http://127.0.0.1:{launch.port}"
         self.begin = time.monotonic()
+        print(f"{self.label}: the server starts, log {log}", flush=True)
         self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
         environment = engine.server_environment(launch) | launch.environment | {"TMPDIR": self._scratch.name}
         self.process = start(engine.server_command(launch), log, environment, own_session=True)
@@ -109,14 +110,10 @@ def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) ->
 
 
 def _wait_until_ready(process: psutil.Popen, url: str, label: str, log: Path, begin: float, timeout_s: float) -> None:
-    next_progress = PROGRESS_EVERY_S
-    while not is_ready(f"{url}/health"):
-        waited = time.monotonic() - begin
-        if process.poll() is not None:
-            raise ServerError(f"{label}: the server ended with exit status {process.returncode} before it was ready, log {log}")
-        if waited > timeout_s:
-            raise ServerError(f"{label}: the server was not ready after {timeout_s:.0f} s, log {log}")
-        if waited > next_progress:
-            print(f"{label}: starting ({waited:.0f} s)", flush=True)
-            next_progress += PROGRESS_EVERY_S
-        time.sleep(POLL_S)
+    with status(label, "starting"):
+        while not is_ready(f"{url}/health"):
+            if process.poll() is not None:
+                raise ServerError(f"{label}: the server ended with exit status {process.returncode} before it was ready, log {log}")
+            if time.monotonic() - begin > timeout_s:
+                raise ServerError(f"{label}: the server was not ready after {timeout_s:.0f} s, log {log}")
+            time.sleep(POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,8 +28,11 @@ def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
     return [(tokenizer.encode(request.text).ids, min(request.output_len, MOST_TOKENS)) for request in workload.requests(seed)[:REQUESTS]]
 
 
-def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling | None) -> None:
+def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling | None, tell: Callable[[str], None] = lambda what: None) -> None:
     """Sends one request of each load alone, then the others at once: what they share is computed first and read from the cache afterwards.
+
+    Args:
+        tell: hears how many have been answered.
 
     Raises RuntimeError when the server does not answer.
     """
@@ -41,7 +45,8 @@ def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling |
         for prompts in loads:
             first, *others = enumerate(prompts)
             ask(first)
-            list(pool.map(ask, others))
+            for answered, _ in enumerate(pool.map(ask, others), 2):
+                tell(f"warming up, requests {answered} of {len(prompts)}")
 
 
 def wait_for_turn(folder: Path | None) -> None:

@@ -42,7 +42,7 @@ def _check_heads(text: str) -> str:
 
 
 class PlanOptions(BaseModel):
-    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one for each SM of an H100; with the costs of a CPU its own number."""
+    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one for each SM of an H100; with the costs of a CPU 32."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 

@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..kernels.progress import status
 from ..releases import VLLM_CPU
 from .console import print_table
 
@@ -84,8 +85,8 @@ def check_model(model: str) -> None:
     logging.set_verbosity_error()  # each of its attempts would have a line
     disable_progress_bars()
     try:
-        with _status(f"asking the hub for {model}"):
-            hf_hub_download(model, "config.json")
+        print(f"asking the hub for {model}", flush=True)
+        hf_hub_download(model, "config.json")
     except Exception as error:  # of the network, the hub, or its library
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return  # the hub has the model; what is in it is the engine's matter
@@ -187,9 +188,14 @@ def _stream(port: int, prompt: str, output_len: int, answers: Answers) -> None:
         answers.failed += 1
 
 
-def load(port: int, requests: int, at_a_time: int, output_len: int, first: int = 0) -> Answers:
-    """Sends `requests` requests with a common beginning, `at_a_time` of them at once. first: number of the first; each number has a question of its own."""
-    answers, waiting, lock = Answers(), list(range(first, first + requests)), threading.Lock()
+def load(port: int, requests: int, at_a_time: int, output_len: int, tell: Callable[[str], None], first: int = 0) -> Answers:
+    """Sends `requests` requests with a common beginning, `at_a_time` of them at once.
+
+    Args:
+        tell: hears how many have been answered.
+        first: number of the first; each number has a question of its own.
+    """
+    answers, waiting, done, lock = Answers(), list(range(first, first + requests)), list[int](), threading.Lock()
 
     def work() -> None:
         while True:
@@ -198,7 +204,11 @@ def load(port: int, requests: int, at_a_time: int, output_len: int, first: int =
                     return
                 number = waiting.pop()
             _stream(port, f"{PREFIX}Question {number}: {QUESTION}\nAnswer:", output_len, answers)
+            with lock:
+                done.append(number)
+                tell(f"requests {len(done)} of {requests}")
 
+    tell(f"requests 0 of {requests}")
     start = time.perf_counter()
     threads = [threading.Thread(target=work) for _ in range(at_a_time)]
     for thread in threads:
@@ -260,11 +270,15 @@ def run(arguments: argparse.Namespace) -> int:
         for backend in (OURS, STOCK):
             port = _free_port()
             command, environment = server_command(engine, arguments.model, backend, port, device, shlex.split(arguments.server_args))
-            with _status(f"{backend}: the server starts"), serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
+            print(f"{backend}: the server starts", flush=True)
+            with status(backend, "the server starts") as tell, serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
                 if backend == OURS:
                     print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
-                load(port, requests, at_a_time, output_len, first=requests)  # warms up as it is measured: whoever comes first would pay for more than itself
-                rows.append(row(backend, load(port, requests, at_a_time, output_len)))
+                # warms up as it is measured: whoever comes first would pay for more than itself
+                print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
+                load(port, requests, at_a_time, output_len, tell, first=requests)
+                print(f"{backend}: {requests} requests are measured", flush=True)
+                rows.append(row(backend, load(port, requests, at_a_time, output_len, tell)))
         print_table(rows, COLUMNS, right=range(1, len(COLUMNS)))
         if arguments.svg:
             draw(rows, arguments.svg)
@@ -276,18 +290,6 @@ def run(arguments: argparse.Namespace) -> int:
         print("attn-backend demo: interrupted; the server is stopped", file=sys.stderr)
         return 130
     return 0
-
-
-@contextmanager
-def _status(text: str) -> Iterator[None]:
-    if not sys.stdout.isatty():
-        print(text, flush=True)
-        yield
-        return
-    from rich.console import Console
-
-    with Console().status(text):
-        yield
 
 
 def _free_port() -> int:

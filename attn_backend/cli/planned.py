@@ -30,7 +30,7 @@ class Target:
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    num_ctas: int | None = 132  # one for each of an H100's SMs
+    num_ctas: int | None = 132  # one for each of an H100's SMs; None: of a CPU, kCtas in csrc/attention/cpu/design.h
     costs: Costs = "hopper"
     cascade: bool = True
     causal: bool = True
@@ -112,7 +112,8 @@ class Planned:
         ctas = costs.ctas.double()
         shares = f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) {costs.balance:.3f}"
         rows, tokens, nodes = count(sum(batch.qo_lens), "row"), count(sum(batch.kv_lens), "token"), count(len(schedule.forest), "node")
-        where = f"{schedule.num_ctas} CTAs, costs of {'a CPU' if target.costs == 'cpu' else f'the {target.costs} kernel'}"
+        of_any_cpu = " (tasks that its threads take one after another: as many on every CPU)" if target.num_ctas is None else ""
+        where = f"{schedule.num_ctas} CTAs{of_any_cpu}, costs of {'a CPU' if target.costs == 'cpu' else f'the {target.costs} kernel'}"
         pages = f"{count(sum(map(self.pages, range(requests))), 'page')} of {batch.page_size}"
         return [
             ("batch", f"{batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}"),

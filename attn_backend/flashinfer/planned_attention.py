@@ -281,7 +281,7 @@ class PlannedAttention:
                 check_handle("out", made)
             if self.is_direct:
                 if args is not None or attention._variant is not None:
-                    attention._bind(args)
+                    attention._bind(args, q)
                 errors = self._library_run(
                     handle=attention._handle, q=q, k=k, v=v, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, after_append=False,
                     k_scale=of_k, v_scale=of_v, q_scale=scales.q, sinks=sinks, lse_to_base_2=lse_to_base_2, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope,

@@ -64,7 +64,7 @@ class Attention:
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
         max_levels: most levels of a composition. More than one costs a state of head_dim_v + 1 floats for each of max_levels * max_rows * num_qo_heads.
-        num_ctas: parts that the work is split into; default: what the device holds at once.
+        num_ctas: parts that the work is split into; default: what the device holds at once; of a CPU 32, so that results do not depend on its number of cores.
         cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a cost model says that it pays. It looks at
             views of 2 to 1024 requests (736 where a block has 99 KB of shared memory) with a page table and no row list, and leaves requests alone
             whose rows fill the largest row tile. "always": takes whatever there is room for, for tests. Not under a variant that transforms K or V by the
@@ -135,7 +135,7 @@ class Attention:
             device=device, max_rows=max_rows, max_batch=max_batch, max_levels=max_levels, num_ctas=num_ctas, cascade=cascade,
             batch_invariant=batch_invariant, kernel=kernel, variant=variant, sinks=sinks, float8_out=float8_out,
         )  # fmt: skip
-        kernels = design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out, max_levels
+        kernels = design, dtype, dims, device, sinks, kv_dtype, q_dtype != dtype, float8_out, max_levels, (num_qo_heads, num_kv_heads)
         self._variant = None if variant is None else AttentionVariant(variant, *kernels)
         self._levels: Sequence[BSRView] = ()  # keeps the planned tensors alive while their pointers lie in the workspace
 
@@ -207,7 +207,7 @@ class Attention:
         try:
             levels = (composition,) if isinstance(composition, BSRView) else levels_of(composition, self.max_levels, self.max_rows)
             has_variant = self._variant is not None or variant_args is not None
-            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(self._handle, variant_args)
+            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(self._handle, variant_args, levels)
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
@@ -328,7 +328,7 @@ class Attention:
             elif return_lse:
                 lse = q.new_empty(q.shape[:2], dtype=torch.float32)
             if self._variant is not None or variant_args is not None:
-                self._bind(variant_args)
+                self._bind(variant_args, q)
             scale = self._sm_scale if sm_scale is None else sm_scale
             if sinks is None and q_scale is None and out_scale is None and kv.k_scale is None and kv.v_scale is None and selected is None:
                 errors = self._run(
@@ -366,9 +366,9 @@ class Attention:
             return torch.empty_like(q)
         return q.new_empty((q.shape[0], self.num_qo_heads, self.head_dim_v), dtype=dtype)
 
-    def _bind(self, variant_args: VariantArgs | None) -> None:
+    def _bind(self, variant_args: VariantArgs | None, q: Tensor) -> None:
         """Gives the variant its arguments, for the run that follows."""
-        self._variant_of(variant_args).bind(self._handle, variant_args)
+        self._variant_of(variant_args).bind(self._handle, variant_args, q)
 
     def _variant_of(self, variant_args: VariantArgs | None) -> AttentionVariant:
         if self._variant is None:

@@ -13,6 +13,7 @@ from ..metadata import BSRView, KVCache
 from ..metadata.kv_cache import Scale
 from ..metadata.structure import dtype_name, refuse
 from ..settings import Settings
+from ..variants.params import check_shapes
 from . import cpp_compiler, interpreted_variant, manifest, variant_kernels
 from .attention_config import kv_element_of
 from .errors import MissingKernelError
@@ -29,15 +30,18 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 class AttentionVariant:
     """A variant in an Attention, of one dtype and one width of heads. design: None on a CPU. sinks: whether runs may be given sinks. kv_dtype: of the cache;
-    None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits. max_levels: of a composition.
+    None: dtype. float8_q: Q has kv_dtype, too. float8_out: whether outputs may be of 8 bits. max_levels: of a composition. num_heads: query and KV
+    heads, if they are known.
 
     Raises:
-        ValueError: it has no softmax, and sinks are given; or its transforms do not fit head_dim; or kv_dtype is torch.uint8.
+        ValueError: it has no softmax, and sinks are given; or its transforms do not fit head_dim; or kv_dtype is torch.uint8; or a tensor that is bound is
+            shorter than the heads.
     """
 
     def __init__(
         self, variant: Variant, design: manifest.Design | None, dtype: torch.dtype, head_dim: int | HeadDims, device: torch.device,
         sinks: bool = False, kv_dtype: torch.dtype | None = None, float8_q: bool = False, float8_out: bool = False, max_levels: int = 1,
+        num_heads: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
         if kv_dtype == torch.uint8:
             refuse("variant", variant, "None with kv_dtype = torch.uint8")
@@ -45,6 +49,11 @@ class AttentionVariant:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
         dims = HeadDims.of(head_dim)
         variant.check_head_dim(*dims)
+        # of variants.params.SIZES: "batch" comes with each plan, "rows" with each run; they are looked at only if the variant has tensors for them
+        self._sizes = dict(zip(("num_qo_heads", "num_kv_heads"), num_heads, strict=True))
+        check_shapes(variant.params, {}, self._sizes)
+        self._has_batch, self._has_rows = (any(size in param.shape for param in variant.params) for size in ("batch", "rows"))
+        self._shapes_hold = False  # of the last arguments, for the last plan
         self._kv_element = kv_element_of(kv_dtype, dtype)
         self._float8_q, self._float8_out = float8_q, float8_out
         self._given = variant
@@ -144,32 +153,52 @@ class AttentionVariant:
                 instead = "[], [1] or [num_kv_heads], or the Attention made with cascade=False and planned with one level without requests"
                 refuse(f"kv.{name.lower()}_scale.shape", list(scale.shape), f"{instead}: variant {self.variant.name} transforms {name}")
 
-    def bind(self, handle: int, args: VariantArgs | None) -> None:
+    def bind(self, handle: int, args: VariantArgs | None, q: Tensor) -> None:
         """Gives the library the arguments of the run that follows. handle: of the Attention.
 
         Raises:
             ValueError: an argument that the variant refuses, or another mask than the plan's.
         """
         packed = self._pack_if_new(args)
+        if self._has_rows or not self._shapes_hold:
+            self._check_shapes(args, self._sizes | {"rows": len(q)})
         if packed is not None:
             self._check_mask(args)
             library().set_variant_params(handle, packed)
 
-    def bind_to_plan(self, handle: int, args: VariantArgs | None) -> bool:
-        """As bind(), for the plan that follows. Returns whether that asks the mask what each row sees, for which all of its parameters must be known.
+    def bind_to_plan(self, handle: int, args: VariantArgs | None, levels: Sequence[BSRView]) -> bool:
+        """As bind(), for the plan of `levels` that follows. Returns whether that asks the mask what each row sees: all of its parameters must then be known.
 
         Raises:
             ValueError: an argument that the variant refuses.
         """
         self._planned_mask = None
+        if self._has_batch:  # not of levels that say the request of each row: they may say any
+            self._sizes["batch"] = max([view.table.batch_size for view in levels if view.requests is None], default=0)
+            self._shapes_hold = False
         if args is None and any(param.value is None for param in self.variant.params):
             return False
         packed = self._pack_if_new(args)
+        if not self._shapes_hold:
+            self._check_shapes(args, self._sizes)
         if packed is not None:
             library().set_variant_params(handle, packed)
         if self.variant.has_mask:
             self._planned_mask = self._of_mask(args or {})
         return self.variant.has_mask
+
+    def _check_shapes(self, args: VariantArgs | None, sizes: Mapping[str, int]) -> None:
+        """Refuses tensors that are shorter than the variant declares.
+
+        Raises:
+            ValueError: such a tensor.
+        """
+        try:
+            check_shapes(self.variant.params, args or {}, sizes)
+        except ValueError:
+            self._bound = None
+            raise
+        self._shapes_hold = True
 
     def _check_mask(self, args: VariantArgs | None) -> None:
         """Refuses a run with another mask than the plan's: it would not see the KV tiles that the plan's mask hides.
@@ -197,7 +226,7 @@ class AttentionVariant:
         args = {} if args is None else args
         if self._bound is not None and self._is_bound(args):
             return None
-        self._bound = None
+        self._bound, self._shapes_hold = None, False
         packed = self.variant.pack(args, self._device)
         self._bound = dict(args)
         self._addresses = [value.data_ptr() for value in args.values() if isinstance(value, Tensor)]

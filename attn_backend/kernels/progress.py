@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
 T = TypeVar("T")
+
+LINE_EVERY_S = 15.0  # where nothing moves
 
 
 @contextlib.contextmanager
@@ -31,6 +35,41 @@ def shown(text: str) -> Iterator[None]:
     else:
         say(text)
         yield
+
+
+@contextlib.contextmanager
+def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
+    """Shows on stdout what happens for minutes, and since when: by a moving line on a terminal, by a plain line now and then elsewhere.
+
+    Gives a function that takes what happens from now on ("requests 3 of 32"); `who` stands before it.
+    """
+    begin, ended = time.monotonic(), threading.Event()
+
+    def line() -> str:
+        return f"{who}: {what} ({time.monotonic() - begin:.0f} s)"
+
+    def tell(now: str) -> None:
+        nonlocal what
+        what = now
+
+    def repeat(show: Callable[[], None], every_s: float) -> None:
+        while not ended.wait(every_s):
+            show()
+
+    with contextlib.ExitStack() as stack:
+        show, every_s = (lambda: print(line(), flush=True)), LINE_EVERY_S
+        if sys.stdout.isatty() and find_spec("rich") is not None:
+            from rich.console import Console
+            from rich.text import Text
+
+            # slow: what is measured meanwhile may share the processor
+            moving = stack.enter_context(Console().status(Text(line()), refresh_per_second=4))
+            show, every_s = (lambda: moving.update(Text(line()))), 1.0
+        thread = threading.Thread(target=repeat, args=(show, every_s), daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(ended.set)
+        yield tell
 
 
 def tracked(items: Sequence[T], text: str) -> Iterable[T]:

@@ -113,7 +113,7 @@ def alibi(slopes: Tensor | None = None) -> Variant:
         # Floats are exact up to 2^24 tokens. Where other logits come besides, a difference of integers takes registers that Hopper's kernels do not have.
         return score + slopes[h] * (kv_idx.to(score.dtype) - q_idx.to(score.dtype))  # type: ignore[index]
 
-    return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, 1, slopes)])
+    return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, value=slopes, shape=("num_qo_heads",))])
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -156,7 +156,7 @@ def prefix_lm(prefix_lens: Tensor | None = None) -> Variant:
     def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx <= q_idx) | (kv_idx < prefix_lens[b])  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=prefix_lm, tensors=[Param("prefix_lens", torch.int32, 1, prefix_lens)])
+    return Variant.from_functions(mask_mod=prefix_lm, tensors=[Param("prefix_lens", torch.int32, value=prefix_lens, shape=("batch",))])
 
 
 def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
@@ -170,7 +170,7 @@ def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
         span = span_ids[b, q_idx]  # type: ignore[index]
         return (kv_idx <= q_idx) | ((span == span_ids[b, kv_idx]) & (span >= 0))  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=bidirectional_spans, tensors=[Param("span_ids", torch.int32, 2, span_ids)])
+    return Variant.from_functions(mask_mod=bidirectional_spans, tensors=[Param("span_ids", torch.int32, value=span_ids, shape=("batch", None))])
 
 
 def chunked_local(chunk: int) -> Variant:
@@ -197,7 +197,7 @@ def document(document_ids: Tensor | None = None) -> Variant:
     def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return document_ids[b, q_idx] == document_ids[b, kv_idx]  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=document, tensors=[Param("document_ids", torch.int32, 2, document_ids)])
+    return Variant.from_functions(mask_mod=document, tensors=[Param("document_ids", torch.int32, value=document_ids, shape=("batch", None))])
 
 
 def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Tensor | None = None) -> Variant:
@@ -217,7 +217,10 @@ def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Ten
         before = token_pos_in_items[b, torch.clamp(q_idx - prefix, min=0)].to(torch.int32)  # type: ignore[index]
         return (kv_idx <= q_idx) & ((q_idx < prefix) | (kv_idx < prefix) | (q_idx - kv_idx < before))
 
-    params = [Param("prefix_len", torch.int32, 1, prefix_len), Param("token_pos_in_items", torch.uint16, 2, token_pos_in_items)]
+    params = [
+        Param("prefix_len", torch.int32, value=prefix_len, shape=("batch",)),
+        Param("token_pos_in_items", torch.uint16, value=token_pos_in_items, shape=("batch", None)),
+    ]
     return Variant.from_functions(mask_mod=multi_item_scoring, tensors=params)
 
 

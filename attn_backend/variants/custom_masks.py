@@ -90,7 +90,7 @@ def _variant(
     if packed_mask is not None and not packed:
         refuse("packed_mask", packed_mask, "None with mask, or with packed=False")
     values = Param("packed_mask", torch.uint8, 1, packed_mask) if packed else Param("mask", torch.bool, 1, mask)
-    params = (values, Param("mask_indptr", torch.int32, 1, mask_indptr))
+    params = (values, Param("mask_indptr", torch.int32, value=mask_indptr, shape=("batch",)))
     for param in params:
         if param.value is not None:
             check_value(f"value of {param.name!r}", param, param.value, None)

@@ -13,12 +13,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from ..metadata.structure import MAX_INT32, check_plain, describe, dtype_name
+from ..metadata.structure import MAX_INT32, check_plain, describe, dtype_name, refuse
 from ..settings import refusal
 from .expressions import Kind
 
 MAX_BYTES = 256  # VariantParams::kBytes (csrc/attention/variants.h)
 MAX_DIMS = 8
+# What a dimension of a tensor may have to hold an element for.
+SIZES = ("num_qo_heads", "num_kv_heads", "batch", "rows")
 
 _CPP_ELEMENTS = {
     torch.float32: "float",
@@ -60,6 +62,8 @@ class Param(BaseModel):
             values), int32, int16, int8, uint16, uint8 or bool. `float` or `int`: a number, float32 or int32.
         ndim: of a tensor, 0 to 8; default 1. None for a number.
         value: what it is bound to; None: it is given to every `run`.
+        shape: of a tensor, instead of ndim: for each dimension what it has an element for: "num_qo_heads", "num_kv_heads", "batch" (requests of the plan, or
+            row groups of a level) or "rows" (of Q); None: something else. A tensor that is shorter there is refused, one that is longer is not.
 
     Raises:
         ValueError: an argument that is not as above, named with its value and what it must be.
@@ -71,23 +75,33 @@ class Param(BaseModel):
     dtype: Any
     ndim: int | None = Field(None, ge=0, le=MAX_DIMS)
     value: Any = Field(None, repr=False)
+    shape: tuple[str | None, ...] = ()
 
-    def __init__(self, name: str, dtype: Dtype, ndim: int | None = None, value: Tensor | float | int | None = None) -> None:
+    def __init__(
+        self, name: str, dtype: Dtype, ndim: int | None = None, value: Tensor | float | int | None = None, shape: tuple[str | None, ...] = ()
+    ) -> None:  # fmt: skip
         try:
-            super().__init__(name=name, dtype=dtype, ndim=ndim, value=value)
+            super().__init__(name=name, dtype=dtype, ndim=ndim, value=value, shape=shape)
         except ValidationError as error:
             raise ValueError(refusal(error, type(self).model_fields)) from None
 
     @model_validator(mode="before")
     @classmethod
     def _check_dtype(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        name, dtype, ndim = fields["name"], fields["dtype"], fields["ndim"]
+        name, dtype, ndim, shape = fields["name"], fields["dtype"], fields["ndim"], fields["shape"]
         if not any(dtype is known for known in (*_CPP_SCALARS, *_CPP_ELEMENTS)):
             raise ValueError(
                 f"dtype of {name!r} is {describe(dtype)}, must be float or int for a number, or one of {', '.join(map(dtype_name, _CPP_ELEMENTS))}"
             )
         if isinstance(dtype, type) and ndim is not None:
             raise ValueError(f"ndim of {name!r} is {describe(ndim)}, must be None for a number")
+        if shape:
+            if not isinstance(shape, tuple) or any(size is not None and size not in SIZES for size in shape):
+                raise ValueError(f"shape of {name!r} is {describe(shape)}, must be a tuple of None and {', '.join(map(repr, SIZES))}")
+            if isinstance(dtype, type) or ndim not in (None, len(shape)):
+                must_be = "() for a number" if isinstance(dtype, type) else f"of ndim = {describe(ndim)} dimensions"
+                raise ValueError(f"shape of {name!r} is {describe(shape)}, must be {must_be}")
+            ndim = len(shape)
         return {**fields, "ndim": 1 if ndim is None and not isinstance(dtype, type) else ndim}
 
     @property
@@ -129,13 +143,13 @@ def is_cpp_word(name: str) -> bool:
 
 
 def params_from(tensors: Mapping[str, Any] | Sequence[Param], argument: str) -> tuple[Param, ...]:
-    """From Params, or from {name: dtype or (dtype, ndim)}; `argument` is its name."""
+    """From Params, or from {name: dtype, (dtype, ndim) or (dtype, shape)}; `argument` is its name."""
     if isinstance(tensors, Mapping):
         params = []
         for name, declared in tensors.items():
-            dtype, ndim = declared if isinstance(declared, tuple) and len(declared) == 2 else (declared, None)
+            dtype, dims = declared if isinstance(declared, tuple) and len(declared) == 2 else (declared, None)
             try:
-                params.append(Param(name, dtype, ndim))
+                params.append(Param(name, dtype, shape=dims) if isinstance(dims, tuple) else Param(name, dtype, dims))
             except ValueError as error:
                 raise ValueError(f"{argument}[{name!r}]: {error}") from None
     else:
@@ -211,6 +225,17 @@ def check_value(name: str, param: Param, value: object, device: torch.device | N
     if not isinstance(value, Real) or isinstance(value, bool) or torch.finfo(torch.float32).max < abs(float(value)) < math.inf:
         _refuse(name, param, value)
     return float(value)
+
+
+def check_shapes(params: Sequence[Param], args: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Refuses tensors that are shorter than their parameters say. args: checked values of those that are not bound. sizes: those of SIZES that are known."""
+    for param in params:
+        value = args.get(param.name) if param.value is None else param.value
+        dims = [size or "any" for size in param.shape]
+        if dims and value is not None and any(has < sizes.get(size, 0) for has, size in zip(value.shape, dims, strict=True)):
+            name = f"variant_args[{param.name!r}]" if param.value is None else f"value of {param.name!r}"
+            least = ", ".join(f"{size} = {sizes[size]}" if size in sizes else size for size in dims)
+            refuse(name, value, f"at least of shape [{least}]")
 
 
 def _refuse(name: str, param: Param, value: object) -> NoReturn:

@@ -81,7 +81,10 @@ def rope_at(frequencies: Tensor, q_positions: Tensor | None = None, kv_positions
     def position_of_key(b: Any, kv_idx: Any, kv_len: Any) -> Any:
         return kv_positions[b, kv_idx]  # type: ignore[index]
 
-    params = (Param("q_positions", torch.int32, 1, q_positions), Param("kv_positions", torch.int32, 2, kv_positions))
+    params = (
+        Param("q_positions", torch.int32, value=q_positions, shape=("rows",)),
+        Param("kv_positions", torch.int32, value=kv_positions, shape=("batch", None)),
+    )
     places = ("q_positions(row.row)", "kv_positions(token.request, token.position)")
     return _rope("rope_at", frequencies, interleaved, places, (position_of_query, position_of_key), params)
 

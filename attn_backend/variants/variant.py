@@ -140,9 +140,10 @@ class Variant:
         Args:
             score_mod: (score, b, h, q_idx, kv_idx) -> score.
             mask_mod: (b, h, q_idx, kv_idx) -> whether the query attends to the token.
-            tensors: free variables of the functions that are given to each run: {name: dtype or (dtype, ndim)}, by default of one dimension, or `float` or
-                `int` for a number; or Params. They need not exist. Other tensors that the functions find are bound as they are: their elements are read when
-                a kernel runs (on another device, from a copy that is made once). Numbers become constants, and CPU tensors without dimensions, too.
+            tensors: free variables of the functions that are given to each run: {name: dtype, (dtype, ndim) or (dtype, shape)}, by default of one dimension,
+                or `float` or `int` for a number; or Params. They need not exist. Other tensors that the functions find are bound as they are: their elements
+                are read when a kernel runs (on another device, from a copy that is made once). Numbers become constants, and CPU tensors without dimensions,
+                too.
             name: default: from the functions' names.
 
         Raises:
@@ -216,7 +217,7 @@ class Variant:
 
         Args:
             cpp: the hooks.
-            params: Params, or {name: dtype or (dtype, ndim)}, `float` or `int` for a number.
+            params: Params, or {name: dtype, (dtype, ndim) or (dtype, shape)}, `float` or `int` for a number.
             name: for messages.
             causal: nothing after the query is seen, whatever mask() says.
             window_left: nothing more than this many tokens before the query is seen; -1: no limit.

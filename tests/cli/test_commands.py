@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
@@ -168,11 +168,13 @@ class FakeServer(BaseHTTPRequestHandler):
 def test_demo_measures_a_server() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    told: list[str] = []
     try:
         assert demo.ask(server.server_port) == "Tokyo"
-        answers = demo.load(server.server_port, requests=5, at_a_time=2, output_len=7)
+        answers = demo.load(server.server_port, requests=5, at_a_time=2, output_len=7, tell=told.append)
     finally:
         server.shutdown()
+    assert told == [f"requests {done} of 5" for done in range(6)]
     assert (len(answers.first), len(answers.between), answers.failed) == (5, 30, 0)
     assert demo.row("ours", answers)[:3] == ["ours", "5", "0"]
 
@@ -186,7 +188,7 @@ def test_demo_warms_up_as_it_measures(tmp_path: Path, monkeypatch: pytest.Monkey
         seen[log.stem] = []
         yield
 
-    def load(port: int, requests: int, at_a_time: int, output_len: int, first: int = 0) -> demo.Answers:
+    def load(port: int, requests: int, at_a_time: int, output_len: int, tell: Callable[[str], None], first: int = 0) -> demo.Answers:
         list(seen.values())[-1].append((range(first, first + requests), at_a_time, output_len))
         return demo.Answers([0.1] * requests, [0.1] * requests, duration=1.0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -22,9 +22,11 @@ NOT_IN_SOURCES = {
 }
 
 
-def attend(q_dtype: torch.dtype = torch.float32, cache: torch.Tensor | None = None, page: int = 0, device: str = "cpu", stride: int = 1) -> None:
+def attend(
+    q_dtype: torch.dtype = torch.float32, cache: torch.Tensor | None = None, page: int = 0, device: str = "cpu", stride: int = 1, variant: Variant | None = None
+) -> None:
     """A run of one request over two pages of 16 tokens, with one mistake."""
-    attention = Attention(4, 2, 64, dtype=torch.float32, device=device, max_rows=1, max_batch=1)
+    attention = Attention(4, 2, 64, dtype=torch.float32, device=device, max_rows=1, max_batch=1, variant=variant)
     attention.plan(BSRView(torch.tensor([0, 1]), PageTable.block_table(torch.tensor([[page, 0]], dtype=torch.int32), torch.tensor([20]), 16)))
     q = torch.zeros(1, 4, 64 * stride, dtype=q_dtype)[..., ::stride]
     attention.run(q, KVCache.from_tensor(torch.zeros(2, 2, 16, 2, 64) if cache is None else cache))
@@ -38,6 +40,7 @@ MADE = {
     "kv.k.shape is ..., must be [pages, page_size = ..., ...]": lambda: attend(cache=torch.zeros(2, 2, 2, 16, 64)),
     "block_table: page ... of request ... is ..., must be in [0, ...)": lambda: attend(page=9),
     "device is 'cuda', must be 'cpu': torch sees no GPU": lambda: attend(device="cuda"),
+    "value of '...' is ..., must be at least of shape [...]": lambda: attend(variant=Variant.builtin("alibi", torch.ones(3))),
 }
 
 

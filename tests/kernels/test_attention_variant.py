@@ -181,6 +181,70 @@ def test_numbers_are_read_again_if_they_changed() -> None:
     assert torch.equal(problem.run(variant_args={"slope": 0.5}), first)
 
 
+def biased(shape: tuple[str | None, ...]) -> Variant:
+    """Its only tensor has this shape."""
+    indices = {"num_qo_heads": "row.qo_head", "num_kv_heads": "row.qo_head / 2", "batch": "row.request", None: "kv_position"}
+    element = f"table({', '.join(indices[size] for size in shape)})"
+    cpp = f"float logits(float logit, const ScoreRow& row, int32_t kv_position) const {{ return logit + {element}; }}"
+    return Variant.from_source(cpp, {"table": (torch.float32, shape)}, name="biased")
+
+
+@needs_cpp
+@pytest.mark.parametrize(
+    ("shape", "least"),
+    [
+        (("num_qo_heads",), [4]),
+        (("num_kv_heads",), [2]),
+        (("batch",), [2]),
+        (("batch", None), [2, 1]),
+        (("num_qo_heads", "batch"), [4, 2]),
+    ],
+    ids=str,
+)
+def test_tensors_that_are_shorter_than_declared_are_refused(shape: tuple[str | None, ...], least: list[int]) -> None:
+    attention = Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=2, max_batch=2, variant=biased(shape))
+    view = BSRView(torch.tensor([0, 1, 2], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 20, 40], dtype=torch.int32)))
+    attention.plan(view)
+    q, kv = torch.randn(2, 4, 64), KVCache.from_ragged(*torch.randn(2, 40, 2, 64))
+    for sizes in (least, [size + 3 for size in least]):
+        attention.run(q, kv, variant_args={"table": torch.zeros(sizes)})
+    for i, size in enumerate(shape):
+        if size is not None:
+            short = torch.zeros([each - (i == dim) for dim, each in enumerate(least)])
+            with pytest.raises(ValueError, match=rf"variant_args\['table'\] is .*, must be at least of shape \[.*{size} = {least[i]}"):
+                attention.run(q, kv, variant_args={"table": short})
+
+
+@needs_cpp
+def test_shapes_are_those_of_the_plan_and_of_q() -> None:
+    """Also where the arguments stay and the batch grows."""
+    cpp = "float logits(float logit, const ScoreRow& row, int32_t) const { return logit * of_row(row.row) + of_request(row.request); }"
+    variant = Variant.from_source(cpp, {"of_row": (torch.float32, ("rows",)), "of_request": (torch.float32, ("batch",))}, name="lengths")
+    attention = Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=4, max_batch=4, variant=variant)
+    q, kv = torch.randn(4, 4, 64), KVCache.from_ragged(*torch.randn(2, 40, 2, 64))
+    args = {"of_row": torch.ones(3), "of_request": torch.zeros(2)}
+
+    def step(batch: int, rows: int) -> torch.Tensor:
+        attention.plan(BSRView(torch.arange(batch + 1, dtype=torch.int32), PageTable.ragged(torch.arange(batch + 1, dtype=torch.int32) * 10)))
+        return attention.run(q[:rows], kv, variant_args=args)
+
+    expected = step(2, 2)
+    with pytest.raises(ValueError, match=r"variant_args\['of_row'\] is .* of shape \[3\] .*, must be at least of shape \[rows = 4\]"):
+        step(2, 4)
+    with pytest.raises(ValueError, match=r"variant_args\['of_request'\] is .* of shape \[2\] .*, must be at least of shape \[batch = 3\]"):
+        step(3, 3)
+    assert torch.equal(step(2, 2), expected)
+
+
+def test_tensors_that_are_bound_fit_the_heads_and_the_batch() -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "max_rows": 2, "max_batch": 2}
+    with pytest.raises(ValueError, match=r"value of 'slopes' is .*, must be at least of shape \[num_qo_heads = 4\]"):
+        Attention(4, 2, 64, variant=builtin.alibi(torch.ones(3)), **options)
+    attention = Attention(4, 2, 64, variant=builtin.document(torch.zeros(1, 20, dtype=torch.int32)), **options)
+    with pytest.raises(ValueError, match=r"value of 'document_ids' is .*, must be at least of shape \[batch = 2, any\]"):
+        attention.plan(BSRView(torch.tensor([0, 1, 2], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 20, 40], dtype=torch.int32))))
+
+
 def test_plain_and_under_a_mask_a_view_that_does_not_say_is_causal_or_not() -> None:
     indptr, table = torch.tensor([0, 3], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32))
     plain, masked = ALIBI, SLANTED

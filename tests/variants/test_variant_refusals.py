@@ -223,6 +223,11 @@ def use_slopes(score, b, h, q_idx, kv_idx):
         ({"slopes": (float, 1)}, "ndim of 'slopes' is 1, must be None for a number"),
         ({"not a name": torch.float32}, "tensors['not a name']: name is 'not a name', "),
         ([Param("slopes", torch.float32), Param("slopes", torch.float32)], "tensors has 'slopes' 2 times, must have it once"),
+        (
+            {"slopes": (torch.float32, ("heads",))},
+            "tensors['slopes']: shape of 'slopes' is ('heads',), must be a tuple of None and 'num_qo_heads', 'num_kv_heads', 'batch', 'rows'",
+        ),
+        ({"slopes": (float, ("batch",))}, "tensors['slopes']: shape of 'slopes' is ('batch',), must be () for a number"),
         (["slopes"], "tensors[0] is 'slopes', must be a Param"),
     ],
 )
