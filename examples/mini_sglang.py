@@ -1,8 +1,9 @@
 """An attention backend for mini-sglang (github.com/sgl-project/mini-sglang): what an adapter for another engine has to do, in one class.
 
-    import mini_sglang                    # this file, before the server starts
-    mini_sglang.register()
-    ... --attn attn_backend               # the server's option
+    python examples/mini_sglang.py --model Qwen/Qwen3-0.6B --attn attn_backend    # mini-sglang's server, with all of its options
+
+The server's schedulers are spawned processes, which load the main program's file once more: a program of your own calls `mini_sglang.register()` where that is
+executed, too, not behind `if __name__ == "__main__"`. `LLM(model, attention_backend="attn_backend")` runs in the process that makes it.
 
 Such an engine keeps its requests' tokens in slots of a cache, and for each request a row of a table with the slot of each token. That table is the page table,
 as it is: `PageTable.token_slots`. Nothing of it is copied, and shared prefixes (equal slots, which a radix cache makes) are found by plan.
@@ -96,3 +97,11 @@ def register() -> None:
         ranks = get_tp_info().size
         heads = (div_even(config.num_qo_heads, ranks), div_even(config.num_kv_heads, ranks, allow_replicate=True), config.head_dim)
         return AttnBackend(get_global_ctx(), *heads)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # the second in a spawned scheduler
+    register()
+if __name__ == "__main__":
+    from minisgl.server import launch_server
+
+    launch_server()

@@ -3,7 +3,8 @@
     python examples/other_frameworks.py          # numpy, jax where it is installed; on a GPU CuPy where it is installed
 
 Whatever speaks DLPack (`__dlpack__`) becomes a torch tensor that shares its memory, and a result goes back the same way. jax's arrays may be read so, not
-written: the KV cache, which append_kv writes, is a tensor of torch, numpy or CuPy.
+written: the KV cache, which append_kv writes, is a tensor of torch, numpy or CuPy. On a GPU each from_dlpack makes the stream that reads wait for the one that
+wrote; what is written into shared memory afterwards is not waited for, unless both frameworks use the same stream.
 """
 
 from __future__ import annotations
@@ -69,25 +70,30 @@ def expected(given: dict[str, numpy.ndarray[Any, Any]]) -> numpy.ndarray[Any, An
     return out
 
 
-def frameworks() -> dict[str, ModuleType | None]:
-    """Those that are here. numpy needs no conversion."""
-    names = {"jax": "jax.numpy", "cupy": "cupy"}
-    return {"numpy": None} | {
-        name: import_module(module) for name, module in names.items() if find_spec(name) and (name != "cupy" or torch.cuda.is_available())
-    }
+def framework(name: str) -> ModuleType:
+    """numpy, or what has its functions. Raises ImportError where it is not installed."""
+    return import_module("jax.numpy" if name == "jax" else name)
+
+
+def converted(name: str, given: dict[str, numpy.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Arrays of a framework. numpy's cache and slots stand in for those of jax, which are not written, and not of 64 bits unless it is told so."""
+    kept = ("cache", "slots") if name == "jax" else ()
+    return {key: array if key in kept else framework(name).asarray(array) for key, array in given.items()}
+
+
+def on_host(array: Any) -> numpy.ndarray[Any, Any]:
+    """CuPy's arrays do not become numpy's by themselves."""
+    return array.get() if hasattr(array, "get") else numpy.asarray(array)
 
 
 def main() -> None:
-    for name, module in frameworks().items():
+    for name in ("numpy", "jax", "cupy"):
+        if find_spec(name) is None or (name == "cupy" and not torch.cuda.is_available()):
+            continue
         given = arrays()
         wanted = expected(given)
-        converted: dict[str, Any] = dict(given)
-        if module is not None:
-            written = () if name == "cupy" else ("cache", "slots")  # jax has no 64-bit integers by default, either
-            converted |= {key: module.asarray(array) for key, array in given.items() if key not in written}
-        out = attend(converted)
-        shared = numpy.from_dlpack(out.cpu())
-        print(f"{name}: largest difference from float64 {numpy.abs(shared - wanted).max():.1e}")
+        out = framework(name).from_dlpack(attend(converted(name, given)))
+        print(f"{name}: largest difference from float64 {numpy.abs(on_host(out) - wanted).max():.1e}")
 
 
 if __name__ == "__main__":

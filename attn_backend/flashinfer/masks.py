@@ -22,13 +22,12 @@ def pack_custom_mask(
     """
     if custom_mask is None and packed_custom_mask is None:
         return None, None
-    bits = (qo_indptr[1:] - qo_indptr[:-1]).long() * kv_lens.to(qo_indptr.device)
+    bits = qo_indptr.diff().long() * kv_lens.to(qo_indptr.device)
     if packed_custom_mask is None:
         assert custom_mask is not None
         if custom_mask.dtype != torch.bool:
             refuse("custom_mask", custom_mask, "a bool tensor")
-        bit_indptr = on_device(indptr_of(bits, torch.int64), custom_mask.device, False)
-        packed_custom_mask, byte_indptr = segment_packbits(custom_mask.reshape(-1), bit_indptr, "little")
+        packed_custom_mask, byte_indptr = segment_packbits(custom_mask.reshape(-1), indptr_of(bits.cpu(), torch.int64), "little")
     else:
         byte_indptr = indptr_of((bits + 7) // 8, torch.int64)
     return on_device(packed_custom_mask, device, non_blocking), on_device(byte_indptr.to(torch.int32), device, non_blocking)

@@ -23,8 +23,8 @@ __all__ = [
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """[batch_size]: tokens of each request of a page table. On the device of its arguments; nothing waits for it."""
-    full_pages = (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp_(min=0)
-    return full_pages * page_size + kv_last_page_len
+    full_pages = kv_indptr.diff().sub_(1).clamp_(min=0)
+    return torch.add(kv_last_page_len, full_pages, alpha=page_size)
 
 
 def get_batch_indices_positions(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy
 import torch
 from torch import Tensor
 
-from ..metadata.structure import INT32_OR_INT64, MAX_INT32, check_same_device, index_tensor, refuse
+from ..metadata.structure import INT32_OR_INT64, MAX_INT32, index_tensor, refuse
 
 BitOrder = Literal["big", "little"]
 
@@ -26,53 +27,56 @@ def packbits(x: Tensor, bitorder: BitOrder = "big") -> Tensor:
         ValueError: another shape, dtype or bit order.
     """
     bits = _bits(x, bitorder)
-    padded = torch.zeros(-(-bits.shape[0] // 8) * 8, dtype=torch.uint8, device=bits.device)
+    padded = torch.zeros(-(-bits.shape[0] // 8) * 8, dtype=torch.bool, device=bits.device)
     padded[: bits.shape[0]] = bits
     return _packed(padded, bitorder)
 
 
 def segment_packbits(x: Tensor, indptr: Tensor, bitorder: BitOrder = "big") -> tuple[Tensor, Tensor]:
-    """Packs each segment by itself: a segment begins at a byte of its own. Waits for the device, once: the length of the result depends on `indptr`.
+    """Packs each segment by itself: a segment begins at a byte of its own. Waits for the device of `indptr`, once: the length of the result depends on it.
 
     Args:
         x: [at least indptr[-1]], bool or integers, the segments one after another: for custom masks q_len x kv_len of each request.
-        indptr: int32 or int64 [segments + 1]: segment i is x[indptr[i]:indptr[i + 1]]. It begins with 0 and does not fall (not checked).
+        indptr: int32 or int64 [segments + 1], on the device of x or on the host: segment i is x[indptr[i]:indptr[i + 1]]. It begins with 0 and does not fall
+            (not checked).
         bitorder: as of packbits.
 
     Returns:
-        uint8 [new_indptr[-1]], and new_indptr int32 [segments + 1]: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
+        uint8 [new_indptr[-1]], and new_indptr int32 [segments + 1], both on the device of x: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
 
     Raises:
-        ValueError: another shape, dtype, device or bit order, or 2^31 bytes and more.
+        ValueError: another shape, dtype or bit order, or 2^31 bytes and more.
     """
     bits = _bits(x, bitorder)
     index_tensor("indptr", indptr, INT32_OR_INT64, "[segments + 1]")
-    check_same_device("indptr", indptr, "x", x.device)
     if indptr.shape[0] == 0:
         refuse("indptr", indptr, "of at least one element: [segments + 1]")
-    new_indptr = torch.zeros(indptr.shape, dtype=torch.int64, device=indptr.device)
-    torch.cumsum((indptr.diff() + 7) // 8, 0, dtype=torch.int64, out=new_indptr[1:])
-    num_bits, num_bytes = (int(end) for end in torch.stack((indptr[-1], new_indptr[-1])).tolist())
+    begin = indptr.cpu().numpy().astype(numpy.int64)  # so few numbers are counted on the host in less time than a launch takes
+    new_begin = numpy.zeros_like(begin)
+    numpy.cumsum((begin[1:] - begin[:-1] + 7) // 8, out=new_begin[1:])
+    num_bits, num_bytes = begin.item(-1), new_begin.item(-1)
     if num_bits > bits.shape[0]:
         refuse("indptr[-1]", num_bits, f"at most len(x) = {bits.shape[0]}")
     if num_bytes > MAX_INT32:
         refuse("indptr", indptr, f"of segments that take less than 2^31 bytes: they take {num_bytes}")
-    position = torch.arange(num_bits, dtype=indptr.dtype, device=x.device)
-    segment = torch.searchsorted(indptr[1:].contiguous(), position, right=True)
-    padded = torch.zeros(num_bytes * 8, dtype=torch.uint8, device=x.device)
-    padded[new_indptr[segment].long() * 8 + (position - indptr[segment])] = bits[:num_bits]
-    return _packed(padded, bitorder), new_indptr.int()
+    end, gap = torch.from_numpy(numpy.stack((begin[1:], new_begin[:-1] * 8 - begin[:-1]))).to(x.device, non_blocking=True)
+    position = torch.arange(num_bits, device=x.device)
+    segment = torch.searchsorted(end, position, right=True)
+    padded = torch.zeros(num_bytes * 8, dtype=torch.bool, device=x.device)
+    padded.scatter_(0, position.add_(gap.index_select(0, segment)), bits[:num_bits])
+    return _packed(padded, bitorder), torch.from_numpy(new_begin.astype(numpy.int32)).to(x.device, non_blocking=True)
 
 
 def _bits(x: object, bitorder: object) -> Tensor:
-    """0 and 1 as uint8."""
+    """Which values are not 0."""
     if not isinstance(x, Tensor) or x.ndim != 1 or x.is_floating_point() or x.is_complex():
         refuse("x", x, "a vector of booleans or integers")
     if bitorder not in ("big", "little"):
         refuse("bitorder", bitorder, "'big' or 'little'")
-    return (x != 0).to(torch.uint8)
+    return x if x.dtype == torch.bool else x != 0
 
 
-def _packed(bits: Tensor, bitorder: object) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.view(-1, 8) << (shifts.flip(0) if bitorder == "big" else shifts)).sum(1, dtype=torch.uint8)
+def _packed(bits: Tensor, bitorder: BitOrder) -> Tensor:
+    first, last, step = (7, -1, -1) if bitorder == "big" else (0, 8, 1)
+    shifts = torch.arange(first, last, step, dtype=torch.uint8, device=bits.device)
+    return (bits.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)

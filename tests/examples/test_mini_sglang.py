@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,3 +77,42 @@ def test_prefill_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
                 tokens = known[layer, r.table_idx]
                 tokens.append(torch.stack(rows[2:]))
                 torch.testing.assert_close(rows[0].double(), expected(rows[1], *torch.cat(tokens, 1)), rtol=1e-4, atol=1e-5)
+
+
+SERVER = """
+    import multiprocessing
+
+    def ask(queue):
+        from minisgl.attention import SUPPORTED_ATTENTION_BACKENDS
+        queue.put(list(SUPPORTED_ATTENTION_BACKENDS.creators))
+
+    def launch_server():
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        scheduler = context.Process(target=ask, args=(queue,))
+        scheduler.start()
+        print("registered:", *queue.get())
+        scheduler.join()
+"""
+REGISTRY = """
+    class Registry:
+        creators = {}
+
+        def register(self, name):
+            return lambda creator: self.creators.update({name: creator})
+
+    SUPPORTED_ATTENTION_BACKENDS = Registry()
+"""
+
+
+@pytest.mark.slow
+def test_schedulers_that_are_spawned_know_it(tmp_path: Path) -> None:
+    """As mini-sglang's server starts them."""
+    files = {"__init__": "", "attention": REGISTRY, "server": SERVER}
+    files |= {"core": "get_global_ctx = None", "distributed": "get_tp_info = None", "utils": "div_even = None"}
+    (tmp_path / "minisgl").mkdir()
+    for name, text in files.items():
+        (tmp_path / "minisgl" / f"{name}.py").write_text(dedent(text))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run([sys.executable, str(EXAMPLES / "mini_sglang.py")], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == "registered: attn_backend\n"

@@ -28,10 +28,19 @@ def test_segment_packbits(device: torch.device, dtype: torch.dtype, bitorder: An
         indptr = torch.tensor([0, *lens], dtype=dtype).cumsum(0, dtype=dtype)
         x = torch.randint(0, 2, (sum(lens) + 5,)).bool()  # what is after the last segment does not count
         packed, new_indptr = segment_packbits(x.to(device), indptr.to(device), bitorder)
+        assert packed.device.type == new_indptr.device.type == device.type
         assert new_indptr.dtype == torch.int32
         assert new_indptr.tolist() == [0, *numpy.cumsum([-(-n // 8) for n in lens]).tolist()]
         expected = [numpy.packbits(part.numpy(), bitorder=bitorder).tolist() for part in x[: sum(lens)].split(lens)] if lens else []
         assert packed.tolist() == [byte for part in expected for byte in part]
+        assert all(map(torch.equal, (packed, new_indptr), segment_packbits(x.to(device), indptr, bitorder)))  # an indptr on the host
+
+
+def test_true_is_what_is_not_zero(device: torch.device) -> None:
+    """A mask of bytes 0 and 255, viewed as bool."""
+    x = torch.tensor([0, 255, 1, 0, 0, 0, 2, 0, 255], dtype=torch.uint8, device=device).view(torch.bool)
+    assert packbits(x, "little").tolist() == [0b1000110, 1]
+    assert segment_packbits(x, torch.tensor([0, 3, 9], device=device), "little")[0].tolist() == [0b110, 0b101000]
 
 
 def test_refusals() -> None:
