@@ -264,11 +264,12 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
     attribute.id = kProgrammaticStreamSerialization;
     attribute.value.allowed = 1;
   }
-  if (shape.cluster_x > 1) {
+  if (shape.cluster_x * shape.cluster_y > 1) {
     LaunchAttribute& attribute = attributes[num_attributes++];
     attribute.id = kClusterDimension;
     attribute.value.cluster.x = shape.cluster_x;
-    attribute.value.cluster.y = attribute.value.cluster.z = 1;
+    attribute.value.cluster.y = shape.cluster_y;
+    attribute.value.cluster.z = 1;
   }
   LaunchConfig config{};
   config.grid_x = shape.grid_x;

@@ -38,6 +38,7 @@ struct Launch {
   int32_t shared_bytes = -1;  // dynamic shared memory, if less than the kernel's
   uint32_t cluster_x = 1;     // CTAs of a thread block cluster; more than 8 only with has_large_clusters
   uint32_t grid_z = 1;
+  uint32_t cluster_y = 1;
 };
 
 /// Returns whether TMA can load such boxes: addresses and strides must be multiples of 16 bytes.

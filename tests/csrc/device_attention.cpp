@@ -5,12 +5,12 @@
 #include <device_attention.h>  // by this form, so that a precompiled one is found first
 
 namespace attn {
-alignas(1024) char shared[256 << 10];  // shared memory of the running CTA
+alignas(1024) char shared[512 << 10];  // shared memory of the running CTA, or of two
 namespace sm80 {
-extern char shared[256 << 10] __attribute__((alias("_ZN4attn6sharedE")));
+extern char shared[512 << 10] __attribute__((alias("_ZN4attn6sharedE")));
 }
 namespace sm90 {
-extern char memory[256 << 10] __attribute__((alias("_ZN4attn6sharedE")));
+extern char memory[512 << 10] __attribute__((alias("_ZN4attn6sharedE")));
 }
 }  // namespace attn
 
@@ -122,17 +122,25 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   const int32_t halves = design.halves_row_tiles(dims, params.group_size.divisor) ? 2 : 1;
-  std::vector<int32_t> order(static_cast<size_t>(params.num_ctas * halves));
+  const bool in_pairs = halves > 1 && design.forms_pairs(bytes_of(kv_dtype));
+  const int32_t ctas_of_cluster = in_pairs ? halves : 1;
+  std::vector<int32_t> order(static_cast<size_t>(params.num_ctas * halves / ctas_of_cluster));
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
   const int32_t bytes = design.shared_bytes(dims, bytes_of(kv_dtype));
   for (const int32_t cta : order) {
+    blockIdx.x = cta % params.num_ctas;
     blockIdx.y = cta / params.num_ctas;
-    emulation::run_cta(cta % params.num_ctas, params.num_ctas, design.threads(dims), seed,
-                       [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); });
-    if (std::any_of(shared + bytes, std::end(shared) - emulation::static_bytes,
-                    [](char byte) { return byte != emulation::kUnwritten; }))
-      emulation::fail("more shared memory is used than asked for");
+    gridDim.x = params.num_ctas;
+    emulation::run_cluster(
+        ctas_of_cluster, design.threads(dims), seed,
+        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); }, in_pairs);
+    const size_t part = sizeof(shared) / static_cast<size_t>(ctas_of_cluster);
+    for (char* begin = shared; begin < std::end(shared); begin += part) {
+      if (std::any_of(begin + bytes, begin + part - emulation::static_bytes,
+                      [](char byte) { return byte != emulation::kUnwritten; }))
+        emulation::fail("more shared memory is used than asked for");
+    }
   }
   blockIdx.y = 0;
   if (params.schedule.header->queue_head != 0 || params.schedule.header->second_queue_head != 0)

@@ -14,11 +14,14 @@ bool loses_messages() { return false; }
 
 }  // namespace emulation
 
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/cluster_mbarrier.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/registers.cuh"
+#include "common/ptx/static_shared.cuh"
 #include "common/ptx/tensor_copy.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/ptx/wgmma_float8.cuh"
@@ -119,6 +122,27 @@ void store_box() {
   if (!is_fault(2)) ptx::bulk_wait_read();
 }
 
+/// Each of two CTAs copies a tile, A or B, to the other, which writes half of its rows. 1: no fence. 2: no wait. 3: too
+/// few bytes are expected. 4: a CTA ends before it has the tile.
+void copy_to_cta() {
+  const uint32_t rank = ptx::cluster_rank(), own = static_cast<uint32_t>(ptx::own_shared(memory) - memory);
+  if (threadIdx.x == 0) ptx::mbarrier_init(own + kBarrier, 1);
+  write_rows(own + kTile, rank == 0 ? launched.a : launched.b);
+  if (!is_fault(1)) ptx::fence_async_proxy();
+  ptx::cluster_sync();
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_arrive_expect(own + kBarrier, kTileBytes - (is_fault(3) ? 16 : 0));
+    ptx::copy_to_cta(ptx::cluster_address(own + kSecondTile, rank ^ 1), own + kTile, kTileBytes,
+                     ptx::cluster_address(own + kBarrier, rank ^ 1));
+  }
+  if (is_fault(4) && rank == 1) return;
+  if (!is_fault(2)) ptx::mbarrier_wait(own + kBarrier, 0);
+  for (int32_t i = threadIdx.x; i < 64 * 64; i += kThreads) {
+    if (i / 64 % 2 == static_cast<int32_t>(rank)) launched.out[i] = element(own + kSecondTile + place(i / 64, i % 64));
+  }
+  ptx::cluster_sync();
+}
+
 /// out = A B^T, or A B with A in registers or in shared memory. 1: no fence.proxy.async. 2: no wgmma.fence. 3: no
 /// commit. 4: no wait. 5: a wait that leaves this group. 6: B is overwritten, 7: A in registers is, before the wait. 8:
 /// one warp multiplies other rows of B.
@@ -204,6 +228,7 @@ extern "C" const char* run_kernel(int32_t kernel, int32_t fault, const uint16_t*
                                copy_async,
                                load_box,
                                store_box,
+                               copy_to_cta,
                                multiply<false>,
                                multiply<true>,
                                multiply<false, true>,
@@ -213,6 +238,7 @@ extern "C" const char* run_kernel(int32_t kernel, int32_t fault, const uint16_t*
   return emulation::failure_of(seed, [&] {
     const Tensor4d described{tensor, DataType::kBFloat16, {56, 56, 1, 1}, {64, 0, 0}, {64, 64, 1, 1}};
     if (!ptx::encode(described, map)) emulation::fail("the map is refused");
-    emulation::run_cta(0, 1, kernels[kernel] == registers ? 3 * kThreads : kThreads, seed, kernels[kernel]);
+    emulation::run_cluster(kernels[kernel] == copy_to_cta ? 2 : 1,
+                           kernels[kernel] == registers ? 3 * kThreads : kThreads, seed, kernels[kernel]);
   });
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
-KERNELS = ("named_barrier", "registers", "copy_async", "load_box", "store_box", "multiply", "multiply_registers", "multiply_rows")
+KERNELS = ("named_barrier", "registers", "copy_async", "load_box", "store_box", "copy_to_cta", "multiply", "multiply_registers", "multiply_rows")
 KERNELS += ("multiply_float8", "multiply_float8_registers")
 SEEDS = range(8)
 
@@ -45,6 +45,8 @@ def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tenso
     elif kernel == "store_box":
         expected = tensor.clone().float()
         expected[8:, 8:56] = a[:48, :48].float()
+    elif kernel == "copy_to_cta":
+        expected[::2], expected[1::2] = b[::2].float(), a[1::2].float()
     else:
         expected = (a.double() @ (b.double().T if kernel == "multiply" or "float8" in kernel else b.double())).float()
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, out, tensor)]
@@ -72,6 +74,8 @@ def test_results(library: ctypes.CDLL, kernel: str) -> None:
         ("load_box", 2, "lacks 0 of 1 arrivals and -16 bytes"),
         ("store_box", 1, "no fence.proxy.async has followed"),
         ("store_box", 2, "before TMA has read what it stores"),
+        ("copy_to_cta", 1, "no fence.proxy.async has followed"),
+        ("copy_to_cta", 3, "lacks 0 of 1 arrivals and -16 bytes"),
         ("multiply", 2, "wgmma without wgmma.fence"),
         ("multiply", 3, "a warp has ended before its wgmma"),
         ("multiply", 4, "a warp has ended before its wgmma"),
@@ -94,6 +98,8 @@ def test_faults_that_are_named(library: ctypes.CDLL, kernel: str, fault: int, me
         ("copy_async", 2),
         ("load_box", 1),
         ("load_box", 3),
+        ("copy_to_cta", 2),
+        ("copy_to_cta", 4),
         ("multiply", 1),
         ("multiply", 6),
         ("multiply_registers", 6),

@@ -57,6 +57,22 @@ def test_latents(emulated: Path, kernel: str, form: str, dtype: torch.dtype, sca
         assert torch.equal(attention.run(q, batch.kv, q_rope=q_rope, sm_scale=latent_cases.SM_SCALE), out)
 
 
+@pytest.mark.parametrize(("form", "dtype", "scale"), FORMS)
+def test_pairs_of_ctas(emulated: Path, form: str, dtype: torch.dtype, scale: float | torch.Tensor | None) -> None:
+    """With 128 heads and more two CTAs widen tokens for each other: split row tiles, several query tokens, two pairs of CTAs a token, the work queue."""
+    cases = (([1, 0, 3, 1], [333, 64, 70, 1], 128, 64), ([2, 1], [70, 129], 256, 1), ([9, 8], [64, 60], 128, 16))
+    for number, (qo_lens, kv_lens, heads, page_size) in enumerate(cases):
+        batch = latent_cases.make_batch(form, qo_lens, kv_lens, heads=heads, page_size=page_size, scale=scale, dtype=dtype, seed=number)
+        rows, kv_dtype = len(batch.q), latent_cases.FORMATS[form]
+        room: dict[str, Any] = {"max_rows": rows, "max_batch": len(qo_lens), "num_ctas": 2, "device": "cpu"}
+        made = Attention(heads, 1, 576, head_dim_v=512, dtype=dtype, kv_dtype=kv_dtype, kernel="hopper", **room)
+        attention = DeviceAttention(emulated, made, "hopper", number, "standard")
+        attention.plan(batch.view)
+        assert attention.schedule().uses_queue == (number > 0)
+        lse = torch.full((rows, heads), torch.nan)
+        batch.check(attention.run(batch.q, batch.kv, lse=lse, sm_scale=latent_cases.SM_SCALE), lse)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_trees(emulated: Path, kernel: str) -> None:
     """Draft tokens that are a tree, over latents of 16 bits: a mask in row tiles that hold several tokens and all of their heads."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiers import mostly_slow
 
-from attn_backend import Attention, BSRView, KVCache
+from attn_backend import Attention, BSRView, KVCache, PageTable
 from attn_backend.variants.builtin import causal
 
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -42,10 +42,11 @@ def test_batches(device: torch.device, form: str, number: int) -> None:
         batch.check(*attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True))
 
 
+@pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
-def test_sparse(device: torch.device, form: str) -> None:
+def test_sparse(device: torch.device, form: str, heads: int) -> None:
     """Tokens that each row selects, out of the first request's."""
-    batch = latent_cases.make_batch(form, [6], [200], page_size=8, device=device, scale=None if form == "scaled" else 0.25)
+    batch = latent_cases.make_batch(form, [6], [200], heads=heads, page_size=8, device=device, scale=None if form == "scaled" else 0.25)
     generator = torch.Generator().manual_seed(1)
     slots = torch.full((6, 64), -1, dtype=torch.int32, device=device)
     table = batch.view.table.indices
@@ -63,11 +64,44 @@ def test_sparse(device: torch.device, form: str) -> None:
 
 def test_shared_prefixes(device: torch.device) -> None:
     for form in latent_cases.FORMATS:
-        batch = latent_cases.make_batch(form, [1] * 6, [150] * 6, page_size=16, device=device)
-        batch.share(8)
-        attention = make(batch, form, cascade="always")
-        attention.plan(batch.view)
-        batch.check(*attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True))
+        for heads in (16, 128):
+            batch = latent_cases.make_batch(form, [1] * 6, [150] * 6, heads=heads, page_size=16, device=device)
+            batch.share(8)
+            attention = make(batch, form, cascade="always")
+            attention.plan(batch.view)
+            batch.check(*attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [128, 256])
+@pytest.mark.parametrize("form", latent_cases.FORMATS)
+def test_pairs_of_ctas(form: str, heads: int) -> None:
+    """CTAs that widen tokens for each other. Whatever else is in a batch, and however often it runs, a request has the same bits, in a captured graph, too."""
+    device = torch.device("cuda")
+    lens = [1, 31, 32, 33, 63, 64, 65, 127, 129, 1000, 2001, 0]
+    qo_lens = [1, 2, 1, 7, 1, 64, 1, 3, 1, 1, 5, 1]
+    batch = latent_cases.make_batch(form, qo_lens, lens, heads=heads, page_size=16, device=device)
+    attention = make(batch, form, batch_invariant=True)
+    attention.plan(batch.view)
+    out, lse = attention.run(batch.q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True)
+    batch.check(out, lse)
+
+    replayed = torch.empty_like(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(batch.q, batch.kv, out=replayed, sm_scale=latent_cases.SM_SCALE)
+    for _ in range(50):
+        replayed.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(replayed, out)
+
+    table, indptr = batch.view.table, batch.view.qo_indptr.tolist()
+    assert table.indices is not None
+    for i in range(len(lens)):
+        alone = PageTable.block_table(table.indices[i : i + 1], table.kv_lens[i : i + 1], table.page_size)
+        attention.plan(BSRView(torch.tensor([0, qo_lens[i]], dtype=torch.int32, device=device), alone, causal=True))
+        of_request = slice(indptr[i], indptr[i + 1])
+        assert torch.equal(attention.run(batch.q[of_request], batch.kv, sm_scale=latent_cases.SM_SCALE), out[of_request])
 
 
 def test_refuses() -> None:

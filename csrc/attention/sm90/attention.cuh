@@ -1,5 +1,6 @@
 // The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
-// a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign).
+// a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign). Over 8-bit latents
+// these are a cluster, and widen KV tiles for each other (widening_copier.cuh).
 //
 // One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two compute
 // (consumer.cuh; with Q of 8 bits float8_consumer.cuh), or three where heads are wide (wide_consumer.cuh). What
@@ -17,8 +18,10 @@
 #include "attention/traits.cuh"
 #include "attention/work_cursor.cuh"
 #include "common/kernel_code.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/registers.cuh"
+#include "common/ptx/static_shared.cuh"
 
 namespace attn::sm90 {
 
@@ -27,7 +30,7 @@ template <class Traits, template <class> class Copier>
 __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   extern __shared__ __align__(1024) char memory[];
   using Shared = SharedMemory<Traits>;
-  const Shared shared(memory);
+  const Shared shared(kMayBePair<Traits> ? ptx::own_shared(memory) : memory);
   if (threadIdx.x >= kProducerThreads) {  // the consumers have nothing to compute yet
     prefetch_code(params.code, threadIdx.x - kProducerThreads);
     prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
@@ -49,7 +52,11 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   if (threadIdx.x == 0) {
     shared.init_barriers(Copier<Traits>::kGathers ? 32 : 1);
   }
-  __syncthreads();
+  const bool is_pair = Shared::cluster_ctas() > 1;
+  if (is_pair)
+    ptx::cluster_arrive();
+  else
+    __syncthreads();
   const bool has_work = cursor.uses_queue()
                             ? static_cast<int32_t>(blockIdx.x) <
                                   params.attention.schedule.header->num_tiles * params.attention.num_kv_heads
@@ -58,9 +65,13 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
     ptx::wait_for_previous_grid();  // every CTA waits, so that later grids may rely on the grids before this one
     return;
   }
+  if (is_pair) ptx::cluster_wait();  // for the barriers of both CTAs
 
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<kTuning<Traits>.producer_registers>();
+    if constexpr (kMayBePair<Traits>) {
+      if (is_pair) return produce<Traits, WideningCopier<Traits, 2>>(params, shared, cursor);
+    }
     produce<Traits, Copier<Traits>>(params, shared, cursor);
   } else if constexpr (is_wide(Traits::Shape::kDims)) {
     WideConsumer<Traits>(params, shared).run();

@@ -6,6 +6,8 @@
 #include "attention/sm90/tiles.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/variants.h"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/cluster_mbarrier.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -103,9 +105,15 @@ struct SharedMemory {
     return base + kLayout.staged + (piece * kProducerThreads + ptx::thread_id()) * 16;
   }
 
+  /// CTAs that widen KV tiles for each other.
+  __device__ __forceinline__ static uint32_t cluster_ctas() {
+    if constexpr (kMayBePair<Traits>) return ptx::cluster_size();
+    return 1;
+  }
+
   /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
   /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once. A part of wide
-  /// heads is freed by the one warpgroup that reads it last.
+  /// heads is freed by the one warpgroup that reads it last, in a cluster those of all CTAs.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
@@ -114,7 +122,7 @@ struct SharedMemory {
     for (int part = 0; part < kKvParts; ++part) {
       ptx::mbarrier_init(kv_full(part),
                          Traits::kWidensOnLoad ? kProducerThreads / 32 : (kIsWide ? 2 : 2 / kParts) * lanes);
-      ptx::mbarrier_init(kv_free(part), kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps);
+      ptx::mbarrier_init(kv_free(part), (kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps) * cluster_ctas());
     }
     using Hooks = VariantHooks<typename Traits::Variant>;
     if constexpr (Hooks::kKey || Hooks::kValue || kMultipliesFloat8<Traits>)
@@ -152,7 +160,9 @@ struct SharedMemory {
   /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps.
   __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }
   __device__ __forceinline__ void free_kv(const KvPlace& place, uint32_t warps) const {
-    arrive_as_warp(kv_free(place.slot), warps);
+    if (cluster_ctas() == 1) return arrive_as_warp(kv_free(place.slot), warps);
+    __syncwarp();
+    if (ptx::lane_id() < 2) ptx::cluster_mbarrier_arrive(ptx::cluster_address(kv_free(place.slot), ptx::lane_id()));
   }
 
   __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier, uint32_t warps) {

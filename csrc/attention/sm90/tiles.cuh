@@ -37,6 +37,10 @@ constexpr Tuning kTuning = tuning_of<Traits>();
 template <class Traits>
 constexpr bool kTakesLastFirst = kTuning<Traits>.keeps_maxima && VariantHooks<typename Traits::Variant>::kBiasSlope;
 
+/// Whether the two CTAs that have the halves of row tiles are a cluster, and widen KV tiles for each other.
+template <class Traits>
+constexpr bool kMayBePair = Traits::kIsLatent && Traits::kWidensOnLoad;
+
 /// Whether row tiles for wgmma multiply 8-bit elements (float8_consumer.cuh): where weights are probabilities, whose
 /// range is known, and neither Q nor the cache is rewritten.
 template <class Traits>

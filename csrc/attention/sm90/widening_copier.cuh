@@ -10,7 +10,10 @@
 #include "attention/sm90/work_item.cuh"
 #include "attention/widened_row.cuh"
 #include "common/ptx/cache_policy.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/cluster_mbarrier.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/mbarrier.cuh"
 #include "common/ptx/prefetch.cuh"
 #include "common/ptx/special_registers.cuh"
 
@@ -19,7 +22,10 @@ namespace attn::sm90 {
 /// A warp's share of the tiles: 16 tokens. A lane has two of them, and a quarter of each block of their rows. It loads
 /// piece by piece, the right part first, as the consumers take them. The next few pieces are on their way, to shared
 /// memory if there is room, else to registers; these run on into the next KV tile.
-template <class Traits>
+///
+/// With two CTAs, which need the same KV tiles, each widens half of the tokens, so a lane has one. What a warp has
+/// written to its own slot it copies to the other's. A slot is free when the consumers of both CTAs have freed it.
+template <class Traits, int kCtas = 1>
 struct WideningCopier {
   static constexpr bool kGathers = true;
   using Shared = SharedMemory<Traits>;
@@ -27,7 +33,7 @@ struct WideningCopier {
   using Tile = KTile<Traits>;
   using Row = StoredRow<typename Traits::Element, Stored, Tile::kBlocks>;
   static constexpr int kTiles = Traits::kLoadsScaled ? 1 : 2;
-  static constexpr int kWarpTokens = kTuning<Traits>.kv_tile / (kProducerThreads / 32);
+  static constexpr int kWarpTokens = kTuning<Traits>.kv_tile / (kCtas * kProducerThreads / 32);
   static constexpr int kRowsAtOnce = 8;  // of a warp: four lanes take a row
   static constexpr int kRows = kWarpTokens / kRowsAtOnce;
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -41,7 +47,7 @@ struct WideningCopier {
   }
 
   static constexpr bool kStages = kTuning<Traits>.staged_pieces > 0;
-  static constexpr int kAhead = kStages ? kTuning<Traits>.staged_pieces : kSteps / 2;  // pieces that are on their way
+  static constexpr int kAhead = kStages ? kTuning<Traits>.staged_pieces : kSteps * kCtas / 2;  // pieces on their way
   static constexpr bool kRunsOn = kSteps % kAhead == 0;  // into the next KV tile: a step's piece is always in one place
 
   const HopperParams& params;
@@ -53,11 +59,16 @@ struct WideningCopier {
   __device__ __forceinline__ WideningCopier(const HopperParams& params_, const KvShare<Traits>& /*share*/)
       : params(params_) {}
 
-  /// The first of the lane's rows in the tile. Eight lanes write a pair of rows, chosen so that their stores fall into
-  /// different banks.
+  /// The first of the warp's rows in the tile.
+  __device__ __forceinline__ static int warp_row() {
+    const int row = ptx::thread_id() / 32 * kWarpTokens;
+    return kCtas == 1 ? row : static_cast<int>(ptx::cluster_rank()) * (kTuning<Traits>.kv_tile / kCtas) + row;
+  }
+
+  /// The first of the lane's. Eight lanes write a pair of rows, chosen so that their stores fall into different banks.
   __device__ __forceinline__ static int first_row() {
     const int lane = ptx::lane_id();
-    return ptx::thread_id() / 32 * kWarpTokens + (lane / 8 ^ lane / 4 % 2 * 5);
+    return warp_row() + (lane / 8 ^ lane / 4 % 2 * 5);
   }
 
   __device__ __forceinline__ static bool is_readable(const LoadedRowTile& tile, int32_t token) {
@@ -136,6 +147,7 @@ struct WideningCopier {
       row_of(rows, step)
           .template store<Tile>(tile, first_row() + row * kRowsAtOnce, piece_of(step), arrived(shared, step),
                                 scale(step));
+      if constexpr (kCtas > 1) continue;
       if (step + kAhead < kSteps)
         load(shared, rows, step + kAhead);
       else if (kRunsOn)
@@ -143,7 +155,36 @@ struct WideningCopier {
       if constexpr (kStages) ptx::cp_async_commit();  // an empty group, too: arrived() counts them
     }
     ptx::fence_async_proxy();
-    Shared::arrive_as_warp(shared.kv_full(part), 1);
+    if constexpr (kCtas == 1) {
+      Shared::arrive_as_warp(shared.kv_full(part), 1);
+    } else {
+      exchange<kFirst == 0 ? kLeftBlocks : 0, kFirst == 0 ? Tile::kBlocks : kLeftBlocks>(shared, part);
+      static_assert(kAhead == kSteps, "the next KV tile's, for which the fence need not wait");
+#pragma unroll
+      for (int step = kFirst; step < kEnd; ++step) load(shared, next, step);
+    }
+  }
+
+  /// Copies blocks [kFirst, kEnd) of the warp's rows to the other CTA, and expects as many bytes from there.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void exchange(const Shared& shared, int part) const {
+    constexpr uint32_t kBytes = kWarpTokens * Tile::kRowBytes;  // of a block
+    const uint32_t other = ptx::cluster_rank() ^ 1, full = shared.kv_full(part);
+    const int lane = ptx::lane_id();
+    __syncwarp();
+    if (lane < kEnd - kFirst) {
+      const uint32_t rows =
+          ptx::shared_address(shared.kv(part)) + (kFirst + lane) * Tile::kBlockBytes + warp_row() * Tile::kRowBytes;
+      ptx::copy_to_cta(ptx::cluster_address(rows, other), rows, kBytes, ptx::cluster_address(full, other));
+    }
+    if (lane == 0) ptx::mbarrier_arrive_expect(full, (kEnd - kFirst) * kBytes);
+  }
+
+  /// The other CTA arrives at this one's barriers, and reads what this one copies: neither may end before.
+  __device__ __forceinline__ void wait_for_other(const Shared& shared, typename Shared::KvPlace place) const {
+    if constexpr (kCtas > 1) {
+      for (int part = 0; part < Shared::kKvParts; ++part, place = place.ahead(1)) shared.wait_kv_free(place);
+    }
   }
 
   /// Loads `count` KV tiles to the ring, of which the first has been looked up; look_up(i) does so for number i.

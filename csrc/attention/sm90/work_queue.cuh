@@ -12,7 +12,8 @@ namespace attn::sm90 {
 
 /// A CTA's access to the work queue: all warps of the producer get the same pair. A CTA asks for the next pair while it
 /// loads the one before, so its first two are fixed: the pair of the CTA's own number, and one of the next num_ctas in
-/// the opposite order, because the first pairs take longest.
+/// the opposite order, because the first pairs take longest. Those of a cluster go on like that, without asking: both
+/// CTAs must take the same pairs.
 template <class Traits>
 class WorkQueue {
  public:
@@ -32,6 +33,10 @@ class WorkQueue {
     number_ ^= 1;
     if (pair >= num_pairs()) return;
     take(cursor, pair);
+    if (SharedMemory<Traits>::cluster_ctas() > 1) {
+      next_ = 2 * (pair / params_.num_ctas + 1) * params_.num_ctas - 1 - pair;
+      return;
+    }
     // Each CTA asks once for every pair that it takes after its first: num_pairs - num_ctas requests in all, after
     // which the counter is 0 again.
     if (ptx::thread_id() == 0) {

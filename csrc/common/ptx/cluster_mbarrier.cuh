@@ -1,6 +1,6 @@
-// st.async to the shared memory of another CTA of the cluster, counted by an mbarrier there. The receiver waits for
-// these bytes alone; a cluster barrier would wait for all stores of all threads. Before Hopper there are no clusters,
-// and these functions do nothing.
+// Stores and copies to the shared memory of another CTA of the cluster, counted by an mbarrier there. The receiver
+// waits for these bytes alone; a cluster barrier would wait for all stores of all threads. Before Hopper there are no
+// clusters, and these functions do nothing.
 #pragma once
 
 #include "common/platform.h"
@@ -53,6 +53,13 @@ __device__ __forceinline__ void cluster_mbarrier_arrive_expect(uint32_t mbarrier
 #endif
 }
 
+/// Arrives at an mbarrier of the cluster. Relaxed: it orders no writes, and what has been read has been read.
+__device__ __forceinline__ void cluster_mbarrier_arrive(uint32_t mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+#endif
+}
+
 /// Waits until the first phase of an mbarrier of this CTA has completed. Returns false after ptx::kMostWait.
 __device__ __forceinline__ bool cluster_mbarrier_wait(uint32_t mbarrier) {
   uint32_t done = 1;
@@ -71,6 +78,17 @@ __device__ __forceinline__ bool cluster_mbarrier_wait(uint32_t mbarrier) {
   } while (done == 0 && global_timer() - begin <= kMostWait);
 #endif
   return done != 0;
+}
+
+/// Copies shared memory of this CTA to another one; an mbarrier there counts the bytes. What is copied must be visible
+/// to the async proxy (fence_async_proxy()), and so is the copy. Sizes and addresses are multiples of 16 bytes.
+__device__ __forceinline__ void copy_to_cta(uint32_t target, uint32_t from, uint32_t bytes, uint32_t mbarrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "r"(from), "r"(bytes), "r"(mbarrier)
+      : "memory");
+#endif
 }
 
 }  // namespace attn::ptx

@@ -10,4 +10,7 @@ __device__ __forceinline__ char* static_shared() {
   return memory;
 }
 
+/// A CTA's own dynamic shared memory. (In tests the CTAs of a cluster share an array.)
+__device__ __forceinline__ char* own_shared(char* memory) { return memory; }
+
 }  // namespace attn::ptx

@@ -3,6 +3,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -69,11 +70,12 @@ Barrier barriers[kMaxWarps][16];  // of each CTA
 Barrier cluster_barrier;
 std::map<uint32_t, Mbarrier> mbarriers;
 std::vector<std::function<void()>> works;  // under way
-std::vector<uint16_t> writers;  // of each granule: 1 + the thread whose write no fence has followed yet, or 0
-int64_t free_registers;
-int64_t rounds;   // in which each warp that can has gone on
-int32_t current;  // fiber
+std::vector<uint16_t> writers;      // of each granule: 1 + the thread whose write no fence has followed yet, or 0
+int64_t free_registers[kMaxWarps];  // of each CTA
+int64_t rounds;                     // in which each warp that can has gone on
+int32_t current;                    // fiber
 int32_t num_ctas;
+bool is_column_of_ctas;
 bool in_fiber;
 std::string failure;
 Warp warps[kMaxWarps];
@@ -127,6 +129,11 @@ Mbarrier& mbarrier(uint32_t address) {
   return known->second;
 }
 
+bool has_ended(int32_t cta) {
+  const int32_t first = cta * blockDim.x;
+  return std::all_of(fibers + first, fibers + first + blockDim.x, [](const Fiber& fiber) { return fiber.ended; });
+}
+
 std::string described(int32_t number) {
   const Fiber& fiber = fibers[number];
   char text[200] = "";
@@ -145,7 +152,8 @@ std::string described(int32_t number) {
                   fiber.number, static_cast<long long>(m.phase), m.arrivals, m.arrivals_of_phase,
                   static_cast<long long>(m.bytes));
   } else if (fiber.waiting == Waiting::kForRegisters) {
-    std::snprintf(text, sizeof(text), "for registers, of which %lld are free", static_cast<long long>(free_registers));
+    std::snprintf(text, sizeof(text), "for registers, of which %lld are free",
+                  static_cast<long long>(free_registers[number / blockDim.x]));
   }
   return text;
 }
@@ -200,6 +208,7 @@ bool run_round(int32_t all, bool leaves_some_out) {
       if (!can_go_on(fiber)) continue;
       current = static_cast<int32_t>(&fiber - fibers);
       threadIdx.x = current % blockDim.x;
+      if (is_column_of_ctas) blockIdx.y = cluster_rank();
       resume(fiber);
       if (!failure.empty()) throw Failure(std::exchange(failure, std::string()));
       anyone = true;
@@ -258,6 +267,8 @@ void mbarrier_init(uint32_t address, int32_t arrivals) {
 
 void mbarrier_add(uint32_t address, int32_t arrivals, int64_t bytes) {
   Mbarrier& m = mbarrier(address);
+  if (has_ended(static_cast<int32_t>(address / (shared_bytes / static_cast<size_t>(num_ctas)))))
+    fail("an mbarrier of a CTA that has ended");
   m.arrivals -= arrivals;
   m.bytes += bytes;
   if (m.arrivals < 0) fail("more arrivals than the mbarrier was initialised for");
@@ -314,11 +325,12 @@ const Words* exchange(const Words& given, const char* operation, void (*together
 
 void begin_work(std::function<void()> work) { works.push_back(std::move(work)); }
 
-void add_registers(int32_t count) { free_registers += count; }
+void add_registers(int32_t count) { free_registers[cluster_rank()] += count; }
 
 void take_registers(int32_t count) {
-  while (free_registers < count) wait(Waiting::kForRegisters, free_registers, free_registers);
-  free_registers -= count;
+  int64_t& of_cta = free_registers[cluster_rank()];
+  while (of_cta < count) wait(Waiting::kForRegisters, of_cta, of_cta);
+  of_cta -= count;
 }
 
 void wrote_shared(const void* memory, size_t bytes) {
@@ -348,7 +360,7 @@ int32_t unfenced_writer(uint32_t address, size_t bytes) {
   return -1;
 }
 
-void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)()) {
+void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)(), bool is_column) {
   static const std::unique_ptr<char[]> stacks(new char[kMaxThreads * kStackBytes]);  // only what is used takes memory
   const int32_t all = ctas * threads;
   if (all > kMaxThreads || threads % 32 != 0) fail("a cluster of too many threads, or of no whole warps");
@@ -358,13 +370,14 @@ void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)())
   mbarriers.clear();
   works.clear();
   writers.assign(shared_bytes / kGranule, 0);
-  free_registers = 0;
+  std::memset(free_registers, 0, sizeof(free_registers));
   rounds = 0;
   std::memset(shared_memory, kUnwritten, shared_bytes);
   body = thread;
   state ^= seed;
   blockDim.x = threads;
   num_ctas = ctas;
+  is_column_of_ctas = is_column;
   for (const Unit& unit : units()) unit.begin();
   for (int32_t i = 0; i < all; ++i) {
     Fiber& fiber = fibers[i];

@@ -158,7 +158,8 @@ int32_t unfenced_writer(uint32_t address, size_t bytes);
 void replace_shared(uint32_t address, size_t bytes);
 
 /// Runs `thread` as each thread of a cluster, in an order that depends on `seed`. Each CTA has a part of shared memory.
-void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)());
+/// is_column: the CTAs differ in blockIdx.y, from 0 on.
+void run_cluster(int32_t ctas, int32_t threads, uint32_t seed, void (*thread)(), bool is_column = false);
 
 /// Runs `thread` as each of a CTA's threads, in an order that depends on `seed`.
 void run_cta(int32_t block, int32_t blocks, int32_t threads, uint32_t seed, void (*thread)());

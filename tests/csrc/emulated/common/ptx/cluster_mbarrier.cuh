@@ -31,9 +31,26 @@ inline void cluster_mbarrier_arrive_expect(uint32_t mbarrier, uint32_t bytes) {
   emulation::mbarrier_add(mbarrier, 1, bytes);
 }
 
+inline void cluster_mbarrier_arrive(uint32_t mbarrier) {
+  emulation::mbarrier_add(mbarrier, 1, 0);
+  emulation::pause();
+}
+
 inline bool cluster_mbarrier_wait(uint32_t mbarrier) {
   emulation::mbarrier_wait(mbarrier, 0);
   return true;
+}
+
+/// Read and written at any time after the instruction.
+inline void copy_to_cta(uint32_t target, uint32_t from, uint32_t bytes, uint32_t mbarrier) {
+  if (bytes % 16 != 0) emulation::fail("a copy of no whole chunks");
+  if (emulation::unfenced_writer(from, bytes) >= 0) emulation::fail("a copy of what no fence.proxy.async has followed");
+  std::memset(shared_pointer(target, 16), emulation::kUnwritten, bytes);
+  emulation::replace_shared(target, bytes);
+  emulation::begin_work([=] {
+    std::memcpy(shared_pointer(target, 16), shared_pointer(from, 16), bytes);
+    emulation::mbarrier_add(mbarrier, 0, -static_cast<int64_t>(bytes));
+  });
 }
 
 }  // namespace attn::ptx

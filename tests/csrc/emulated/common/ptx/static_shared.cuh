@@ -11,4 +11,10 @@ char* static_shared() {
   return emulation::shared_memory + emulation::shared_bytes - kBytes;
 }
 
+/// Of a cluster each CTA has a part.
+inline char* own_shared(char* memory) {
+  const size_t part = emulation::shared_bytes / static_cast<size_t>(emulation::cluster_size());
+  return memory + static_cast<size_t>(emulation::cluster_rank()) * part;
+}
+
 }  // namespace attn::ptx

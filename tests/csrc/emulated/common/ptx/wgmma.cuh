@@ -42,7 +42,9 @@ struct DescribedMatrix {
   uint32_t stride_bytes;   // from 8 rows to the next
 
   explicit DescribedMatrix(uint64_t descriptor)
-      : start(field(descriptor, 0)), leading_bytes(field(descriptor, 16)), stride_bytes(field(descriptor, 32)) {
+      : start(of_own_cta(field(descriptor, 0))),
+        leading_bytes(field(descriptor, 16)),
+        stride_bytes(field(descriptor, 32)) {
     constexpr uint64_t kSwizzle128 = 1;
     if (descriptor >> 62 != kSwizzle128 || (descriptor >> 49 & 7) != 0)
       emulation::fail("only the swizzle of 128 bytes is emulated, without a base offset");
@@ -64,6 +66,12 @@ struct DescribedMatrix {
 
  private:
   static uint32_t field(uint64_t descriptor, int shift) { return (descriptor >> shift & 0x3fff) << 4; }
+  /// A descriptor has the lowest 18 bits of an address, and is of the CTA whose warp multiplies.
+  static uint32_t of_own_cta(uint32_t bits) {
+    const uint32_t part = static_cast<uint32_t>(emulation::shared_bytes) / emulation::cluster_size();
+    const uint32_t first = part * static_cast<uint32_t>(emulation::cluster_rank());
+    return first + ((bits - first) & 0x3ffff);
+  }
 };
 
 template <MmaType kType>
