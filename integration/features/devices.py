@@ -20,6 +20,7 @@ class Device:
     Attributes:
         arguments: of an engine's servers.
         environment: of all servers.
+        arguments_of_ranks, environment_of_ranks: further ones, of servers of several ranks.
         near_tie: the largest gap of one, where answers may part (natural log); None: all must be equal.
         largest_difference: of a token's log probability from transformers' float32.
     """
@@ -30,6 +31,7 @@ class Device:
     environment: dict[str, str]
     near_tie: float | None
     largest_difference: float
+    arguments_of_ranks: tuple[str, ...] = ()
     environment_of_ranks: dict[str, str] = field(default_factory=dict)
 
     def of(self, asks: tuple[str, ...]) -> Device:
@@ -82,6 +84,7 @@ GPU = Device(
     },
     # Without NVLink multicast, which a machine may lack, or the rights to it; nothing is measured here.
     environment={"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"},
+    arguments_of_ranks=("--disable-custom-all-reduce",),  # NCCL alone: the engines' own all-reduces want memory of the other GPU, which a container may refuse
     # transformers itself in bfloat16 on a CPU is up to 0.1 away from its float32 (root mean square 0.025), and parts from it at gaps of up to 0.07; where
     # 40 tokens of the context are missing, all answers part at once, at gaps of 0.07 to 5.
     near_tie=0.1,

@@ -93,7 +93,8 @@ class Served:
 
     def _start(self, run: Run, arguments: tuple[str, ...], port: str, name: Path, stack: ExitStack) -> Server:
         known = {"{folder}": str(self.folder), "{scratch}": str(name.parent), "{port}": port}
-        given = [*self.device.arguments[run.engine], *arguments, *run.on.get(self.device.name, ())]
+        of_ranks = self.device.arguments_of_ranks if run.ranks > 1 else ()
+        given = [*self.device.arguments[run.engine], *of_ranks, *arguments, *run.on.get(self.device.name, ())]
         for placeholder, value in known.items():
             given = [argument.replace(placeholder, value) for argument in given]
         environment = self.device.environment | run.environment | (self.device.environment_of_ranks if run.ranks > 1 else {})
