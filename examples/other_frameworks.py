@@ -76,9 +76,11 @@ def framework(name: str) -> ModuleType:
 
 
 def converted(name: str, given: dict[str, numpy.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Arrays of a framework; jax's on the host. numpy's cache and slots stand in for those of jax, which are not written, and not of 64 bits unless it is told so."""
-    kept, place = (("cache", "slots"), {"device": import_module("jax").devices("cpu")[0]}) if name == "jax" else ((), {})
-    return {key: array if key in kept else framework(name).asarray(array, **place) for key, array in given.items()}
+    """Arrays of a framework. jax's are on the host, where numpy's cache and slots stand in for them: jax's are not written, nor of 64 bits unless it is told so."""
+    if name != "jax":
+        return {key: framework(name).asarray(array) for key, array in given.items()}
+    host = import_module("jax").devices("cpu")[0]
+    return {key: array if key in ("cache", "slots") else framework(name).asarray(array, device=host) for key, array in given.items()}
 
 
 def on_host(array: Any) -> numpy.ndarray[Any, Any]:
