@@ -76,7 +76,7 @@ def framework(name: str) -> ModuleType:
 
 
 def converted(name: str, given: dict[str, numpy.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Arrays of a framework. jax's are on the host, where numpy's cache and slots stand in for them: jax's are not written, nor of 64 bits unless it is told so."""
+    """Arrays of a framework. jax's are on the host; numpy's cache and slots stand in there: jax's are not written, nor of 64 bits by default."""
     if name != "jax":
         return {key: framework(name).asarray(array) for key, array in given.items()}
     host = import_module("jax").devices("cpu")[0]

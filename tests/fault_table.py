@@ -27,6 +27,20 @@ CUBINS = ("tests/kernels/test_cubins.py",)
 
 FAULTS = (
     Fault(
+        "Hopper: pairs copy rows that are not fenced",
+        "csrc/attention/sm90/widening_copier.cuh",
+        "    ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
+        "    if constexpr (kCtas == 1) ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
+        ("tests/csrc/test_latent_kernels.py", "-k", "pairs_of_ctas"),
+    ),
+    Fault(
+        "Hopper: a slot of a pair is free when one CTA has freed it",
+        "csrc/attention/sm90/shared_memory.cuh",
+        "(kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps) * cluster_ctas());",
+        "kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps);",
+        ("tests/csrc/test_latent_kernels.py", "-k", "pairs_of_ctas"),
+    ),
+    Fault(
         "Hopper: Q that was converted is not fenced",
         "csrc/attention/sm90/consumer_base.cuh",
         "    ptx::fence_async_proxy();\n    sync_consumers<kLanes>();\n",
@@ -293,6 +307,20 @@ FAULTS = (
         "if torch.is_grad_enabled():",
         "if False:",
         ("tests/adapters/sglang/test_sglang_handed_over.py",),
+    ),
+    Fault(
+        "vLLM: drafts are verified by the plans of single tokens",
+        "attn_backend/adapters/vllm/compat.py",
+        "return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL",
+        "return mode.mixed_mode() != CUDAGraphMode.FULL",
+        ("tests/adapters/vllm/test_vllm_dcp.py",),
+    ),
+    Fault(
+        "vLLM: graphs of all batches are captured over single tokens",
+        "attn_backend/adapters/vllm/compat.py",
+        "return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL",
+        "return vllm_config.speculative_config is None",
+        ("tests/adapters/vllm/test_vllm_dcp.py",),
     ),
     Fault("vLLM: after_append always", "attn_backend/adapters/vllm/impl.py", "after_append=appended,", "after_append=True,", VLLM),
     Fault("vLLM: a window cuts the images of Gemma 3", "attn_backend/adapters/layer_variants.py", "return before | (", "return before & window >= 0 | (", VLLM),
