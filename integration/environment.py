@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -131,8 +132,8 @@ def make_environment(folder: Path, kind: str) -> Path:
 
 
 def step_hashes(steps: list[list[str]]) -> list[str]:
-    """A hash for each step, of it and all before it."""
-    digest = hashlib.sha256(TORCHVISION_SHIM.read_bytes() + sys.version.encode())
+    """A hash for each step, of it, all before it, and adapt_to_cpu()."""
+    digest = hashlib.sha256(TORCHVISION_SHIM.read_bytes() + inspect.getsource(adapt_to_cpu).encode() + sys.version.encode())
     hashes = []
     for requirements in steps:
         digest.update("\0".join(["", *requirements]).encode())

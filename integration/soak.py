@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,15 @@ def run(given: argparse.Namespace) -> bool:
     texts = TextMaker(model.folder, given.seed)
     if not texts.reads_text:
         raise ValueError(f"model: {given.model!r} has a tokenizer of made-up words, must be one whose tokenizer can spell JSON, such as smollm2")
-    requests = Requests(texts, given.seed)
+    requests, known = Requests(texts, given.seed), 0
+
+    def preemptions() -> int:
+        """Until now; of a server that does not answer any more, what it said last."""
+        nonlocal known
+        with suppress(RuntimeError):
+            known = engine.preemptions(server.url)
+        return known
+
     with ready_server(engine, launch, log, given.start_timeout_s) as server:
         before = server_tracebacks(log)
         with sampled(lambda: memory_of(server.process.pid, given.device), given.sample_every) as samples:
@@ -163,11 +172,11 @@ def run(given: argparse.Namespace) -> bool:
                 60 * given.minutes,
                 given.concurrency,
                 given.replay_every,
-                is_enough=lambda outcome: not not_seen(given, outcome, 1) and not not_seen(given, outcome, engine.preemptions(server.url)),
-                preemptions=lambda: engine.preemptions(server.url),
+                is_enough=lambda outcome: not not_seen(given, outcome, 1) and not not_seen(given, outcome, preemptions()),
+                preemptions=preemptions,
                 resting=given.concurrency // 4 if given.batch_invariant else 0,
             )
-        preempted = engine.preemptions(server.url)
+        preempted = preemptions()
         print(f"load done: {outcome.finished}, {len(outcome.errors)} errors, {preempted} preemptions; asking {len(outcome.kept)} again", flush=True)
         replays = replay(engine, server.url, outcome)
         tracebacks = server_tracebacks(log) - before

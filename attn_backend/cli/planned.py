@@ -112,7 +112,7 @@ class Planned:
         ctas = costs.ctas.double()
         shares = f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) {costs.balance:.3f}"
         rows, tokens, nodes = count(sum(batch.qo_lens), "row"), count(sum(batch.kv_lens), "token"), count(len(schedule.forest), "node")
-        of_any_cpu = " (tasks that its threads take one after another: as many on every CPU)" if target.num_ctas is None else ""
+        of_any_cpu = " (tasks that its threads take one after another: the same number on every CPU)" if target.num_ctas is None else ""
         where = f"{schedule.num_ctas} CTAs{of_any_cpu}, costs of {'a CPU' if target.costs == 'cpu' else f'the {target.costs} kernel'}"
         pages = f"{count(sum(map(self.pages, range(requests))), 'page')} of {batch.page_size}"
         return [

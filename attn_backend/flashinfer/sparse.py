@@ -32,14 +32,25 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     return torch.cat(rows) if rows else mask.reshape(-1)
 
 
+# FlashInfer's, with its defaults.
+_FORWARD_OPTIONS = {"pos_encoding_mode": "NONE", "use_fp16_qk_reduction": False} | dict.fromkeys(
+    ("logits_soft_cap", "rope_scale", "rope_theta", "scale_q", "scale_k", "scale_v")
+)
+
+
 class _Sparse(Wrapper):
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, backend=backend)
 
     run: Any  # of the subclass
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_options: Any, sm_scale: Scale | None = None, **_more: Any) -> Any:
-        """`run`, for code that was written before it."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, sm_scale: Scale | None = None, **options: Any) -> Any:
+        """`run`, for code that was written before it. Other options than sm_scale must be left at what they are by default: `plan` takes them."""
+        for name, value in options.items():
+            if name not in _FORWARD_OPTIONS:
+                raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+            if value != _FORWARD_OPTIONS[name]:
+                not_supported(f"{name} = {value!r} in forward() (plan takes it)")
         self._sm_scale = sm_scale
         return self.run(q, k, v)
 

@@ -52,7 +52,7 @@ class AttentionVariant:
         # of variants.params.SIZES: "batch" comes with each plan, "rows" with each run; they are looked at only if the variant has tensors for them
         self._sizes = dict(zip(("num_qo_heads", "num_kv_heads"), num_heads, strict=True))
         check_shapes(variant.params, {}, self._sizes)
-        self._has_batch, self._has_rows = (any(size in param.shape for param in variant.params) for size in ("batch", "rows"))
+        self._has_batch, self._has_rows = (any(size in (param.shape or ()) for param in variant.params) for size in ("batch", "rows"))
         self._shapes_hold = False  # of the last arguments, for the last plan
         self._kv_element = kv_element_of(kv_dtype, dtype)
         self._float8_q, self._float8_out = float8_q, float8_out

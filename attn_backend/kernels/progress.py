@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LINE_EVERY_S = 15.0  # where nothing moves
+LINE_EVERY_S = 15.0  # where no line moves
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def shown(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on stdout what happens for minutes, and since when: by a moving line on a terminal, by a plain line now and then elsewhere.
+    """Shows on stdout what happens for minutes, and since when: by a moving line on a terminal, by a plain line now and then elsewhere and in other threads.
 
     Gives a function that takes what happens from now on ("requests 3 of 32"); `who` stands before it.
     """
@@ -58,7 +58,7 @@ def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
 
     with contextlib.ExitStack() as stack:
         show, every_s = (lambda: print(line(), flush=True)), LINE_EVERY_S
-        if sys.stdout.isatty() and find_spec("rich") is not None:
+        if sys.stdout.isatty() and find_spec("rich") is not None and threading.current_thread() is threading.main_thread():
             from rich.console import Console
             from rich.text import Text
 

@@ -236,7 +236,8 @@ def sample_from_probs(
     out: torch.Tensor | None = None,
     row_ctas: int = 0,
 ) -> Samples:
-    """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalised. The rest as in `sample`.
+    """Draws one token for each row of `probs`: float32 [batch, vocab], or bfloat16 or float16 by a copy in float32, not necessarily normalised. The rest as in
+    `sample`.
 
     rows: int32 or int64 [batch]: the row of probs that each token is drawn from, which may then have any number of rows; nothing is copied. A row that does
     not exist is the nearest that does.
@@ -256,7 +257,7 @@ def sample_from_probs(
         "sample",
         _kernel("probs", device),
         row_ctas,
-        values=probs,
+        values=_in_32_bits("probs", probs),
         of_probs=True,
         joint=_is_joint(filter_order),
         tempered_logprobs=False,
@@ -273,10 +274,15 @@ def sample_from_probs(
     return samples
 
 
+def _in_32_bits(name: str, probs: torch.Tensor) -> torch.Tensor:
+    """A copy of probabilities of 16 bits. Other dtypes stay, and are refused where they are wrong."""
+    has_16_bits = isinstance(probs, torch.Tensor) and probs.dtype in (torch.float16, torch.bfloat16)
+    return check_plain(name, probs).float() if has_16_bits else probs
+
+
 def _renormalised(probs: torch.Tensor, row_ctas: int, **filters: Any) -> torch.Tensor:
-    if not isinstance(probs, torch.Tensor) or probs.dtype not in (torch.float16, torch.bfloat16):
-        return _write_rows("kRenorm", row_ctas, probs=probs, **filters)
-    return _write_rows("kRenorm", row_ctas, probs=check_plain("probs", probs).float(), **filters).to(probs.dtype)
+    out = _write_rows("kRenorm", row_ctas, probs=_in_32_bits("probs", probs), **filters)
+    return out if out.dtype == probs.dtype else out.to(probs.dtype)
 
 
 def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0) -> torch.Tensor:
@@ -347,9 +353,9 @@ def chain_speculative_sampling(
     and after the last, if all were accepted, from the target.
 
     Args:
-        draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
+        draft_probs: float32, or bfloat16 or float16 by a copy in float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
         draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never accepted.
-        target_probs: float32 [batch, num_draft_tokens + 1, vocab], contiguous.
+        target_probs: the same, [batch, num_draft_tokens + 1, vocab], contiguous.
         seed: of the requests.
         position: of their first draft token.
         generator: as in `sample`.
@@ -368,9 +374,9 @@ def chain_speculative_sampling(
         "speculate",
         _kernel("speculative", device),
         row_ctas,
-        draft_probs=draft_probs,
+        draft_probs=_in_32_bits("draft_probs", draft_probs),
         draft_token_ids=draft_token_ids,
-        target_probs=target_probs,
+        target_probs=_in_32_bits("target_probs", target_probs),
         seed=seed,
         position=position,
         token_ids=samples.token_ids,

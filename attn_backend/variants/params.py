@@ -63,7 +63,8 @@ class Param(BaseModel):
         ndim: of a tensor, 0 to 8; default 1. None for a number.
         value: what it is bound to; None: it is given to every `run`.
         shape: of a tensor, instead of ndim: for each dimension what it has an element for: "num_qo_heads", "num_kv_heads", "batch" (requests of the plan, or
-            row groups of a level) or "rows" (of Q); None: something else. A tensor that is shorter there is refused, one that is longer is not.
+            row groups of a level, those of no rows included) or "rows" (of Q, padding included); None: something else. A tensor that is shorter there is
+            refused, one that is longer is not.
 
     Raises:
         ValueError: an argument that is not as above, named with its value and what it must be.
@@ -75,10 +76,10 @@ class Param(BaseModel):
     dtype: Any
     ndim: int | None = Field(None, ge=0, le=MAX_DIMS)
     value: Any = Field(None, repr=False)
-    shape: tuple[str | None, ...] = ()
+    shape: tuple[str | None, ...] | None = None
 
     def __init__(
-        self, name: str, dtype: Dtype, ndim: int | None = None, value: Tensor | float | int | None = None, shape: tuple[str | None, ...] = ()
+        self, name: str, dtype: Dtype, ndim: int | None = None, value: Tensor | float | int | None = None, shape: tuple[str | None, ...] | None = None
     ) -> None:  # fmt: skip
         try:
             super().__init__(name=name, dtype=dtype, ndim=ndim, value=value, shape=shape)
@@ -95,11 +96,11 @@ class Param(BaseModel):
             )
         if isinstance(dtype, type) and ndim is not None:
             raise ValueError(f"ndim of {name!r} is {describe(ndim)}, must be None for a number")
-        if shape:
+        if shape is not None:
             if not isinstance(shape, tuple) or any(size is not None and size not in SIZES for size in shape):
                 raise ValueError(f"shape of {name!r} is {describe(shape)}, must be a tuple of None and {', '.join(map(repr, SIZES))}")
             if isinstance(dtype, type) or ndim not in (None, len(shape)):
-                must_be = "() for a number" if isinstance(dtype, type) else f"of ndim = {describe(ndim)} dimensions"
+                must_be = "None for a number" if isinstance(dtype, type) else f"of ndim = {describe(ndim)} dimensions"
                 raise ValueError(f"shape of {name!r} is {describe(shape)}, must be {must_be}")
             ndim = len(shape)
         return {**fields, "ndim": 1 if ndim is None and not isinstance(dtype, type) else ndim}
@@ -231,7 +232,7 @@ def check_shapes(params: Sequence[Param], args: Mapping[str, Any], sizes: Mappin
     """Refuses tensors that are shorter than their parameters say. args: checked values of those that are not bound. sizes: those of SIZES that are known."""
     for param in params:
         value = args.get(param.name) if param.value is None else param.value
-        dims = [size or "any" for size in param.shape]
+        dims = [size or "any" for size in param.shape or ()]
         if dims and value is not None and any(has < sizes.get(size, 0) for has, size in zip(value.shape, dims, strict=True)):
             name = f"variant_args[{param.name!r}]" if param.value is None else f"value of {param.name!r}"
             least = ", ".join(f"{size} = {sizes[size]}" if size in sizes else size for size in dims)

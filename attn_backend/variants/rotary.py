@@ -82,7 +82,7 @@ def rope_at(frequencies: Tensor, q_positions: Tensor | None = None, kv_positions
         return kv_positions[b, kv_idx]  # type: ignore[index]
 
     params = (
-        Param("q_positions", torch.int32, value=q_positions, shape=("rows",)),
+        Param("q_positions", torch.int32, value=q_positions),  # not for the rows of Q that are padding
         Param("kv_positions", torch.int32, value=kv_positions, shape=("batch", None)),
     )
     places = ("q_positions(row.row)", "kv_positions(token.request, token.position)")

@@ -84,8 +84,8 @@ struct KernelDesign {
   bool (*halves_row_tiles)(HeadDims dims, int32_t group_size) = [](HeadDims /*dims*/, int32_t /*group_size*/) {
     return false;
   };
-  /// Whether these two CTAs are a cluster, which takes the same pairs.
-  bool (*forms_pairs)(int32_t kv_element_bytes) = [](int32_t /*kv_element_bytes*/) { return false; };
+  /// Whether these two CTAs are a cluster, which takes the same (row tile, KV head) pairs.
+  bool (*forms_clusters)(int32_t kv_element_bytes) = [](int32_t /*kv_element_bytes*/) { return false; };
   int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);  // tokens of a KV tile
   const char* kernels[kMaxDesignKernels];  // names of their cubins among KernelFiles; nullptr: there are fewer
   int32_t (*threads)(HeadDims dims);       // of a CTA

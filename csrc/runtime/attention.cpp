@@ -383,7 +383,7 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
     TVM_FFI_THROW(MissingKernelError) << (float8_out ? kFloat8Out : "") << design_.kernels[kernel];
   const uint32_t halves = static_cast<uint32_t>(ctas_of_interval(config_, design_));
   driver::Launch attention{ctas, halves, static_cast<uint32_t>(design_.threads(config_.dims())), true};
-  if (halves > 1 && design_.forms_pairs(bytes_of(config_.kv_dtype))) attention.cluster_y = halves;
+  if (halves > 1 && design_.forms_clusters(bytes_of(config_.kv_dtype))) attention.cluster_y = halves;
   driver::launch(kernels.attention[kernel], attention, &arguments, stream);
   driver::Launch merge{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, true};
   merge.grid_z = static_cast<uint32_t>(ceil_div(params.v_columns, kMergeColumns));

@@ -59,17 +59,17 @@ FEATURES = (
     Feature("LoRA", Cell(("vllm-lora",)), Cell(("sglang-lora",))),
     Feature(
         "KV in host memory (OffloadingConnector, HiCache)",
-        Cell(("vllm-offloading",), no_cpu="`vllm/v1/kv_offload/cpu/spec.py`, line 201, wants a GPU"),
+        Cell(("vllm-offloading",), no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) wants a GPU"),
         Cell(
             (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded", "sglang-hicache"),
-            no_cpu="it asks CUDA's runtime to pin memory, `sglang/srt/mem_cache/pool_host/common.py`, line 178",
+            no_cpu="it asks CUDA's runtime to pin memory, `sglang/srt/mem_cache/pool_host/common.py` (0.5.23)",
         ),
     ),
     Feature("KV connector to a folder (ExampleConnector)", Cell(("vllm-pipeline", "vllm-folder")), NO_OPTION),
     Feature(
         "prefill and decode on two servers (PD)",
         Cell(("vllm-nixl",), "works, through NIXL"),
-        Cell(("sglang-nixl",), "works, through NIXL", no_cpu="`sglang/srt/disaggregation/nixl/conn.py`, line 206, takes the memory of pools for that of a GPU"),
+        Cell(("sglang-nixl",), "works, through NIXL", no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) takes the memory of pools for that of a GPU"),
     ),
     Feature(
         "halves of a step that overlap (DBO, TBO)",

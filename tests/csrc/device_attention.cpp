@@ -122,8 +122,8 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   const int32_t halves = design.halves_row_tiles(dims, params.group_size.divisor) ? 2 : 1;
-  const bool in_pairs = halves > 1 && design.forms_pairs(bytes_of(kv_dtype));
-  const int32_t ctas_of_cluster = in_pairs ? halves : 1;
+  const bool in_cluster = halves > 1 && design.forms_clusters(bytes_of(kv_dtype));
+  const int32_t ctas_of_cluster = in_cluster ? halves : 1;
   std::vector<int32_t> order(static_cast<size_t>(params.num_ctas * halves / ctas_of_cluster));
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
@@ -134,7 +134,7 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
     gridDim.x = params.num_ctas;
     emulation::run_cluster(
         ctas_of_cluster, design.threads(dims), seed,
-        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); }, in_pairs);
+        [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); }, in_cluster);
     const size_t part = sizeof(shared) / static_cast<size_t>(ctas_of_cluster);
     for (char* begin = shared; begin < std::end(shared); begin += part) {
       if (std::any_of(begin + bytes, begin + part - emulation::static_bytes,

@@ -71,7 +71,13 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def run_soak(monkeypatch, tmp_path):
     """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds more;
-    `preempted`: what it counts at each look at its preemptions."""
+    `preempted`: what it counts at each look at its preemptions; None: it does not answer."""
+
+    def counted(preempted):
+        count = next(preempted) if preempted else 3
+        if count is None:
+            raise RuntimeError("the server does not answer")
+        return count
 
     def run(fault="", *arguments, grows=0.0, preempted=None, traceback=False, spells_json=True):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
@@ -83,7 +89,7 @@ def run_soak(monkeypatch, tmp_path):
         found = itertools.count(100.0, grows)
         monkeypatch.setattr(soak, "memory_of", lambda pid, device: next(found))
         monkeypatch.setattr(soak, "smallest_gap", lambda engine, url, request: 0.0125)
-        monkeypatch.setattr(type(ENGINES["vllm"]), "preemptions", lambda self, url: next(preempted) if preempted else 3)
+        monkeypatch.setattr(type(ENGINES["vllm"]), "preemptions", lambda self, url: counted(preempted))
 
         @contextlib.contextmanager
         def ready_server(engine, launch, log, timeout_s):
@@ -117,6 +123,11 @@ def test_a_server_that_holds_out(run_soak, tmp_path, capsys):
 def test_the_load_goes_on_until_a_request_was_preempted(run_soak, capsys):
     assert run_soak(preempted=itertools.chain(itertools.repeat(0, 5), itertools.repeat(1)))
     assert "all holds" in capsys.readouterr().out
+
+
+def test_a_server_that_stops_answering_is_still_reported(run_soak, tmp_path):
+    assert run_soak(preempted=itertools.chain([2], itertools.repeat(None)))
+    assert json.loads((tmp_path / "results" / "soak.json").read_text())["preempted"] == 2
 
 
 @pytest.mark.parametrize(

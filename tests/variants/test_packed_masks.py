@@ -43,6 +43,14 @@ def test_true_is_what_is_not_zero(device: torch.device) -> None:
     assert segment_packbits(x, torch.tensor([0, 3, 9], device=device), "little")[0].tolist() == [0b110, 0b101000]
 
 
+def test_segments_may_begin_later(device: torch.device) -> None:
+    x = torch.randint(0, 2, (40,), device=device).bool()
+    late, indptr = segment_packbits(x, torch.tensor([5, 8, 30], device=device))
+    first, of_first = segment_packbits(x[5:], torch.tensor([0, 3, 25]))
+    assert torch.equal(late, first)
+    assert torch.equal(indptr, of_first)
+
+
 def test_refusals() -> None:
     x, indptr = torch.zeros(4, dtype=torch.bool), torch.tensor([0, 4])
     for call, message in (
@@ -51,6 +59,8 @@ def test_refusals() -> None:
         (lambda: packbits(x, "middle"), "bitorder is .middle., must be 'big' or 'little'"),  # type: ignore[arg-type]
         (lambda: segment_packbits(x, indptr.float()), "indptr is a float32 tensor"),
         (lambda: segment_packbits(x, indptr[:0]), "indptr is an int64 tensor .*, must be of at least one element"),
+        (lambda: segment_packbits(x, torch.tensor([0, 3, 2])), r"indptr is \[0, 3, 2\], must be 0 or more first, and then never less than before"),
+        (lambda: segment_packbits(x, indptr - 1), r"indptr is \[-1, 3\], must be 0 or more first"),
         (lambda: segment_packbits(x[:3], indptr), r"indptr\[-1\] is 4, must be at most len\(x\) = 3"),
     ):
         with pytest.raises(ValueError, match=message):

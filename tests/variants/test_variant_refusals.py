@@ -356,3 +356,7 @@ def test_builtins_check_their_arguments() -> None:
 @pytest.mark.parametrize("name", [*HOOKS, "row", "kv_position", "class"])
 def test_a_parameter_may_be_named_like_what_means_something_in_cpp(name: str) -> None:
     assert Param(name, torch.float32).cpp_name == f"{name}_"
+
+
+def test_a_shape_without_dimensions_is_a_shape() -> None:
+    assert Param("x", torch.float32, shape=()).ndim == 0

@@ -116,7 +116,7 @@ def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tenso
 
 def captures_single_tokens_alone(vllm_config: VllmConfig) -> bool:
     """Whether full CUDA graphs, if there are any, serve no batches but those whose requests have one token each."""
-    mode = vllm_config.compilation_config.cudagraph_mode  # the engine decides it after builders are made
+    mode = vllm_config.compilation_config.cudagraph_mode  # asked at each build: runner V2 decides it after builders are made
     return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL
 
 

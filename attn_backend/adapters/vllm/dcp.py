@@ -76,7 +76,7 @@ class ContextParallel:
             options: of both runs.
         """
         step = KVCache.from_ragged(k, v)
-        if not has_context and not is_captured(q.device):
+        if not has_context and not single_tokens and not is_captured(q.device):
             new_tokens.run(q, step, out=out, **options)
             return
         q_of_all = self._group.all_gather(q.contiguous(), dim=1)

@@ -30,7 +30,7 @@ template <class Traits, template <class> class Copier>
 __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   extern __shared__ __align__(1024) char memory[];
   using Shared = SharedMemory<Traits>;
-  const Shared shared(kMayBePair<Traits> ? ptx::own_shared(memory) : memory);
+  const Shared shared(kMayBeCluster<Traits> ? ptx::own_shared(memory) : memory);
   if (threadIdx.x >= kProducerThreads) {  // the consumers have nothing to compute yet
     prefetch_code(params.code, threadIdx.x - kProducerThreads);
     prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
@@ -52,8 +52,8 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   if (threadIdx.x == 0) {
     shared.init_barriers(Copier<Traits>::kGathers ? 32 : 1);
   }
-  const bool is_pair = Shared::cluster_ctas() > 1;
-  if (is_pair)
+  const bool in_cluster = Shared::cluster_ctas() > 1;
+  if (in_cluster)
     ptx::cluster_arrive();
   else
     __syncthreads();
@@ -65,12 +65,12 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
     ptx::wait_for_previous_grid();  // every CTA waits, so that later grids may rely on the grids before this one
     return;
   }
-  if (is_pair) ptx::cluster_wait();  // for the barriers of both CTAs
+  if (in_cluster) ptx::cluster_wait();  // for the barriers of both CTAs
 
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<kTuning<Traits>.producer_registers>();
-    if constexpr (kMayBePair<Traits>) {
-      if (is_pair) return produce<Traits, WideningCopier<Traits, 2>>(params, shared, cursor);
+    if constexpr (kMayBeCluster<Traits>) {
+      if (in_cluster) return produce<Traits, WideningCopier<Traits, 2>>(params, shared, cursor);
     }
     produce<Traits, Copier<Traits>>(params, shared, cursor);
   } else if constexpr (is_wide(Traits::Shape::kDims)) {

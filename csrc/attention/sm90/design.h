@@ -152,7 +152,7 @@ constexpr KernelDesign make_design() {
   design.halves_row_tiles = [](HeadDims dims, int32_t group_size) {
     return is_latent(dims) && group_size % (2 * tuning(dims).q_rows()) == 0;
   };
-  design.forms_pairs = [](int32_t kv_element_bytes) { return kv_element_bytes == 1; };
+  design.forms_clusters = [](int32_t kv_element_bytes) { return kv_element_bytes == 1; };
   design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";

@@ -159,7 +159,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
     look_up();
   }
   if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem{}, q_place);
-  if constexpr (kMayBePair<Traits>) copier.wait_for_other(shared, place);
+  if constexpr (kMayBeCluster<Traits>) copier.wait_for_other(shared, place);
   ptx::cp_async_wait<0>();
 }
 

@@ -107,13 +107,13 @@ struct SharedMemory {
 
   /// CTAs that widen KV tiles for each other.
   __device__ __forceinline__ static uint32_t cluster_ctas() {
-    if constexpr (kMayBePair<Traits>) return ptx::cluster_size();
+    if constexpr (kMayBeCluster<Traits>) return ptx::cluster_size();
     return 1;
   }
 
   /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
   /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once. A part of wide
-  /// heads is freed by the one warpgroup that reads it last, in a cluster those of all CTAs.
+  /// heads is freed by the one warpgroup that reads it last; in a cluster that of every CTA arrives.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
@@ -157,7 +157,8 @@ struct SharedMemory {
   __device__ __forceinline__ void arrive_transformed() const { arrive_as_warp(transformed(), 1); }
   __device__ __forceinline__ void wait_transformed(uint32_t parity) const { ptx::mbarrier_wait(transformed(), parity); }
 
-  /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps.
+  /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps. In a cluster, which only wide
+  /// heads form, each warp arrives for itself, at all CTAs.
   __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }
   __device__ __forceinline__ void free_kv(const KvPlace& place, uint32_t warps) const {
     if (cluster_ctas() == 1) return arrive_as_warp(kv_free(place.slot), warps);

@@ -39,7 +39,7 @@ constexpr bool kTakesLastFirst = kTuning<Traits>.keeps_maxima && VariantHooks<ty
 
 /// Whether the two CTAs that have the halves of row tiles are a cluster, and widen KV tiles for each other.
 template <class Traits>
-constexpr bool kMayBePair = Traits::kIsLatent && Traits::kWidensOnLoad;
+constexpr bool kMayBeCluster = Traits::kIsLatent && Traits::kWidensOnLoad;
 
 /// Whether row tiles for wgmma multiply 8-bit elements (float8_consumer.cuh): where weights are probabilities, whose
 /// range is known, and neither Q nor the cache is rewritten.

@@ -53,7 +53,8 @@ __device__ __forceinline__ void cluster_mbarrier_arrive_expect(uint32_t mbarrier
 #endif
 }
 
-/// Arrives at an mbarrier of the cluster. Relaxed: it orders no writes, and what has been read has been read.
+/// Arrives at an mbarrier of the cluster, and orders nothing: only for who has finished its reads by wgmma or by bulk
+/// copies. After ld or ldmatrix it would have to release, and the waiter to acquire, at the scope of the cluster.
 __device__ __forceinline__ void cluster_mbarrier_arrive(uint32_t mbarrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
