@@ -75,6 +75,8 @@ def check_plain(name: str, tensor: object) -> Tensor:
     """Refuses a tensor whose elements do not lie in memory as its handle says, and one that requires a gradient, which is not computed."""
     if not isinstance(tensor, Tensor):
         refuse(name, tensor, "a tensor")
+    if torch.compiler.is_compiling():  # what is traced stands for tensors that the library looks at when it runs
+        return tensor
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         refuse(name, tensor, "a dense tensor: strided, not quantized, not nested")
     if tensor.is_neg() or tensor.is_conj():

@@ -179,6 +179,17 @@ def test_block_sparse(device: str, has_mask: bool) -> None:
     check(wrapper.run(q.to(device), k.to(device), v.to(device), return_lse=True), expected)
 
 
+def test_what_forward_of_blocks_would_ignore_is_refused() -> None:
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace("cpu"))
+    wrapper.plan(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), 4, 5, 4, 5, 4, 2, 64)
+    q, k, v = (torch.randn(n, heads, 64).half() for n, heads in ((4, 4), (5, 2), (5, 2)))
+    assert torch.equal(wrapper.forward(q, k, v, logits_soft_cap=None), wrapper.run(q, k, v))
+    with pytest.raises(NotImplementedError, match=r"logits_soft_cap = 1.0 in forward\(\) \(plan takes it\)"):
+        wrapper.forward(q, k, v, logits_soft_cap=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        wrapper.forward(q, k, v, nonsense=1)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_of_any_size(device: str) -> None:
     torch.manual_seed(0)

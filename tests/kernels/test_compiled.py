@@ -37,7 +37,7 @@ class Layer(torch.nn.Module):
         self.norm = torch.nn.Parameter(torch.randn(HEAD_DIM, device=device).bfloat16())
 
     def forward(self, x: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Samples]:
-        kv = KVCache.unchecked(*cache.unbind(1))
+        kv = KVCache.from_tensor(cache)
         q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         if self.fused:
             q = append_qkv(q, k, v, kv, slots, rotary=self.rotary, positions=positions, q_norm=self.norm, k_norm=self.norm)
@@ -88,7 +88,7 @@ def test_a_variant_with_arguments(device: torch.device) -> None:
     slopes = builtin.alibi_slopes(HEADS).to(device)
 
     def attend(q: Tensor, cache: Tensor, slopes: Tensor) -> Tensor:
-        return made.run(q + q, KVCache.unchecked(*cache.unbind(1)), variant_args={"slopes": slopes}) + 1
+        return made.run(q + q, KVCache.from_tensor(cache), variant_args={"slopes": slopes}) + 1
 
     assert torch.equal(attend(q, cache, slopes), torch.compile(attend, fullgraph=True)(q, cache, slopes))
 
@@ -103,7 +103,7 @@ def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
     slots, scale = torch.arange(rows, device=device), torch.tensor([0.5, 2.0], device=device)
 
     def layer(q: Tensor, k: Tensor, k_cache: Tensor, v_cache: Tensor, scale: Tensor) -> Tensor:
-        kv = KVCache.unchecked(k_cache, v_cache, 0.25, scale)
+        kv = KVCache.from_pair(k_cache, v_cache, k_scale=0.25, v_scale=scale)
         append_kv(k, k[..., :32], kv, slots)
         return made.run(q, kv)
 
@@ -126,11 +126,11 @@ def test_queries_of_8_bits(device: torch.device, of_heads: bool) -> None:
     q_scale = torch.tensor([0.5, 2.0], device=device) if of_heads else 0.7
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return made.run(q, KVCache.unchecked(k, v), q_scale=q_scale) * 2
+        return made.run(q, KVCache.from_pair(k, v), q_scale=q_scale) * 2
 
     eager = attend(q, k, v)
     assert eager.dtype == torch.bfloat16
-    assert not torch.equal(eager, made.run(q, KVCache.unchecked(k, v)) * 2)
+    assert not torch.equal(eager, made.run(q, KVCache.from_pair(k, v)) * 2)
     assert torch.equal(eager, torch.compile(attend, fullgraph=True)(q, k, v))
 
 
@@ -141,7 +141,7 @@ def test_values_of_another_width(device: torch.device) -> None:
     k, v = (torch.randn(8, PAGE, KV_HEADS, width, device=device).bfloat16() for width in (HEAD_DIM, 40))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return made.run(q, KVCache.unchecked(k, v)) * 2
+        return made.run(q, KVCache.from_pair(k, v)) * 2
 
     eager = attend(q, k, v)
     assert eager.shape == (sum(QO_LENS), HEADS, 40)
