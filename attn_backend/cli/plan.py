@@ -25,7 +25,7 @@ a batch (.json): one object, for instance {"qo_lens": [1, 1], "kv_lens": [64, 70
   page_size     tokens (16)
   heads         "QO/KV", query and KV heads ("32/8")
   head_dim      (128)
-  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads take one after another, as many on every CPU)
+  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads take one after another, the same number on every CPU)
   costs         whose tiles and costs: of a kernel for GPUs, "hopper" or "generic", or of a "cpu" ("hopper")
   causal        true: a row sees the tokens up to its position; false: all (true)
   window_left   tokens before its position that a row sees at most; -1: no limit (-1)

@@ -32,25 +32,32 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     return torch.cat(rows) if rows else mask.reshape(-1)
 
 
-# FlashInfer's, with its defaults.
-_FORWARD_OPTIONS = {"pos_encoding_mode": "NONE", "use_fp16_qk_reduction": False} | dict.fromkeys(
-    ("logits_soft_cap", "rope_scale", "rope_theta", "scale_q", "scale_k", "scale_v")
-)
-
-
 class _Sparse(Wrapper):
     def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, backend=backend)
 
     run: Any  # of the subclass
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, sm_scale: Scale | None = None, **options: Any) -> Any:
-        """`run`, for code that was written before it. Other options than sm_scale must be left at what they are by default: `plan` takes them."""
-        for name, value in options.items():
-            if name not in _FORWARD_OPTIONS:
-                raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
-            if value != _FORWARD_OPTIONS[name]:
-                not_supported(f"{name} = {value!r} in forward() (plan takes it)")
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sm_scale: Scale | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+    ) -> Any:
+        """`run`, for code that was written before it. Options that change the result are those of `plan`; use_fp16_qk_reduction is not used."""
+        refuse_given(logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        if pos_encoding_mode != "NONE":
+            not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} of forward()")
         self._sm_scale = sm_scale
         return self.run(q, k, v)
 

@@ -354,7 +354,7 @@ def test_costs_of_a_cpu(capsys: Capture) -> None:
     assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu", "--head-dim", "40", "--num-ctas", "4"]) == 0
     assert "head_dim 40, 4 CTAs, costs of a CPU" in capsys.readouterr().out
     assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu"]) == 0
-    assert "head_dim 128, 32 CTAs (tasks that its threads take one after another: as many on every CPU), costs of a CPU" in capsys.readouterr().out
+    assert "head_dim 128, 32 CTAs (tasks that its threads take one after another: the same number on every CPU), costs of a CPU" in capsys.readouterr().out
 
 
 def test_trace_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:

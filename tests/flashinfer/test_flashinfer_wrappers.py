@@ -184,10 +184,12 @@ def test_what_forward_of_blocks_would_ignore_is_refused() -> None:
     wrapper.plan(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), 4, 5, 4, 5, 4, 2, 64)
     q, k, v = (torch.randn(n, heads, 64).half() for n, heads in ((4, 4), (5, 2), (5, 2)))
     assert torch.equal(wrapper.forward(q, k, v, logits_soft_cap=None), wrapper.run(q, k, v))
-    with pytest.raises(NotImplementedError, match=r"logits_soft_cap = 1.0 in forward\(\) \(plan takes it\)"):
+    with pytest.raises(NotImplementedError, match="the argument logits_soft_cap is not supported"):
         wrapper.forward(q, k, v, logits_soft_cap=1.0)
+    with pytest.raises(NotImplementedError, match="pos_encoding_mode = 'ROPE_LLAMA'"):
+        wrapper.forward(q, k, v, pos_encoding_mode="ROPE_LLAMA")
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-        wrapper.forward(q, k, v, nonsense=1)
+        wrapper.forward(q, k, v, nonsense=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("device", DEVICES)

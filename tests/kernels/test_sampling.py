@@ -345,7 +345,7 @@ def test_refuses(device: torch.device) -> None:
         ("target_probs", lambda: chain_speculative_sampling(logits, logits, logits)),
         ("filter_order", lambda: sample(logits, filter_order="top_p_first")),  # type: ignore[arg-type]
         ("logprobs_of", lambda: sample(logits, logprobs_of="probs")),  # type: ignore[arg-type]
-        ("probs", lambda: sample_from_probs(logits.half())),
+        ("probs", lambda: sample_from_probs(logits.double())),
     ]:
         with pytest.raises(ValueError, match=rf"^{argument}\b.* is .*, must be "):
             call()

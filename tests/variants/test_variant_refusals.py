@@ -227,7 +227,7 @@ def use_slopes(score, b, h, q_idx, kv_idx):
             {"slopes": (torch.float32, ("heads",))},
             "tensors['slopes']: shape of 'slopes' is ('heads',), must be a tuple of None and 'num_qo_heads', 'num_kv_heads', 'batch', 'rows'",
         ),
-        ({"slopes": (float, ("batch",))}, "tensors['slopes']: shape of 'slopes' is ('batch',), must be () for a number"),
+        ({"slopes": (float, ("batch",))}, "tensors['slopes']: shape of 'slopes' is ('batch',), must be None for a number"),
         (["slopes"], "tensors[0] is 'slopes', must be a Param"),
     ],
 )
