@@ -275,9 +275,9 @@ def sample_from_probs(
 
 
 def _in_32_bits(name: str, probs: torch.Tensor) -> torch.Tensor:
-    """A copy of probabilities of 16 bits. Other dtypes stay, and are refused where they are wrong."""
-    has_16_bits = isinstance(probs, torch.Tensor) and probs.dtype in (torch.float16, torch.bfloat16)
-    return check_plain(name, probs).float() if has_16_bits else probs
+    """A copy of probabilities of 16 bits. Others stay, and are refused where they are wrong."""
+    is_tensor = type(probs) in (torch.Tensor, torch.nn.Parameter)
+    return check_plain(name, probs).float() if is_tensor and probs.dtype in (torch.float16, torch.bfloat16) else probs
 
 
 def _renormalised(probs: torch.Tensor, row_ctas: int, **filters: Any) -> torch.Tensor:
@@ -353,9 +353,9 @@ def chain_speculative_sampling(
     and after the last, if all were accepted, from the target.
 
     Args:
-        draft_probs: float32, or bfloat16 or float16 by a copy in float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
+        draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
         draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never accepted.
-        target_probs: the same, [batch, num_draft_tokens + 1, vocab], contiguous.
+        target_probs: float32 [batch, num_draft_tokens + 1, vocab], contiguous.
         seed: of the requests.
         position: of their first draft token.
         generator: as in `sample`.
@@ -374,9 +374,9 @@ def chain_speculative_sampling(
         "speculate",
         _kernel("speculative", device),
         row_ctas,
-        draft_probs=_in_32_bits("draft_probs", draft_probs),
+        draft_probs=draft_probs,
         draft_token_ids=draft_token_ids,
-        target_probs=_in_32_bits("target_probs", target_probs),
+        target_probs=target_probs,
         seed=seed,
         position=position,
         token_ids=samples.token_ids,

@@ -278,15 +278,9 @@ def test_renormalised_probabilities_of_16_bits(device: torch.device, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_draws_from_probabilities_of_16_bits(device: torch.device, dtype: torch.dtype) -> None:
     """Those of the same numbers in float32."""
-    generator = torch.Generator().manual_seed(11)
-    probs = torch.softmax(torch.randn(12, 700, generator=generator), -1).to(device, dtype)
+    probs = torch.softmax(torch.randn(12, 700, generator=torch.Generator().manual_seed(11)), -1).to(device, dtype)
     seed = torch.arange(12, device=device)
     assert torch.equal(sample_from_probs(probs, top_p=0.9, seed=seed).token_ids, sample_from_probs(probs.float(), top_p=0.9, seed=seed).token_ids)
-    draft, target = probs[:4].view(2, 2, 700), probs[4:10].view(2, 3, 700)
-    tokens = torch.randint(0, 700, (2, 2), generator=generator).to(device)
-    found, exact = (chain_speculative_sampling(d, tokens, t, seed=seed[:2]) for d, t in ((draft, target), (draft.float(), target.float())))
-    assert torch.equal(found.token_ids, exact.token_ids)
-    assert torch.equal(found.num_accepted, exact.num_accepted)
 
 
 def test_probabilities_that_are_none(device: torch.device) -> None:
