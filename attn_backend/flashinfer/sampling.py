@@ -233,10 +233,15 @@ def chain_speculative_sampling(
     """
     batch = target_probs.shape[0]
     draw_seed, position = _draws(batch, target_probs.device, generator, seed, offset, _MAX_DRAFT_BITS)
-    found = kernels.chain_speculative_sampling(draft_probs, draft_token_ids, target_probs, seed=draw_seed, position=position)
+    found = kernels.chain_speculative_sampling(_in_32_bits(draft_probs), draft_token_ids, _in_32_bits(target_probs), seed=draw_seed, position=position)
     counts = (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
     accepted, emitted = (found.num_accepted.clone() if count is None else count.add_(found.num_accepted) for count in counts)
     return found.token_ids, accepted, emitted
+
+
+def _in_32_bits(probs: Tensor) -> Tensor:
+    """A copy of probabilities of 16 bits, as FlashInfer makes it."""
+    return probs.float() if probs.dtype in (torch.float16, torch.bfloat16) else probs
 
 
 def draw_from_probs(
@@ -271,7 +276,7 @@ def draw_from_probs(
         filters["top_k"] = _whole(filters["top_k"])
     out = None if indices is None else torch.empty(batch, dtype=indices.dtype, device=probs.device)
     options = {"rows": indices, "filter_order": filter_order, "seed": draw_seed, "position": position, "out": out, **filters}
-    samples = kernels.sample_from_probs(probs, **options)  # type: ignore[arg-type]
+    samples = kernels.sample_from_probs(_in_32_bits(probs), **options)  # type: ignore[arg-type]
     return (samples.token_ids, samples.valid) if return_valid else samples.token_ids
 
 

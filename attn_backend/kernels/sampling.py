@@ -236,8 +236,7 @@ def sample_from_probs(
     out: torch.Tensor | None = None,
     row_ctas: int = 0,
 ) -> Samples:
-    """Draws one token for each row of `probs`: float32 [batch, vocab], or bfloat16 or float16 by a copy in float32, not necessarily normalised. The rest as in
-    `sample`.
+    """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalised. The rest as in `sample`.
 
     rows: int32 or int64 [batch]: the row of probs that each token is drawn from, which may then have any number of rows; nothing is copied. A row that does
     not exist is the nearest that does.
@@ -257,7 +256,7 @@ def sample_from_probs(
         "sample",
         _kernel("probs", device),
         row_ctas,
-        values=_in_32_bits("probs", probs),
+        values=probs,
         of_probs=True,
         joint=_is_joint(filter_order),
         tempered_logprobs=False,
@@ -274,15 +273,10 @@ def sample_from_probs(
     return samples
 
 
-def _in_32_bits(name: str, probs: torch.Tensor) -> torch.Tensor:
-    """A copy of probabilities of 16 bits. Others stay, and are refused where they are wrong."""
-    is_tensor = type(probs) in (torch.Tensor, torch.nn.Parameter)
-    return check_plain(name, probs).float() if is_tensor and probs.dtype in (torch.float16, torch.bfloat16) else probs
-
-
 def _renormalised(probs: torch.Tensor, row_ctas: int, **filters: Any) -> torch.Tensor:
-    out = _write_rows("kRenorm", row_ctas, probs=_in_32_bits("probs", probs), **filters)
-    return out if out.dtype == probs.dtype else out.to(probs.dtype)
+    if not isinstance(probs, torch.Tensor) or probs.dtype not in (torch.float16, torch.bfloat16):
+        return _write_rows("kRenorm", row_ctas, probs=probs, **filters)
+    return _write_rows("kRenorm", row_ctas, probs=check_plain("probs", probs).float(), **filters).to(probs.dtype)
 
 
 def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0) -> torch.Tensor:

@@ -219,3 +219,18 @@ def test_steps_together_draw_as_the_functions_do() -> None:
 def test_refusals(error: type[Exception], call: Callable[[], Any], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_probabilities_of_16_bits(dtype: torch.dtype) -> None:
+    """Draws are those from the same numbers in float32."""
+    probs = torch.softmax(torch.randn(12, 700, generator=torch.Generator().manual_seed(11)), -1).to(dtype)
+    given = {"seed": 3, "offset": 5}
+    assert torch.equal(sampling.top_p_sampling_from_probs(probs, 0.9, **given), sampling.top_p_sampling_from_probs(probs.float(), 0.9, **given))
+    draft, target, tokens = probs[:4].view(2, 2, 700), probs[4:10].view(2, 3, 700), torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    for found, exact in zip(
+        sampling.chain_speculative_sampling(draft, tokens, target, **given),
+        sampling.chain_speculative_sampling(draft.float(), tokens, target.float(), **given),
+        strict=True,
+    ):
+        assert torch.equal(found, exact)

@@ -246,17 +246,15 @@ def probs_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     probs = random_probs(rng, batch, vocab)
     if batch and rng.random() < 0.2:
         probs[rng.integers(batch), rng.integers(vocab)] = float(rng.choice([math.nan, INF, -0.1, 1e-40]))
-    dtype = FLOATS[rng.integers(3)]
-    probs = probs.to(dtype).float()
     parameters = Parameters(rng, batch, device)
     parameters.add_filters(vocab)
     parameters.add_seeds()
     joint = rng.random() < 0.4
     out = torch.full((batch,), -7, dtype=INDEX[rng.integers(2)], device=device) if rng.random() < 0.4 else None
     filter_order = "joint" if joint else "top_k_first"
-    arguments: Arguments = {"probs": with_row_stride(rng, probs.to(dtype), device), **parameters.arguments, "filter_order": filter_order, "out": out}
+    arguments: Arguments = {"probs": with_row_stride(rng, probs, device), **parameters.arguments, "filter_order": filter_order, "out": out}
     kinds: Kinds = {
-        "probs": TensorArgument(dtypes=FLOATS, leads=True),
+        "probs": TensorArgument(dtypes=(torch.float32,), leads=True),
         **parameters.kinds,
         "filter_order": ChoiceArgument(wrong=("top_p_first", None)),
         "out": TensorArgument(dtypes=INDEX, exact=(0,), optional=True, written=True),
@@ -342,11 +340,7 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         ids[rng.integers(batch), rng.integers(drafts)] = int(rng.choice([-1, vocab, 2**31 - 1]))
     parameters = Parameters(rng, batch, device)
     parameters.add_seeds()
-    tensors = {
-        "draft_probs": draft.to(device),
-        "draft_token_ids": ids.to(device, INDEX[rng.integers(2)]),
-        "target_probs": target.to(device),
-    }
+    tensors = {"draft_probs": draft.to(device), "draft_token_ids": ids.to(device, INDEX[rng.integers(2)]), "target_probs": target.to(device)}
     arguments: Arguments = tensors | parameters.arguments
     probs = ("draft_probs", "target_probs", "draft_token_ids")
     kinds: Kinds = {
