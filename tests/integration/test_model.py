@@ -33,12 +33,17 @@ def test_an_unknown_model_is_refused():
         resolve_model("no-such-model", sys.executable)
 
 
+def save_small_llama(transformers, folder, layers):
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=True))
+    model.save_pretrained(folder)
+    return model
+
+
 def test_added_heads_change_no_logits(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=True))
-    model.save_pretrained(tmp_path / "model")
+    model = save_small_llama(transformers, tmp_path / "model", layers=2)
     add_heads(tmp_path / "model", tmp_path / "more", 4)
     more = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "more")
     assert (more.config.num_attention_heads, more.config.num_key_value_heads, more.config.head_dim) == (8, 4, 8)
@@ -52,9 +57,7 @@ def test_added_heads_change_no_logits(tmp_path):
 def test_a_copy_lacks_one_layer(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=True))
-    model.save_pretrained(tmp_path / "model")
+    model = save_small_llama(transformers, tmp_path / "model", layers=3)
     leave_out_layer(tmp_path / "model", tmp_path / "draft", 1)
     draft = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "draft")
     del model.model.layers[1]

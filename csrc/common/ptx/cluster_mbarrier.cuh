@@ -53,8 +53,8 @@ __device__ __forceinline__ void cluster_mbarrier_arrive_expect(uint32_t mbarrier
 #endif
 }
 
-/// Arrives at an mbarrier of the cluster, and orders nothing: only for who has finished its reads by wgmma or by bulk
-/// copies. After ld or ldmatrix it would have to release, and the waiter to acquire, at the scope of the cluster.
+/// A relaxed arrival at an mbarrier of another CTA of the cluster. It orders no memory accesses. Use it after reads by
+/// wgmma or bulk copies that have completed; reads by ld or ldmatrix need release and acquire at cluster scope.
 __device__ __forceinline__ void cluster_mbarrier_arrive(uint32_t mbarrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
