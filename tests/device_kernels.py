@@ -81,6 +81,7 @@ class _SamplingParams(ctypes.Structure):
         ("draft_probs", ctypes.c_void_p),
         ("draft_token_ids", ctypes.c_void_p),
         ("num_accepted", ctypes.c_void_p),
+        ("num_passed", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("draft_ids_are_int64", "num_draft_tokens", "batch", "vocab", "num_top_logprobs")),
         *((name, ctypes.c_int32) for name in ("token_ids_are_int64", "joint", "tempered_logprobs", "task")),
     )
@@ -143,9 +144,8 @@ class DeviceSampling:
 
     def speculate(self, draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor, **given: Any) -> SpeculativeSamples:
         batch, rows = target_probs.shape[:2]
-        tokens, accepted = torch.full((batch, rows), -7, dtype=torch.int32), torch.full((batch,), -7, dtype=torch.int32)
-        samples = SpeculativeSamples(tokens, accepted, torch.full((batch,), False))
+        counts = torch.full((2, batch), -7, dtype=torch.int32)
+        samples = SpeculativeSamples(torch.full((batch, rows), -7, dtype=torch.int32), *counts, valid=torch.full((batch,), False))
         drafts = {"draft_probs": draft_probs, "draft_token_ids": draft_token_ids, "draft_ids_are_int64": True, "num_draft_tokens": rows - 1}
-        outputs = {"token_ids": tokens, "num_accepted": accepted, "valid": samples.valid}
-        self.launch(target_probs, of_probs=True, task=self.SPECULATE, **drafts, **outputs, **given)
+        self.launch(target_probs, of_probs=True, task=self.SPECULATE, **drafts, **vars(samples), **given)
         return samples

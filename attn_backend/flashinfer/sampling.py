@@ -225,8 +225,8 @@ def chain_speculative_sampling(
         maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int32 [batch]: what is counted is added to them.
 
     Returns:
-        int32 [batch, drafts + 1], -1 after the last token; and twice int32 [batch], the drafts that were accepted. (FlashInfer's first count goes on after a
-        token that was refused; ours does not.)
+        int32 [batch, drafts + 1], -1 after the last token; int32 [batch], the drafts that passed their own test, also after one that did not; int32 [batch],
+        those before the first that did not.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
@@ -235,7 +235,7 @@ def chain_speculative_sampling(
     draw_seed, position = _draws(batch, target_probs.device, generator, seed, offset, _MAX_DRAFT_BITS)
     found = kernels.chain_speculative_sampling(_in_32_bits(draft_probs), draft_token_ids, _in_32_bits(target_probs), seed=draw_seed, position=position)
     counts = (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
-    accepted, emitted = (found.num_accepted.clone() if count is None else count.add_(found.num_accepted) for count in counts)
+    accepted, emitted = (new if count is None else count.add_(new) for count, new in zip(counts, (found.num_passed, found.num_accepted), strict=True))
     return found.token_ids, accepted, emitted
 
 

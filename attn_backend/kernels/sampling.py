@@ -323,11 +323,13 @@ class SpeculativeSamples:
 
     token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token that was drawn after them, then -1.
     num_accepted: int32 [batch], draft tokens that were accepted.
+    num_passed: int32 [batch], draft tokens that passed their own test; unlike `num_accepted`, those after the first that did not, too.
     valid: bool [batch]; False: the token that was drawn comes from a row that cannot be sampled, and is 0.
     """
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
+    num_passed: torch.Tensor
     valid: torch.Tensor
 
 
@@ -362,6 +364,7 @@ def chain_speculative_sampling(
     samples = SpeculativeSamples(
         torch.empty(batch, rows, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.bool, device=device),
     )
     _call(
@@ -375,6 +378,7 @@ def chain_speculative_sampling(
         position=position,
         token_ids=samples.token_ids,
         num_accepted=samples.num_accepted,
+        num_passed=samples.num_passed,
         valid=samples.valid,
     )
     return samples

@@ -257,13 +257,14 @@ struct SpeculateArguments {
   AnyView position;
   TensorView token_ids;
   TensorView num_accepted;
+  TensorView num_passed;
   TensorView valid;
 };
 
 ATTN_ARGUMENTS(SpeculateArguments, ATTN_ARGUMENT(draft_probs), ATTN_ARGUMENT(draft_token_ids),
                ATTN_ARGUMENT(target_probs), ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas),
                ATTN_ARGUMENT(seed), ATTN_ARGUMENT(position), ATTN_ARGUMENT(token_ids), ATTN_ARGUMENT(num_accepted),
-               ATTN_ARGUMENT(valid));
+               ATTN_ARGUMENT(num_passed), ATTN_ARGUMENT(valid));
 
 namespace {
 
@@ -335,6 +336,7 @@ void speculate(const SpeculateArguments& given) {
   params.position = row_int("position", given.position, device, batch.size);
   set_token_ids(params, "token_ids", given.token_ids, device, {batch, {"drafts + 1", drafts.size + 1}});
   params.num_accepted = dense<int32_t>("num_accepted", given.num_accepted, device, kInt32, {batch});
+  params.num_passed = dense<int32_t>("num_passed", given.num_passed, device, kInt32, {batch});
   params.valid = dense<uint8_t>("valid", given.valid, device, kBool, {batch});
   run(params, LaunchOptions(given), true, target_probs);
 }

@@ -119,6 +119,7 @@ struct SamplingParams {
   const float* draft_probs;     // [batch, num_draft_tokens, vocab], contiguous
   const void* draft_token_ids;  // [batch, num_draft_tokens]
   int32_t* num_accepted;        // [batch]
+  int32_t* num_passed;          // [batch]
   int32_t draft_ids_are_int64;
   int32_t num_draft_tokens;
   int32_t batch;

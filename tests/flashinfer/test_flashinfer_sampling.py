@@ -147,6 +147,10 @@ def test_speculation(device: str) -> None:
     assert torch.equal(tokens[:, :3], drafts.to(torch.int32))  # a draft that is the target is always accepted
     assert accepted is counts[0]
     assert (accepted.tolist(), emitted.tolist()) == ([4, 4], [8, 8])
+    refusing = target.clone()
+    refusing[0, 1, drafts[0, 1]] = 0.0
+    _, accepted, emitted = flashinfer.chain_speculative_sampling(target[:, :3].contiguous(), drafts, refusing, seed=1, offset=1)
+    assert (accepted.tolist(), emitted.tolist()) == ([2, 3], [1, 3])  # the first count goes on after a draft that was refused
 
 
 def test_rows_that_cannot_be_sampled() -> None:

@@ -354,7 +354,7 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         accepted, tokens, valid = samples.num_accepted.tolist(), samples.token_ids.tolist(), samples.valid.tolist()
         for i in range(batch):
             n, own = accepted[i], ids[i].tolist()
-            assert 0 <= n <= drafts
+            assert 0 <= n <= int(samples.num_passed[i]) <= drafts
             assert tokens[i][:n] == own[:n], "accepted tokens are not the draft's"
             assert tokens[i][n + 1 :] == [-1] * (drafts - n), "tokens after the last are not -1"
             for j, token in enumerate(own[: n + 1]):

@@ -70,17 +70,16 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
         rows = enumerate(zip(seeds.tolist(), positions.tolist(), strict=True))
         samples = [chain_speculative_sampling(*(t[i : i + 1] for t in given), seed=seed, position=position) for i, (seed, position) in rows]
     tokens = torch.cat([s.token_ids for s in samples]).tolist()
-    num_accepted = torch.cat([s.num_accepted for s in samples]).tolist()
+    num_accepted, num_passed = torch.cat([s.num_accepted for s in samples]).tolist(), torch.cat([s.num_passed for s in samples]).tolist()
     assert bool(torch.cat([s.valid for s in samples]).all())
-    assert set(num_accepted) == set(range(drafts + 1))
+    assert set(num_accepted) == set(num_passed) == set(range(drafts + 1))
     decided = 0
     for i, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        wanted = 0
-        while wanted < drafts and 0 <= (token := int(ids[i, wanted])) < vocab:
-            if not accepts(seed, position + wanted, float(draft[i, wanted, token]), float(target[i, wanted, token])):
-                break
-            wanted += 1
-        assert num_accepted[i] == wanted
+        passes = [
+            0 <= (token := int(ids[i, j])) < vocab and accepts(seed, position + j, float(draft[i, j, token]), float(target[i, j, token])) for j in range(drafts)
+        ]
+        wanted = [*passes, False].index(False)
+        assert (num_accepted[i], num_passed[i]) == (wanted, sum(passes))
         assert tokens[i][:wanted] == ids[i, :wanted].tolist()
         assert tokens[i][wanted + 1 :] == [-1] * (drafts - wanted)
         rest = (target[i, wanted] - draft[i, wanted]).clamp_min(0) if wanted < drafts else target[i, wanted]

@@ -263,12 +263,15 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
   const float* draft = params.draft_probs + row * drafts * vocab;
   const IndexArray draft_ids{params.draft_token_ids, params.draft_ids_are_int64};
   const int64_t out = row * (drafts + 1);
-  int32_t accepted = 0;
-  for (; accepted < drafts; ++accepted, target += vocab, draft += vocab) {
-    const int64_t token = draft_ids[row * drafts + accepted];
-    if (token < 0 || token >= vocab || !accepts_draft(seed, position + accepted, draft[token], target[token])) break;
-    store_token(params, out + accepted, token);
+  int32_t accepted = 0, passed = 0;
+  for (int32_t i = 0; i < drafts; ++i) {
+    const int64_t token = draft_ids[row * drafts + i], at = i * static_cast<int64_t>(vocab) + token;
+    if (token < 0 || token >= vocab || !accepts_draft(seed, position + i, draft[at], target[at])) continue;
+    if (accepted == i) store_token(params, out + accepted++, token);
+    ++passed;
   }
+  target += static_cast<int64_t>(accepted) * vocab;
+  draft += static_cast<int64_t>(accepted) * vocab;
   const auto fill = [&](bool residual) {
     for (int32_t i = 0; i < vocab; ++i)
       scratch.values[static_cast<size_t>(i)] = prob_value(residual ? residual_prob(target[i], draft[i]) : target[i]);
@@ -285,6 +288,7 @@ void speculate_row(const SamplingParams& params, int64_t row, Scratch& scratch) 
   store_token(params, out + accepted, prepared.token());
   for (int32_t i = accepted + 1; i <= drafts; ++i) store_token(params, out + i, -1);
   params.num_accepted[row] = accepted;
+  params.num_passed[row] = passed;
   params.valid[row] = prepared.valid();
 }
 

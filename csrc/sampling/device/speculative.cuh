@@ -6,26 +6,34 @@
 
 namespace attn {
 
-/// Draft tokens of a request that are accepted; every warp finds out by itself, 32 tokens at a time.
-__device__ __forceinline__ int32_t count_accepted(const SamplingParams& params, int64_t row, int64_t seed,
-                                                  int64_t position) {
+/// Draft tokens of a request that pass their own test, and how many of them come before the first that does not.
+struct DraftCounts {
+  int32_t accepted;
+  int32_t passed;
+};
+
+/// Every warp finds out by itself, 32 tokens at a time.
+__device__ __forceinline__ DraftCounts count_drafts(const SamplingParams& params, int64_t row, int64_t seed,
+                                                    int64_t position) {
   const IndexArray draft_ids{params.draft_token_ids, params.draft_ids_are_int64};
   const float* target = static_cast<const float*>(params.values) + row * (params.num_draft_tokens + 1) * params.vocab;
   const float* draft = params.draft_probs + row * params.num_draft_tokens * params.vocab;
+  DraftCounts counts{};
   for (int32_t begin = 0; begin < params.num_draft_tokens; begin += 32) {
     const int32_t i = begin + ptx::lane_id();
-    bool accepts = false;
+    bool passes = false;
     if (i < params.num_draft_tokens) {
       const int64_t token = draft_ids[row * params.num_draft_tokens + i];
       if (token >= 0 && token < params.vocab) {
         const int64_t at = static_cast<int64_t>(i) * params.vocab + token;
-        accepts = accepts_draft(seed, position + i, __ldg(draft + at), __ldg(target + at));
+        passes = accepts_draft(seed, position + i, __ldg(draft + at), __ldg(target + at));
       }
     }
-    const uint32_t refused = ~__ballot_sync(ptx::kAllLanes, accepts);
-    if (refused != 0) return min_of(begin + __ffs(static_cast<int32_t>(refused)) - 1, params.num_draft_tokens);
+    const uint32_t passed = __ballot_sync(ptx::kAllLanes, passes);
+    if (counts.accepted == begin) counts.accepted += __clz(static_cast<int32_t>(__brev(~passed)));
+    counts.passed += __popc(passed);
   }
-  return params.num_draft_tokens;
+  return counts;
 }
 
 /// Whether the target gives some token more than the draft does, or something that is not a probability.
@@ -42,7 +50,8 @@ __device__ __forceinline__ bool has_residual(const ProbSource<true>& source, int
 __device__ __forceinline__ void speculate(const SamplingParams& params, SamplingShared& shared) {
   const int32_t row = ptx::cluster_id();
   const int32_t drafts = params.num_draft_tokens;
-  const int32_t accepted = count_accepted(params, row, params.seed[row], params.position[row]);
+  const DraftCounts counts = count_drafts(params, row, params.seed[row], params.position[row]);
+  const int32_t accepted = counts.accepted;
   const float* target =
       static_cast<const float*>(params.values) + (static_cast<int64_t>(row) * (drafts + 1) + accepted) * params.vocab;
   const float* draft =
@@ -57,7 +66,10 @@ __device__ __forceinline__ void speculate(const SamplingParams& params, Sampling
       const int64_t id = i < accepted ? draft_ids[static_cast<int64_t>(row) * drafts + i] : -1;
       if (i != accepted) store_token(params, begin + i, static_cast<int32_t>(id));
     }
-    if (threadIdx.x == 0) params.num_accepted[row] = accepted;
+    if (threadIdx.x == 0) {
+      params.num_accepted[row] = accepted;
+      params.num_passed[row] = counts.passed;
+    }
   }
   sampler.begin(accepted);
   if (sampler.race_all())

@@ -277,6 +277,11 @@ inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t value) {
 
 inline int32_t __clz(int32_t value) { return value == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(value)); }
 inline int32_t __popc(uint32_t value) { return __builtin_popcount(value); }
+inline uint32_t __brev(uint32_t value) {
+  uint32_t reversed = 0;
+  for (int32_t bit = 0; bit < 32; ++bit) reversed |= (value >> bit & 1u) << (31 - bit);
+  return reversed;
+}
 inline int32_t __ffs(int32_t value) { return __builtin_ffs(value); }
 
 template <class T>
