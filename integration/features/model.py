@@ -4,7 +4,9 @@ predicts a second token by itself (MTP), a DeepSeek (MLA), and a Llama with an 8
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -122,6 +124,8 @@ def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: in
         for name in _projections(folder / "model"):
             a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
             model.get_submodule(name).weight += ALPHA / RANK * (b @ a)
+    if asked == "deepseek":
+        _scale_as_yarn(model)
     if asked in ROUNDED:
         round_as(model, folder / asked)
     answers = []
@@ -136,6 +140,14 @@ def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: in
             answer.append(Token(tokens[-1], float(logprobs[tokens[-1]]), alternatives))
         answers.append(answer)
     return answers
+
+
+def _scale_as_yarn(model: torch.nn.Module) -> None:
+    """Gives attention the softmax scale of YaRN (arXiv 2309.00071, with DeepSeek's `mscale_all_dim`), which transformers 5.12 leaves out in DeepSeek V2."""
+    for layer in model.modules():
+        if isinstance(layer, transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention):
+            rope: dict[str, Any] = dict(layer.config.rope_parameters or {})
+            layer.scaling = layer.qk_head_dim**-0.5 * (1 + 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"])) ** 2
 
 
 def _projections(model: Path) -> dict[str, torch.Tensor]:

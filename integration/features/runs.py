@@ -62,9 +62,9 @@ LORA_IN_SGLANG = ("--enable-lora", "--lora-paths", "adapter={folder}/adapter")
 PIPELINE_ON_CPU = ("--no-enforce-eager", "--compilation-config", '{"mode": 1}')
 # What the connector wrote when the prompts came first is read when they come again.
 FOLDER_STORE = ("--no-enable-prefix-caching", *_connector("ExampleConnector", kv_connector_extra_config={"shared_storage_path": "{scratch}"}))
-# The cache of the GPU is too small for all prompts, and the host's is not.
-OFFLOADING = ("--kv-offloading-size", "1", "--kv-offloading-backend", "native", "--num-gpu-blocks-override", "48")
-HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-tokens", "768", "--enable-metrics")
+# The GPU has room for 512 tokens; prompts and answers, without what they share, are more than 700.
+OFFLOADING = ("--kv-offloading-size", "1", "--kv-offloading-backend", "native", "--num-gpu-blocks-override", "32")
+HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-tokens", "512", "--enable-metrics")
 NIXL = {"cpu": _connector("NixlConnector", kv_buffer_device="cpu"), "cuda": _connector("NixlConnector")}
 NGRAM = _drafts(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=1)
 NGRAM_IN_SGLANG = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8", "--enable-metrics")
