@@ -33,7 +33,7 @@ class BSRView:
         kv_offsets: int32 [batch], contiguous: tokens of its request that come before the first one in the table. For variants, which are told where tokens
             and rows stand in their requests: without it the first token is token 0, and a row stands where `causal` takes it to stand.
         positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request, for variants.
-        requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants; without it that of the row group.
+        requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants and for scales of requests; without it that of the row group.
         pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no shared prefixes in them. With pages of one token
             (a block table, neither causal nor under a window) also of fewer: see `has_slots`.
 
@@ -163,7 +163,8 @@ class Composition:
             causal: of the last level.
             window_left: of all levels: a row at position p sees no token before p - window_left. In several levels it needs kv_offsets of each and positions,
                 and an Attention with this window: variant=builtin.sliding_window(window_left). -1: no limit.
-            kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants.
+            kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants; requests also for a cache whose scales are of
+                requests.
 
         Raises:
             ValueError: sequences of different lengths, a window with several levels that do not say where they stand, or what BSRView and Composition refuse,

@@ -146,10 +146,17 @@ class Attention {
 
   bool planned() const { return planned_page_size_ > 0; }
   int32_t planned_page_size() const { return planned_page_size_; }
-  /// Requests of the plan; 0: a level names other requests for its rows.
+  /// Row groups of the levels that name no requests for their rows, and so take their groups for them; 0: there is no
+  /// such level, -1: these levels have different numbers of groups, so groups are not requests.
   int32_t planned_batch() const {
-    const PlanLevel& level = plan_params_.levels[0];
-    return plan_params_.num_levels == 1 && level.positions.requests == nullptr ? level.num_groups : 0;
+    int32_t batch = 0;
+    for (int32_t i = 0; i < plan_params_.num_levels; ++i) {
+      const PlanLevel& level = plan_params_.levels[i];
+      if (level.positions.requests != nullptr) continue;
+      if (batch != 0 && batch != level.num_groups) return -1;
+      batch = level.num_groups;
+    }
+    return batch;
   }
 
  private:

@@ -59,14 +59,20 @@ void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int6
            "kv.k_scale, one for all: K and V are the same bytes");
 }
 
-/// K's or V's scale. If requests have scales, all requests of the plan must.
+/// K's or V's scale. If requests have scales, all requests of the plan must, and its levels must say whose rows are
+/// whose.
 KvScale checked_scale(const char* name, const AnyView& scale, const Attention& attention) {
   const AttentionConfig& config = attention.config();
   const KvScale made = kv_scale(name, scale, config.dl_device(), config.num_kv_heads);
-  const bool is_short = made.is_of_requests() && made.num_requests < attention.planned_batch();
-  if (is_short)
+  if (!made.is_of_requests()) return made;
+  const int32_t batch = attention.planned_batch();
+  if (batch < 0)
+    refuse(
+        std::string(name) + ".shape", "[batch, ...]",
+        "a scale for all requests, or the composition made with `requests`: row groups of its levels are not requests");
+  if (made.num_requests < batch)
     refuse(std::string(name) + ".shape[0]", made.num_requests,
-           "at least " + std::to_string(attention.planned_batch()) + ", the requests of the plan");
+           "at least " + std::to_string(batch) + ", the requests of the plan");
   return made;
 }
 
