@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attn_backend.settings import Settings
 
+CASCADE_SWITCH = "ATTN_BACKEND_CASCADE"
 SAMPLER_SWITCH = "ATTN_BACKEND_SAMPLER"
 
 

@@ -90,7 +90,7 @@ FEATURES = (
         "`--disable-cascade-attn`",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_what_the_environment_says",),
-            "says nothing: it is vLLM's default. `ATTN_BACKEND_CASCADE=0` is ours",
+            "obeyed where it is typed; `ATTN_BACKEND_CASCADE=0` is ours",
         ),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",), "`ATTN_BACKEND_CASCADE=0`"),
     ),

@@ -323,8 +323,9 @@ def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
     """A name that a release lacks would silently read as its default."""
     release = read("sglang", version)
     text = "".join(file.read_text() for file in adapter_files("sglang"))
-    paths = set(re.findall(r'setting\("([a-z_.]+)"', text)) | set(re.findall(r'"--[a-z-]+": "([a-z_.]+)"', text))
+    paths = set(re.findall(r'setting\("([a-z_.]+)"', text)) | set(re.findall(r'"--[a-z-]+": \(?"([a-z_.]+)"', text))
     assert len(paths) > 8
+    assert {"parallel.attn_dcp_size", "parallel.attn_cp_size"} < paths
     for path in paths:
         group, *_, field = path.split(".")
         assert release.find("sglang.srt.runtime_context", f"get_{group}") is not None, path

@@ -106,7 +106,7 @@ def _check_settings() -> None:
         raise refuse(f"--speculative-algorithm {algorithm}", f"use one of {', '.join(_SPECULATION)}, or another --attention-backend")
     for option, path in _REFUSED_OPTIONS.items():
         if compat.setting(path, None):
-            raise refuse(option)
+            raise refuse(option, "leave it out, or use another --attention-backend")
     for option, (path, instead) in _REFUSED_PARALLELISM.items():
         size = compat.setting(path, 1)
         if size > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
+from attn_backend.adapters.vllm.cascade_option import obey_cascade_option
 from attn_backend.settings import Settings
 
 CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
@@ -27,6 +28,7 @@ def register() -> None:
     Raises:
         RuntimeError: this package or what it needs of vLLM cannot be imported.
     """
+    obey_cascade_option()
     try:
         # Imported now, so that a broken installation is known when the engine starts and not when the first layer is built.
         registry = import_module("vllm.v1.attention.backends.registry")

@@ -11,6 +11,7 @@ from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.impl import AttnImpl
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+from attn_backend.adapters.vllm.refusal import with_ways_out
 
 
 class AttnBackend(AttentionBackend):
@@ -63,9 +64,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        way_out = f"pass --kv-cache-dtype with one of {', '.join(cls.supported_kv_cache_dtypes)}"
-        found: list[str] = super().validate_configuration(*args, **kwargs)
-        return [f"{reason}: {way_out}" if reason == "kv_cache_dtype not supported" else reason for reason in found]
+        return with_ways_out(super().validate_configuration(*args, **kwargs))
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

@@ -1,21 +1,34 @@
-"""vLLM's own option about cascades, which this package cannot tell from its default."""
+"""vLLM's own option about cascades. It is vLLM's default, so only the command line says whether a user gave it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from functools import cache
 
-from attn_backend.adapters.options import use_cascade
+from attn_backend.adapters.options import CASCADE_SWITCH, use_cascade
+
+
+def obey_cascade_option() -> None:
+    """Called when vLLM loads its plugins, which it does before it starts processes: they inherit the variable."""
+    if _is_given():
+        os.environ.setdefault(CASCADE_SWITCH, "0")
 
 
 def tell_of_cascade(logger: logging.Logger) -> None:
-    """Called when vLLM starts; each process tells once. vLLM's option is its default, so only the command line, which vLLM's processes inherit, says whether a
-    user gave it."""
-    if use_cascade() and not {"--disable-cascade-attn", "--disable_cascade_attn"}.isdisjoint(sys.argv):
+    """Called when vLLM starts; each process tells once. vLLM's processes inherit the command line."""
+    if _is_given():
         _tell_once(logger)
+
+
+def _is_given() -> bool:
+    return not {"--disable-cascade-attn", "--disable_cascade_attn"}.isdisjoint(sys.argv)
 
 
 @cache
 def _tell_once(logger: logging.Logger) -> None:
-    logger.info("--disable-cascade-attn is about vLLM's own backends: attn_backend still looks for shared prefixes. ATTN_BACKEND_CASCADE=0 turns that off.")
+    if use_cascade():
+        logger.info("%s=1 overrules --disable-cascade-attn: attn_backend looks for shared prefixes", CASCADE_SWITCH)
+    else:
+        logger.info("attn_backend does not look for shared prefixes: --disable-cascade-attn was given. %s=1 overrules that.", CASCADE_SWITCH)

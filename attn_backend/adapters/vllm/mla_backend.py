@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import MultipleOf
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS, PLAIN_CACHES
 from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
+from attn_backend.adapters.vllm.refusal import OTHER_CACHE, with_ways_out
 
 
 class MlaBackend(MLACommonBackend):
@@ -48,9 +49,13 @@ class MlaBackend(MLACommonBackend):
         return capability.major >= 8
 
     @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        return with_ways_out(super().validate_configuration(*args, **kwargs))
+
+    @classmethod
     def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
         if kv_cache_dtype in PLAIN_CACHES and PLAIN_CACHES[kv_cache_dtype] != dtype:
-            return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}: latents must have the dtype of the queries, or fp8"
+            return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}, which latents must have: {OTHER_CACHE}"
         return None
 
     @classmethod

@@ -114,7 +114,8 @@ def test_refused_runners(changes: dict[str, object], message: str) -> None:
     ("settings", "message"),
     [
         ({"spec.speculative_algorithm": "DSPARK"}, "--speculative-algorithm DSPARK.*EAGLE.*DFLASH"),
-        ({"memory.enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"memory.enable_unified_memory": True}, "--enable-unified-memory: leave it out, or use another --attention-backend"),
+        ({"exec.dllm.dllm_algorithm": "LowConfidence"}, "--dllm-algorithm: leave it out, or use another --attention-backend"),
         ({"parallel.attn_dcp_size": 2}, "--dcp-size 2: pass --dcp-size 1, or use --attention-backend triton"),
         ({"parallel.attn_cp_size": 2}, "--attn-cp-size 2: pass --attn-cp-size 1"),
     ],

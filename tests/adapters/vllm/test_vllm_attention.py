@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from threading import Thread
 from types import SimpleNamespace
@@ -350,22 +349,6 @@ def test_what_the_environment_says(variable: str | None, cascade: bool, invarian
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     make_builder([make_impl()])
     assert [(arguments["cascade"], arguments["batch_invariant"]) for arguments in made] == [(cascade, invariant)]
-
-
-@pytest.mark.parametrize(("variable", "lines"), [("1", 1), ("0", 0)])
-@pytest.mark.parametrize(("option", "given"), [("--disable-cascade-attn", 1), ("--disable_cascade_attn", 1), ("--no-disable-cascade-attn", 0)])
-def test_a_user_of_vllms_own_option_is_told_of_ours(
-    option: str, given: int, variable: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = logging.Logger("of this test")
-    logger.addHandler(caplog.handler)
-    monkeypatch.setattr(vllm_metadata.sampler, "logger", logger)
-    monkeypatch.setattr("sys.argv", ["vllm", "serve", "MODEL", option])
-    monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable)
-    monkeypatch.setenv("ATTN_BACKEND_SAMPLER", "0")
-    for _ in range(2):  # each group of layers has a builder
-        make_builder([make_impl()])
-    assert sum("ATTN_BACKEND_CASCADE=0" in text for text in caplog.messages) == given * lines
 
 
 def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from attn_backend.adapters.vllm.backend import AttnBackend
 from attn_backend.adapters.vllm.cpu import CpuAttnBackend
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
+OTHER_BACKEND = "choose another --attention-backend"
 LLAMA = {
     "head_size": 128,
     "dtype": torch.bfloat16,
@@ -78,26 +79,24 @@ def test_accepts(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "reason", "way_out"),
     [
-        ({"head_size": 320}, "head_size"),
-        ({"dtype": torch.float32}, "dtype"),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
-        ({"block_size": 8}, "block_size"),
-        ({"block_size": 24}, "block_size"),
-        ({"use_mla": True}, "MLA"),
-        ({"use_sparse": True}, "sparse"),
-        ({"attn_type": "encoder"}, "type encoder"),
-        ({"use_pcp": True}, "PCP"),
-        ({"use_rswa": True}, "R-SWA"),
-        ({"device_capability": DeviceCapability(7, 5)}, "compute capability"),
+        ({"head_size": 320}, "head_size", OTHER_BACKEND),
+        ({"dtype": torch.float32}, "dtype", "pass --dtype bfloat16"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype", "pass --kv-cache-dtype fp8_e4m3 or auto"),
+        ({"block_size": 8}, "block_size", "pass --block-size 16"),
+        ({"block_size": 24}, "block_size", "pass --block-size 16"),
+        ({"use_mla": True}, "MLA", OTHER_BACKEND),
+        ({"use_sparse": True}, "sparse", OTHER_BACKEND),
+        ({"attn_type": "encoder"}, "attention type encoder", OTHER_BACKEND),
+        ({"use_pcp": True}, "PCP", OTHER_BACKEND),
+        ({"use_rswa": True}, "R-SWA", OTHER_BACKEND),
+        ({"device_capability": DeviceCapability(7, 5)}, "compute capability", OTHER_BACKEND),
     ],
     ids=str,
 )
-def test_refuses(changes: dict[str, Any], reason: str) -> None:
-    found = reasons(**changes)
-    assert len(found) == 1
-    assert reason in found[0]
+def test_refuses(changes: dict[str, Any], reason: str, way_out: str) -> None:
+    assert reasons(**changes) == [f"{reason} not supported: {way_out}"]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from attn_backend.adapters.vllm.mla_backend import AmxMlaBackend, CpuMlaBackend,
 from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
 from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
+from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, OTHER_CACHE
 
 
 @pytest.fixture(autouse=True)
@@ -256,22 +257,21 @@ def test_accepts(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_mla": False}, "non-MLA"),
-        ({"head_size": 320}, "head_size"),
-        ({"dtype": torch.float32}, "dtype"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
-        ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
-        ({"use_sparse": True}, "sparse"),
-        ({"block_size": 8}, "block_size"),
-        ({"has_sink": True}, "sink"),
+        ({"use_mla": False}, f"non-MLA not supported: {OTHER_BACKEND}"),
+        ({"head_size": 320}, f"head_size not supported: {OTHER_BACKEND}"),
+        ({"dtype": torch.float32}, "dtype not supported: pass --dtype bfloat16"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
+        ({"kv_cache_dtype": "nvfp4"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
+        ({"kv_cache_dtype": "float16"}, f"kv_cache_dtype float16 is not the model's dtype torch.bfloat16, which latents must have: {OTHER_CACHE}"),
+        ({"use_sparse": True}, f"sparse not supported: {OTHER_BACKEND}"),
+        ({"block_size": 8}, "block_size not supported: pass --block-size 16"),
+        ({"has_sink": True}, f"attention sinks not supported: {OTHER_BACKEND}"),
     ],
     ids=str,
 )
 def test_refuses(changes: dict[str, Any], reason: str) -> None:
-    found = MlaBackend.validate_configuration(**DEEPSEEK | changes)
-    assert len(found) == 1
-    assert reason in found[0]
+    assert MlaBackend.validate_configuration(**DEEPSEEK | changes) == [reason]
 
 
 def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import tomllib
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register
+from vllm_layer import make_builder, make_impl
+
+from attn_backend.adapters.options import use_cascade
+from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register, sampler
 
 CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"  # no more than a shim for torchvision, see conftest.py
 STOCK_CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
@@ -57,6 +61,29 @@ def test_failure_is_loud(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "attn_backend.adapters.vllm.cpu", None)  # importing it fails
     with pytest.raises(RuntimeError, match=r"attn_backend cannot serve as an attention backend of this vLLM.*attn_backend\.adapters\.vllm\.cpu"):
         register()
+
+
+@pytest.mark.parametrize(("variable", "cascade"), [(None, False), ("1", True), ("0", False)])
+@pytest.mark.parametrize("option", ["--disable-cascade-attn", "--disable_cascade_attn", "--no-disable-cascade-attn"])
+def test_vllms_own_option_is_obeyed(
+    registry: Any, option: str, variable: str | None, cascade: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.Logger("of this test")
+    logger.addHandler(caplog.handler)
+    monkeypatch.setattr(sampler, "logger", logger)
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "MODEL", option])
+    monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable or "")
+    if variable is None:
+        monkeypatch.delenv("ATTN_BACKEND_CASCADE")
+    monkeypatch.setenv("ATTN_BACKEND_SAMPLER", "0")
+    register()
+    given = not option.startswith("--no-")
+    assert use_cascade() == (cascade if given or variable else True)
+    for _ in range(2):  # each group of layers has a builder
+        make_builder([make_impl()])
+    assert [text.split(":")[0] for text in caplog.messages] == [
+        "ATTN_BACKEND_CASCADE=1 overrules --disable-cascade-attn" if cascade else "attn_backend does not look for shared prefixes"
+    ] * given
 
 
 @pytest.mark.gpu

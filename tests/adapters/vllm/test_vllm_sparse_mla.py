@@ -28,6 +28,7 @@ from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.mla_backend import MlaBackend
 from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
+from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, OTHER_CACHE
 from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
 from attn_backend.adapters.vllm.sparse_mla_impl import SparseMlaImpl
 from attn_backend.adapters.vllm.sparse_mla_metadata import SparseMlaMetadataBuilder
@@ -274,19 +275,21 @@ def test_accepts(kv_cache_dtype: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_sparse": False}, "sparse"),
-        ({"head_size": 512}, "head_size"),
-        ({"kv_cache_dtype": "nvfp4_ds_mla"}, "kv_cache_dtype"),
-        ({"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16}, "pass --dtype bfloat16"),
-        ({"kv_cache_dtype": "float16"}, "dtype of the queries"),
-        ({"use_dcp": True}, "DCP"),
+        ({"use_sparse": False}, f"non-sparse not supported: {OTHER_BACKEND}"),
+        ({"head_size": 512}, f"head_size not supported: {OTHER_BACKEND}"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
+        ({"kv_cache_dtype": "nvfp4_ds_mla"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
+        (
+            {"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16},
+            "kv_cache_dtype fp8_ds_mla not supported with a model of torch.float16: pass --dtype bfloat16",
+        ),
+        ({"kv_cache_dtype": "float16"}, f"kv_cache_dtype float16 is not the model's dtype torch.bfloat16, which latents must have: {OTHER_CACHE}"),
+        ({"use_dcp": True}, "DCP not supported: pass --decode-context-parallel-size 1"),
     ],
     ids=str,
 )
 def test_refuses(changes: dict[str, Any], reason: str) -> None:
-    found = SparseMlaBackend.validate_configuration(**DEEPSEEK_V32 | changes)
-    assert len(found) == 1
-    assert reason in found[0]
+    assert SparseMlaBackend.validate_configuration(**DEEPSEEK_V32 | changes) == [reason]
 
 
 def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
