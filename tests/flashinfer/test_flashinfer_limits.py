@@ -213,3 +213,47 @@ def test_options_that_would_be_dropped() -> None:
         prefix.forward(batch.q, batch.k, batch.v, batch.cache, rope_scale=4.0)
     with pytest.raises(ValueError, match=r"rope_theta is 500000\.0, must be None or 10000"):
         prefix.forward(batch.q, batch.k, batch.v, batch.cache, rope_theta=5e5)
+
+
+def test_refused_arguments() -> None:
+    batch, given = make_batch([1] * 4, KV_LENS), torch.zeros(5, dtype=torch.int32)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
+    mixed = flashinfer.BatchAttention("NHD", "cpu")
+    sparse = flashinfer.BlockSparseAttentionWrapper(workspace("cpu"))
+    of_mixed = batch.qo_indptr, *batch.tables()[:2], int32(*KV_LENS), 4, 2, 64, 64, 5
+    calls = (
+        (decode.plan, (*batch.tables(), *batch.shape, 5), {"window_right": 1}),
+        (ragged.plan, (batch.qo_indptr, batch.kv_indptr, *batch.shape), {"v_indptr": given, "o_indptr": given}),
+        (sparse.plan, (int32(0, 1), int32(0), 4, 5, 4, 5, 4, 2, 64), {"block_mask": given}),
+        (mixed.plan, of_mixed, {"use_profiler": True}),
+        (mixed.run, (batch.q, batch.cache), {"profiler_buffer": given, "kv_cache_sf": given}),
+        (paged.run, (batch.q, batch.cache), {"kv_cache_sf": given, "skip_softmax_threshold_scale_factor": 1.0, "uses_spcompress": True}),
+        (decode.run, (batch.q, batch.cache), {"kv_cache_sf": given, "skip_softmax_threshold_scale_factor": 1.0}),
+        (ragged.run, (batch.q, batch.k, batch.v), {"kv_cache_sf": given}),
+    )
+    for call, arguments, options in calls:
+        for name, value in options.items():
+            with pytest.raises(NotImplementedError, match=name):
+                call(*arguments, **{name: value})  # type: ignore[operator]
+
+
+def test_arguments_that_are_accepted_and_not_used() -> None:
+    batch, given = make_batch([1] * 4, KV_LENS), int32(*KV_LENS)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    decode.plan(*batch.tables(), *batch.shape, 5, block_tables=given[:, None], seq_lens=given + 3, rope_scale=3.0, rope_theta=7.0)
+    check(decode.run(batch.q, batch.cache), batch.expected(causal=True))
+    ignored: dict[str, Any] = {"seq_lens": given, "seq_lens_q": given, "max_token_per_sequence": 1, "max_sequence_kv": 1, "max_item_len_ptr": given}
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_kwargs={"pos_encoding_mode": 2})
+    paged.plan(batch.qo_indptr, *batch.tables(), *batch.shape, 5, block_tables=given[:, None], **ignored)
+    check(paged.run(batch.q, batch.cache, use_fp16_softmax=True), batch.expected())
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), jit_kwargs={"pos_encoding_mode": 2})
+    ragged.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, **ignored)
+    check(ragged.run(batch.q, batch.k, batch.v), batch.expected())
+    pod = flashinfer.PODWithPagedKVCacheWrapper(workspace("cpu"))
+    pod.plan(*batch.tables(), *batch.shape, 5)
+    of_d: dict[str, Any] = {"causal_d": True, "kv_layout_d": "HND", "pos_encoding_mode_d": "ALIBI", "sm_scale_d": 9.0, "window_left_d": 0}
+    out_p, out_d = pod.run(batch.q, batch.k, batch.v, batch.q, batch.cache, **of_d, rope_scale_d=2.0, rope_theta_d=2.0, return_lse_p=True, return_lse_d=True)
+    check(out_p, attention(batch.q, batch.k, batch.v))
+    check(out_d, batch.expected(causal=True))
