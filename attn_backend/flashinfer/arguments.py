@@ -226,10 +226,16 @@ def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
     return first, indptr - first if first else indptr
 
 
-def pages_on_device(kv_indptr: Tensor, kv_indices: Tensor, device: torch.device, non_blocking: bool) -> tuple[Tensor, Tensor]:
+def pages_from_zero(kv_indptr: Tensor, kv_indices: Tensor) -> tuple[Tensor, Tensor]:
     """kv_indptr from 0, and the page ids that it counts."""
     first, kv_indptr = from_zero(kv_indptr)
-    return on_device(kv_indptr, device, non_blocking), on_device(kv_indices[first:] if first else kv_indices, device, non_blocking)
+    return kv_indptr, kv_indices[first:] if first else kv_indices
+
+
+def pages_on_device(kv_indptr: Tensor, kv_indices: Tensor, device: torch.device, non_blocking: bool) -> tuple[Tensor, Tensor]:
+    """pages_from_zero, on the device."""
+    kv_indptr, kv_indices = pages_from_zero(kv_indptr, kv_indices)
+    return on_device(kv_indptr, device, non_blocking), on_device(kv_indices, device, non_blocking)
 
 
 def check_fits(name: str, tensor: Tensor, buffer_name: str, buffer: Tensor) -> None:
@@ -255,5 +261,5 @@ def csr_on_device(
     kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int, device: torch.device, non_blocking: bool = True
 ) -> PageTable:
     """A page table whose tensors may lie on the host."""
-    indptr, indices, last_page_len = (on_device(tensor, device, non_blocking) for tensor in (kv_indptr, kv_indices, kv_last_page_len))
-    return PageTable.csr(indptr, indices, last_page_len, page_size)
+    indptr, indices = pages_on_device(kv_indptr, kv_indices, device, non_blocking)
+    return PageTable.csr(indptr, indices, on_device(kv_last_page_len, device, non_blocking), page_size)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, Scale, from_zero, on_device, paged_cache, pages_on_device
-from .batch_prefill import run_from
+from .arguments import DType, PagedKV, Scale, on_device, paged_cache, pages_on_device
 from .features import not_supported, refuse_given
 from .heads import heads_of
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -64,10 +63,8 @@ class BatchAttention(Wrapper):
         if self.device != device:
             self.device, self._planned = device, PlannedAttention(device)
         self._heads = heads_of(device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type)
-        first_row, qo_indptr = from_zero(qo_indptr)
-        self._run = run_from(self._planned, first_row)
         self._sm_scale, self._soft_cap = sm_scale, logits_soft_cap or 0.0
-        self._count_rows(qo_indptr)
+        qo_indptr = self._start_rows(qo_indptr)
         table = PageTable.csr(*pages_on_device(kv_indptr, kv_indices, device, True), None, page_size, kv_lens=on_device(kv_len_arr, device, True))
         self._plan_view(BSRView(on_device(qo_indptr, device, True), table, causal=causal), plain_logits(self._soft_cap))
 

@@ -21,6 +21,7 @@ from .arguments import (
     indptr_of_equal,
     on_device,
     paged_cache,
+    pages_from_zero,
     pages_on_device,
     pos_encoding,
 )
@@ -174,6 +175,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if self._q_len_per_req not in (None, q_len):
             refuse("q_len_per_req", q_len, f"{self._q_len_per_req}, that of the first plan: it is frozen with use_cuda_graph=True")
         self._check_batch_size(batch_size)
+        indptr, indices = pages_from_zero(indptr, indices)
         check_fits("indices", indices, "paged_kv_indices_buffer", self._paged_kv_indices_buf)
         copy_if_other(self._paged_kv_indptr_buf, indptr, non_blocking)
         copy_if_other(self._paged_kv_last_page_len_buf, last_page_len, non_blocking)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import refuse
 from .arguments import PosEncoding, Scale, buffer_length
-from .planned_attention import Logits, PlannedAttention, plain_logits
-from .scales import Scales
+from .planned_attention import Logits, plain_logits
 from .wrapper import Wrapper
 
 
@@ -22,8 +18,6 @@ class BatchPrefill(Wrapper):
 
     # Of the last plan.
     _table: PageTable
-    _first_row: int
-    _run: Callable[..., Tensor | tuple[Tensor, Tensor]]
     _items: tuple[Tensor | None, Tensor | None]
 
     def __init__(
@@ -160,27 +154,3 @@ class Kernels:
         wrapper._rows = int(qo_indptr_host[-1])
         wrapper._plan_logits(causal, wrapper._options[1], window_left, wrapper._options[3])
         return []
-
-
-def run_from(planned: PlannedAttention, first_row: int) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    """planned.run of a q whose rows before first_row belong to no request: their output is 0."""
-    return planned.run if first_row == 0 else partial(_run_rows, planned, first_row)
-
-
-def _run_rows(
-    planned: PlannedAttention,
-    first_row: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Scales,
-    *,
-    out: Tensor | None,
-    lse: Tensor | None,
-    return_lse: bool,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    out = planned.zeros(q) if out is None else out
-    lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
-    planned.run(q[first_row:], k, v, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
-    return (out, lse) if return_lse and lse is not None else out

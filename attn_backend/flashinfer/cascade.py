@@ -10,7 +10,20 @@ from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import BSRView, Composition, PageTable
 from ..metadata.structure import refuse
-from .arguments import NO_POS_ENCODING, DType, PagedKV, Scale, check_kv_layout, copy_if_other, on_device, paged_cache, pages_on_device, pos_encoding
+from .arguments import (
+    NO_POS_ENCODING,
+    DType,
+    PagedKV,
+    Scale,
+    check_fits,
+    check_kv_layout,
+    copy_if_other,
+    from_zero,
+    on_device,
+    paged_cache,
+    pages_from_zero,
+    pos_encoding,
+)
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported
 from .heads import heads_of
@@ -127,9 +140,10 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         """Plans a batch.
 
         Args:
-            qo_indptr_arr: for each level int32 [batch_size of the level + 1]: the rows that see each of its prefixes. All end at the same row.
+            qo_indptr_arr: for each level int32 [batch_size of the level + 1]: the rows that see each of its prefixes. All start and end at the same rows.
             paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level its page tables.
             causal: of the last level, what each request has for itself.
+            sm_scale: a number or a tensor of one element; with one level also of one for each request.
             window_left: of each level by itself, as in FlashInfer: tokens before a query's place among those of the level.
 
         Raises:
@@ -142,11 +156,14 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
         if self._num_levels > 1 and pos != NO_POS_ENCODING:
             not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} with several levels")
+        if self._num_levels > 1 and isinstance(sm_scale, Tensor) and sm_scale.numel() != 1:
+            way_out = "BatchPrefillWithPagedKVCacheWrapper has one for each request, and its plan finds shared prefixes"
+            refuse("sm_scale", sm_scale, f"a number or a tensor of one element with num_levels = {self._num_levels}: {way_out}")
         self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type)
         self._sm_scale = sm_scale
-        self._count_rows(qo_indptr_arr[-1])
+        self._start_rows(qo_indptr_arr[-1])
         levels, window_left = [], max(window_left, -1)
-        for level, parts in enumerate(zip(*arrays, strict=True)):
+        for level, parts in enumerate([self._from_zero(level, parts) for level, parts in enumerate(zip(*arrays, strict=True))]):
             qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, parts)
             table = PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size)
             levels.append(BSRView(qo_indptr, table, causal and level == self._num_levels - 1, window_left))
@@ -154,17 +171,29 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
 
     begin_forward = plan
 
+    def _from_zero(self, level: int, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors of a level, whose indptrs start at 0; refused if they do not fit those of the last level or their buffers."""
+        qo_indptr, kv_indptr, kv_indices, last_page_len = parts
+        first_row, qo_indptr = from_zero(qo_indptr)
+        if first_row != self._first_row:
+            refuse(f"qo_indptr_arr[{level}][0]", first_row, f"{self._first_row}, where the last level starts")
+        kv_indptr, kv_indices = pages_from_zero(kv_indptr, kv_indices)
+        parts = qo_indptr, kv_indptr, kv_indices, last_page_len
+        if self._use_cuda_graph:
+            for name, buffer, part in zip(_ARRAYS, self._buffers[level], parts, strict=True):
+                if part is kv_indices:
+                    check_fits(f"{name}[{level}]", part, "its buffer", buffer)
+                elif len(part) != len(buffer):
+                    refuse(f"len({name}[{level}])", len(part), f"{len(buffer)}, that of its buffer, with use_cuda_graph=True")
+        return parts
+
     def _on_device(self, level: int, parts: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The tensors of a level: its buffers, filled, if there are CUDA graphs."""
-        if self._use_cuda_graph:
-            for buffer, part in zip(self._buffers[level], parts, strict=True):
-                if len(part) > len(buffer):
-                    refuse(f"levels[{level}]: elements", len(part), f"at most {len(buffer)}, those of its buffer")
-                copy_if_other(buffer[: len(part)], part, True)
-            return self._buffers[level]
-        qo_indptr, kv_indptr, kv_indices, last_page_len = parts
-        pages = pages_on_device(kv_indptr, kv_indices, self.device, True)
-        return on_device(qo_indptr, self.device, True), *pages, on_device(last_page_len, self.device, True)
+        if not self._use_cuda_graph:
+            return [on_device(part, self.device, True) for part in parts]
+        for buffer, part in zip(self._buffers[level], parts, strict=True):
+            copy_if_other(buffer[: len(part)], part, True)
+        return self._buffers[level]
 
     def run(self, q: Tensor, paged_kv_cache: PagedKV) -> Tensor:
         """Runs the last plan: q [rows, num_qo_heads, head_dim]. May be captured in a CUDA graph; never waits for the device.
@@ -174,7 +203,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         """
         self._check_planned()
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        out = self._planned.run(q, kv.k, kv.v, self._scales())
+        out = self._run(q, kv.k, kv.v, self._scales())
         assert isinstance(out, Tensor)
         return out
 
@@ -265,7 +294,14 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         rope_theta: float | None = None,
     ) -> Tensor:
         """q [rows, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in kv_layout: attention over both, in q's shape. causal: in
-        what each request has for itself."""
+        what each request has for itself. rope_scale, rope_theta: None or their defaults, as Q and K are not rotated.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
+        """
+        for name, value, default in (("rope_scale", rope_scale, 1.0), ("rope_theta", rope_theta, 1e4)):
+            if value is not None and value != default:
+                refuse(name, value, f"None or {default:g}: Q and K are not rotated here; apply_rope rotates them before K is cached")
         shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True)
         return _merged(shared, self._unique.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale))
 

@@ -63,7 +63,7 @@ def single_decode_with_kv_cache(
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta))
     kv = ragged_cache(k, v, kv_layout)
     heads = heads_of(q.device, q.shape[0], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
-    scales = scaled(heads, sm_scale, q_scale, k_scale)
+    scales = scaled(heads, 1, sm_scale, q_scale, k_scale)
     result = single_request(q.unsqueeze(0), kv, heads, logits, True, window_left, scales, return_lse, v_scale=v_scale)
     return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
 

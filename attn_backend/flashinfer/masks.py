@@ -46,6 +46,8 @@ def pack_single_mask(custom_mask: Tensor | None, packed_custom_mask: Tensor | No
 def items_of(prefix_len_ptr: Tensor | None, token_pos_in_items_ptr: Tensor | None, token_pos_in_items_len: int) -> tuple[Tensor | None, Tensor | None]:
     """prefix_len int32 [batch_size], token_pos_in_items uint16 [batch_size, token_pos_in_items_len]: of multi-item scoring; None, None without."""
     if prefix_len_ptr is None:
+        if token_pos_in_items_ptr is not None:
+            refuse("token_pos_in_items_ptr", token_pos_in_items_ptr, "None without prefix_len_ptr")
         return None, None
     if token_pos_in_items_ptr is None or token_pos_in_items_len < 1:
         refuse("token_pos_in_items_ptr", token_pos_in_items_ptr, "a tensor, and token_pos_in_items_len its elements of each request, with prefix_len_ptr")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import check_plain, dtype_name, refuse
-from .arguments import Scale, buffer_length, check_fits, copy_if_other, on_device, rows_of
+from .arguments import Scale, buffer_length, check_fits, copy_if_other, on_device, pages_from_zero, pages_on_device, rows_of
 from .features import missing, not_supported, refuse_given
 from .heads import heads_of
 from .planned_attention import plain_logits
@@ -109,9 +109,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         batch_size = qo_indptr.shape[0] - 1
         if kv_indptr.shape[0] != batch_size + 1:
             kv_indptr = kv_indptr[: batch_size + 1]
-        self._count_rows(qo_indptr)
+        qo_indptr = self._start_rows(qo_indptr)
         if self._use_cuda_graph:
             self._check_batch_size(batch_size)
+            kv_indptr, kv_indices = pages_from_zero(kv_indptr, kv_indices)
             check_fits("kv_indices", kv_indices, "the buffer kv_indices", self._kv_indices_buf)
             copy_if_other(self._qo_indptr_buf, qo_indptr, True)
             copy_if_other(self._kv_indptr_buf, kv_indptr, True)
@@ -119,8 +120,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             copy_if_other(self._kv_len_arr_buf, kv_len_arr, True)
         else:
             self._qo_indptr_buf = on_device(qo_indptr, self.device, True)
-            self._kv_indptr_buf = on_device(kv_indptr, self.device, True)
-            self._kv_indices_buf = on_device(kv_indices, self.device, True)
+            self._kv_indptr_buf, self._kv_indices_buf = pages_on_device(kv_indptr, kv_indices, self.device, True)
             self._kv_len_arr_buf = on_device(kv_len_arr, self.device, True)
         self._heads, self._page_size, self._causal, self._sm_scale = heads, page_size, bool(causal), sm_scale
         self._of_cache = heads.kv_dtype or heads.dtype
@@ -177,8 +177,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             q_pe, ckv_scale = self._with_one_scale(q_pe, ckv_scale, ckv_scale_arr, kpe_scale)
         elif ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
             refuse("(ckv_scale, ckv_scale_arr, kpe_scale)", (ckv_scale, ckv_scale_arr, kpe_scale), f"None where kv_data_type is {self._of_cache}")
-        if self._rows is not None and q_nope.shape[0] != self._rows:
-            refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._rows}, as planned")
+        if self._rows is not None and q_nope.shape[0] != self._first_row + self._rows:
+            refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._first_row + self._rows}, as planned")
         try:
             if self._has_rope:
                 # Without pages both addresses are 0. Parts that are not as planned may pass, and are refused by the run.
@@ -187,7 +187,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)
                 q_rope, is_one = None, ckv_cache.shape[0] > 0
             k, v, k_rope = (ckv_cache, None, kpe_cache) if is_one and self._planned.is_direct else (*self._joined(ckv_cache, kpe_cache), None)
-            return self._planned.run(
+            return self._run(
                 q_nope, k, v, self._scales(), q_rope=q_rope, k_rope=k_rope, kv_scale=ckv_scale, out=out, lse=lse, return_lse=return_lse,
                 lse_to_base_2=not return_lse_base_on_e,
             )  # fmt: skip

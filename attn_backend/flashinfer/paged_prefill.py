@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..metadata import PageTable
 from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, Scale, buffer_length, check_fits, copy_if_other, from_zero, on_device, paged_cache, pages_on_device, pos_encoding
-from .batch_prefill import BatchPrefill, run_from
+from .arguments import DType, PagedKV, Scale, buffer_length, check_fits, copy_if_other, on_device, paged_cache, pages_from_zero, pages_on_device, pos_encoding
+from .batch_prefill import BatchPrefill
 from .features import refuse_given
 from .heads import heads_of
 from .masks import items_of, pack_custom_mask
@@ -117,9 +117,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         """
         self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
         batch_size = qo_indptr.shape[0] - 1
-        self._first_row, qo_indptr = from_zero(qo_indptr)
-        self._run = run_from(self._planned, self._first_row)
-        self._count_rows(qo_indptr)
+        qo_indptr = self._start_rows(qo_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
         packed = mask_indptr = None
         if custom_mask is not None or packed_custom_mask is not None:
@@ -127,6 +125,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             packed, mask_indptr = pack_custom_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking)
         if self._use_cuda_graph:
             self._check_fixed(batch_size)
+            paged_kv_indptr, paged_kv_indices = pages_from_zero(paged_kv_indptr, paged_kv_indices)
             check_fits("paged_kv_indices", paged_kv_indices, "paged_kv_indices_buf", self._paged_kv_indices_buf)
             copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
             copy_if_other(self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking)

@@ -85,7 +85,7 @@ def single_prefill_with_kv_cache(
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
     kv = ragged_cache(k, v, kv_layout)
     heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype, o_dtype)
-    scales = scaled(heads, sm_scale, scale_q, k_scale)
+    scales = scaled(heads, 1, sm_scale, scale_q, k_scale)
     return single_request(q, kv, heads, logits, causal and packed is None, window_left, scales, return_lse, v_scale=v_scale)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..metadata import PageTable
 from ..metadata.structure import refuse
 from .arguments import DType, PagedKV, Scale, buffer_length, copy_if_other, from_zero, on_device, pos_encoding
-from .batch_prefill import BatchPrefill, run_from
+from .batch_prefill import BatchPrefill
 from .features import not_supported, refuse_given
 from .heads import heads_of
 from .masks import items_of, pack_custom_mask
@@ -99,10 +99,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         batch_size = qo_indptr.shape[0] - 1
         if kv_indptr.shape[0] != batch_size + 1:
             refuse("len(kv_indptr)", len(kv_indptr), f"{batch_size + 1}, that of qo_indptr")
-        self._first_row, qo_indptr = from_zero(qo_indptr)
+        qo_indptr = self._start_rows(qo_indptr)
         self._first_token, kv_indptr = from_zero(kv_indptr)
-        self._run = run_from(self._planned, self._first_row)
-        self._count_rows(qo_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
         kv_lens = kv_indptr[1:] - kv_indptr[:-1] if custom_mask is not None or packed_custom_mask is not None else kv_indptr
         packed, mask_indptr = pack_custom_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking)

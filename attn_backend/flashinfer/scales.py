@@ -39,12 +39,18 @@ class Scales(NamedTuple):
 _NO_PARAMS: dict[str, Tensor] = {}
 
 
-def scaled(heads: Heads, sm_scale: Scale | None, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
+def check_scale_of_requests(sm_scale: Tensor, batch_size: int) -> None:
+    """Refuses a tensor that has neither one element nor one for each request: kernels would read past its end, or take elements that are of nothing."""
+    if sm_scale.numel() not in (1, batch_size):
+        refuse("sm_scale", sm_scale, f"a number, or a tensor of one element, or of one for each request: {batch_size}")
+
+
+def scaled(heads: Heads, batch_size: int, sm_scale: Scale | None, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
     """sm_scale, which may be a tensor of one element for each request (None: the default), times q_scale and k_scale. Tensors on a device are read when a
     kernel runs; of 8-bit Q they may have an element for each query head or KV head, of 8-bit K for each KV head.
 
     Raises:
-        NotImplementedError: a tensor of other elements.
+        ValueError: sm_scale of another number of elements. NotImplementedError: a tensor of other elements.
     """
     number, of_requests, of_query_heads, q, k = 1.0, None, None, None, None
     for name, scale in (("sm_scale", heads.default_scale if sm_scale is None else sm_scale), ("q_scale", q_scale), ("k_scale", k_scale)):
@@ -54,6 +60,8 @@ def scaled(heads: Heads, sm_scale: Scale | None, q_scale: Scale | None = None, k
             number *= float(scale)
             continue
         assert isinstance(scale, Tensor)
+        if name == "sm_scale":
+            check_scale_of_requests(scale, batch_size)
         factor, count = flat(scale), scale.numel()
         if name == "q_scale" and heads.float8_q and count in (1, heads.num_kv_heads):
             q = factor

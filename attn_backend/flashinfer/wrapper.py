@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from ..metadata import BSRView, Composition
 from ..metadata.structure import refuse
-from .arguments import Scale, alibi_slopes_on, check_kv_layout, is_number, rows_of
+from .arguments import Scale, alibi_slopes_on, check_kv_layout, from_zero, is_number, rows_of
 from .features import not_supported
 from .heads import Heads
 from .jit_variants import has_sinks, jit_variant
 from .planned_attention import Args, Logits, PlannedAttention, logits_of
-from .scales import Scales, one_of, scaled
+from .scales import Scales, check_scale_of_requests, one_of, scaled
 
 BACKENDS = ("auto", "fa2", "fa3")
 _ALIGNMENT = 16  # of FlashInfer's workspace buffers
@@ -31,7 +32,10 @@ class Wrapper:
 
     # Of the last plan.
     _heads: Heads
-    _rows: int | None  # None: not known to the host
+    _batch = 0  # requests
+    _first_row = 0  # rows of Q before it belong to no request
+    _rows: int | None  # after _first_row; None: not known to the host
+    _run: Callable[..., Tensor | tuple[Tensor, Tensor]]
     _batch_invariant = False
     _plan_info: Sequence[int] | None = None  # callers ask whether there is one; FlashInfer's kernels are told by it what plan decided
 
@@ -85,6 +89,15 @@ class Wrapper:
         if batch_size != self._fixed_batch_size:
             refuse("batch_size", batch_size, f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True")
 
+    def _start_rows(self, qo_indptr: Tensor) -> Tensor:
+        """qo_indptr from 0; runs are given the rows after its first element. With CUDA graphs, which hold addresses, plans start at the same row."""
+        first_row, qo_indptr = from_zero(qo_indptr)
+        if self._use_cuda_graph and self._is_planned and first_row != self._first_row:
+            refuse("qo_indptr[0]", first_row, f"{self._first_row}, that of the first plan, with use_cuda_graph=True")
+        self._first_row, self._run = first_row, run_from(self._planned, first_row)
+        self._count_rows(qo_indptr)
+        return qo_indptr
+
     def _count_rows(self, qo_indptr: Tensor) -> None:
         self._rows = rows_of(qo_indptr)
         if self._rows is None and self._use_cuda_graph and not self._is_planned:
@@ -92,8 +105,11 @@ class Wrapper:
 
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
         """Plans a view under the options of the last plan()."""
-        self._of_tensors = None  # what scales mean depends on the heads
+        self._of_tensors = None  # what scales mean depends on the heads and the batch
+        self._batch = view.batch_size if isinstance(view, BSRView) else view.levels[-1].batch_size
         if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
+            if self._jit is None:
+                check_scale_of_requests(self._sm_scale, self._batch)
             self._planned.with_scales("sm_scales")
         if self._has_sinks:
             self._planned.with_sinks()
@@ -146,7 +162,7 @@ class Wrapper:
         known = self._of_tensors
         if known is not None and known[0] is scale and known[1] is q_scale and known[2] is k_scale:
             return known[3]
-        made = scaled(self._heads, scale, q_scale, k_scale)
+        made = scaled(self._heads, self._batch, scale, q_scale, k_scale)
         are_read = all(any(tensor is part for part in made) for tensor in (scale, q_scale, k_scale) if isinstance(tensor, Tensor))
         self._of_tensors = (scale, q_scale, k_scale, made) if are_read else None
         return made
@@ -155,3 +171,30 @@ class Wrapper:
 def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
     """Whether a request's parts are not to depend on its batch; engines that do not ask for that pass -1."""
     return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
+
+
+def run_from(planned: PlannedAttention, first_row: int) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """planned.run of a q whose rows before first_row belong to no request: their output is 0."""
+    return planned.run if first_row == 0 else partial(_run_rows, planned, first_row)
+
+
+def _run_rows(
+    planned: PlannedAttention,
+    first_row: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Scales,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    q_rope: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    out = planned.zeros(q) if out is None else out
+    lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse and lse is None else lse
+    if q_rope is not None:
+        options["q_rope"] = q_rope[first_row:]
+    planned.run(q[first_row:], k, v, scales, out=out[first_row:], lse=None if lse is None else lse[first_row:], return_lse=return_lse, **options)
+    return (out, lse) if return_lse and lse is not None else out

@@ -13,6 +13,7 @@ import torch
 from flashinfer_oracle import check, make_batch, workspace
 
 from attn_backend import flashinfer
+from attn_backend.flashinfer import absent
 
 ROOT = Path(__file__).resolve().parents[2]
 # What engines' FlashInfer backends import (vLLM 0.26 to 0.33, SGLang 0.5.17 to 0.5.23, mini-sglang).
@@ -67,6 +68,16 @@ def test_names_of_engines() -> None:
     assert version == flashinfer.__version__
     assert Path(origin) == ROOT / "flashinfer_alias" / "flashinfer" / "decode.py"
     assert module == top == "attn_backend.flashinfer.batch_decode"
+
+
+def test_modules_of_missing_names_have_nothing_else() -> None:
+    modules = [name for name in NAMES if name.removeprefix("flashinfer.") in absent.NAMES]
+    code = f"import importlib\nfor name in {modules}: print(*(x for x in vars(importlib.import_module(name)) if not x.startswith('__')))"
+    for module, line in zip(modules, run_with_alias(code).splitlines(), strict=True):
+        names = absent.NAMES[module.removeprefix("flashinfer.")]
+        assert set(line.split()) - {"core"} == {"_names_of", *names}
+    code = "from importlib.util import find_spec; print(find_spec('flashinfer.norm'), find_spec('flashinfer.activation'))"
+    assert run_with_alias(code).split() == ["None", "None"]
 
 
 @pytest.mark.slow

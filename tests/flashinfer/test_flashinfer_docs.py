@@ -48,7 +48,7 @@ def test_missing_classes_are_classes() -> None:
         SfLayout.layout_linear  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["CuteDslMoEWrapper", "add_rmsnorm_fp4quant", "gdn_fused_decode_step", "norm"])
+@pytest.mark.parametrize("name", ["CuteDslMoEWrapper", "add_rmsnorm_fp4quant", "gdn_fused_decode_step", "norm", "activation"])
 def test_optional_names_do_not_exist(name: str) -> None:
     """Code that asks whether FlashInfer has them does without."""
     assert not hasattr(flashinfer, name)

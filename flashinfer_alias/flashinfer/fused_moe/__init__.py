@@ -1,5 +1,5 @@
-from attn_backend.flashinfer.absent import names_of
+from attn_backend.flashinfer.absent import names_of as _names_of
 
 from . import core  # noqa: F401
 
-globals().update(names_of("fused_moe"))
+globals().update(_names_of("fused_moe"))
