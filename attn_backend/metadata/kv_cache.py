@@ -28,8 +28,8 @@ class KVCache:
     methods. (Of rows with scales of their own, `from_latent` makes k: uint8 [pages, page_size, 1, 656].)
 
     k_scale, v_scale: of a float8 cache, whose elements stand for numbers that are larger by these factors; None: 1. A number above 0; or a float32 tensor of
-    such, on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch, num_kv_heads], for each request of the batch (in a composition
-    whose levels have `requests`). Tensors are read when a kernel runs: a captured CUDA graph sees what they hold then.
+    such, on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch, num_kv_heads], for each request of the batch. The levels of a
+    composition must then name the `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph sees what they hold then.
 
     Raises:
         ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not contiguous, or scales that are not such numbers or

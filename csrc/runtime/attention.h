@@ -146,8 +146,8 @@ class Attention {
 
   bool planned() const { return planned_page_size_ > 0; }
   int32_t planned_page_size() const { return planned_page_size_; }
-  /// Row groups of the levels that name no requests for their rows, and so take their groups for them; 0: there is no
-  /// such level, -1: these levels have different numbers of groups, so groups are not requests.
+  /// Requests of the plan. A level that does not name the requests of its rows takes row group i for request i.
+  /// 0: all levels name them. -1: levels that do not have different numbers of groups, so a group is no request.
   int32_t planned_batch() const {
     int32_t batch = 0;
     for (int32_t i = 0; i < plan_params_.num_levels; ++i) {

@@ -89,7 +89,7 @@ FEATURES = (
     Feature(
         "`--disable-cascade-attn`",
         Cell(
-            (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_what_the_environment_says",),
+            (f"{ADAPTERS}/vllm/test_vllm_registration.py::test_vllms_own_option_is_obeyed",),
             "obeyed where it is typed; `ATTN_BACKEND_CASCADE=0` is ours",
         ),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",), "`ATTN_BACKEND_CASCADE=0`"),

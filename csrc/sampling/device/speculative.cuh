@@ -6,10 +6,10 @@
 
 namespace attn {
 
-/// Draft tokens of a request that pass their own test, and how many of them come before the first that does not.
+/// Of the draft tokens of a request.
 struct DraftCounts {
-  int32_t accepted;
-  int32_t passed;
+  int32_t accepted;  // before the first that is refused
+  int32_t passed;    // all whose own test passes, after a refused one, too
 };
 
 /// Every warp finds out by itself, 32 tokens at a time.
