@@ -3,6 +3,7 @@
     python -m tests.fuzz                                   # 60 seconds on a CPU
     python -m tests.fuzz --seed 3 --calls 200000
     python -m tests.fuzz --device cuda --calls 20000       # captured graphs, too
+    python -m tests.fuzz --scenario float8_batches         # 8-bit caches alone
     python -m tests.fuzz --seed 3 --only 41227             # one call, in this process, with its traceback
 
 Run from the root of the repository, with attn_backend installed. Each chunk of calls runs in a process of its own, so that a crash or a call that does not
@@ -28,7 +29,7 @@ sys.path.insert(0, str(TESTS))
 import torch  # noqa: E402
 from fuzz.call import FINDINGS, GOOD  # noqa: E402
 from fuzz.chunks import Chunk, Runner, Tally, run_call  # noqa: E402
-from fuzz.scenarios import CALLS, calls_of  # noqa: E402
+from fuzz.scenarios import CALLS, NAMES, calls_of  # noqa: E402
 
 import attn_backend  # noqa: E402
 
@@ -41,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with the scenario of call number N")
     parser.add_argument("--only", type=int, metavar="K", help="make call number K, after those that share its objects, in this process; show its outcome")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--scenario", action="append", default=[], choices=sorted(NAMES), help="may be given more than once; default: all")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: one a core, four on a GPU")
     parser.add_argument("--chunk", type=int, help="calls of one process; default: 500, on a GPU 2000")
     parser.add_argument("--fresh", action="store_true", help="begin each process anew instead of forking it; always so on a GPU")
@@ -66,7 +68,7 @@ def only(arguments: argparse.Namespace) -> int:
     """One call, with all that is known of it."""
     faulthandler.enable()
     scenario, place = divmod(arguments.only, CALLS)
-    for i, call in enumerate(calls_of(arguments.seed, scenario, torch.device(arguments.device))):
+    for i, call in enumerate(calls_of(arguments.seed, scenario, torch.device(arguments.device), arguments.scenario)):
         print(f"call {scenario * CALLS + i}: {call.title}", flush=True)
         outcome = run_call(call, arguments.device == "cuda")
         print(f"    {outcome.kind}{': ' if outcome.message else ''}{outcome.message}", flush=True)
@@ -85,7 +87,7 @@ def warm_up() -> None:
         attn_backend.sample(torch.zeros(1, 0))
 
 
-def report(tally: Tally, seed: int, device: str, seconds: float) -> None:
+def report(tally: Tally, options: list[str], seconds: float) -> None:
     classes = [kind for kind in (*GOOD, *FINDINGS) if any(known == kind for _, known in tally.counts)]
     surfaces = sorted({surface for surface, _ in tally.counts})
     print(f"\n{'':32s}" + "".join(f"{kind:>26s}" for kind in classes))
@@ -95,9 +97,9 @@ def report(tally: Tally, seed: int, device: str, seconds: float) -> None:
     findings = sorted(tally.findings.values(), key=lambda finding: (FINDINGS.index(finding.kind), finding.title))
     for finding in findings:
         print(f"\n{finding.count} x {finding.kind}: {finding.title}\n    {_shortened(finding.message)}")
-        print(f"    python -m tests.fuzz --device {device} --seed {seed} --only {finding.call}      # or, after others: --first {finding.chunk}")
+        print(f"    python -m tests.fuzz {' '.join(options)} --only {finding.call}      # or, after others: --first {finding.chunk}")
     wrong = sum(finding.count for finding in findings)
-    print(f"\n{tally.calls} calls in {seconds:.0f} s, seed {seed}: {wrong} findings of {len(findings)} kinds")
+    print(f"\n{tally.calls} calls in {seconds:.0f} s, {' '.join(options)}: {wrong} findings of {len(findings)} kinds")
 
 
 def _shortened(message: str) -> str:
@@ -111,13 +113,14 @@ def main() -> int:
     device = torch.device(arguments.device)
     if arguments.only is not None:
         return only(arguments)
+    options = ["--device", arguments.device, "--seed", str(arguments.seed), *(word for name in arguments.scenario for word in ("--scenario", name))]
 
     def command(chunk: Chunk, events: int, seconds: float | None) -> list[str]:
-        own = ["--device", arguments.device, "--seed", str(arguments.seed), "--work", str(chunk.next), str(chunk.last), str(events)]
+        own = [*options, "--work", str(chunk.next), str(chunk.last), str(events)]
         return [sys.executable, "-m", "tests.fuzz", *own, *(["--seconds", str(seconds)] if seconds is not None else ["--calls", "1"])]
 
     runner = Runner(
-        lambda scenario: calls_of(arguments.seed, scenario, device),
+        lambda scenario: calls_of(arguments.seed, scenario, device, arguments.scenario),
         CALLS,
         on_cuda=device.type == "cuda",
         jobs=arguments.jobs,
@@ -134,7 +137,7 @@ def main() -> int:
     last = None if arguments.calls is None else first + -(-arguments.calls // CALLS)
     begin = time.monotonic()
     tally = runner.run(first, last, arguments.seconds)
-    report(tally, arguments.seed, arguments.device, time.monotonic() - begin)
+    report(tally, options, time.monotonic() - begin)
     return int(bool(tally.findings))
 
 

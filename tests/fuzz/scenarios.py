@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 import torch
@@ -33,11 +33,15 @@ SCENARIOS: dict[Scenario, float] = {
 GPU_SHARES = {graphs.replays: 0.3}  # instead of those above
 
 
-def calls_of(seed: int, scenario: int, device: torch.device) -> Iterator[Call]:
-    """The calls of one scenario, on one thread: there are as many processes as cores."""
+NAMES = {make.__name__: make for make in SCENARIOS}
+
+
+def calls_of(seed: int, scenario: int, device: torch.device, names: Sequence[str] = ()) -> Iterator[Call]:
+    """The calls of one scenario, on one thread: there are as many processes as cores. names: of NAMES, the only ones; none: all."""
     torch.set_num_threads(1)
     rng = numpy.random.default_rng([seed, scenario])
     shares = SCENARIOS | (GPU_SHARES if device.type == "cuda" else {})
+    shares = {NAMES[name]: shares[NAMES[name]] for name in names} or shares
     weights = numpy.array(list(shares.values()))
     make = list(shares)[rng.choice(len(weights), p=weights / weights.sum())]
     return itertools.islice(make(rng, device), CALLS)
