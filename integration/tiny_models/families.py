@@ -295,6 +295,10 @@ def make_model(family: Family, folder: Path) -> None:
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(folder)
+    if family.name == "gemma4":
+        _write_published_widths(folder / "config.json")
+    if family.name in ("gemma3n", "gemma4"):
+        _write_unread_weights(folder / "model.safetensors", config.get_text_config())
     write_tokenizer(folder, tells_texts=family.kind == "score")
     if family.kind == "image":
         _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
@@ -305,6 +309,27 @@ def make_model(family: Family, folder: Path) -> None:
         _write_mean_pooling(folder)
     if family.kind == "audio":
         transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS).save_pretrained(folder)
+
+
+def _write_published_widths(file: Path) -> None:
+    """Writes the head widths of Gemma 4 as published checkpoints do. transformers reads it, but writes a list of layers, which older engines do not know."""
+    config = json.loads(file.read_text())
+    text = config["text_config"]
+    if layers := text.pop("per_layer_config", None):
+        widths = next(iter(layers.values()))
+        text |= {"global_head_dim": widths["head_dim"], "num_global_key_value_heads": widths["num_key_value_heads"]}
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_unread_weights(file: Path, config: Any) -> None:
+    """Gives layers that read the cache of another K and V of their own, as published checkpoints do. They are not read, but vLLM 0.26 insists on them."""
+    weights, own = load_file(file), config.num_hidden_layers - config.num_kv_shared_layers
+    for name, weight in list(weights.items()):
+        before, _, after = name.partition("layers.")
+        layer, _, part = after.partition(".")
+        if "vision" not in before and part.startswith(("self_attn.k_", "self_attn.v_")) and int(layer) < own:
+            weights[f"{before}layers.{int(layer) + own}.{part}"] = weight.clone()
+    save_file(weights, file, {"format": "pt"})
 
 
 def _write_mean_pooling(folder: Path) -> None:

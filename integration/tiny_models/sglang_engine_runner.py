@@ -5,6 +5,7 @@ python -m integration.tiny_models.sglang_engine_runner FOLDER [family ...] --bac
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -33,7 +34,18 @@ CPU_OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "mem_fractio
 # those to both sides out; and its output for Gemma 3n has dimensions that the model does not take.
 STOCK_OF_FAMILY = {"whisper": "flashinfer", "items": "flashinfer", **dict.fromkeys(("gemma2", "gpt_oss", "embedding_gemma", "llama4", "gemma3n"), "fa3")}
 # In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take; Gemma 4's tiny model has no processor of images.
-GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {"gemma3n": {"disable_prefill_cuda_graph": True}, "gemma4": {"enable_multimodal": False}}
+GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "gemma3n": {"disable_prefill_cuda_graph": True},
+    "gemma4": {"enable_multimodal": False},
+    "mimo": {"trust_remote_code": True},
+}
+# The transformers of SGLang 0.5.17 does not know MiMo V2, whose published checkpoints bring their configuration, too.
+MIMO_MODULE = """from transformers import PretrainedConfig
+
+
+class MiMoV2FlashConfig(PretrainedConfig):
+    model_type = "mimo_v2_flash"
+"""
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
@@ -55,7 +67,11 @@ def as_served(family: Family, folder: Path, made: Path) -> Path:
     4 with queries and keys in the order in which it rotates (its class with images permutes them itself, that of text alone does not)."""
     for file in folder.iterdir():
         if file.name == "config.json":
-            (made / file.name).write_text(file.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+            config = json.loads(file.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+            if family.name == "mimo":
+                (made / "configuration_mimo.py").write_text(MIMO_MODULE)
+                config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoV2FlashConfig"}
+            (made / file.name).write_text(json.dumps(config))
         elif family.name == "llama4" and file.suffix == ".safetensors":
             weights = {name: _halves(weight) if "q_proj" in name or "k_proj" in name else weight for name, weight in load_file(file).items()}
             save_file(weights, made / file.name, {"format": "pt"})
