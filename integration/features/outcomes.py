@@ -1,6 +1,7 @@
 """What showed a feature of an engine when it last ran, and how that ended: docs/features.json, of which the matrix of docs/engines.md is made.
 
     python -m integration.features.outcomes [NAME ...]          # runs the tests that the matrix names (default: all) and notes how they ended
+    python -m integration.features.outcomes --device cuda       # their cases for GPUs, on one, of the engine that is installed
     python -m integration.features.serve --record [RUN ...]     # the same for servers, with --device cuda on a GPU
     python -m integration.features.table                        # prints the matrix, for the page
 
@@ -10,6 +11,7 @@ A test's NAME is FILE::FUNCTION. Exit status: 1 if one did not end well.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -20,11 +22,13 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
+from integration.device import device_name
 from integration.environment import REPOSITORY
 
 FILE = REPOSITORY / "docs" / "features.json"
 ENGINE_NAMES = ("vllm", "sglang")
 DEVICE_NAMES = ("cpu", "cuda")
+NO_CASE = "no case was run"
 
 
 @dataclass(frozen=True)
@@ -69,25 +73,29 @@ def read_junit(report: Path, name: str) -> tuple[bool, str]:
     if wrong:
         return False, wrong[0].get("message", "").partition("\n")[0][:200]
     passed = any(all(element.tag != "skipped" for element in case) for case in cases)
-    return passed, "" if passed else "no case was run"
+    return passed, "" if passed else NO_CASE
 
 
 def main() -> None:
     from integration.features.table import named
 
-    tests = {name: engine for engine in ENGINE_NAMES for name in named(engine) if "::" in name}
+    tests = {name: engine for engine in ENGINE_NAMES for name in named(engine) if "::" in name and importlib.util.find_spec(engine)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--device", choices=DEVICE_NAMES, default="cpu", help="whose cases are run; default: %(default)s")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in tests]:
         parser.error(f"NAME: {', '.join(unknown)}; must be of {', '.join(tests)}")
-    names, all_ok = given.names or list(tests), True
+    names, all_ok, gpu = given.names or list(tests), True, device_name("cuda") if given.device == "cuda" else ""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *names], check=False, cwd=REPOSITORY)
+        cases = ["-m", "gpu" if gpu else "not gpu"]
+        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *cases, *names], check=False, cwd=REPOSITORY)
         for name in names:
             ok, reason = read_junit(report, name)
-            record(name, tests[name], ok, reason)
+            if gpu and reason == NO_CASE:
+                continue  # the test has none for GPUs
+            record(name, tests[name], ok, reason, device=given.device, gpu=gpu)
             all_ok &= ok
             print(f"{name}: {'ok' if ok else reason}")
     sys.exit(int(not all_ok))
