@@ -33,6 +33,7 @@ def cache_name(kv_heads: int) -> str:
 def convert(gguf: Path, target: Path) -> None:
     """Write the model in `gguf` to the folder `target` as bfloat16 safetensors, with its tokenizer and chat template."""
     import torch
+    from tokenizers import decoders
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -44,7 +45,11 @@ def convert(gguf: Path, target: Path) -> None:
     model = LlamaForCausalLM(config)
     model.load_state_dict(source.state_dict())
     model.bfloat16().save_pretrained(target)
-    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    # transformers 5.12 makes a decoder of another kind of tokenizer, by which grammars take a line break for a letter, and another end
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.save_pretrained(target)
 
 
 def add_heads(model: Path, target: Path, kv_heads: int) -> None:

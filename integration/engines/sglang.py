@@ -133,10 +133,9 @@ class SGLang:
         return output_ids
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
-        # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and forgets soon that they were not. With xgrammar and
-        # no blanks 0.5.17 on a GPU aborts every answer of JSON where a colon has been written, with its own attention, too.
+        # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and forgets soon that they were not.
         arguments = ["--max-total-tokens", str(cache_tokens), "--schedule-conservativeness", "0.1"]
-        arguments += ["--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace", "--enable-cache-report", "--enable-metrics"]
+        arguments += ["--constrained-json-disable-any-whitespace", "--enable-cache-report", "--enable-metrics"]
         return arguments, {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
 
     def preemptions(self, base_url: str) -> int:
