@@ -77,7 +77,7 @@ def random_spec(seed: int, device_type: str) -> Spec:
     else:
         page_size = int(rng.choice([1, 1, 2, 3, 5, 8, 16, 16, 16, 24, 32, 48, 64, 100, 128, 256]))
         cache_form = str(rng.choice(CACHE_FORMS[:4]))
-    qo_lens, kv_lens = _random_lengths(rng, num_kv_heads * group_size * head_dim)
+    qo_lens, kv_lens = _random_lengths(rng, num_kv_heads * group_size * head_dim, on_cpu)
     longest = max(kv_lens, default=0)
     return Spec(
         qo_lens=qo_lens,
@@ -104,12 +104,12 @@ def random_spec(seed: int, device_type: str) -> Spec:
     )
 
 
-def _random_lengths(rng: numpy.random.Generator, row_cost: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _random_lengths(rng: numpy.random.Generator, row_cost: int, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query and KV lengths of one batch, most of them short; `row_cost` is num_qo_heads * head_dim. The oracle's work is bounded."""
     batch = int(rng.choice([0, 1, 1, 2, 3, 5, 7, 8, 13, 17, 33], p=[0.01, 0.15, 0.14, 0.15, 0.1, 0.1, 0.1, 0.1, 0.07, 0.05, 0.03]))
     longest = int(rng.choice([40, 300, 1500, 8192], p=[0.2, 0.35, 0.25, 0.2]))
     style = str(rng.choice(["decode", "prefill", "chunk", "verify", "mixed", "odd"], p=[0.3, 0.15, 0.2, 0.1, 0.15, 0.1]))
-    budget = 2e8 if longest < 8192 else 5e8  # multiplications of q . k
+    budget = (2e8 if longest < 8192 else 5e8) / (4 if on_cpu else 1)  # multiplications of q . k, of which a GPU makes more in the same time
     qo_lens, kv_lens = [], []
     for _ in range(batch):
         kv_len = _skewed(rng, longest)

@@ -71,32 +71,36 @@ def attention(
     # Heads in front, the query heads of one KV head as rows of one matrix: [num_kv_heads, group_size * rows, head_dim].
     queries = _rounded(variant.query, q.transpose(0, 1), pairs).view(num_kv_heads, group_size * rows, head_dim)
     keys, values = _rounded(variant.key, k.transpose(0, 1), pairs), _rounded(variant.value, v.transpose(0, 1), pairs)
-    logits = queries @ keys.transpose(1, 2) * (head_dim**-0.5 if sm_scale is None else sm_scale)
+    logits = (queries * (head_dim**-0.5 if sm_scale is None else sm_scale)) @ keys.transpose(1, 2)
     if logits_soft_cap > 0:
         logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
     logits = logits.view(num_qo_heads, rows, tokens)
     logits = variant.logits(logits, pairs)
-    hidden = hidden_pairs(rows, tokens, causal, window_left, q.device) | ~torch.as_tensor(variant.mask(pairs), device=q.device)
+    hidden, seen = hidden_pairs(rows, tokens, causal, window_left, q.device), variant.mask(pairs)
+    if seen is not True:
+        hidden = hidden | ~torch.as_tensor(seen, device=q.device)
     if variant.uses_softmax:
         logits = logits.masked_fill(hidden, -torch.inf)
         sink = torch.full((num_qo_heads, 1, 1), -torch.inf, dtype=torch.float64, device=q.device) if sinks is None else sinks.double().view(-1, 1, 1)
-        peak = torch.cat([logits, sink.expand(-1, rows, 1)], dim=-1).amax(dim=-1, keepdim=True)
+        peak = torch.maximum(logits.amax(dim=-1, keepdim=True), sink) if tokens else sink.expand(-1, rows, 1)
         finite_peak = peak.clamp_min(torch.finfo(torch.float64).min)
-        weights = torch.exp(logits - finite_peak)  # a row that sees nothing: exp(-inf) = 0
+        weights = logits.sub_(finite_peak).exp_()  # a row that sees nothing: exp(-inf) = 0
         total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - finite_peak)
         lse = (peak + torch.log(total)).squeeze(-1)
-        weights = weights / total.clamp_min(1e-300)
     else:
         weights = logits.masked_fill(hidden, 0.0)
+        total = torch.ones(num_qo_heads, 1, 1, dtype=torch.float64, device=q.device)
         lse = torch.zeros(num_qo_heads, rows, dtype=torch.float64, device=q.device)
     o = weights.view(num_kv_heads, group_size * rows, tokens) @ values
-    o = variant.output(o.view(num_qo_heads, rows, v.shape[2]), pairs)
+    o = variant.output(o.view(num_qo_heads, rows, v.shape[2]) / total.clamp_min(1e-300), pairs)
     return o.permute(1, 0, 2).reshape(rows, num_qo_heads, v.shape[2]), lse.permute(1, 0).reshape(rows, num_qo_heads)
 
 
 def _rounded(transform: Callable[[Tensor, Pairs], Tensor], x: Tensor, pairs: Pairs) -> Tensor:
     """Rows [heads, rows, head_dim], transformed in float64 and rounded to their dtype, as kernels multiply them; float64 again."""
-    return transform(x.double(), pairs).to(x.dtype).double().contiguous()
+    given = x.contiguous().double()
+    made = transform(given, pairs)
+    return made if made is given else made.to(x.dtype).double().contiguous()
 
 
 def hidden_pairs(rows: int, tokens: int, causal: bool, window_left: int, device: torch.device) -> Tensor:

@@ -47,10 +47,10 @@ TIMEOUT_S = 600
 
 
 class Served:
-    """The models in `folder`, and what they answer on a device."""
+    """The models in `folder`, and what they answer on a device. num_tokens: of an answer."""
 
-    def __init__(self, folder: Path, device: Device) -> None:
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path, device: Device, num_tokens: int = NUM_TOKENS) -> None:
+        self.folder, self.device, self._num_tokens = folder, device, num_tokens
         make_models(folder)
         self.prompts = make_prompts()
         self._references: dict[str, list[list[Token]]] = {}
@@ -58,7 +58,7 @@ class Served:
 
     def reference(self, asked: str) -> list[list[Token]]:
         if asked not in self._references:
-            self._references[asked] = reference(self.folder, asked, self.prompts, NUM_TOKENS)
+            self._references[asked] = reference(self.folder, asked, self.prompts, self._num_tokens)
         return self._references[asked]
 
     def outcome(self, run: Run, scratch: Path) -> Outcome:
@@ -123,13 +123,13 @@ class Served:
 
         def answer(prompt: list[int]) -> list[Token]:
             if len(urls) == 1:
-                return engine.generate(urls[0], prompt, NUM_TOKENS, ALTERNATIVES)
+                return engine.generate(urls[0], prompt, self._num_tokens, ALTERNATIVES)
             if engine.name == "vllm":
-                return engine.generate(urls[1], prompt, NUM_TOKENS, ALTERNATIVES, kv_transfer_params=_computed_by(urls[0], prompt))
+                return engine.generate(urls[1], prompt, self._num_tokens, ALTERNATIVES, kv_transfer_params=_computed_by(urls[0], prompt))
             room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port), "bootstrap_room": next(rooms)}
             with ThreadPoolExecutor(1) as other:  # both servers are asked, and meet in this room
-                computed = other.submit(engine.generate, urls[0], prompt, NUM_TOKENS, ALTERNATIVES, **room)
-                answered = engine.generate(urls[1], prompt, NUM_TOKENS, ALTERNATIVES, **room)
+                computed = other.submit(engine.generate, urls[0], prompt, self._num_tokens, ALTERNATIVES, **room)
+                answered = engine.generate(urls[1], prompt, self._num_tokens, ALTERNATIVES, **room)
                 computed.result()
             return answered
 

@@ -132,7 +132,7 @@ def test_planner_agrees_with_the_host_planner_bit_for_bit(device: torch.device, 
     library = host_planner.build(tmp_path)
     for shape in SHAPES:
         attention = make_attention(shape, device, **options)
-        for i in range(BATCHES):
+        for i in range(BATCHES if device.type == "cuda" else BATCHES // 3):
             seed = SHAPES.index(shape) * BATCHES + i
             view = batches.random_view(seed, device, valid)
             with contextlib.suppress(ValueError):  # on a CPU wrong values are refused; their clamped schedule is there all the same

@@ -139,6 +139,8 @@ def run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
     multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.context.ForkContext()
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        registry._run_in_subprocess = lambda function: function()  # what a class of models can do: another interpreter imports vLLM to say it, for CUDA's sake
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

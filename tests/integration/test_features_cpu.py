@@ -34,7 +34,7 @@ NAMED = [(engine, name) for engine in ENGINE_NAMES for name in named(engine)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, forked_engines):
-    return Served(tmp_path_factory.mktemp("features"), CPU)
+    return Served(tmp_path_factory.mktemp("features"), CPU, num_tokens=12)
 
 
 @pytest.mark.integration

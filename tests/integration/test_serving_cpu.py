@@ -15,7 +15,7 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 NUM_PROMPTS = 8
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 LONGEST_PROMPT = 256
 CONCURRENCY = 4
 
@@ -76,7 +76,7 @@ def test_serves_the_same_tokens_as_the_stock_backend(served, smollm2, sharegpt, 
 
     actual = generate_all(served.engine, served.url, served.prompts, MAX_TOKENS, CONCURRENCY)
     again = generate_all(served.engine, served.url, served.prompts, MAX_TOKENS, CONCURRENCY)  # its prefixes are in the cache now
-    workload = ShareGPT(NUM_PROMPTS // 4, 4, "ShareGPT", smollm2.folder, sharegpt, output_len=16)  # 4 answers to each prompt
+    workload = ShareGPT(NUM_PROMPTS // 4, 4, "ShareGPT", smollm2.folder, sharegpt, output_len=8)  # 4 answers to each prompt
     client = Client(sys.executable, smollm2, served.launch.port, workload, float("inf"), CONCURRENCY, 0, tmp_path / "client.json")
     metrics = run_client(served.engine, client, "cpu", tmp_path / "client.log", timeout_s=600)
 

@@ -22,7 +22,7 @@ SHAPE = Shape(2, 4, 64, torch.bfloat16, 16, None)
 each_kernel = pytest.mark.usefixtures("kernel")
 
 
-@pytest.mark.parametrize("block", mostly_slow(range(80), fast=8, without_gpu=40))
+@pytest.mark.parametrize("block", mostly_slow(range(80), fast=8, without_gpu=20))
 def test_against_the_oracle(device: torch.device, block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         rng = numpy.random.default_rng(seed)
@@ -33,7 +33,7 @@ def test_against_the_oracle(device: torch.device, block: int) -> None:
 
 
 @pytest.mark.parametrize("kernel_of_costs", ["hopper", "generic"])
-@pytest.mark.parametrize("block", mostly_slow(range(8), fast=2))
+@pytest.mark.parametrize("block", mostly_slow(range(4), fast=2))
 def test_schedules_of_gpu_kernels_on_a_cpu(block: int, kernel_of_costs: str) -> None:
     """What the costs of a GPU's kernels do to a schedule (pairs that are not cut, prefixes that are cut evenly) is merged as well as what a CPU's do."""
     for seed in range(25 * block, 25 * block + 25):

@@ -30,11 +30,12 @@ def small_spec(seed: int, device: torch.device, head_dim: int, head_dim_v: int, 
     form = "pair" if v_in_k else form
     spec = spec.with_(head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k, cache_form=form, **heads)
     if head_dim > 256:  # what the oracle has time for
-        spec = spec.with_(qo_lens=tuple(min(n, 40) for n in spec.qo_lens), kv_lens=tuple(min(n, 1200) for n in spec.kv_lens))
+        rows, tokens = (40, 1200) if device.type == "cuda" else (15, 500)
+        spec = spec.with_(qo_lens=tuple(min(n, rows) for n in spec.qo_lens), kv_lens=tuple(min(n, tokens) for n in spec.kv_lens))
     return spec.with_(dtype=torch.bfloat16) if device.type == "cuda" and spec.dtype == torch.float32 else spec
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(12), fast=2))
+@pytest.mark.parametrize("seed", mostly_slow(range(12), fast=2, without_gpu=6))
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), SHAPES + WIDE_SHAPES)
 def test_random_batches(device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool, seed: int) -> None:
     case = case_tensors.build(small_spec(seed + 1000, device, head_dim, head_dim_v, v_in_k), device)

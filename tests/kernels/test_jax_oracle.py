@@ -12,7 +12,7 @@ import torch
 from compositions import Shape
 from forests import Problem, make_problem, random_batch, with_lengths
 
-FORESTS = 80 if torch.cuda.is_available() else 40
+FORESTS = 80 if torch.cuda.is_available() else 12
 QO_LENS = [0, 1, 20]
 KV_LENS = [0, 1, 17, 90, 400, 1000]
 HEADS = [(2, 4, 64), (1, 8, 128)]

@@ -28,7 +28,7 @@ def tiles_of(spec: cases.Spec, kind: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", mostly_slow(range(BLOCKS), fast=4))
+@pytest.mark.parametrize("block", mostly_slow(range(BLOCKS), fast=4, without_gpu=10))
 def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, block: int) -> None:
     specs = (cases.random_spec(seed, device.type) for seed in range(100_000 + 1000 * block, 101_000 + 1000 * block))
     fitting = (spec for spec in specs if sum(spec.qo_lens) and tiles_of(spec, kind) <= MOST_TILES)

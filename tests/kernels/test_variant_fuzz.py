@@ -52,9 +52,9 @@ def test_enough_of_them() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_random_batches(name: str) -> None:
-    (task,) = tasks(CPU, 24, [name])
+    (task,) = tasks(CPU, 12, [name])
     form = replace(task.form, sinks=task.entry.variant.uses_softmax)
-    failures = [message for number in range(24) if (message := run_case(number, task.entry, form)[1])]
+    failures = [message for number in range(12) if (message := run_case(number, task.entry, form)[1])]
     assert not failures, "\n".join(failures)
 
 

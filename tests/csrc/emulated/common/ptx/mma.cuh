@@ -22,28 +22,58 @@ inline float f16_element(uint32_t pair, int half) {
   return kFloat16Table.values[half != 0 ? pair >> 16 : pair & 0xffffu];
 }
 
-template <class Element>
-void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const Element& element) {
-  const auto both = [](uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; };
-  const emulation::Words* const lanes =
-      emulation::exchange({{both(a[0], a[1]), both(a[2], a[3]), both(b0, b1)}}, "mma");
-  const int lane = emulated_lane(), row = lane / 4, column = lane % 4 * 2;
-  float rows[2][16], columns[2][16];  // what this lane's elements of C are products of: rows `row` and `row + 8`,
-                                      // columns `column` and `column + 1`
-  for (int k = 0; k < 16; ++k) {
-    for (int i = 0; i < 2; ++i) {
-      rows[i][k] = element(static_cast<uint32_t>(lanes[row * 4 + k % 8 / 2].word[k / 8] >> i * 32), k % 2);
-      columns[i][k] = element(static_cast<uint32_t>(lanes[(column + i) * 4 + k % 8 / 2].word[2] >> k / 8 * 32), k % 2);
-    }
-  }
+/// Eight numbers that are added and multiplied at once, however little the compiler optimizes.
+using Eight = float __attribute__((vector_size(32)));
+
+/// Calls visit(i, half, row, column) for each element of A that a lane holds: half `half` of its word i.
+template <class Visit>
+void visit_elements_of_a(int lane, const Visit& visit) {
   for (int i = 0; i < 4; ++i) {
-    for (int k = 0; k < 16; ++k) c[i] += rows[i / 2][k] * columns[i % 2][k];
+    for (int half = 0; half < 2; ++half) visit(i, half, lane / 4 + i % 2 * 8, lane % 4 * 2 + i / 2 * 8 + half);
   }
 }
 
-inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  mma(c, a, b0, b1, bf16_element);
+/// What a warp does together. Words of the lanes: C; A, two registers in each; B.
+template <float (*kElement)(uint32_t pair, int half)>
+void multiply_fragments(const emulation::Words* lanes) {
+  float a[16][16], b[16][8], sums[16][8];
+  const auto visit_c = [&](const auto& visit) {
+    for (int lane = 0; lane < 32; ++lane) {
+      float* const c = reinterpret_cast<float*>(lanes[lane].word[0]);
+      for (int i = 0; i < 4; ++i) visit(c[i], sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+    }
+  };
+  for (int lane = 0; lane < 32; ++lane) {
+    const uint64_t* const words = lanes[lane].word;
+    visit_elements_of_a(lane, [&](int i, int half, int row, int column) {
+      a[row][column] = kElement(static_cast<uint32_t>(words[1 + i / 2] >> i % 2 * 32), half);
+    });
+    for (int k = 0; k < 4; ++k)
+      b[lane % 4 * 2 + k % 2 + k / 2 * 8][lane / 4] = kElement(static_cast<uint32_t>(words[3] >> k / 2 * 32), k % 2);
+  }
+  visit_c([](float& held, float& sum) { sum = held; });
+  for (int row = 0; row < 16; ++row) {
+    Eight sum, of_b;
+    std::memcpy(&sum, sums[row], sizeof(sum));
+    for (int k = 0; k < 16; ++k) {
+      std::memcpy(&of_b, b[k], sizeof(of_b));
+      sum += a[row][k] * of_b;
+    }
+    std::memcpy(sums[row], &sum, sizeof(sum));
+  }
+  visit_c([](float& held, float& sum) { held = sum; });
 }
-inline void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma(c, a, b0, b1, f16_element); }
+
+template <float (*kElement)(uint32_t pair, int half)>
+void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto both = [](uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; };
+  emulation::exchange({{reinterpret_cast<uint64_t>(c), both(a[0], a[1]), both(a[2], a[3]), both(b0, b1)}}, "mma",
+                      multiply_fragments<kElement>);
+}
+
+inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma<bf16_element>(c, a, b0, b1);
+}
+inline void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma<f16_element>(c, a, b0, b1); }
 
 }  // namespace attn::ptx

@@ -102,10 +102,14 @@ struct Product {
     load(*this, factors);
     for (int row = 0; row < kProductRows; ++row) {
       float* const sums = to->sums[row];
-      for (int n = 0; n < to->columns && !accumulates; ++n) sums[n] = 0.0f;
-      for (int k = 0; k < depth; ++k) {
-        const float a = factors.a[row][k];
-        for (int n = 0; n < to->columns; ++n) sums[n] += a * factors.b[k][n];
+      for (int n = 0; n < to->columns; n += 8) {
+        Eight sum{}, of_b;
+        if (accumulates) std::memcpy(&sum, sums + n, sizeof(sum));
+        for (int k = 0; k < depth; ++k) {
+          std::memcpy(&of_b, &factors.b[k][n], sizeof(of_b));
+          sum += factors.a[row][k] * of_b;
+        }
+        std::memcpy(sums + n, &sum, sizeof(sum));
       }
       for (int n = 0; n < to->columns && rounded != nullptr; ++n) sums[n] = rounded(sums[n]);
     }
@@ -151,11 +155,9 @@ void load_shared(const Product& product, Factors& factors) {
 template <MmaType kType>
 void load_registers(const Product& product, Factors& factors) {
   for (int lane = 0; lane < 32; ++lane) {
-    for (int i = 0; i < 4; ++i) {
-      float* const pair = &factors.a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8];
-      for (int half = 0; half < 2; ++half)
-        pair[half] = product_element<kType>(static_cast<uint16_t>(product.a_of_lanes[lane][i] >> half * 16));
-    }
+    visit_elements_of_a(lane, [&](int i, int half, int row, int column) {
+      factors.a[row][column] = product_element<kType>(static_cast<uint16_t>(product.a_of_lanes[lane][i] >> half * 16));
+    });
   }
   load_rows<kType>(product, factors);
 }
