@@ -111,7 +111,7 @@ fuzz: environment
 # Tests that start engines, of one thread each; those of a file and an engine in one worker (pytest_xdist_make_scheduler of tests/integration/conftest.py), since they share what they start. One that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration
 integration: environment
-	REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10 --timeout-method=signal -m integration tests/integration
+	REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations 10 --timeout-method=signal -m integration tests/integration
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc

@@ -15,11 +15,6 @@ from attn_backend.releases import RELEASES
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 
-def pytest_collection_modifyitems(items):
-    """The longest first, so that in the end no worker waits for one of them."""
-    items.sort(key=lambda item: item.path.name != "test_soak_cpu.py")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With --dist loadfile the tests of a file and an engine run in one worker, not all of a file: a worker that has nothing left to do waits for the other.

@@ -12,5 +12,5 @@ def test_a_server_holds_out(engine_name, need_engine, smollm2, tmp_path, capsys)
     need_engine(engine_name)
     from integration import soak
 
-    arguments = ["--engine", engine_name, "--device", "cpu", "--minutes", "0.25", "--warm-up", "10", "--sample-every", "1", "--replay-every", "8"]
+    arguments = ["--engine", engine_name, "--device", "cpu", "--minutes", "0.5", "--warm-up", "15", "--sample-every", "1", "--replay-every", "8"]
     assert soak.run(soak.parse_arguments([*arguments, "--results", str(tmp_path)])), capsys.readouterr().out
