@@ -133,8 +133,8 @@ class SGLang:
         return output_ids
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
-        # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and forgets soon that they were not. Where xgrammar 0.2.1,
-        # which 0.5.17 pins, has 120 as the largest number, 123 passes.
+        # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and forgets soon that they were not.
+        # llguidance, since xgrammar 0.2.1, which 0.5.17 pins, accepts 123 where 120 is the maximum.
         arguments = ["--max-total-tokens", str(cache_tokens), "--schedule-conservativeness", "0.1"]
         arguments += ["--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace", "--enable-cache-report", "--enable-metrics"]
         return arguments, {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
