@@ -43,7 +43,8 @@ def _connector(name: str, **more: object) -> tuple[str, str]:
 
 
 def _drafts(**config: object) -> tuple[str, str]:
-    return "--speculative-config", json.dumps(config)
+    """With this backend for the draft model, too: for some, such as DFLASH's, vLLM would choose one by itself."""
+    return "--speculative-config", json.dumps({"attention_backend": "CUSTOM", **config})
 
 
 def _drafts_in_sglang(algorithm: str, draft: str, tokens: int = 4, branches: int = 1) -> tuple[str, ...]:
