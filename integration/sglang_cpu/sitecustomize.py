@@ -3,8 +3,8 @@
 The package index has torchvision for CUDA only. Beside a torch for CPUs it fails at import, because operators that its compiled part would define are missing;
 SGLang needs it importable and nothing more. So the operators are declared just before torchvision is imported. LoRA pins memory, for which torch wants a
 GPU: just before SGLang's code for LoRA in torch is imported, torch is made to leave memory as it is. DFLASH is refused to CPUs by the server's arguments,
-though the worker behind them has a way without kernels: just after the check is imported, it is made to read another device. `sgl_kernel`, in this folder,
-stands in for SGLang's compiled kernels.
+though the worker behind them has a way without kernels: just after the check is imported, it is made to read another device. Its draft model gets bfloat16
+from SGLang: just after it is imported, it is made to take embeddings in its own type. `sgl_kernel`, in this folder, stands in for SGLang's compiled kernels.
 """
 
 import functools
@@ -119,6 +119,17 @@ def _allow_dflash(hook: Any) -> None:
     hook._handle_dflash = check_elsewhere
 
 
+def _take_embeddings(dflash: Any) -> None:
+    forward = dflash.DFlashDraftModel.forward
+
+    @functools.wraps(forward)
+    def in_its_type(model: Any, *given: Any, input_embeds: Any, **named: Any) -> Any:
+        return forward(model, *given, input_embeds=input_embeds.to(model.fc.weight.dtype), **named)
+
+    dflash.DFlashDraftModel.forward = in_its_type
+
+
 sys.meta_path[:0] = [_Before("torchvision", _declare_operators), _Before("sglang.srt.lora.backend.torch_backend", _leave_memory_unpinned)]
 sys.meta_path.insert(0, _Before("sglang.srt.speculative.dflash_worker_v2", _leave_streams_unrecorded))
 sys.meta_path.insert(0, _After("sglang.srt.arg_groups.speculative_hook", _allow_dflash))
+sys.meta_path.insert(0, _After("sglang.srt.models.dflash", _take_embeddings))
