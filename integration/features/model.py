@@ -1,5 +1,5 @@
-"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE drafts, a MiMo that
-predicts a second token by itself (MTP), a DeepSeek (MLA), and a Llama with an 8-bit cache (integration/features/float8.py)."""
+"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE and DFLASH drafts, a
+MiMo that predicts a second token by itself (MTP), a DeepSeek (MLA), and a Llama with an 8-bit cache (integration/features/float8.py)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from integration.compare_tokens import ALTERNATIVES
 from integration.engines import Token
 from integration.features.float8 import largest_numbers, make_checkpoints, make_values_small, round_as
-from integration.tiny_models.families import COMMON, FAMILIES, Family, make_model
-from integration.tiny_models.tokenizer import FIRST_WORD, VOCAB
+from integration.tiny_models.families import COMMON, FAMILIES, WINDOW, Family, make_model
+from integration.tiny_models.tokenizer import FIRST_WORD, PAD, VOCAB
 
 LLAMA = Family("llama", "", "", lambda: (transformers.LlamaConfig(**COMMON, tie_word_embeddings=False), transformers.LlamaForCausalLM))
 WIDE = COMMON | {"hidden_size": 4 * COMMON["head_dim"]}  # vLLM computes the heads' width
@@ -32,13 +32,16 @@ ALPHA = 16
 
 
 def make_models(folder: Path) -> None:
-    """Writes MODELS and ROUNDED, and for `model` also `adapter`, `eagle` and `eagle-sglang`. Weights are numbers of bfloat16, which a GPU's server has, too."""
+    """Writes MODELS and ROUNDED, and for `model` also `adapter`, `eagle`, `eagle-sglang`, `dflash` and `dflash-windows`. Weights are numbers of bfloat16, which
+    a GPU's server has, too."""
     for name, family in MODELS.items():
         make_model(family, folder / name)
         _round(folder / name / "model.safetensors")
     _make_adapter(folder / "model", folder / "adapter")
     _make_eagle(folder / "model", folder / "eagle", "LlamaForCausalLM")
     _make_eagle(folder / "model", folder / "eagle-sglang", "LlamaForCausalLMEagle")
+    _make_dflash(folder / "model", folder / "dflash", ["full_attention", "sliding_attention"])
+    _make_dflash(folder / "model", folder / "dflash-windows", ["sliding_attention", "sliding_attention"])
     _add_mtp_layer(folder / "mimo")
     make_float8(folder)
 
@@ -77,6 +80,24 @@ def _make_eagle(model: Path, eagle: Path, architecture: str) -> None:
     hidden = config["hidden_size"]
     first_layer["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(3)) * 0.1
     save_file(first_layer, eagle / "model.safetensors")
+
+
+def _make_dflash(model: Path, dflash: Path, layer_types: list[str]) -> None:
+    """A draft of the model's first layers, after an untrained projection of what two of the model's layers say: again hardly any token is accepted. Tokens of
+    a block see each other: SGLang reads that in `is_causal`, vLLM in `causal`."""
+    dflash.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["DFlashDraftModel"], "num_hidden_layers": len(layer_types), "layer_types": layer_types, "sliding_window": WINDOW}
+    config |= {"is_causal": False, "dflash_config": {"mask_token_id": PAD, "target_layer_ids": [0, 2], "causal": False}}
+    (dflash / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    weights = {name.removeprefix("model."): weight for name, weight in load_file(model / "model.safetensors").items()}
+    layers = tuple(f"layers.{layer}." for layer in range(len(layer_types)))
+    weights = {name: weight for name, weight in weights.items() if name.startswith(layers)}
+    weights |= {f"{layer}self_attn.{norm}.weight": torch.ones(head_dim) for layer in layers for norm in ("q_norm", "k_norm")}
+    weights |= {"hidden_norm.weight": torch.ones(hidden), "norm.weight": torch.ones(hidden)}
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(5)) * 0.1
+    save_file(weights, dflash / "model.safetensors", {"format": "pt"})
 
 
 def _add_mtp_layer(model: Path) -> None:

@@ -22,6 +22,7 @@ class Run:
         package: that the engine needs for it.
         prefill: arguments, in the place of `arguments`, of another server, which computes the prompts: the server gets their KV from it.
         ranks: GPUs that it takes on GPUs.
+        since: the engine's first release that has it with this backend; None: all that are known.
         devices: where the engine has the feature.
     """
 
@@ -35,6 +36,7 @@ class Run:
     package: str | None = None
     prefill: tuple[str, ...] | None = None
     ranks: int = 1
+    since: str | None = None
     devices: tuple[str, ...] = ON_BOTH
 
 
@@ -48,7 +50,7 @@ def _drafts(**config: object) -> tuple[str, str]:
 
 
 def _drafts_in_sglang(algorithm: str, draft: str, tokens: int = 4, branches: int = 1) -> tuple[str, ...]:
-    """Three steps. SGLang counts what it verifies where it is asked for metrics."""
+    """Three steps, of which DFLASH takes one. SGLang counts what it verifies where it is asked for metrics."""
     steps = ("--speculative-num-steps", "3", "--speculative-eagle-topk", str(branches), "--speculative-num-draft-tokens", str(tokens))
     return ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft, *steps, "--enable-metrics")
 
@@ -69,8 +71,14 @@ HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-t
 NIXL = {"cpu": _connector("NixlConnector", kv_buffer_device="cpu"), "cuda": _connector("NixlConnector")}
 NGRAM = _drafts(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=1)
 NGRAM_IN_SGLANG = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8", "--enable-metrics")
+# A draft with windows in some of its layers wants vLLM's second model runner, and that wants Triton, which a CPU has not.
+DFLASH = {
+    "cpu": _drafts(method="dflash", model="{folder}/dflash-windows", num_speculative_tokens=3),
+    "cuda": _drafts(method="dflash", model="{folder}/dflash", num_speculative_tokens=3),
+}
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 DRAFTED = ("vllm:spec_decode_num_draft_tokens_total",)
+DFLASH_ON_OURS = r"DFLASH draft runner\. attention_backend=attn_backend"
 VERIFIED = ("sglang:spec_verify_calls_total",)
 FROM_ELSEWHERE = ("vllm:external_prefix_cache_hits_total",)
 FROM_THE_HOST = ("sglang:cached_tokens_total", 'cache_source="host"')
@@ -101,6 +109,7 @@ RUNS: dict[str, Run] = {
     "vllm-draft-model": Run("vllm", _drafts(method="draft_model", model="{folder}/model", num_speculative_tokens=3), counts=ACCEPTED),
     "vllm-eagle": Run("vllm", _drafts(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED),
     "vllm-mtp": Run("vllm", _drafts(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED),
+    "vllm-dflash": Run("vllm", (), on=DFLASH, counts=DRAFTED),
     "vllm-float8-cache": Run("vllm", (), asks=("float8-cache", "float8-cache"), logs=FLOAT8_CACHE),
     "vllm-float8-outputs": Run("vllm", (), asks=("float8-outputs",), logs=FLOAT8_CACHE, devices=("cuda",)),
     "vllm-fused-outputs": Run(
@@ -122,6 +131,7 @@ RUNS: dict[str, Run] = {
     "sglang-standalone": Run("sglang", _drafts_in_sglang("STANDALONE", "{folder}/model"), counts=VERIFIED),
     "sglang-standalone-tree": Run("sglang", _drafts_in_sglang("STANDALONE", "{folder}/model", tokens=8, branches=2), counts=VERIFIED),
     "sglang-eagle": Run("sglang", _drafts_in_sglang("EAGLE", "{folder}/eagle-sglang"), counts=VERIFIED),
+    "sglang-dflash": Run("sglang", _drafts_in_sglang("DFLASH", "{folder}/dflash"), counts=VERIFIED, logs=DFLASH_ON_OURS, since="0.5.20"),
     # The text of SGLang's warm-up has no token in this model's tokenizer, and a step without tokens ends SGLang.
     "sglang-mtp": Run("sglang", (*_drafts_in_sglang("NEXTN", "{folder}/mimo"), "--skip-server-warmup"), asks=("mimo",), counts=VERIFIED),
     "sglang-hicache": Run("sglang", HICACHE, asks=("model", "model"), counts=FROM_THE_HOST, devices=("cuda",)),

@@ -5,8 +5,8 @@
 
 On a CPU the engine computes in float32, and the answers must be equal. On a GPU, and with 8-bit numbers, it computes in bfloat16, and answers may part at a
 near tie of the two most probable tokens (integration/features/devices.py). Four servers at a time take 16 cores. Runs are left out for which GPUs or a
-package are missing, and those of features that the engine has not on this device. NIXL's transfers need the package nixl, whose UCX moves memory of the host,
-too.
+package are missing, and those of features that the engine has not on this device or in this release. NIXL's transfers need the package nixl, whose UCX moves
+memory of the host, too.
 
 Exit status: 1 if an answer differs, a server does not start, or a run that was named is left out, else 0.
 """
@@ -22,9 +22,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 
 from integration.command_line import results_folder
 from integration.compare_tokens import ALTERNATIVES, Outcome, compare
@@ -156,6 +158,8 @@ def cannot(run: Run, device: str) -> str | None:
         return f"{run.engine} cannot on this device"
     if importlib.util.find_spec(run.engine) is None:
         return f"{run.engine} is not installed"
+    if run.since is not None and Version(version(run.engine)) < Version(run.since):
+        return f"{run.engine} has it since {run.since}"
     if run.package is not None and importlib.util.find_spec(run.package) is None:
         return f"the package {run.package} is not installed"
     if device == "cuda" and torch.cuda.device_count() < run.ranks:

@@ -107,6 +107,7 @@ FEATURES = (
     Feature("n-gram drafts", Cell(("vllm-tensor-parallel", "vllm-ngram")), Cell((DRAFTS, "sglang-ngram"), "works, as trees")),
     Feature("draft models", Cell(("vllm-draft-model",)), Cell((DRAFTS, "sglang-standalone"))),
     Feature("EAGLE chains", Cell(("vllm-eagle",)), Cell(("sglang-eagle", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model"))),
+    Feature("DFLASH blocks", Cell(("vllm-dflash",)), Cell(("sglang-dflash",))),
     Feature("MTP chains", Cell(("vllm-mtp",)), Cell(("sglang-mtp",))),
     Feature(
         "trees of drafts",

@@ -109,11 +109,13 @@ def test_without_its_scales_a_checkpoint_says_something_else(tmp_path):
 def test_runs_are_left_out_where_they_cannot_be(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl" else name)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("integration.features.serve.version", lambda engine: "0.5.19")
     assert cannot(RUNS["vllm-lora"], "cuda") is None
     assert cannot(RUNS["vllm-pipeline"], "cuda") == "it needs 2 GPUs"
     assert cannot(RUNS["vllm-pipeline"], "cpu") is None
     assert cannot(RUNS["sglang-hicache"], "cpu") == "sglang cannot on this device"
     assert cannot(RUNS["vllm-nixl"], "cuda") == "the package nixl is not installed"
+    assert cannot(RUNS["sglang-dflash"], "cuda") == "sglang has it since 0.5.20"
 
 
 def test_the_matrix_of_the_documentation_is_made_of_what_ran():
