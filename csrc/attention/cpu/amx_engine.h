@@ -1,5 +1,5 @@
 // The products of attention in bf16 tiles with float32 sums (AMX). Scores are exact sums of bf16 products;
-// probabilities are rounded to bf16.
+// probabilities are rounded to bf16. Subnormal numbers count as 0.
 #pragma once
 
 #include "attention/cpu/kernels.h"
