@@ -1,5 +1,5 @@
-"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE and DFLASH drafts, a
-MiMo that predicts a second token by itself (MTP), a DeepSeek (MLA), and a Llama with an 8-bit cache (integration/features/float8.py)."""
+"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with a LoRA adapter and EAGLE and DFLASH drafts, one
+with one KV head, a MiMo that predicts a second token by itself (MTP), a DeepSeek (MLA), and a Llama with an 8-bit cache (integration/features/float8.py)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from integration.tiny_models.families import COMMON, FAMILIES, WINDOW, Family, m
 from integration.tiny_models.tokenizer import FIRST_WORD, PAD, VOCAB
 
 LLAMA = Family("llama", "", "", lambda: (transformers.LlamaConfig(**COMMON, tie_word_embeddings=False), transformers.LlamaForCausalLM))
+ONE_KV_HEAD = Family("one-kv-head", "", "", lambda: (transformers.LlamaConfig(**(COMMON | {"num_key_value_heads": 1})), transformers.LlamaForCausalLM))
 WIDE = COMMON | {"hidden_size": 4 * COMMON["head_dim"]}  # vLLM computes the heads' width
 MIMO = Family("mimo", "", "", lambda: (transformers.Qwen2Config(**WIDE, tie_word_embeddings=False), transformers.Qwen2ForCausalLM))
 # 8-bit outputs of attention are there for heads of 128 on a GPU.
 WIDE_HEADS = COMMON | {"head_dim": 128}
 FLOAT8 = Family("float8", "", "", lambda: (transformers.LlamaConfig(**WIDE_HEADS, tie_word_embeddings=False), transformers.LlamaForCausalLM))
-MODELS = {"model": LLAMA, "mimo": MIMO, "deepseek": FAMILIES["deepseek"], "float8": FLOAT8}
+MODELS = {"model": LLAMA, "one-kv-head": ONE_KV_HEAD, "mimo": MIMO, "deepseek": FAMILIES["deepseek"], "float8": FLOAT8}
 ROUNDED = ("float8-cache", "float8-outputs")  # checkpoints of "float8" with its roundings
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 RANK = 8

@@ -100,6 +100,21 @@ RUNS: dict[str, Run] = {
         counts=FROM_ELSEWHERE,
         ranks=2,
     ),
+    "vllm-decode-context-parallel": Run(
+        "vllm",
+        ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"),
+        asks=("one-kv-head", "one-kv-head"),
+        ranks=2,
+        devices=("cuda",),
+    ),
+    # Prompts are decompressed where they come first, and follow a cached prefix, whose latents all ranks gather, when they come again.
+    "vllm-decode-context-parallel-mla": Run(
+        "vllm",
+        ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"),
+        asks=("deepseek", "deepseek"),
+        ranks=2,
+        devices=("cuda",),
+    ),
     "vllm-data-parallel": Run("vllm", ("--data-parallel-size", "2"), ranks=2),
     "vllm-lora": Run("vllm", LORA, asks=("model", "adapter")),
     "vllm-ngram": Run("vllm", NGRAM, counts=ACCEPTED),
