@@ -50,9 +50,18 @@ FEATURES = (
     Feature(
         "decode context parallel 2",
         Cell(
-            (f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_random_batches", f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused"),
-            "works in the adapter; refused on CPUs",
+            (
+                "vllm-decode-context-parallel",
+                f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_random_batches",
+                f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused",
+            ),
+            "works; refused on CPUs",
         ),
+        Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
+    ),
+    Feature(
+        "decode context parallel 2, MLA",
+        Cell(("vllm-decode-context-parallel-mla",)),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
     ),
     Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,))),
