@@ -75,6 +75,13 @@ def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator
             yield impl
 
 
+def other_backends(vllm_config: VllmConfig) -> list[str]:
+    """The names of the backends of other packages that attention layers have, among all layers of the engine, a draft model's included."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    backends = {layer.get_attn_backend() for layer in layers if hasattr(layer, "impl")}  # layers of states have none
+    return sorted(backend.get_name() for backend in backends if not any(base.__module__.startswith("attn_backend.") for base in backend.__mro__))
+
+
 def unsupported_feature(vllm_config: VllmConfig) -> str | None:
     """What the model or the deployment needs and this package does not have; None if nothing. Only what not every release asks the backend about."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -16,6 +16,7 @@ from attn_backend.adapters.spans import Spans
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.cascade_option import tell_of_cascade
 from attn_backend.adapters.vllm.dcp import ContextParallel, has_context
+from attn_backend.adapters.vllm.draft_backend import tell_of_drafts
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.refusal import refuse
@@ -112,6 +113,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             self.supports_draft_decode_metadata_update = False
         warn_if_untried(device, sampler.logger)
         tell_of_cascade(sampler.logger)
+        tell_of_drafts(sampler.logger, vllm_config)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
         head_size_v = compat.head_size_v(kv_cache_spec)
         if any((getattr(impl, "dcp_world_size", 1) > 1) != (group is not None) for impl in compat.attention_impls(vllm_config, layer_names)):

@@ -19,6 +19,7 @@ from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import compat, sampler
 from attn_backend.adapters.vllm.cascade_option import tell_of_cascade
+from attn_backend.adapters.vllm.draft_backend import tell_of_drafts
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import unsupported_invariance, workspace_maxima
@@ -70,6 +71,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
         tell_of_cascade(sampler.logger)
+        tell_of_drafts(sampler.logger, vllm_config)
         widths = self.mla_dims
         batch_invariant = compat.batch_invariant()
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomllib
+import torch
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from vllm_layer import make_builder, make_impl
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm_layer import Layer, make_builder, make_config, make_impl, make_spec
 
 from attn_backend.adapters.options import use_cascade
 from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register, sampler
+from attn_backend.adapters.vllm.cpu import CpuAttnBackend
+from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
 CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"  # no more than a shim for torchvision, see conftest.py
 STOCK_CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
@@ -84,6 +90,21 @@ def test_vllms_own_option_is_obeyed(
     assert [text.split(":")[0] for text in caplog.messages] == [
         "ATTN_BACKEND_CASCADE=1 overrules --disable-cascade-attn" if cascade else "attn_backend does not look for shared prefixes"
     ] * given
+
+
+def test_a_draft_model_on_another_backend_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.Logger("of this test")
+    logger.addHandler(caplog.handler)
+    monkeypatch.setattr(sampler, "logger", logger)
+    impl = make_impl()
+    ours = {f"layer.{number}": Layer(impl, backend) for number, backend in enumerate((CpuAttnBackend, type("Derived", (CpuAttnBackend,), {})))}
+    drafts = {"draft.0": Layer(impl, CPUAttentionBackend), "draft.1": Layer(impl, CPUAttentionBackend)}
+    speculation = SimpleNamespace(num_speculative_tokens=3)
+    for layers, speculative_config in [(ours, speculation), (ours | drafts, None), (ours | drafts, speculation), (ours | drafts, speculation)]:
+        config = make_config(layers, speculative_config=speculative_config)
+        AttnMetadataBuilder(make_spec(), list(ours), config, torch.device("cpu"))
+    assert len(caplog.messages) == 1
+    assert re.search(r"vLLM runs the draft model on CPU_ATTN\.", caplog.text)
 
 
 @pytest.mark.gpu

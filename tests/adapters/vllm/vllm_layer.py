@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from attn_backend.adapters.vllm.backend import AttnBackend
 from attn_backend.adapters.vllm.impl import CpuAttnImpl
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
@@ -23,10 +24,11 @@ NUM_PAGES = 64
 class Layer(AttentionLayerBase):
     """What a builder sees of a layer."""
 
-    def __init__(self, impl: Any) -> None:
-        self.impl = impl
+    def __init__(self, impl: Any, backend: type = AttnBackend) -> None:
+        self.impl, self._backend = impl, backend
 
-    def get_attn_backend(self) -> Any: ...
+    def get_attn_backend(self) -> Any:
+        return self._backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
 
