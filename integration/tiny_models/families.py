@@ -16,10 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, PAD, VOCAB, write_tokenizer
+from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, NEWLINES, PAD, VOCAB, write_tokenizer
 
-IMAGE_LEN = 16  # tokens of an image
-IMAGE_SIZE = 32  # pixels
 WINDOW = 24
 CHUNK = 32
 AUDIO_SECONDS = 1
@@ -41,6 +39,32 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @dataclass(frozen=True)
+class Images:
+    """
+    Attributes:
+        size: height and width of each, pixels.
+        place: the token that is in a prompt where an image is.
+        tokens: what a processor makes of that token.
+    """
+
+    size: tuple[int, int]
+    place: int
+    tokens: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Of an image, in tokens."""
+        return self.tokens.count(IMAGE_TOKENS[0])
+
+
+_IMAGE, _BEFORE, _AFTER = IMAGE_TOKENS
+GEMMA3_IMAGES = Images((32, 32), _BEFORE, (NEWLINES[1], _BEFORE, *[_IMAGE] * 16, _AFTER, NEWLINES[1]))
+# Longer than a window, and as long as the processor's smallest limit: a shorter one is padded, which the vision tower of SGLang 0.5.23 counts in.
+GEMMA4_IMAGES = Images((28, 40), _IMAGE, (_BEFORE, *[_IMAGE] * 70, _AFTER))
+GEMMA4_PATCHES: dict[str, int] = {"patch_size": 2, "pooling_kernel_size": 2}
+
+
+@dataclass(frozen=True)
 class Family:
     """
     Attributes:
@@ -52,6 +76,7 @@ class Family:
             pooling).
         pools_mean: whether an embedding is the mean of a prompt's states, not its first token's.
         engines: options of the engines that have such models, as they are given to LLM() or ServerArgs().
+        images: of a family of kind "image".
     """
 
     name: str
@@ -62,6 +87,7 @@ class Family:
     stock: tuple[str, ...] = ()
     pools_mean: bool = False
     engines: dict[str, dict[str, Any]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
+    images: Images | None = None
 
 
 def _gemma2() -> tuple[Any, Any]:
@@ -135,12 +161,12 @@ def _gemma3() -> tuple[Any, Any]:
         "intermediate_size": 32,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
-        "image_size": IMAGE_SIZE,
+        "image_size": GEMMA3_IMAGES.size[0],
         "patch_size": 8,
     }
     vision |= {"vision_use_head": False}
     tokens: dict[str, Any] = {"eos_token_id": EOS, "image_token_index": IMAGE_TOKENS[0], "boi_token_index": IMAGE_TOKENS[1], "eoi_token_index": IMAGE_TOKENS[2]}
-    config = transformers.Gemma3Config(text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=IMAGE_LEN, **tokens)
+    config = transformers.Gemma3Config(text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=GEMMA3_IMAGES.length, **tokens)
     return config, transformers.Gemma3ForConditionalGeneration
 
 
@@ -162,18 +188,22 @@ def _gemma3n() -> tuple[Any, Any]:
     return transformers.Gemma3nTextConfig(**COMMON, **config), transformers.Gemma3nForCausalLM
 
 
-def _gemma4() -> tuple[Any, Any]:
+def _gemma4(**more: Any) -> tuple[Any, Any]:
     # The last two layers read the cache of the first two; those with 512 columns compute V with the weights of K.
     rope = {"sliding_attention": PLAIN_ROPE, "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}}
     text: dict[str, Any] = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2}
     text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "rope_parameters": rope}
-    text |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
-    # SGLang finds the two widths in the configuration of the class with images alone; it is told not to take any.
+    text |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, **more}
+    # SGLang finds the two widths in the configuration of the class with images alone; for text alone it is told not to take any.
     vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    vision |= {"head_dim": 16, "position_embedding_size": 16}
+    vision |= {"head_dim": 16, "position_embedding_size": 32, "default_output_length": GEMMA4_IMAGES.length, **GEMMA4_PATCHES}
     tokens: dict[str, Any] = {"image_token_id": IMAGE_TOKENS[0], "boi_token_id": IMAGE_TOKENS[1], "eoi_token_id": IMAGE_TOKENS[2]}
     config = transformers.Gemma4Config(text_config=COMMON | text, vision_config=vision, **tokens)
     return config, transformers.Gemma4ForConditionalGeneration
+
+
+def _gemma4_images() -> tuple[Any, Any]:
+    return _gemma4(use_bidirectional_attention="vision")
 
 
 def _stablelm() -> tuple[Any, Any]:
@@ -247,12 +277,15 @@ FAMILIES = {
         Family("llama4", "chunked local attention", "Llama 4", _llama4),
         Family("gemma3", "prefix-LM: images see both sides", "Gemma 3 with images", _gemma3, "image", engines={
             "vllm": {"disable_chunked_mm_input": True}, "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
-        }),
+        }, images=GEMMA3_IMAGES),
         Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
         Family("gemma4", "heads of 256 and of 512 columns in one model", "Gemma 4", _gemma4, engines={
             "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
             "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
         }),
+        Family("gemma4_images", "images see both sides, cut by a window", "the larger ones of Gemma 4, with images", _gemma4_images, "image", engines={
+            "vllm": {"disable_chunked_mm_input": True, "limit_mm_per_prompt": {"video": 0}}, "sglang": WHOLE_PROMPTS,
+        }, images=GEMMA4_IMAGES),
         Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),
         Family("phi3", "heads of 96 columns", "Phi-3 mini", _phi3),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
@@ -295,20 +328,30 @@ def make_model(family: Family, folder: Path) -> None:
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(folder)
-    if family.name == "gemma4":
+    if config.model_type == "gemma4":
         _write_published_widths(folder / "config.json")
-    if family.name in ("gemma3n", "gemma4"):
+    if family.name == "gemma3n" or config.model_type == "gemma4":
         _write_unread_weights(folder / "model.safetensors", config.get_text_config())
     write_tokenizer(folder, tells_texts=family.kind == "score")
-    if family.kind == "image":
+    if family.name == "gemma3":
         _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
-        image = transformers.Gemma3ImageProcessor(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        transformers.Gemma3Processor(image, tokenizer, image_seq_length=IMAGE_LEN).save_pretrained(folder)
+    if family.images is not None:
+        _processor(family.images, folder).save_pretrained(folder)
     if family.pools_mean:
         _write_mean_pooling(folder)
     if family.kind == "audio":
         transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS).save_pretrained(folder)
+
+
+def _processor(images: Images, folder: Path) -> Any:
+    """What makes tokens and pixels of prompts."""
+    read = transformers.AutoTokenizer.from_pretrained
+    if images is GEMMA3_IMAGES:
+        pixels = transformers.Gemma3ImageProcessor(size=dict(zip(("height", "width"), images.size, strict=True)))
+        return transformers.Gemma3Processor(pixels, read(folder), image_seq_length=images.length)
+    tokenizer = read(folder, **dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<unk>"))  # the processor insists on them
+    patches = transformers.Gemma4ImageProcessor(max_soft_tokens=images.length, **GEMMA4_PATCHES)
+    return transformers.Gemma4Processor(transformers.Gemma4AudioFeatureExtractor(), patches, tokenizer, transformers.Gemma4VideoProcessor())
 
 
 def _write_published_widths(file: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from integration.tiny_models.families import AUDIO_SECONDS, IMAGE_LEN, IMAGE_SIZE, Family
-from integration.tiny_models.tokenizer import BOS, FIRST_WORD, IMAGE_TOKENS, NEWLINES, VOCAB
+from integration.tiny_models.families import AUDIO_SECONDS, Family, Images
+from integration.tiny_models.tokenizer import BOS, FIRST_WORD, VOCAB
 
 NEW_TOKENS = 10
 LABELS = [20, 21, 22]  # tokens that are scored after an item
@@ -21,23 +21,25 @@ SAMPLING_RATE = 16000
 @dataclass(frozen=True)
 class Question:
     """Attributes:
-    tokens: of the prompt; where an image is, the one token before it.
+    tokens: of the prompt; where an image is, `images.place`.
     image: uint8 [height, width, 3], or None.
     audio: float32 [samples] at SAMPLING_RATE, or None.
     items: each continues the prompt, as if the others were not there; of a reranker, documents to a query.
+    images: of its family, or None.
     """
 
     tokens: list[int]
     image: Any = None
     audio: Any = None
     items: list[list[int]] = field(default_factory=list)
+    images: Images | None = None
 
     @property
     def expanded(self) -> list[int]:
         """The tokens with those of the image."""
-        image_token, before, after = IMAGE_TOKENS
-        whole = [NEWLINES[1], before, *[image_token] * IMAGE_LEN, after, NEWLINES[1]]
-        return [part for token in self.tokens for part in (whole if token == before else [token])]
+        if self.images is None:
+            return self.tokens
+        return [part for token in self.tokens for part in (self.images.tokens if token == self.images.place else [token])]
 
 
 @dataclass
@@ -63,10 +65,10 @@ def questions(family: Family) -> list[Question]:
         return torch.randint(FIRST_WORD, VOCAB, (count,), generator=generator).tolist()
 
     pixels = np.random.default_rng(0)
-    if family.kind == "image":
-        image = [pixels.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8) for _ in range(2)]
-        before = IMAGE_TOKENS[1]
-        return [Question([BOS, *words(9), before, *words(20)], image[0]), Question([BOS, *words(33)]), Question([BOS, *words(30), before, *words(5)], image[1])]
+    if images := family.images:
+        made = [pixels.integers(0, 256, (*images.size, 3), dtype=np.uint8) for _ in range(2)]
+        prompts = [[BOS, *words(9), images.place, *words(20)], [BOS, *words(33)], [BOS, *words(30), images.place, *words(5)]]
+        return [Question(prompt, image, images=images) for prompt, image in zip(prompts, (made[0], None, made[1]), strict=True)]
     if family.kind == "audio":
         return [Question([BOS, *words(count)], audio=pixels.standard_normal(SAMPLING_RATE * AUDIO_SECONDS).astype(np.float32)) for count in (3, 9)]
     if family.kind == "items":

@@ -36,24 +36,24 @@ def _answer(family: Family, folder: Path, model: Any, question: Question) -> Ans
         return Answer(LABELS * len(scores), torch.cat(scores).tolist())
     inputs: dict[str, Any] = {"use_cache": False}
     if question.image is not None:
-        inputs["pixel_values"] = image_pixels(folder, question)
+        inputs |= image_inputs(folder, question)
     if question.audio is not None:
         inputs["input_features"] = audio_features(folder, question)
     tokens, logprobs = list(prompt), torch.empty(0)
     for _ in range(NEW_TOKENS):
         name = "decoder_input_ids" if family.kind == "audio" else "input_ids"
         if question.image is not None:
-            inputs["token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKENS[0]) for token in tokens]])
+            inputs["token_type_ids" if family.name == "gemma3" else "mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_TOKENS[0]) for token in tokens]])
         logprobs = model(**inputs, **{name: torch.tensor([tokens])}).logits[0].log_softmax(-1)
         tokens.append(int(logprobs[-1].argmax()))
     chosen = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
     return Answer(tokens[len(prompt) :], chosen[len(prompt) - 1 :], chosen[: len(prompt) - 1])
 
 
-def image_pixels(folder: Path, question: Question) -> torch.Tensor:
-    """float32 [1, 3, height, width]."""
-    pixels: torch.Tensor = transformers.AutoProcessor.from_pretrained(folder).image_processor([question.image], return_tensors="pt")["pixel_values"]
-    return pixels
+def image_inputs(folder: Path, question: Question) -> dict[str, torch.Tensor]:
+    """What the model's processor makes of the image: `pixel_values`, and the places of patches where these are patches."""
+    made = transformers.AutoProcessor.from_pretrained(folder).image_processor([question.image], return_tensors="pt")
+    return {name: made[name] for name in ("pixel_values", "image_position_ids") if name in made}
 
 
 def audio_features(folder: Path, question: Question) -> torch.Tensor:

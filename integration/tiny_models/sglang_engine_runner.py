@@ -33,7 +33,7 @@ CPU_OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "mem_fractio
 # The Triton backend of SGLang 0.5.17 has no cross attention in graphs, no items and no chunks; it decodes over windows that are a token short, and leaves
 # those to both sides out; and its output for Gemma 3n has dimensions that the model does not take.
 STOCK_OF_FAMILY = {"whisper": "flashinfer", "items": "flashinfer", **dict.fromkeys(("gemma2", "gpt_oss", "embedding_gemma", "llama4", "gemma3n"), "fa3")}
-# In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take; Gemma 4's tiny model has no processor of images.
+# In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take; the tiny Gemma 4 for text has no processor.
 GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3n": {"disable_prefill_cuda_graph": True},
     "gemma4": {"enable_multimodal": False},
@@ -117,12 +117,12 @@ def take_prompts(processor: Any) -> None:
 
 def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
     """Answers to tokens and what belongs to them: images as the model's own processor gives them, as in the reference; features of audio."""
-    from integration.tiny_models.reference import audio_features, image_pixels
+    from integration.tiny_models.reference import audio_features, image_inputs
 
     inputs: dict[str, Any] = {}
     if any(question.image is not None for question in asked):
-        images = [None if question.image is None else image_pixels(folder, question) for question in asked]
-        inputs["image_data"] = [[None if pixels is None else {"format": "processor_output", "pixel_values": pixels}] for pixels in images]
+        images = [None if question.image is None else {"format": "processor_output", **image_inputs(folder, question)} for question in asked]
+        inputs["image_data"] = [[image] for image in images]
     if any(question.audio is not None for question in asked):
         inputs["audio_data"] = [[audio_features(folder, question)[0]] for question in asked]
     parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}

@@ -28,9 +28,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from integration.tiny_models.families import FAMILIES, IMAGE_LEN, Family
+from integration.tiny_models.families import FAMILIES, Family
 from integration.tiny_models.questions import LABELS, NEW_TOKENS, Answer, Question, questions
-from integration.tiny_models.reference import audio_features, image_pixels
+from integration.tiny_models.reference import audio_features, image_inputs
 from integration.tiny_models.runner import run_families
 from integration.tiny_models.tokenizer import BOS, IMAGE_TOKENS, VOCAB
 
@@ -140,8 +140,8 @@ def _request(number: int, question: Question, folder: Path) -> Req:
         request.return_logprob, request.logprob.token_ids_logprob = True, LABELS
     if question.image is not None:
         first = tokens.index(IMAGE_TOKENS[0])
-        span = (first, first + IMAGE_LEN - 1)
-        item = MultimodalDataItem(modality=Modality.IMAGE, feature=image_pixels(folder, question), offsets=[span])
+        span, inputs = (first, first + tokens.count(IMAGE_TOKENS[0]) - 1), image_inputs(folder, question)
+        item = MultimodalDataItem(modality=Modality.IMAGE, feature=inputs.pop("pixel_values"), offsets=[span], model_specific_data=inputs)
         item.set_pad_value()
         request.multimodal_inputs = MultimodalInputs(mm_items=[item], im_token_id=IMAGE_TOKENS[0])
         tokens = [item.pad_value if token == IMAGE_TOKENS[0] else token for token in tokens]

@@ -177,7 +177,7 @@ def test_images_belong_to_their_prompts(monkeypatch, need_engine):
     need_engine("sglang")
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    monkeypatch.setattr(reference, "image_pixels", lambda _folder, question: torch.tensor(question.image))
+    monkeypatch.setattr(reference, "image_inputs", lambda _folder, question: {"pixel_values": torch.tensor(question.image)})
     monkeypatch.setattr(sglang_engine_runner, "OURS", "ours")
     asked = questions(FAMILIES["gemma3"])
     engine = FakeEngine([])
@@ -195,7 +195,7 @@ def test_images_belong_to_their_prompts(monkeypatch, need_engine):
 
 
 def test_the_own_backend_gets_prompts_with_and_without_images_one_at_a_time(monkeypatch):
-    monkeypatch.setattr(reference, "image_pixels", lambda _folder, question: torch.tensor(question.image))
+    monkeypatch.setattr(reference, "image_inputs", lambda _folder, question: {"pixel_values": torch.tensor(question.image)})
     monkeypatch.setattr(sglang_engine_runner, "OURS", "stock")
     asked = questions(FAMILIES["gemma3"])
     engine = FakeEngine([{"meta_info": {"output_token_logprobs": of_tokens(-1.0)}}])
