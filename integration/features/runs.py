@@ -45,8 +45,12 @@ def _connector(name: str, **more: object) -> tuple[str, str]:
 
 
 def _drafts(**config: object) -> tuple[str, str]:
-    """With this backend for the draft model, too: for some, such as DFLASH's, vLLM would choose one by itself."""
-    return "--speculative-config", json.dumps({"attention_backend": "CUSTOM", **config})
+    return "--speculative-config", json.dumps(config)
+
+
+def _draft_model(**config: object) -> tuple[str, str]:
+    """With this backend for it, too: for most vLLM would choose one by itself."""
+    return _drafts(attention_backend="CUSTOM", **config)
 
 
 def _drafts_in_sglang(algorithm: str, draft: str, tokens: int = 4, branches: int = 1) -> tuple[str, ...]:
@@ -73,8 +77,8 @@ NGRAM = _drafts(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, p
 NGRAM_IN_SGLANG = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8", "--enable-metrics")
 # A draft with windows in some of its layers wants vLLM's second model runner, and that wants Triton, which a CPU has not.
 DFLASH = {
-    "cpu": _drafts(method="dflash", model="{folder}/dflash-windows", num_speculative_tokens=3),
-    "cuda": _drafts(method="dflash", model="{folder}/dflash", num_speculative_tokens=3),
+    "cpu": _draft_model(method="dflash", model="{folder}/dflash-windows", num_speculative_tokens=3),
+    "cuda": _draft_model(method="dflash", model="{folder}/dflash", num_speculative_tokens=3),
 }
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 DRAFTED = ("vllm:spec_decode_num_draft_tokens_total",)
@@ -121,9 +125,9 @@ RUNS: dict[str, Run] = {
     "vllm-folder": Run("vllm", FOLDER_STORE, asks=("model", "model"), counts=FROM_ELSEWHERE),
     "vllm-offloading": Run("vllm", OFFLOADING, asks=("model", "model"), counts=FROM_ELSEWHERE, devices=("cuda",)),
     "vllm-nixl": Run("vllm", (), on=NIXL, counts=FROM_ELSEWHERE, package="nixl", prefill=()),
-    "vllm-draft-model": Run("vllm", _drafts(method="draft_model", model="{folder}/model", num_speculative_tokens=3), counts=ACCEPTED),
-    "vllm-eagle": Run("vllm", _drafts(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED),
-    "vllm-mtp": Run("vllm", _drafts(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED),
+    "vllm-draft-model": Run("vllm", _draft_model(method="draft_model", model="{folder}/model", num_speculative_tokens=3), counts=ACCEPTED),
+    "vllm-eagle": Run("vllm", _draft_model(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED),
+    "vllm-mtp": Run("vllm", _draft_model(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED),
     "vllm-dflash": Run("vllm", (), on=DFLASH, counts=DRAFTED),
     "vllm-float8-cache": Run("vllm", (), asks=("float8-cache", "float8-cache"), logs=FLOAT8_CACHE),
     "vllm-float8-outputs": Run("vllm", (), asks=("float8-outputs",), logs=FLOAT8_CACHE, devices=("cuda",)),

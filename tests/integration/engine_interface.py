@@ -78,7 +78,7 @@ MEMBERS = {
         "vllm.config.parallel:ParallelConfig": (
             "decode_context_parallel_size prefill_context_parallel_size data_parallel_rank tensor_parallel_size cp_kv_cache_interleave_size dcp_comm_backend"
         ),
-        "vllm.config.speculative:SpeculativeConfig": "num_speculative_tokens",
+        "vllm.config.speculative:SpeculativeConfig": "num_speculative_tokens attention_backend",
         "vllm.config.vllm:VllmConfig": (
             "model_config scheduler_config compilation_config parallel_config speculative_config diffusion_config cache_config attention_config"
         ),

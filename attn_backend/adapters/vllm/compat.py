@@ -76,9 +76,9 @@ def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator
 
 
 def other_backends(vllm_config: VllmConfig) -> list[str]:
-    """The names of the backends of other packages that attention layers have, among all layers of the engine, a draft model's included."""
+    """The names of the backends, not of this package, on which attention layers run, a draft model's included."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    backends = {layer.get_attn_backend() for layer in layers if hasattr(layer, "impl")}  # layers of states have none
+    backends = {layer.get_attn_backend() for layer in layers if hasattr(layer, "impl")}  # state-space layers have none, nor have the caches of indexers
     return sorted(backend.get_name() for backend in backends if not any(base.__module__.startswith("attn_backend.") for base in backend.__mro__))
 
 

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.selected import SelectedAttention, count_visible
 from attn_backend.adapters.vllm import compat, sampler
+from attn_backend.adapters.vllm.draft_backend import tell_of_drafts
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS, SCALED_LATENTS
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import unsupported_invariance, workspace_maxima
@@ -72,6 +73,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
             refuse(unsupported)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, sampler.logger)
+        tell_of_drafts(sampler.logger, vllm_config)
         batch_invariant = compat.batch_invariant()
         num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         if batch_invariant:

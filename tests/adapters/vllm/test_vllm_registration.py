@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,12 +98,14 @@ def test_a_draft_model_on_another_backend_is_told_of(monkeypatch: pytest.MonkeyP
     impl = make_impl()
     ours = {f"layer.{number}": Layer(impl, backend) for number, backend in enumerate((CpuAttnBackend, type("Derived", (CpuAttnBackend,), {})))}
     drafts = {"draft.0": Layer(impl, CPUAttentionBackend), "draft.1": Layer(impl, CPUAttentionBackend)}
-    speculation = SimpleNamespace(num_speculative_tokens=3)
-    for layers, speculative_config in [(ours, speculation), (ours | drafts, None), (ours | drafts, speculation), (ours | drafts, speculation)]:
-        config = make_config(layers, speculative_config=speculative_config)
-        AttnMetadataBuilder(make_spec(), list(ours), config, torch.device("cpu"))
-    assert len(caplog.messages) == 1
-    assert re.search(r"vLLM runs the draft model on CPU_ATTN\.", caplog.text)
+    of_vllms_choice = SimpleNamespace(num_speculative_tokens=3, attention_backend=None)
+    of_the_users = SimpleNamespace(num_speculative_tokens=3, attention_backend=CPUAttentionBackend)
+    for layers, speculative_config in [(ours, of_vllms_choice), (ours | drafts, None), (ours | drafts, of_the_users)]:
+        AttnMetadataBuilder(make_spec(), list(ours), make_config(layers, speculative_config=speculative_config), torch.device("cpu"))
+    assert not caplog.messages
+    for _ in range(2):  # each group of layers has a builder
+        AttnMetadataBuilder(make_spec(), list(ours), make_config(ours | drafts, speculative_config=of_vllms_choice), torch.device("cpu"))
+    assert [text.split(".")[0] for text in caplog.messages] == ["vLLM chose CPU_ATTN for some attention layers"]
 
 
 @pytest.mark.gpu
