@@ -292,3 +292,10 @@ def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.Mon
             assert backend.get_name() == name
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         choice.Other  # noqa: B018
+
+
+def test_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr("attn_backend.adapters.vllm.mla_metadata.tell_of_drafts", lambda logger, vllm_config: told.append(vllm_config))
+    Problem()
+    assert len(told) == 1
