@@ -63,6 +63,7 @@ def _transfers(role: str) -> tuple[str, ...]:
     return "--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", "{port}"
 
 
+DCP = ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2")
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "adapter={folder}/adapter")
 LORA_IN_SGLANG = ("--enable-lora", "--lora-paths", "adapter={folder}/adapter")
 # vLLM makes the buffers between the stages of a pipeline while it warms up, which it leaves out under --enforce-eager on a CPU. Mode 1 is torch.compile alone.
@@ -104,21 +105,9 @@ RUNS: dict[str, Run] = {
         counts=FROM_ELSEWHERE,
         ranks=2,
     ),
-    "vllm-decode-context-parallel": Run(
-        "vllm",
-        ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"),
-        asks=("one-kv-head", "one-kv-head"),
-        ranks=2,
-        devices=("cuda",),
-    ),
+    "vllm-decode-context-parallel": Run("vllm", DCP, asks=("one-kv-head", "one-kv-head"), ranks=2, devices=("cuda",)),
     # Prompts are decompressed where they come first, and follow a cached prefix, whose latents all ranks gather, when they come again.
-    "vllm-decode-context-parallel-mla": Run(
-        "vllm",
-        ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"),
-        asks=("deepseek", "deepseek"),
-        ranks=2,
-        devices=("cuda",),
-    ),
+    "vllm-decode-context-parallel-mla": Run("vllm", DCP, asks=("deepseek", "deepseek"), ranks=2, devices=("cuda",)),
     "vllm-data-parallel": Run("vllm", ("--data-parallel-size", "2"), ranks=2),
     "vllm-lora": Run("vllm", LORA, asks=("model", "adapter")),
     "vllm-ngram": Run("vllm", NGRAM, counts=ACCEPTED),
