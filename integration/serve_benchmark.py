@@ -26,6 +26,7 @@ Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours
 `attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
 name is given to the engine as it is. FLASHINFER-on-attn_backend (SGLang: flashinfer-on-attn_backend) is that backend of the engine's with the package of
 flashinfer_alias/ in FlashInfer's place. NAME@fp8_e4m3 is a backend with that --kv-cache-dtype. Prefix caching is on in both engines, as it is by default.
+In --server-args `{backend}` is what vLLM calls the backend: a draft model runs on it with `"attention_backend": "{backend}"` in --speculative-config.
 Answers are greedy, or sampled with --sampling, and then every request brings a seed of its own. --check-seeds, side by side, then asks each server for a
 few answers one at a time, again, all at once and with other seeds, and says how many are equal (integration/compare_sampling.py; it wants --server-args
 that turn prefix caching off). All inputs may be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in

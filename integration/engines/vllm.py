@@ -39,6 +39,8 @@ class VLLM:
         return f"{CPU_BACKEND} (stock)" if device == "cpu" else "vLLM's choice (stock)"
 
     def server_command(self, launch: Launch) -> list[str]:
+        """`{backend}` in `extra_arguments` is the backend as vLLM calls it, which a draft model's configuration has to name."""
+        backend = "CUSTOM" if is_ours(launch.backend) else engines_name(launch.backend)
         command = [launch.python, "-m", CLI, "serve", str(launch.model.folder), "--served-model-name", SERVED_NAME]
         command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         command += ["--max-model-len", str(launch.max_model_len), "--max-num-seqs", str(launch.max_num_seqs)]
@@ -50,7 +52,7 @@ class VLLM:
             command += ["--enforce-eager", "--block-size", "32"]  # blocks of 128, the default, are never full in short prompts, so prefixes are never shared
         else:
             if launch.backend != STOCK:
-                command += ["--attention-backend", "CUSTOM" if is_ours(launch.backend) else engines_name(launch.backend)]
+                command += ["--attention-backend", backend]
             if not launch.cuda_graphs:
                 command += ["--enforce-eager"]
         if not launch.prefix_caching:
@@ -61,7 +63,7 @@ class VLLM:
                 command += ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
         if launch.kv_cache_dtype:
             command += ["--kv-cache-dtype", launch.kv_cache_dtype]
-        return command + launch.extra_arguments
+        return command + [argument.replace("{backend}", backend) for argument in launch.extra_arguments]
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
         environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | our_environment(launch.backend)

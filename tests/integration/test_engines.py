@@ -50,6 +50,14 @@ def test_vllm_has_no_choice_of_backends_on_a_cpu(tmp_path):
         ENGINES["vllm"].server_command(Launch("python", Model("none", tmp_path, True), "FLASH_ATTN", "cpu", 1))
 
 
+@pytest.mark.parametrize(("backend", "name"), [(OURS, "CUSTOM"), ("FLASH_ATTN", "FLASH_ATTN")])
+def test_a_draft_models_configuration_names_the_backend_of_its_server(backend, name, tmp_path):
+    configuration = '{"model": "draft", "attention_backend": "{backend}"}'
+    launch = Launch("python", Model("none", tmp_path, True), backend, "cuda", 1, extra_arguments=["--speculative-config", configuration])
+    command = ENGINES["vllm"].server_command(launch)
+    assert json.loads(option(command, "--speculative-config"))["attention_backend"] == option(command, "--attention-backend") == name
+
+
 def option(command, name):
     return command[command.index(name) + 1]
 
