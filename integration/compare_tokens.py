@@ -21,14 +21,13 @@ Exit status: 0 when all answers are equal or every first difference is a near ti
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from integration.command_line import Comparison, comparison_parser, exit_with
+from integration.command_line import Comparison, comparison_parser, exit_with, split_arguments
 from integration.engines import ENGINES, Engine, Launch, Token
 from integration.engines.base import STOCK
 from integration.server import Server, ServerError, free_port, print_tail, running_server
@@ -142,7 +141,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--reference-engine", choices=sorted(ENGINES), help="default: the same engine")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--reference-tensor-parallel-size", type=int, help="of the reference; default: the same")
-    parser.add_argument("--reference-args", type=shlex.split, help="server arguments of the reference, in the place of --server-args; default: the same")
+    parser.add_argument("--reference-args", type=split_arguments, help="server arguments of the reference, in the place of --server-args; default: the same")
     parser.add_argument("--side-by-side", action="store_true", help="start both servers at once, see above")
     parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
     return parser.parse_args()

@@ -26,7 +26,7 @@ Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours
 `attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
 name is given to the engine as it is. FLASHINFER-on-attn_backend (SGLang: flashinfer-on-attn_backend) is that backend of the engine's with the package of
 flashinfer_alias/ in FlashInfer's place. NAME@fp8_e4m3 is a backend with that --kv-cache-dtype. Prefix caching is on in both engines, as it is by default.
-In --server-args `{backend}` is what vLLM calls the backend: a draft model runs on it with `"attention_backend": "{backend}"` in --speculative-config.
+With vLLM `{backend}` in --server-args is its name of the backend: a draft model runs on it with `"attention_backend": "{backend}"` in --speculative-config.
 Answers are greedy, or sampled with --sampling, and then every request brings a seed of its own. --check-seeds, side by side, then asks each server for a
 few answers one at a time, again, all at once and with other seeds, and says how many are equal (integration/compare_sampling.py; it wants --server-args
 that turn prefix caching off). All inputs may be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in
@@ -37,7 +37,6 @@ that turn prefix caching off). All inputs may be local paths, so it runs offline
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from pydantic import ValidationError
 
 from attn_backend.settings import refusal
 from integration.benchmark import Load, Settings, benchmark
-from integration.command_line import exit_with, new_parser, results_folder, sampling_argument
+from integration.command_line import exit_with, new_parser, results_folder, sampling_argument, split_arguments
 from integration.report import format_table
 from integration.side_by_side import benchmark_side_by_side
 
@@ -81,20 +80,24 @@ def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tup
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser = new_parser(__doc__, "ENGINE")
     parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), its variants (see above), stock, or the engine's names")
-    parser.add_argument("--dataset", nargs="+", default=["sharegpt"], help="sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
-    parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set")
-    parser.add_argument("--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate, alike: N, LOW-HIGH, or {RECORDED}: what the data set says")
+    parser.add_argument(
+        "--dataset", nargs="+", default=["sharegpt"], help="sharegpt (the default), FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv"
+    )
+    parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set; default: 32")
+    parser.add_argument(
+        "--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate, alike: N, LOW-HIGH, or {RECORDED} (the default): what the data set says"
+    )
     parser.add_argument("--request-rate", nargs="+", type=float, default=[float("inf")], help="prompts per second, Poisson, alike; default: all at once")
-    parser.add_argument("--samples", nargs="+", type=int, default=[1], help="answers to each prompt, alike")
+    parser.add_argument("--samples", nargs="+", type=int, default=[1], help="answers to each prompt, alike; default: 1")
     parser.add_argument("--sampling", type=sampling_argument, help="e.g. temperature=0.8,top_p=0.95,top_k=40; also min_p; default: greedy")
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn: prompts, lengths, and with --sampling the requests' seeds")
-    parser.add_argument("--dtype", default="auto", help="of the model, as the engine calls it")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn: prompts, lengths, and with --sampling the requests' seeds; default: %(default)s")
+    parser.add_argument("--dtype", default="auto", help="of the model, as the engine calls it; default: %(default)s")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU")
     parser.add_argument("--max-num-seqs", type=int, help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share a model; without NVLink multicast where NCCL_NVLS_ENABLE is 0")
-    parser.add_argument("--client-args", dest="client_arguments", type=shlex.split, default=[], help="more arguments for the client")
+    parser.add_argument("--client-args", dest="client_arguments", type=split_arguments, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
     parser.add_argument("--time-limit", dest="time_limit_s", type=float, help="side by side: begin no load when so many seconds have passed")
     parser.add_argument("--check-seeds", action="store_true", help="side by side, with --sampling: see above")

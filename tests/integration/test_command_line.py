@@ -10,7 +10,7 @@ import pytest
 
 from integration import compare_sampling, compare_speculation, compare_tokens, serve_benchmark
 from integration.benchmark import Load
-from integration.command_line import Comparison, exit_with, results_folder
+from integration.command_line import Comparison, exit_with, results_folder, split_arguments
 from integration.tokenizer import write_word_tokenizer
 
 TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling, "speculation": compare_speculation}
@@ -37,6 +37,10 @@ def parse(monkeypatch, model_folder):
         return TOOLS[name].parse_arguments()
 
     return arguments
+
+
+def test_a_command_of_several_lines_may_be_pasted():
+    assert split_arguments("--a 1 \\\n    --b='x  y'\\\n --c") == ["--a", "1", "--b=x  y", "--c"]
 
 
 @pytest.mark.parametrize("name", TOOLS)
