@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from integration.environment import REPOSITORY
 from integration.tiny_models.compare import models_folder, run
 from integration.tiny_models.families import FAMILIES
@@ -118,12 +120,16 @@ def _text(rms: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", nargs="*", default=["vllm", "sglang"])
+    parser.add_argument("engines", nargs="*", default=list(RUNNERS), metavar="ENGINE", help=f"of {', '.join(RUNNERS)}; default: both")
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="may be given more than once; default: all")
     parser.add_argument("--models", type=Path, help="default: they are made")
-    parser.add_argument("--jobs", type=int, default=4, help="families that a backend serves at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="families that a backend serves at a time; default: %(default)s")
     parser.add_argument("--results", type=Path, help="folder for answers and logs; default: results/tiny-models-TIME")
     arguments = parser.parse_args()
+    if unknown := [engine for engine in arguments.engines if engine not in RUNNERS]:
+        parser.error(f"ENGINE: {', '.join(unknown)}; must be of {', '.join(RUNNERS)}")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU; on a CPU: python -m integration.tiny_models.compare")
     results = (arguments.results or REPOSITORY / "results" / f"tiny-models-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     print(f"answers and logs go to {results}", flush=True)
     begin = time.monotonic()

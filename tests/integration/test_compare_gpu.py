@@ -30,6 +30,15 @@ from integration.tiny_models.tokenizer import BOS, VOCAB, text_of, write_tokeniz
 REFERENCE = Answer([1, 2, 3], [-1.0, -2.0, -3.0], [-4.0])
 
 
+@pytest.mark.parametrize(("engine", "message"), [("vllm", "there is no GPU; on a CPU: "), ("vlm", "ENGINE: vlm; must be of vllm, sglang")])
+def test_what_cannot_be_compared_is_refused_first(engine, message, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["compare_gpu", engine])
+    with pytest.raises(SystemExit, match="2"):
+        compare_gpu.main()
+    assert message in capsys.readouterr().err
+
+
 def test_distance_ends_where_tokens_differ():
     other = Answer([1, 5, 9], [-1.5, -2.1, -7.0], [-4.5])
     assert distance([REFERENCE], [other]) == pytest.approx(0.5)
