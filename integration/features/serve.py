@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import itertools
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -152,10 +153,21 @@ def _computed_by(url: str, prompt: list[int]) -> object:
     return post_json(f"{url}/v1/completions", body | {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}})["kv_transfer_params"]
 
 
+def listed(name: str, run: Run, device: str) -> str:
+    """A line on a run: what its server is told on a device besides the model, and what it needs."""
+    options = shlex.join((*run.arguments, *run.on.get(device, ()))) or "no option"
+    if run.prefill is not None:
+        options += f"; the server of prefills: {shlex.join((*run.prefill, *run.on.get(device, ())))}"
+    needs = [f"model {model}" for model in dict.fromkeys(run.asks) if model not in ("model", "adapter")]
+    needs += ["GPUs alone"] * (run.devices == ("cuda",)) + [f"{run.ranks} ranks"] * (run.ranks > 1)
+    needs += [f"package {run.package}"] * (run.package is not None) + [f"since {run.engine} {run.since}"] * (run.since is not None)
+    return f"{name}: {options}" + (f"    [{', '.join(needs)}]" if needs else "")
+
+
 def cannot(run: Run, device: str) -> str | None:
     """Why a run cannot be here."""
     if device not in run.devices:
-        return f"{run.engine} cannot on this device"
+        return f"{run.engine} cannot on this device (docs/engines.md says why)"
     if importlib.util.find_spec(run.engine) is None:
         return f"{run.engine} is not installed"
     if run.since is not None and Version(version(run.engine)) < Version(run.since):
@@ -185,10 +197,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
     parser.add_argument("--record", action="store_true", help="note how each run ended in docs/features.json")
     parser.add_argument("--results", type=Path, help="folder for logs; default: results/features-TIME")
-    parser.add_argument("--list", action="store_true", help="name the runs, with what each adds to a server")
+    parser.add_argument("--list", action="store_true", help="name the runs, with the options of each for the engine, and what it needs")
     given = parser.parse_args()
     if given.list:
-        print("\n".join(f"{name}: {' '.join((*run.arguments, *run.on.get(given.device, ())))}" for name, run in RUNS.items()))
+        print("\n".join(listed(name, run, given.device) for name, run in RUNS.items()))
         return
     if unknown := [name for name in given.runs if name not in RUNS]:
         parser.error(f"RUN: {', '.join(unknown)}; must be of {', '.join(RUNS)}")
@@ -198,6 +210,8 @@ def main() -> None:
     missing = {name: why for name in given.runs or RUNS if (why := cannot(RUNS[name], given.device)) is not None}
     for name, why in missing.items():
         print(f"{name}: not run, {why}")
+    if missing.keys() == set(given.runs or RUNS):
+        sys.exit(1)
     all_hold = not (missing and given.runs)
     results, where = results_folder(given, "features"), device_name("cuda") if given.device == "cuda" else ""
     with tempfile.TemporaryDirectory() as folder:

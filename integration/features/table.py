@@ -22,11 +22,13 @@ class Cell:
         shown: what shows it: runs of `integration.features.serve`, and tests (FILE::NAME).
         says: what is said of it when all of these ended well on the devices where they ran; where nothing is named, in any case.
         no_cpu: why a CPU cannot show it, of a feature that runs on GPUs alone.
+        option: of the engine, which turns it on; of drafts the method or algorithm.
     """
 
     shown: tuple[str, ...] = ()
     says: str = "works"
     no_cpu: str = ""
+    option: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,18 @@ class Feature:
 
 
 NO_OPTION = Cell(says="has no such option")
+TP, TP_IN_SGLANG, DCP = "--tensor-parallel-size", "--tp-size", "--decode-context-parallel-size"
 
 
 FEATURES = (
-    Feature("tensor parallel 2", Cell(("vllm-tensor-parallel",)), Cell(("sglang-tensor-parallel",))),
-    Feature("tensor parallel 2, MLA", Cell(("vllm-tensor-parallel-mla",)), Cell(("sglang-tensor-parallel-mla",))),
-    Feature("pipeline parallel 2", Cell(("vllm-pipeline",), "works; on a CPU not with `--enforce-eager`"), Cell(("sglang-pipeline",))),
-    Feature("data parallel 2", Cell(("vllm-data-parallel",)), Cell(("sglang-data-parallel",))),
+    Feature("tensor parallel 2", Cell(("vllm-tensor-parallel",), option=TP), Cell(("sglang-tensor-parallel",), option=TP_IN_SGLANG)),
+    Feature("tensor parallel 2, MLA", Cell(("vllm-tensor-parallel-mla",), option=TP), Cell(("sglang-tensor-parallel-mla",), option=TP_IN_SGLANG)),
+    Feature(
+        "pipeline parallel 2",
+        Cell(("vllm-pipeline",), "works; on a CPU not with `--enforce-eager`", option="--pipeline-parallel-size"),
+        Cell(("sglang-pipeline",), option="--pp-size"),
+    ),
+    Feature("data parallel 2", Cell(("vllm-data-parallel",), option="--data-parallel-size"), Cell(("sglang-data-parallel",), option="--dp-size")),
     Feature(
         "decode context parallel 2",
         Cell(
@@ -56,34 +63,49 @@ FEATURES = (
                 f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused",
             ),
             "works; refused on CPUs",
+            option=DCP,
         ),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
     ),
     Feature(
         "decode context parallel 2, MLA",
-        Cell(("vllm-decode-context-parallel-mla",)),
+        Cell(("vllm-decode-context-parallel-mla",), "works; refused on CPUs", option=DCP),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
     ),
-    Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,))),
-    Feature("LoRA", Cell(("vllm-lora",)), Cell(("sglang-lora",))),
+    Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,), option="--enable-mis")),
+    Feature("LoRA", Cell(("vllm-lora",), option="--enable-lora"), Cell(("sglang-lora",), option="--enable-lora")),
     Feature(
         "KV in host memory (OffloadingConnector, HiCache)",
-        Cell(("vllm-offloading",), no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) wants a GPU"),
+        Cell(("vllm-offloading",), no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) wants a GPU", option="--kv-offloading-size"),
         Cell(
             (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded", "sglang-hicache"),
             no_cpu="it asks CUDA's runtime to pin memory, `sglang/srt/mem_cache/pool_host/common.py` (0.5.23)",
+            option="--enable-hierarchical-cache",
         ),
     ),
-    Feature("KV connector to a folder (ExampleConnector)", Cell(("vllm-pipeline", "vllm-folder")), NO_OPTION),
+    Feature("KV connector to a folder (ExampleConnector)", Cell(("vllm-pipeline", "vllm-folder"), option="--kv-transfer-config"), NO_OPTION),
     Feature(
         "prefill and decode on two servers (PD)",
-        Cell(("vllm-nixl",), "works, through NIXL"),
-        Cell(("sglang-nixl",), "works, through NIXL", no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) takes the memory of pools for that of a GPU"),
+        Cell(("vllm-nixl",), "works, through NIXL", option="--kv-transfer-config"),
+        Cell(
+            ("sglang-nixl",),
+            "works, through NIXL",
+            no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) takes the memory of pools for that of a GPU",
+            option="--disaggregation-mode",
+        ),
     ),
     Feature(
         "halves of a step that overlap (DBO, TBO)",
-        Cell((f"{ADAPTERS}/vllm/test_vllm_attention.py::test_halves_of_a_step_that_overlap",), "works in the adapter; vLLM cannot on a CPU"),
-        Cell((f"{ADAPTERS}/sglang/test_sglang_backend.py::test_halves_of_a_step_that_overlap",), "works in the adapter"),
+        Cell(
+            (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_halves_of_a_step_that_overlap",),
+            "works in the adapter; vLLM cannot on a CPU",
+            option="--enable-dbo",
+        ),
+        Cell(
+            (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_halves_of_a_step_that_overlap",),
+            "works in the adapter",
+            option="--enable-two-batch-overlap",
+        ),
     ),
     Feature(
         "full CUDA graphs",
@@ -113,15 +135,22 @@ FEATURES = (
         Cell(("vllm-float8-outputs", "vllm-fused-outputs"), no_cpu="vLLM has no such pass there"),
         NO_OPTION,
     ),
-    Feature("n-gram drafts", Cell(("vllm-tensor-parallel", "vllm-ngram")), Cell((DRAFTS, "sglang-ngram"), "works, as trees")),
-    Feature("draft models", Cell(("vllm-draft-model",)), Cell((DRAFTS, "sglang-standalone"))),
-    Feature("EAGLE chains", Cell(("vllm-eagle",)), Cell(("sglang-eagle", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model"))),
-    Feature("DFLASH blocks", Cell(("vllm-dflash",)), Cell(("sglang-dflash",))),
-    Feature("MTP chains", Cell(("vllm-mtp",)), Cell(("sglang-mtp",))),
+    Feature("n-gram drafts", Cell(("vllm-tensor-parallel", "vllm-ngram"), option="ngram"), Cell((DRAFTS, "sglang-ngram"), "works, as trees", option="NGRAM")),
+    Feature("draft models", Cell(("vllm-draft-model",), option="draft_model"), Cell((DRAFTS, "sglang-standalone"), option="STANDALONE")),
+    Feature(
+        "EAGLE chains",
+        Cell(("vllm-eagle",), option="eagle"),
+        Cell(("sglang-eagle", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model"), option="EAGLE"),
+    ),
+    Feature("DFLASH blocks", Cell(("vllm-dflash",), option="dflash"), Cell(("sglang-dflash",), "works from 0.5.20 on", option="DFLASH")),
+    Feature("MTP chains", Cell(("vllm-mtp",), option="mtp"), Cell(("sglang-mtp",), option="NEXTN")),
     Feature(
         "trees of drafts",
         Cell(says="has none"),
-        Cell((DRAFTS, "sglang-standalone-tree", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified")),
+        Cell(
+            (DRAFTS, "sglang-standalone-tree", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified"),
+            option="--speculative-eagle-topk",
+        ),
     ),
     Feature(
         "verification by `chain_speculative_sampling`",
@@ -153,11 +182,14 @@ def _seen(name: str, outcomes: Outcomes) -> list[Seen]:
 
 
 def _says(cell: Cell, outcomes: Outcomes) -> str:
+    option = f"`{cell.option}`: " if cell.option else ""
     because = f"; a CPU cannot: {cell.no_cpu}" if cell.no_cpu else ""
     if any(not _seen(one, outcomes) for one in cell.shown):
-        return f"not run{because}"
+        return f"{option}not run{because}"
     failed = [seen for one in cell.shown for seen in _seen(one, outcomes) if not seen.ok]
-    return f"failed{f' on an {failed[0].gpu}' if failed[0].gpu else ''}: {failed[0].reason}" if failed else f"{cell.says}{because}"
+    if failed:
+        return f"{option}failed{f' on an {failed[0].gpu}' if failed[0].gpu else ''}: {failed[0].reason}"
+    return f"{option}{cell.says}{because}"
 
 
 def _shown(cell: Cell, outcomes: Outcomes) -> str:

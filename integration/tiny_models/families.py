@@ -267,7 +267,7 @@ FAMILIES = {
     for family in (
         Family("gemma2", "soft cap, sliding window", "Gemma 2, Grok 1", _gemma2),
         Family("gpt_oss", "attention sinks, sliding window", "gpt-oss", _gpt_oss),
-        Family("bloom", "ALiBi", "BLOOM, Falcon-RW", _bloom, stock=("vllm",), engines={"vllm": {}}),
+        Family("bloom", "ALiBi", "BLOOM, Falcon-RW; Baichuan 13B is below", _bloom, stock=("vllm",), engines={"vllm": {}}),
         Family("bert", "bidirectional", "BERT, RoBERTa, BGE, E5", _bert, "embed", engines=ENGINES_OF_ENCODERS),
         Family("reranker", "bidirectional, a query with a document", "BERT rerankers: MS MARCO MiniLM", _reranker, "score", engines=ENGINES_OF_ENCODERS),
         Family("modernbert", "bidirectional, window to both sides", "ModernBERT, GTE", _modernbert, "embed", ("vllm",), engines={"vllm": {}}),
@@ -283,7 +283,7 @@ FAMILIES = {
             "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
             "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
         }),
-        Family("gemma4_images", "images see both sides, cut by a window", "the larger ones of Gemma 4, with images", _gemma4_images, "image", engines={
+        Family("gemma4_images", "images see both sides, cut by a window", "larger ones of Gemma 4, with images (on a CPU)", _gemma4_images, "image", engines={
             "vllm": {"disable_chunked_mm_input": True, "limit_mm_per_prompt": {"video": 0}}, "sglang": WHOLE_PROMPTS,
         }, images=GEMMA4_IMAGES),
         Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),

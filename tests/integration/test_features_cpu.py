@@ -23,7 +23,7 @@ from integration.features.float8 import round_as
 from integration.features.model import MODELS, make_float8, make_prompts
 from integration.features.outcomes import ENGINE_NAMES, Seen, read_junit, read_outcomes, record
 from integration.features.runs import RUNS
-from integration.features.serve import Served, cannot
+from integration.features.serve import Served, cannot, listed
 from integration.features.table import FEATURES, Cell, Feature, matrix, named
 from integration.tiny_models.families import FAMILIES, make_model
 
@@ -113,9 +113,18 @@ def test_runs_are_left_out_where_they_cannot_be(monkeypatch):
     assert cannot(RUNS["vllm-lora"], "cuda") is None
     assert cannot(RUNS["vllm-pipeline"], "cuda") == "it needs 2 GPUs"
     assert cannot(RUNS["vllm-pipeline"], "cpu") is None
-    assert cannot(RUNS["sglang-hicache"], "cpu") == "sglang cannot on this device"
+    assert cannot(RUNS["sglang-hicache"], "cpu") == "sglang cannot on this device (docs/engines.md says why)"
     assert cannot(RUNS["vllm-nixl"], "cuda") == "the package nixl is not installed"
     assert cannot(RUNS["sglang-dflash"], "cuda") == "sglang has it since 0.5.20"
+
+
+def test_a_list_says_what_runs_are_told_and_need():
+    assert listed("lora", RUNS["sglang-lora"], "cuda") == "lora: --enable-lora --lora-paths 'adapter={folder}/adapter'"
+    assert listed("lora", RUNS["sglang-lora"], "cpu").endswith(" --lora-backend torch_native")
+    assert listed("dcp", RUNS["vllm-decode-context-parallel-mla"], "cuda").endswith("--decode-context-parallel-size 2    [model deepseek, GPUs alone, 2 ranks]")
+    assert listed("cache", RUNS["vllm-float8-cache"], "cpu") == "cache: no option    [model float8-cache]"
+    assert "; the server of prefills: --disaggregation-mode prefill " in listed("pd", RUNS["sglang-nixl"], "cuda")
+    assert listed("blocks", RUNS["sglang-dflash"], "cuda").endswith("    [since sglang 0.5.20]")
 
 
 def test_the_matrix_of_the_documentation_is_made_of_what_ran():
@@ -170,6 +179,12 @@ def test_cells_say_how_runs_ended(monkeypatch):
     assert line(one=well, two=well, cuda={"one": on_gpu}) == f"| drafts | works, somehow | `one` {there}, `two` (0.32.0, 2026-01-02) | has none |  |"
     assert line(one=well, two=well, cuda={"one": replace(on_gpu, ok=False, reason="died")}).startswith("| drafts | failed on an H200: died | ")
     assert line(two=well, cuda={"one": on_gpu}).startswith("| drafts | works, somehow | `one` (0.26.0 on an H200, 2026-01-02), ")
+
+
+def test_cells_begin_with_the_option(monkeypatch):
+    monkeypatch.setattr("integration.features.table.FEATURES", (Feature("halves", Cell(("one",), option="--halves"), Cell(says="has none")),))
+    assert matrix({"cpu": {}, "cuda": {}}).splitlines()[-1] == "| halves | `--halves`: not run | `one` | has none |  |"
+    assert "| `--halves`: works | " in matrix({"cpu": {"one": Seen("vllm", "0.26.0", True, "2026-01-02")}, "cuda": {}})
 
 
 def test_cells_say_why_a_cpu_cannot(monkeypatch):
