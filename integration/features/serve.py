@@ -8,7 +8,7 @@ near tie of the two most probable tokens (integration/features/devices.py). Four
 package are missing, and those of features that the engine has not on this device or in this release. NIXL's transfers need the package nixl, whose UCX moves
 memory of the host, too.
 
-Exit status: 1 if an answer differs, a server does not start, or a run that was named is left out, else 0.
+Exit status: 1 if an answer differs, a server does not start, a run that was named is left out, or all are, else 0.
 """
 
 from __future__ import annotations
