@@ -31,11 +31,11 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
     parser.add_argument(
         "--model",
         default="smollm2",
-        help="smollm2, smollm2-4-kv-heads, a folder, or a name in integration/models; without weights in the folder they are random",
+        help="smollm2 (the default), smollm2-4-kv-heads, a folder, or a name in integration/models; without weights in the folder they are random",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="have the engine launch every kernel by itself")
-    parser.add_argument("--start-timeout", dest="start_timeout_s", type=float, default=900, help="seconds a server may take to come up")
+    parser.add_argument("--start-timeout", dest="start_timeout_s", type=float, default=900, help="seconds a server may take to come up; default: %(default)s")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
     parser.add_argument("--server-args", dest="server_arguments", type=split_arguments, default=[], help="more arguments for the server, in one string")
     parser.add_argument("--results", type=Path, help=f"folder for reports and logs; default: results/{results}-TIME")
@@ -43,8 +43,8 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
 
 
 def split_arguments(text: str) -> list[str]:
-    """As a shell does outside of quotes: a backslash at the end of a line, which quotes keep, goes on with the next line."""
-    return shlex.split(text.replace("\\\n", " "))
+    """As a shell does outside of quotes: a line that ends with a backslash, which quotes keep, goes on with the next one."""
+    return shlex.split(text.replace("\\\n", ""))
 
 
 def sampling_argument(text: str) -> Sampling:

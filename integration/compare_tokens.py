@@ -139,11 +139,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = comparison_parser(__doc__, "tokens", num_prompts=64, longest_prompt=1024)
     parser.add_argument("--reference", default=STOCK, help="the backend that it is compared with; default: stock, what the engine picks by itself")
     parser.add_argument("--reference-engine", choices=sorted(ENGINES), help="default: the same engine")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model; default: %(default)s")
     parser.add_argument("--reference-tensor-parallel-size", type=int, help="of the reference; default: the same")
     parser.add_argument("--reference-args", type=split_arguments, help="server arguments of the reference, in the place of --server-args; default: the same")
     parser.add_argument("--side-by-side", action="store_true", help="start both servers at once, see above")
-    parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
+    near_tie = "largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart); default: %(default)s"
+    parser.add_argument("--near-tie", type=float, default=0.25, help=near_tie)
     return parser.parse_args()
 
 

@@ -96,7 +96,9 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--dtype", default="auto", help="of the model, as the engine calls it; default: %(default)s")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU")
     parser.add_argument("--max-num-seqs", type=int, help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share a model; without NVLink multicast where NCCL_NVLS_ENABLE is 0")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="GPUs of a model (default: 1), without NVLink multicast where NCCL_NVLS_ENABLE is 0"
+    )
     parser.add_argument("--client-args", dest="client_arguments", type=split_arguments, default=[], help="more arguments for the client")
     parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
     parser.add_argument("--time-limit", dest="time_limit_s", type=float, help="side by side: begin no load when so many seconds have passed")

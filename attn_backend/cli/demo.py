@@ -267,9 +267,10 @@ def run(arguments: argparse.Namespace) -> int:
         logs = Path(tempfile.mkdtemp(prefix="attn_backend-demo-"))
         print(f"{engine} on {'a GPU' if device == 'cuda' else 'a CPU, where the engine may well be the faster one'}; logs are in {logs}", flush=True)
         rows = []
+        server_args = shlex.split(arguments.server_args.replace("\\\n", ""))  # quotes keep a backslash at the end of a line that is pasted
         for backend in (OURS, STOCK):
             port = _free_port()
-            command, environment = server_command(engine, arguments.model, backend, port, device, shlex.split(arguments.server_args))
+            command, environment = server_command(engine, arguments.model, backend, port, device, server_args)
             print(f"{backend}: the server starts", flush=True)
             with status(backend, "the server starts") as tell, serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
                 if backend == OURS:

@@ -39,7 +39,12 @@ class VLLM:
         return f"{CPU_BACKEND} (stock)" if device == "cpu" else "vLLM's choice (stock)"
 
     def server_command(self, launch: Launch) -> list[str]:
-        """`{backend}` in `extra_arguments` is the backend as vLLM calls it, which a draft model's configuration has to name."""
+        """`{backend}` in `extra_arguments` is the backend as vLLM calls it, which a draft model's configuration has to name.
+
+        Raises ValueError for a backend that vLLM has not on a CPU, and where `{backend}` has no name.
+        """
+        if launch.backend == STOCK and any("{backend}" in argument for argument in launch.extra_arguments):
+            raise ValueError(f"backend: {STOCK!r}, must be a name of vLLM's where the server's arguments have {{backend}}")
         backend = "CUSTOM" if is_ours(launch.backend) else engines_name(launch.backend)
         command = [launch.python, "-m", CLI, "serve", str(launch.model.folder), "--served-model-name", SERVED_NAME]
         command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]

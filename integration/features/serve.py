@@ -154,8 +154,9 @@ def _computed_by(url: str, prompt: list[int]) -> object:
 
 
 def listed(name: str, run: Run, device: str) -> str:
-    """A line on a run: what its server is told on a device besides the model, and what it needs."""
-    options = shlex.join((*run.arguments, *run.on.get(device, ()))) or "no option"
+    """A line on a run: what its server is told on a device besides what all are, and what it needs."""
+    variables = [f"{name}={value}" for name, value in run.environment.items()]
+    options = " ".join([*variables, shlex.join((*run.arguments, *run.on.get(device, ())))]) or "no option"
     if run.prefill is not None:
         options += f"; the server of prefills: {shlex.join((*run.prefill, *run.on.get(device, ())))}"
     needs = [f"model {model}" for model in dict.fromkeys(run.asks) if model not in ("model", "adapter")]
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
     parser.add_argument("--record", action="store_true", help="note how each run ended in docs/features.json")
     parser.add_argument("--results", type=Path, help="folder for logs; default: results/features-TIME")
-    parser.add_argument("--list", action="store_true", help="name the runs, with the options of each for the engine, and what it needs")
+    parser.add_argument("--list", action="store_true", help="name the runs, with what each adds to a server ({folder}: the models) and needs")
     given = parser.parse_args()
     if given.list:
         print("\n".join(listed(name, run, given.device) for name, run in RUNS.items()))

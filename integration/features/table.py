@@ -69,7 +69,11 @@ FEATURES = (
     ),
     Feature(
         "decode context parallel 2, MLA",
-        Cell(("vllm-decode-context-parallel-mla",), "works; refused on CPUs", option=DCP),
+        Cell(
+            ("vllm-decode-context-parallel-mla", f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused"),
+            "works; refused on CPUs",
+            option=DCP,
+        ),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
     ),
     Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,), option="--enable-mis")),

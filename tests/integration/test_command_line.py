@@ -40,7 +40,7 @@ def parse(monkeypatch, model_folder):
 
 
 def test_a_command_of_several_lines_may_be_pasted():
-    assert split_arguments("--a 1 \\\n    --b='x  y'\\\n --c") == ["--a", "1", "--b=x  y", "--c"]
+    assert split_arguments("--a 1 \\\n    --b='x  y'\\\n --c --lo\\\nng") == ["--a", "1", "--b=x  y", "--c", "--long"]
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -56,6 +56,8 @@ def test_a_draft_models_configuration_names_the_backend_of_its_server(backend, n
     launch = Launch("python", Model("none", tmp_path, True), backend, "cuda", 1, extra_arguments=["--speculative-config", configuration])
     command = ENGINES["vllm"].server_command(launch)
     assert json.loads(option(command, "--speculative-config"))["attention_backend"] == option(command, "--attention-backend") == name
+    with pytest.raises(ValueError, match=r"backend: 'stock', must be a name of vLLM's where the server's arguments have \{backend\}"):
+        ENGINES["vllm"].server_command(replace(launch, backend=STOCK))
 
 
 def option(command, name):

@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from integration.compare_tokens import compare
 from integration.engines import Token
+from integration.features import serve
 from integration.features.devices import CPU, GPU
 from integration.features.float8 import round_as
 from integration.features.model import MODELS, make_float8, make_prompts
@@ -116,6 +117,17 @@ def test_runs_are_left_out_where_they_cannot_be(monkeypatch):
     assert cannot(RUNS["sglang-hicache"], "cpu") == "sglang cannot on this device (docs/engines.md says why)"
     assert cannot(RUNS["vllm-nixl"], "cuda") == "the package nixl is not installed"
     assert cannot(RUNS["sglang-dflash"], "cuda") == "sglang has it since 0.5.20"
+
+
+@pytest.mark.parametrize("named", [[], ["vllm-lora", "sglang-lora"]])
+def test_nothing_is_made_where_no_run_can_be(named, monkeypatch, capsys):
+    monkeypatch.setattr("integration.features.serve.cannot", lambda run, device: "it is night")
+    monkeypatch.setattr("integration.features.serve.stop_on_signals", lambda: None)
+    monkeypatch.setattr("integration.features.serve.make_models", lambda folder: pytest.fail("made models"))
+    monkeypatch.setattr(sys, "argv", ["serve", *named])
+    with pytest.raises(SystemExit, match="1"):
+        serve.main()
+    assert capsys.readouterr().out.count(": not run, it is night\n") == len(named or RUNS)
 
 
 def test_a_list_says_what_runs_are_told_and_need():
