@@ -155,7 +155,7 @@ def _computed_by(url: str, prompt: list[int]) -> object:
 
 def listed(name: str, run: Run, device: str) -> str:
     """A line on a run: what its server is told on a device besides what all are, and what it needs."""
-    variables = [f"{name}={value}" for name, value in run.environment.items()]
+    variables = [f"{variable}={value}" for variable, value in run.environment.items()]
     options = " ".join([*variables, shlex.join((*run.arguments, *run.on.get(device, ())))]) or "no option"
     if run.prefill is not None:
         options += f"; the server of prefills: {shlex.join((*run.prefill, *run.on.get(device, ())))}"
