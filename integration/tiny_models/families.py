@@ -283,7 +283,7 @@ FAMILIES = {
             "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
             "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
         }),
-        Family("gemma4_images", "images see both sides, cut by a window", "larger ones of Gemma 4, with images (on a CPU)", _gemma4_images, "image", engines={
+        Family("gemma4_images", "images see both sides, cut by a window", "larger ones of Gemma 4, with images", _gemma4_images, "image", engines={
             "vllm": {"disable_chunked_mm_input": True, "limit_mm_per_prompt": {"video": 0}}, "sglang": WHOLE_PROMPTS,
         }, images=GEMMA4_IMAGES),
         Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),
