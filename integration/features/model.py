@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from integration.compare_tokens import ALTERNATIVES
 from integration.engines import Token
 from integration.features.float8 import largest_numbers, make_checkpoints, make_values_small, round_as
-from integration.tiny_models.families import COMMON, FAMILIES, WINDOW, Family, make_model
+from integration.tiny_models.checkpoints import make_model
+from integration.tiny_models.families import COMMON, FAMILIES, WINDOW, Family
 from integration.tiny_models.tokenizer import FIRST_WORD, PAD, VOCAB
 
 LLAMA = Family("llama", "", "", lambda: (transformers.LlamaConfig(**COMMON, tie_word_embeddings=False), transformers.LlamaForCausalLM))

@@ -20,7 +20,8 @@ from pathlib import Path
 from integration.cache import cached_folder
 from integration.environment import REPOSITORY
 from integration.processes import own_modules
-from integration.tiny_models.families import FAMILIES, make_model
+from integration.tiny_models.checkpoints import make_model
+from integration.tiny_models.families import FAMILIES
 from integration.tiny_models.questions import largest_difference, read_answers
 from integration.tiny_models.runner import answers_file
 
@@ -29,7 +30,7 @@ STOCK_TOO = {
     "vllm": ("gpt_oss", "bert", "reranker", "llama4", "whisper"),
     "sglang": ("bert", "reranker", "whisper"),
 }  # what the engines' own CPU backends serve, besides Family.stock
-SOURCES = ("families.py", "questions.py", "reference.py", "tokenizer.py")
+SOURCES = ("checkpoints.py", "families.py", "questions.py", "reference.py", "tokenizer.py")
 
 
 def models_folder() -> Path:

@@ -1,22 +1,15 @@
-"""The families: what each asks of attention, which models are like it, and a model of it with random weights, a few layers deep.
-
-python -m integration.tiny_models.families FOLDER           # all of them; needs transformers
-"""
+"""The families: what each asks of attention, which models are like it, and the configuration of a tiny one, a few layers deep."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, NEWLINES, PAD, VOCAB, write_tokenizer
+from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, NEWLINES, PAD, VOCAB
 
 WINDOW = 24
 CHUNK = 32
@@ -308,95 +301,3 @@ def matrix() -> str:
             cells[0] = "has no such option"
         lines.append(f"| {family.asks} | {family.models} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def make_model(family: Family, folder: Path) -> None:
-    """Writes a model of the family: random weights that are large enough for every token to matter."""
-    config, model_class = family.make()
-    torch.manual_seed(0)
-    model = model_class._from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "vision_tower" in name and "mlp.fc2" in name:
-                parameter.zero_()  # after an activation that is another one in SGLang
-            elif parameter.ndim >= 2:
-                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
-            elif "q_norm" in name and config.model_type == "gemma4":
-                parameter.fill_(3 * parameter.shape[0] ** -0.5)  # nothing else scales its logits
-            elif "sinks" in name:
-                parameter.copy_(parameter.normal_(0, 2).bfloat16())  # which SGLang keeps them in
-            elif "bias" in name:
-                parameter.normal_(0, 0.1)
-    model.save_pretrained(folder)
-    if config.model_type == "gemma4":
-        _write_published_widths(folder / "config.json")
-    if family.name == "gemma3n" or config.model_type == "gemma4":
-        _write_unread_weights(folder / "model.safetensors", config.get_text_config())
-    write_tokenizer(folder, tells_texts=family.kind == "score")
-    if family.name == "gemma3":
-        _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
-    if family.images is not None:
-        _processor(family.images, folder).save_pretrained(folder)
-    if family.pools_mean:
-        _write_mean_pooling(folder)
-    if family.kind == "audio":
-        transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS).save_pretrained(folder)
-
-
-def _processor(images: Images, folder: Path) -> Any:
-    """What makes tokens and pixels of prompts."""
-    read = transformers.AutoTokenizer.from_pretrained
-    if images is GEMMA3_IMAGES:
-        pixels = transformers.Gemma3ImageProcessor(size=dict(zip(("height", "width"), images.size, strict=True)))
-        return transformers.Gemma3Processor(pixels, read(folder), image_seq_length=images.length)
-    tokenizer = read(folder, **dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<unk>"))  # the processor insists on them
-    patches = transformers.Gemma4ImageProcessor(max_soft_tokens=images.length, **GEMMA4_PATCHES)
-    return transformers.Gemma4Processor(transformers.Gemma4AudioFeatureExtractor(), patches, tokenizer, transformers.Gemma4VideoProcessor())
-
-
-def _write_published_widths(file: Path) -> None:
-    """Writes the head widths of Gemma 4 as published checkpoints do. transformers reads it, but writes a list of layers, which older engines do not know."""
-    config = json.loads(file.read_text())
-    text = config["text_config"]
-    if layers := text.pop("per_layer_config", None):
-        widths = next(iter(layers.values()))
-        text |= {"global_head_dim": widths["head_dim"], "num_global_key_value_heads": widths["num_key_value_heads"]}
-    file.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_unread_weights(file: Path, config: Any) -> None:
-    """Gives layers that read the cache of another K and V of their own, as published checkpoints do. They are not read, but vLLM 0.26 insists on them."""
-    weights, own = load_file(file), config.num_hidden_layers - config.num_kv_shared_layers
-    for name, weight in list(weights.items()):
-        before, _, after = name.partition("layers.")
-        layer, _, part = after.partition(".")
-        if "vision" not in before and part.startswith(("self_attn.k_", "self_attn.v_")) and int(layer) < own:
-            weights[f"{before}layers.{int(layer) + own}.{part}"] = weight.clone()
-    save_file(weights, file, {"format": "pt"})
-
-
-def _write_mean_pooling(folder: Path) -> None:
-    """Where engines look for what sentence-transformers does with the states."""
-    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    listed = [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"} for i, (path, module) in enumerate(modules.items())]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": COMMON["hidden_size"], "pooling_mode_mean_tokens": True}))
-
-
-def _rename_weights(file: Path, old: str, new: str) -> None:
-    weights = load_file(file)
-    save_file({name if new in name else name.replace(old, new): weight for name, weight in weights.items()}, file, {"format": "pt"})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES))
-    arguments = parser.parse_args()
-    for name in arguments.families:
-        make_model(FAMILIES[name], arguments.folder / name)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,8 @@ from integration.features.outcomes import ENGINE_NAMES, Seen, read_junit, read_o
 from integration.features.runs import RUNS
 from integration.features.serve import Served, cannot, listed
 from integration.features.table import FEATURES, Cell, Feature, matrix, named
-from integration.tiny_models.families import FAMILIES, make_model
+from integration.tiny_models.checkpoints import make_model
+from integration.tiny_models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_CI = ("vllm-tensor-parallel", "vllm-pipeline", "sglang-tensor-parallel")  # the others: python -m integration.features.serve
