@@ -198,7 +198,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
     parser.add_argument("--record", action="store_true", help="note how each run ended in docs/features.json")
     parser.add_argument("--results", type=Path, help="folder for logs; default: results/features-TIME")
-    parser.add_argument("--list", action="store_true", help="name the runs, with what each adds to a server ({folder}: the models) and needs")
+    listing = "name the runs, with what each adds to a server on --device, and needs; {folder}: the models, {scratch}: an empty folder, {port}: a free one"
+    parser.add_argument("--list", action="store_true", help=listing)
     given = parser.parse_args()
     if given.list:
         print("\n".join(listed(name, run, given.device) for name, run in RUNS.items()))

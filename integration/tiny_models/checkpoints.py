@@ -1,6 +1,6 @@
-"""Writes a family's model, with random weights and what a published checkpoint has beside them.
+"""Writes a family's checkpoint: configuration, random weights, tokenizer, and a processor where there is one, in the form of published checkpoints.
 
-python -m integration.tiny_models.checkpoints FOLDER [family ...]           # all of them; needs transformers
+python -m integration.tiny_models.checkpoints FOLDER [FAMILY ...]           # default: all of them; needs transformers
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from integration.tiny_models.families import AUDIO_SECONDS, COMMON, FAMILIES, GEMMA3_IMAGES, GEMMA4_PATCHES, MEL_BINS, Family, Images
+from integration.tiny_models.families import AUDIO_SECONDS, COMMON, FAMILIES, GEMMA4_PATCHES, MEL_BINS, Family, Images
 from integration.tiny_models.tokenizer import write_tokenizer
 
 
@@ -44,22 +44,26 @@ def make_model(family: Family, folder: Path) -> None:
     if family.name == "gemma3":
         _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
     if family.images is not None:
-        _processor(family.images, folder).save_pretrained(folder)
+        PROCESSORS[config.model_type](family.images, folder).save_pretrained(folder)
     if family.pools_mean:
         _write_mean_pooling(folder)
     if family.kind == "audio":
         transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS).save_pretrained(folder)
 
 
-def _processor(images: Images, folder: Path) -> Any:
-    """What makes tokens and pixels of prompts."""
-    read = transformers.AutoTokenizer.from_pretrained
-    if images is GEMMA3_IMAGES:
-        pixels = transformers.Gemma3ImageProcessor(size=dict(zip(("height", "width"), images.size, strict=True)))
-        return transformers.Gemma3Processor(pixels, read(folder), image_seq_length=images.length)
-    tokenizer = read(folder, **dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<unk>"))  # the processor insists on them
+def _gemma3_processor(images: Images, folder: Path) -> Any:
+    pixels = transformers.Gemma3ImageProcessor(size=dict(zip(("height", "width"), images.size, strict=True)))
+    return transformers.Gemma3Processor(pixels, transformers.AutoTokenizer.from_pretrained(folder), image_seq_length=images.length)
+
+
+def _gemma4_processor(images: Images, folder: Path) -> Any:
+    unused = dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<unk>")  # the processor insists on them
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **unused)
     patches = transformers.Gemma4ImageProcessor(max_soft_tokens=images.length, **GEMMA4_PATCHES)
     return transformers.Gemma4Processor(transformers.Gemma4AudioFeatureExtractor(), patches, tokenizer, transformers.Gemma4VideoProcessor())
+
+
+PROCESSORS = {"gemma3": _gemma3_processor, "gemma4": _gemma4_processor}  # what makes tokens and pixels of prompts, by the model's type
 
 
 def _write_published_widths(file: Path) -> None:
@@ -100,8 +104,10 @@ def _rename_weights(file: Path, old: str, new: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.families if name not in FAMILIES]:
+        parser.error(f"FAMILY: {', '.join(unknown)}; must be of {', '.join(FAMILIES)}")
     for name in arguments.families:
         make_model(FAMILIES[name], arguments.folder / name)
 

@@ -91,10 +91,13 @@ def main() -> None:
     import tempfile
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", nargs="*", default=["vllm", "sglang"])
+    parser.add_argument("engines", nargs="*", default=list(STOCK_TOO), metavar="ENGINE")
+    engines = parser.parse_args().engines
+    if unknown := [engine for engine in engines if engine not in STOCK_TOO]:
+        parser.error(f"ENGINE: {', '.join(unknown)}; must be of {', '.join(STOCK_TOO)}")
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for engine in parser.parse_args().engines:
+        for engine in engines:
             serve(engine, Path(folder))
             for name, family in FAMILIES.items():
                 if engine in family.engines:

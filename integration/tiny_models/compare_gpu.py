@@ -1,17 +1,17 @@
 """Serves a tiny random model of each family with both engines on a GPU in bfloat16, with CUDA graphs, and compares with transformers in float32 on a CPU.
 
-    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME ...] [--models FOLDER] [--jobs N] [--results FOLDER]
+    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME [--family NAME ...]] [--models FOLDER] [--jobs N] [--results FOLDER]
 
 In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far from transformers as that
 one. A token may be another one than transformers', or than the own backend's, where both are as probable: one of the two is enough, as the own backend may be
 the wrong one. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells them, and of generated tokens, up to the
-first that is another one. --models: made elsewhere, with the reference's answers (`compare.models_folder`).
+first that is another one.
 
 A line says when a family's engine starts, with its log, when it is ready, has answered or failed; a family is compared when both backends have ended with it.
 Answers and logs lie in FOLDER/FAMILY: a run that is killed leaves what there was.
 
 Exit status: 1 if a family is farther away, fails with our backend, or has no token of transformers'; else 0. One that fails with the engine's own backend, or
-has no token of transformers' there, is compared with transformers alone.
+has no token of transformers' there, is compared with transformers alone: within 0.1.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", nargs="*", default=list(RUNNERS), metavar="ENGINE", help=f"of {', '.join(RUNNERS)}; default: both")
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="may be given more than once; default: all")
-    parser.add_argument("--models", type=Path, help="default: they are made")
+    models_help = "a folder that `checkpoints FOLDER` and then `reference FOLDER` of this package have written; default: made, and kept in the cache"
+    parser.add_argument("--models", type=Path, help=models_help)
     parser.add_argument("--jobs", type=int, default=4, help="families that a backend serves at a time; default: %(default)s")
     parser.add_argument("--results", type=Path, help="folder for answers and logs; default: results/tiny-models-TIME")
     arguments = parser.parse_args()

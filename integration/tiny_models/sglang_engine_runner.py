@@ -34,7 +34,7 @@ CPU_OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "mem_fractio
 # those to both sides out; and its output for Gemma 3n has dimensions that the model does not take.
 STOCK_OF_FAMILY = {"whisper": "flashinfer", "items": "flashinfer", **dict.fromkeys(("gemma2", "gpt_oss", "embedding_gemma", "llama4", "gemma3n"), "fa3")}
 # In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take; SGLang 0.5.23 refuses to make any where layers
-# share a cache, as in Gemma 4. The tiny Gemma 4 for text has no processor.
+# share a cache, as in Gemma 4. With images it makes none by itself. The tiny Gemma 4 for text has no processor.
 GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3n": {"disable_prefill_cuda_graph": True},
     "gemma4": {"enable_multimodal": False, "disable_prefill_cuda_graph": True},
