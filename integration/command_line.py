@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from attn_backend.cli.arguments import split_arguments
 from integration.client import ClientError
 from integration.device import find_device
 from integration.engines import ENGINES, Launch, Sampling
@@ -42,9 +42,15 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
     return parser
 
 
-def split_arguments(text: str) -> list[str]:
-    """As a shell does outside of quotes: a line that ends with a backslash, which quotes keep, goes on with the next one."""
-    return shlex.split(text.replace("\\\n", ""))
+def one_of(known: Collection[str]) -> Callable[[str], str]:
+    """The type of an argument that may be given any number of times, also never: argparse's `choices` would refuse the default."""
+
+    def name(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text}; must be of {', '.join(known)}")
+        return text
+
+    return name
 
 
 def sampling_argument(text: str) -> Sampling:

@@ -27,7 +27,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from integration.command_line import Comparison, comparison_parser, exit_with, split_arguments
+from attn_backend.cli.arguments import split_arguments
+from integration.command_line import Comparison, comparison_parser, exit_with
 from integration.engines import ENGINES, Engine, Launch, Token
 from integration.engines.base import STOCK
 from integration.server import Server, ServerError, free_port, print_tail, running_server

@@ -42,9 +42,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from attn_backend.cli.arguments import split_arguments
 from attn_backend.settings import refusal
 from integration.benchmark import Load, Settings, benchmark
-from integration.command_line import exit_with, new_parser, results_folder, sampling_argument, split_arguments
+from integration.command_line import exit_with, new_parser, results_folder, sampling_argument
 from integration.report import format_table
 from integration.side_by_side import benchmark_side_by_side
 

@@ -6,7 +6,6 @@ import argparse
 import http.client
 import json
 import os
-import shlex
 import socket
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from ..kernels.progress import status
 from ..releases import VLLM_CPU
+from .arguments import split_arguments
 from .console import print_table
 
 _EPILOG = """examples:
@@ -242,7 +242,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-a-time", type=int, help="requests (16; on a CPU 4)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that a server may take to start (%(default)s)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
-    parser.add_argument("--server-args", default="", metavar="TEXT", help="more arguments for both servers")
+    parser.add_argument("--server-args", type=split_arguments, default=[], metavar="TEXT", help="more arguments for both servers")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -267,10 +267,9 @@ def run(arguments: argparse.Namespace) -> int:
         logs = Path(tempfile.mkdtemp(prefix="attn_backend-demo-"))
         print(f"{engine} on {'a GPU' if device == 'cuda' else 'a CPU, where the engine may well be the faster one'}; logs are in {logs}", flush=True)
         rows = []
-        server_args = shlex.split(arguments.server_args.replace("\\\n", ""))  # quotes keep a backslash at the end of a line that is pasted
         for backend in (OURS, STOCK):
             port = _free_port()
-            command, environment = server_command(engine, arguments.model, backend, port, device, server_args)
+            command, environment = server_command(engine, arguments.model, backend, port, device, arguments.server_args)
             print(f"{backend}: the server starts", flush=True)
             with status(backend, "the server starts") as tell, serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
                 if backend == OURS:

@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
+from integration.command_line import one_of
 from integration.device import device_name
 from integration.environment import REPOSITORY
 
@@ -81,11 +82,9 @@ def main() -> None:
 
     tests = {name: engine for engine in ENGINE_NAMES for name in named(engine) if "::" in name and importlib.util.find_spec(engine)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("names", nargs="*", metavar="NAME", type=one_of(tests))
     parser.add_argument("--device", choices=DEVICE_NAMES, default="cpu", help="whose cases are run; default: %(default)s")
     given = parser.parse_args()
-    if unknown := [name for name in given.names if name not in tests]:
-        parser.error(f"NAME: {', '.join(unknown)}; must be of {', '.join(tests)}")
     names, all_ok, gpu = given.names or list(tests), True, device_name("cuda") if given.device == "cuda" else ""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")

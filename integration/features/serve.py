@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from integration.command_line import results_folder
+from integration.command_line import one_of, results_folder
 from integration.compare_tokens import ALTERNATIVES, Outcome, compare
 from integration.device import device_name
 from integration.engines import ENGINES, Engine, Launch, Token
@@ -193,7 +193,7 @@ def _ended(served: Served, run: Run, scratch: Path) -> tuple[bool, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
+    parser.add_argument("runs", nargs="*", metavar="RUN", type=one_of(RUNS), help=", ".join(RUNS))
     parser.add_argument("--device", choices=list(DEVICES), default=CPU.name, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
     parser.add_argument("--record", action="store_true", help="note how each run ended in docs/features.json")
@@ -204,8 +204,6 @@ def main() -> None:
     if given.list:
         print("\n".join(listed(name, run, given.device) for name, run in RUNS.items()))
         return
-    if unknown := [name for name in given.runs if name not in RUNS]:
-        parser.error(f"RUN: {', '.join(unknown)}; must be of {', '.join(RUNS)}")
     stop_on_signals()
     # A process that a shell starts in the background ignores it, and so would servers, which are stopped by it. Threads that start them cannot change that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from integration.command_line import one_of
 from integration.tiny_models.families import AUDIO_SECONDS, COMMON, FAMILIES, GEMMA4_PATCHES, MEL_BINS, Family, Images
 from integration.tiny_models.tokenizer import write_tokenizer
 
@@ -104,10 +105,8 @@ def _rename_weights(file: Path, old: str, new: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY", type=one_of(FAMILIES))
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.families if name not in FAMILIES]:
-        parser.error(f"FAMILY: {', '.join(unknown)}; must be of {', '.join(FAMILIES)}")
     for name in arguments.families:
         make_model(FAMILIES[name], arguments.folder / name)
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from integration.cache import cached_folder
+from integration.command_line import one_of
 from integration.environment import REPOSITORY
 from integration.processes import own_modules
 from integration.tiny_models.checkpoints import make_model
@@ -91,10 +92,8 @@ def main() -> None:
     import tempfile
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", nargs="*", default=list(STOCK_TOO), metavar="ENGINE")
+    parser.add_argument("engines", nargs="*", default=list(STOCK_TOO), metavar="ENGINE", type=one_of(STOCK_TOO))
     engines = parser.parse_args().engines
-    if unknown := [engine for engine in engines if engine not in STOCK_TOO]:
-        parser.error(f"ENGINE: {', '.join(unknown)}; must be of {', '.join(STOCK_TOO)}")
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from integration.command_line import one_of
 from integration.environment import REPOSITORY
 from integration.tiny_models.compare import models_folder, run
 from integration.tiny_models.families import FAMILIES
@@ -120,15 +121,14 @@ def _text(rms: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", nargs="*", default=list(RUNNERS), metavar="ENGINE", help=f"of {', '.join(RUNNERS)}; default: both")
+    engines = f"of {', '.join(RUNNERS)}; default: both"
+    parser.add_argument("engines", nargs="*", default=list(RUNNERS), metavar="ENGINE", type=one_of(RUNNERS), help=engines)
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="may be given more than once; default: all")
     models_help = "a folder that `checkpoints FOLDER` and then `reference FOLDER` of this package have written; default: made, and kept in the cache"
     parser.add_argument("--models", type=Path, help=models_help)
     parser.add_argument("--jobs", type=int, default=4, help="families that a backend serves at a time; default: %(default)s")
     parser.add_argument("--results", type=Path, help="folder for answers and logs; default: results/tiny-models-TIME")
     arguments = parser.parse_args()
-    if unknown := [engine for engine in arguments.engines if engine not in RUNNERS]:
-        parser.error(f"ENGINE: {', '.join(unknown)}; must be of {', '.join(RUNNERS)}")
     if not torch.cuda.is_available():
         parser.error("there is no GPU; on a CPU: python -m integration.tiny_models.compare")
     results = (arguments.results or REPOSITORY / "results" / f"tiny-models-{time.strftime('%Y%m%d-%H%M%S')}").resolve()

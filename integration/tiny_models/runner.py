@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from integration.command_line import one_of
 from integration.tiny_models.families import FAMILIES, Family
 from integration.tiny_models.questions import Answer, write_answers
 
@@ -70,11 +71,9 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the models are")
-    parser.add_argument("families", nargs="*", help=f"default: {' '.join(names)}")
+    parser.add_argument("families", nargs="*", type=one_of(FAMILIES), help=f"default: {' '.join(names)}")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time")
     arguments, _ = parser.parse_known_args()
-    if unknown := [name for name in arguments.families if name not in FAMILIES]:
-        parser.error(f"families: {' '.join(unknown)}, must be of {' '.join(FAMILIES)}")
     answers = Path(os.environ.get("ATTN_BACKEND_ANSWERS", arguments.folder))
     failed: list[str] = []
     running: dict[int, str] = {}

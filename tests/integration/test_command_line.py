@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from integration import compare_sampling, compare_speculation, compare_tokens, serve_benchmark
 from integration.benchmark import Load
-from integration.command_line import Comparison, exit_with, results_folder, split_arguments
+from integration.command_line import Comparison, exit_with, one_of, results_folder
 from integration.tokenizer import write_word_tokenizer
 
 TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling, "speculation": compare_speculation}
@@ -39,8 +40,14 @@ def parse(monkeypatch, model_folder):
     return arguments
 
 
-def test_a_command_of_several_lines_may_be_pasted():
-    assert split_arguments("--a 1 \\\n    --b='x  y'\\\n --c --lo\\\nng") == ["--a", "1", "--b=x  y", "--c", "--long"]
+def test_names_are_of_those_that_are_known(capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", metavar="NAME", default=["a", "b"], type=one_of(("a", "b")))
+    assert parser.parse_args([]).names == ["a", "b"]
+    assert parser.parse_args(["b"]).names == ["b"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["a", "c"])
+    assert "NAME: c; must be of a, b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", TOOLS)
