@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,17 @@ class DeviceSampling:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def launch(self, values: Tensor, *, of_probs: bool = False, ctas: int = 1, unfiltered: bool = False, run_seed: int = 0, **fields: Any) -> None:
+    def launch(
+        self,
+        values: Tensor,
+        *,
+        of_probs: bool = False,
+        ctas: int = 1,
+        unfiltered: bool = False,
+        run_seed: int = 0,
+        order: Sequence[int] | None = None,
+        **fields: Any,
+    ) -> None:
         params = _SamplingParams(values=values.data_ptr(), row_stride=values.stride(0), batch=values.shape[0], vocab=values.shape[-1])
         fields = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "seed": 0, "position": 0, **fields}
         for name, value in fields.items():
@@ -107,7 +118,8 @@ class DeviceSampling:
             else:
                 setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
         element = 2 if of_probs else int(values.dtype == torch.bfloat16)
-        emulation.check(self._library.device_sample(ctypes.byref(params), element, ctas, unfiltered, run_seed))
+        ctas_in_order = None if order is None else (ctypes.c_int32 * len(order))(*order)
+        emulation.check(self._library.device_sample(ctypes.byref(params), element, ctas, unfiltered, run_seed, ctas_in_order))
 
     def sample(
         self, values: Tensor, *, token_mask: Tensor | None = None, filter_order: str = "top_k_first", logprobs_of: str = "logits", **given: Any

@@ -48,6 +48,20 @@ FAULTS = (
         ("tests/csrc/test_mixed_kernels.py", "-k", "random_cases and hopper and 64"),
     ),
     Fault(
+        "launch number: not closed after a wait that expired",
+        "csrc/common/launch_number.cuh",
+        "(has_all_messages ? 0 : kClosed)",
+        "0u",
+        (DEVICE, "-k", "after_the_wait"),
+    ),
+    Fault(
+        "launch number: a row's CTA sends with a closed number",
+        "csrc/sampling/device/unfiltered.cuh",
+        "if (lane == 0 && launch().wait_until_open(number))",
+        "if (lane == 0)",
+        (DEVICE, "-k", "after_the_wait"),
+    ),
+    Fault(
         "sample_from_probs: seed and position swapped",
         "attn_backend/kernels/sampling.py",
         "seed, position = draws(batch, device, seed, position, generator)\n",

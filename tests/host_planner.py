@@ -51,6 +51,7 @@ def plan_and_lists_rows(
     workspace: Tensor | None = None,
     searched: BSRView | None = None,
     lost: int = -1,
+    order: Sequence[int] | None = None,
     max_tiles: int | None = None,
     mask: tuple[Tensor, int] | None = None,
 ) -> tuple[Schedule, bool]:
@@ -59,7 +60,9 @@ def plan_and_lists_rows(
     Args:
         workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
         searched: the view as those CTAs of the device planner read it that search for shared prefixes: it changes before the first one plans.
-        lost: a CTA of the device planner whose findings get lost.
+        lost: a CTA of the device planner whose messages get lost.
+        order: the device planner's CTAs in the order in which they run. CTA 0 waits for the others: those that run after it are late. None: all others run
+            between the start of CTA 0 and its wait.
         max_tiles: room for so many row tiles, instead of as many as a batch may have.
         mask: what was found of a variant's mask, as random_mask() makes it.
 
@@ -76,7 +79,8 @@ def plan_and_lists_rows(
     if device_seed is None:
         lists_rows = library.host_planner_plan(*passed)
     else:
-        lists_rows = library.device_planner_plan(*passed, ctypes.c_uint32(device_seed), of_search.data, lost)
+        ctas = None if order is None else (ctypes.c_int32 * len(order))(*order)
+        lists_rows = library.device_planner_plan(*passed, ctypes.c_uint32(device_seed), of_search.data, lost, ctas)
     return Schedule.read(workspace, config, layout), bool(lists_rows)
 
 

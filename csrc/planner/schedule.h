@@ -222,10 +222,9 @@ struct Attachment {
   int32_t pages;
 };
 
-/// Where a CTA of the device planner finds an attachment that another one found: the number of the launch, and what was
-/// sent (AttachmentSlot in planner/device/prefix_search.cuh).
+/// A message of the device planner (planner/device/prefix_search.cuh). The last slot holds the LaunchNumber instead.
 struct alignas(16) AttachmentSlot {
-  uint64_t launch;
+  uint64_t tag;
   uint64_t attachment;
 };
 
@@ -317,8 +316,8 @@ struct Schedule {
   int32_t* rows;                // [max_states]: row list of the forest's row groups
   int32_t* row_requests;        // [max_states]: the requests of these rows
   PrefixNode* nodes;            // [max_nodes]
-  AttachmentSlot* attachments;  // [max_nodes + 1]: what the device planner's CTAs tell each other, and the number of
-                                // its next launch; arbitrary before the first launch
+  AttachmentSlot* attachments;  // [max_nodes + 1]: one for each request, and the LaunchNumber; may hold anything before
+                                // the first launch
 
   Schedule() = default;
   Schedule(void* workspace, const ScheduleLayout& layout) {

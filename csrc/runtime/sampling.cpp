@@ -147,7 +147,7 @@ int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, i
   const bool has_fourth = params.batch <= kMostUncrowdedRows && params.token_mask == nullptr && dtype == kFloat32;
   const int32_t room = (has_fourth ? 4 : kUnfilteredCtas) * multiprocessors_of(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
-  if (params.workspace != nullptr && params.batch <= kMostSharedRows && 2 * params.batch <= room)
+  if (params.workspace != nullptr && params.batch <= kMaxSharedRows && 2 * params.batch <= room)
     return std::min({wanted, room / params.batch, 1 + kWorkspaceMessages / params.batch});
   return max_ctas == 1 || wanted == 1 || 2 * params.batch > room ? 1 : 0;
 }
@@ -160,7 +160,7 @@ void launch(const SamplingParams& params, const LaunchOptions& options, bool of_
   const driver::Stream stream = current_stream(device);
   constexpr int32_t kMostGridRows = 65535;
   if (!of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
-    const bool may_share = params.workspace != nullptr && params.batch <= kMostSharedRows;
+    const bool may_share = params.workspace != nullptr && params.batch <= kMaxSharedRows;
     const int32_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, values.dtype(), device.device_id, max_ctas)
                          : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMessages)
                              ? row_ctas

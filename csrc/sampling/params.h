@@ -20,11 +20,11 @@ constexpr int32_t kMaxClusterCtas = 16;
 constexpr int32_t kSamplingStateBytes = 63744;  // of shared memory, before the tables of segments
 
 // For rows without filters, whose CTAs exchange messages through global memory.
-constexpr int32_t kUnfilteredCtas = 3;    // on a multiprocessor at a time
-constexpr int32_t kMostSharedRows = 256;  // whose CTAs wait at a time
-/// Of 8 bytes: a launch number of 4 bytes for each row, then two words for each CTA.
+constexpr int32_t kUnfilteredCtas = 3;   // on a multiprocessor at a time
+constexpr int32_t kMaxSharedRows = 256;  // whose CTAs wait at a time
+/// Of 8 bytes: a launch number of 4 bytes for each row, then two words for each message.
 constexpr int32_t kWorkspaceWords = 4096;
-constexpr int32_t kWorkspaceMessages = kWorkspaceWords / 2 - kMostSharedRows / 4;
+constexpr int32_t kWorkspaceMessages = kWorkspaceWords / 2 - kMaxSharedRows / 4;
 
 /// Dynamic shared memory where each row has `ctas` CTAs.
 constexpr int32_t sampling_shared_bytes(int32_t vocab, int32_t ctas) {

@@ -15,7 +15,7 @@ const size_t shared_bytes = sizeof(attn::shared);
 
 uint64_t time() {
   static uint64_t now = 0;
-  return now += 1000;
+  return now += 100'000;
 }
 
 bool loses_messages() { return false; }
@@ -32,6 +32,8 @@ namespace {
 
 using namespace attn;
 
+constexpr int32_t kMaxConcurrentCtas = 4;  // of a row without filters, which the emulation can run together
+
 // Of the running launch.
 AppendParams launched_append;
 MergeStatesParams launched_merge;
@@ -40,13 +42,15 @@ SamplingParams launched_sampling;
 /// The kernels of csrc/sampling/device, whose shared memory would be each thread's own here.
 template <class Shared>
 Shared& shared_of_cta() {
-  return *reinterpret_cast<Shared*>(shared + sizeof(shared) / emulation::cluster_size() * emulation::cluster_rank());
+  const int32_t part = static_cast<int32_t>(sizeof(shared)) / emulation::cluster_size() / 1024 * 1024;
+  return *reinterpret_cast<Shared*>(shared + part * emulation::cluster_rank());
 }
 
 template <class Source>
 void sample_row_unfiltered() {
   const Source source(launched_sampling, blockIdx.y);
-  UnfilteredRow<Source>{launched_sampling, source, shared_of_cta<UnfilteredShared>(), blockIdx.y, blockIdx.x, gridDim.x}
+  const int32_t rank = emulation::cluster_size() > 1 ? emulation::cluster_rank() : blockIdx.x;
+  UnfilteredRow<Source>{launched_sampling, source, shared_of_cta<UnfilteredShared>(), blockIdx.y, rank, gridDim.x}
       .run();
 }
 
@@ -74,10 +78,14 @@ void (*thread_of_task(bool unfiltered))() {
 
 }  // namespace
 
-/// A launch of sampling. element: 0 float32 logits, 1 bfloat16 logits, 2 probabilities. ctas: of a row; unfiltered: by
-/// the kernel for rows without filters, one after another, else together as a cluster. Returns what failed, or nullptr.
+/// A launch of sampling.
+/// element: 0 for float32 logits, 1 for bfloat16 logits, 2 for probabilities.
+/// ctas: of a row.
+/// order: the CTAs of a row without filters, in the order in which they run. The last CTA waits for the others: those
+/// that run after it are late. nullptr: they run together, or if they are too many, the last CTA opens the launch
+/// number and then all run in turn. Returns the failure, or nullptr.
 extern "C" const char* device_sample(const SamplingParams* params, int32_t element, int32_t ctas, int32_t unfiltered,
-                                     uint32_t seed) {
+                                     uint32_t seed, const int32_t* order) {
   return emulation::failure_of(seed, [&] {
     launched_sampling = *params;
     const bool masked = params->token_mask != nullptr;
@@ -89,9 +97,14 @@ extern "C" const char* device_sample(const SamplingParams* params, int32_t eleme
                                                       : thread_of_task<LogitSource<Float32Element, false>>(unfiltered));
     gridDim.y = params->batch;
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
-      if (unfiltered) {
+      if (unfiltered && order != nullptr) {
+        for (int32_t i = 0; i < ctas; ++i) emulation::run_cta(order[i], ctas, kSamplingThreads, seed, thread);
+      } else if (unfiltered && (ctas == 1 || ctas > kMaxConcurrentCtas)) {
+        const LaunchNumber launch{static_cast<uint32_t*>(params->workspace) + blockIdx.y};
+        if (ctas > 1) launch.open(*launch.word);
         for (int32_t cta = 0; cta < ctas; ++cta) emulation::run_cta(cta, ctas, kSamplingThreads, seed, thread);
       } else {
+        gridDim.x = ctas;
         emulation::run_cluster(ctas, kSamplingThreads, seed, thread);
       }
     }

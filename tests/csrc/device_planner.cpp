@@ -1,5 +1,5 @@
-// The device planner on a CPU, for ctypes: csrc/planner/device/plan.cu with emulated/ in the place of CUDA. Its CTAs
-// run one after another, the first one, which waits for the others, last.
+// The device planner on a CPU, for ctypes: csrc/planner/device/plan.cu with emulated/ instead of CUDA. Its CTAs run one
+// after another.
 #include <cstring>
 
 #include "cuda_emulation.h"
@@ -19,7 +19,7 @@ int32_t lost_block = -1;
 
 }  // namespace
 
-uint64_t time() { return now += 1000; }
+uint64_t time() { return now += 100'000; }
 
 bool loses_messages() { return blockIdx.x == lost_block; }
 
@@ -46,17 +46,27 @@ void run_cta(int32_t block, uint32_t seed) {
 
 }  // namespace
 
-/// As host_planner_plan (host_planner.cpp). `seed`: for the order of threads. `searched`: what the CTAs that search for
-/// prefixes read, levels of as many requests; `lost`: the CTA whose words get lost, -1 for none. Returns whether the
-/// last level lists its rows.
+/// Plans like host_planner_plan (host_planner.cpp).
+/// seed: of the order of threads.
+/// searched: the levels that the searching CTAs read, with as many requests.
+/// lost: the CTA whose messages get lost, or -1.
+/// order: the CTAs in the order in which they run. CTA 0 waits for the others: those that run after it are late.
+/// nullptr: CTA 0 opens the launch number, then the others run, then CTA 0.
+/// Returns whether the last level lists its rows.
 extern "C" int32_t device_planner_plan(const attn::ScheduleConfig* config, void* workspace,
                                        const attn::PlanLevel* levels, int32_t num_levels, uint32_t seed,
-                                       const attn::PlanLevel* searched, int32_t lost) {
+                                       const attn::PlanLevel* searched, int32_t lost, const int32_t* order) {
   emulation::lost_block = lost;
-  planned_params = attn::passed_params(*config, workspace, searched, num_levels);
-  for (int32_t block = attn::plan_ctas(planned_params) - 1; block > 0; --block) run_cta(block, seed);
   planned_params = attn::passed_params(*config, workspace, levels, num_levels);
-  run_cta(0, seed);
+  const int32_t num_ctas = attn::plan_ctas(planned_params);
+  const attn::LaunchNumber launch = attn::launch(planned_params);
+  if (order == nullptr && num_ctas > 1) launch.open(*launch.word);
+  for (int32_t i = 0; i < num_ctas; ++i) {
+    const int32_t block = order != nullptr ? order[i] : num_ctas - 1 - i;
+    planned_params = attn::passed_params(*config, workspace, block == 0 ? levels : searched, num_levels);
+    run_cta(block, seed);
+  }
+  planned_params = attn::passed_params(*config, workspace, levels, num_levels);
   attn::ptx::deliver_all();
   const bool lists_rows = attn::last_level_lists_rows(planned_params);
   for (int32_t i = 0; i < attn::count_levels(planned_params); ++i) {

@@ -114,6 +114,27 @@ def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, mask
                 assert_same(sampling.sample(logits, unfiltered=True, workspace=workspace, ctas=ctas, **given), expected)
 
 
+@pytest.mark.parametrize("poison", [0, 1, -1])
+def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> None:
+    """Some CTAs of a row start after its last one has stopped waiting. The row is marked, and no later launch accepts their messages."""
+    rng, sampling = numpy.random.default_rng(poison + 1), DeviceSampling(library)
+    workspace = torch.full((4096,), poison, dtype=torch.int64)
+    failures = 0
+    for step in range(60):
+        batch, vocab, ctas = int(rng.integers(1, 4)), int(rng.integers(1, 3000)), int(rng.choice([2, 3, 5]))
+        logits = torch.from_numpy(rng.standard_normal((batch, vocab)).astype(numpy.float32)) * 2
+        given = {"seed": torch.from_numpy(rng.integers(0, 2**62, batch)), "position": 0, "temperature": 1.0}
+        order = rng.permutation(ctas).tolist() if step % 2 else None
+        closed = workspace.view(torch.int32)[:batch] < 0  # by a wait that expired: senders that run before the receiver give up
+        samples = sampling.sample(logits, unfiltered=True, workspace=workspace, ctas=ctas, run_seed=step, order=order, **given)
+        expected = sample(logits, **given)
+        valid = torch.ones_like(closed) if order is None else ~closed & (order[-1] == ctas - 1)
+        assert torch.equal(samples.valid, valid), step
+        assert torch.equal(samples.token_ids[valid], expected.token_ids[valid]), step
+        failures += int((~valid).sum())
+    assert failures > 20
+
+
 @pytest.mark.parametrize("block", range(6))
 def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
     """Every way of a row, by one CTA or a cluster: the CPU's tokens, log-probabilities and renormalised rows."""

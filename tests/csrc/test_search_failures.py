@@ -77,6 +77,30 @@ def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctyp
         assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), whole), seed
 
 
+def test_ctas_that_start_after_the_wait(library: ctypes.CDLL) -> None:
+    """Some CTAs start after the first one has stopped waiting. Their messages reach no later plan, although the batch has changed."""
+    failures = 0
+    for seed, rng, batch, attention in forests(24):
+        if len(batch.pages) < 2:
+            continue  # one request is planned without a search
+        workspace = poisoned(library, attention, rng) if seed % 2 else torch.zeros(host_planner.workspace_bytes(library, attention) + _GUARD, dtype=torch.uint8)
+        view = batch.view(rng, "cpu")
+        host_planner.plan(library, attention, view, seed, workspace=workspace)
+        num_ctas = 1 + min(len(batch.pages), 128)
+        for step in range(4):
+            view = changed(rng, batch.view(rng, "cpu"))
+            order = rng.permutation(num_ctas).tolist() if step % 2 == 0 else None
+            planned = host_planner.plan(library, attention, view, seed + step, workspace=workspace, order=order)
+            is_late = order is not None and order[-1] != 0
+            failures += is_late
+            if is_late:
+                assert planned.errors & _SEARCH_FAILED, (seed, step)
+                assert planned.forest == ()
+            else:
+                assert schedule_model.same(planned, host_planner.plan(library, attention, view)), (seed, step)
+    assert failures > 30
+
+
 def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
     """`view` before or after the engine changed some of its metadata: pages, lengths, query lengths."""
     table = view.table

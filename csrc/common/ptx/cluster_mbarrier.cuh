@@ -61,7 +61,7 @@ __device__ __forceinline__ void cluster_mbarrier_arrive(uint32_t mbarrier) {
 #endif
 }
 
-/// Waits until the first phase of an mbarrier of this CTA has completed. Returns false after ptx::kMostWait.
+/// Waits until the first phase of an mbarrier of this CTA has completed. Returns false after ptx::kMaxWait.
 __device__ __forceinline__ bool cluster_mbarrier_wait(uint32_t mbarrier) {
   uint32_t done = 1;
 #if __CUDA_ARCH__ >= 900
@@ -76,7 +76,7 @@ __device__ __forceinline__ bool cluster_mbarrier_wait(uint32_t mbarrier) {
         : "=r"(done)
         : "r"(mbarrier)
         : "memory");
-  } while (done == 0 && global_timer() - begin <= kMostWait);
+  } while (done == 0 && global_timer() - begin <= kMaxWait);
 #endif
   return done != 0;
 }

@@ -13,6 +13,6 @@ __device__ __forceinline__ uint64_t global_timer() {
 }
 
 /// The longest that a CTA waits for another one: far longer than any launch takes, even under a sanitizer.
-constexpr uint64_t kMostWait = 4'000'000'000;
+constexpr uint64_t kMaxWait = 4'000'000'000;
 
 }  // namespace attn::ptx

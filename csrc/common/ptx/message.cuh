@@ -26,17 +26,7 @@ __device__ __forceinline__ Message receive(const Message* slot) {
   return message;
 }
 
-/// Words that other CTAs read and write too.
-__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* word) {
-  uint64_t value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_relaxed(uint64_t* word, uint64_t value) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
+/// Reads and writes of a word that several CTAs read and write.
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");

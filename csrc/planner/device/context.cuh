@@ -32,7 +32,7 @@ __device__ __forceinline__ void for_each_together(int32_t end, const Body& body)
 /// What the threads of the planning CTA share, beside the forest.
 struct PlanShared {
   int64_t warp_sums[kMostSums][kPlanWarps];
-  uint64_t launch;
+  uint32_t launch;  // LaunchNumber
   uint32_t errors;  // ScheduleError bits
   int32_t num_merge_rows;
   int32_t longest_pair;  // as in Planned

@@ -34,22 +34,23 @@ __device__ __forceinline__ bool may_attach(const Forest& f, int32_t request, Att
          attachment.pages <= min_of(f.requests[request].shareable, f.requests[attachment.leader].shareable);
 }
 
-/// Receives where requests attach. Returns whether there is a forest: some request attaches, and there was no error so
-/// far.
+/// Receives the attachments. Returns whether a forest exists: a request attaches, and no error occurred so far.
 __device__ __forceinline__ bool receive_attachments(PlanContext& c, const Forest& f) {
-  const uint64_t launch = c.shared.launch;
-  const uint64_t deadline = ptx::global_timer() + ptx::kMostWait;
+  const uint32_t number = c.shared.launch;
+  const uint64_t tag = launch_tag(number);
+  const uint64_t deadline = ptx::global_timer() + ptx::kMaxWait;
   bool attaches = false;
   for_each(f.size, [&](int32_t i) {
     Attachment attachment;
-    const bool came = receive_attachment(c.p, launch, i, deadline, attachment);
+    const bool has_arrived = receive_attachment(c.p, tag, i, deadline, attachment);
     f.requests[i].leader = attachment.leader;
     f.requests[i].pages = attachment.pages;
     attaches |= attachment.leader >= 0;
-    if (!came || (attachment.leader != -1 && !may_attach(f, i, attachment))) report(c.shared, kPrefixSearchFailed);
+    if (!has_arrived || (attachment.leader != -1 && !may_attach(f, i, attachment)))
+      report(c.shared, kPrefixSearchFailed);
   });
   attaches = __syncthreads_or(attaches);
-  if (thread_index() == 0) end_launch(c.p, launch);  // all other CTAs have read it
+  if (thread_index() == 0) launch(c.p).advance(number, (c.shared.errors & kPrefixSearchFailed) == 0);
   return attaches && c.shared.errors == 0;
 }
 
@@ -209,7 +210,7 @@ __device__ __forceinline__ void link_forest(const PlanContext& c, const ForestMe
 /// row groups of the taken nodes.
 __device__ __forceinline__ void add_forest(PlanContext& c, const ForestMemory& m) {
   const Forest& f = m.forest;
-  if (thread_index() == 0) c.shared.launch = read_launch(c.p);
+  if (thread_index() == 0) c.shared.launch = launch(c.p).open(launch(c.p).read());
   for_each(f.size, [&](int32_t i) {
     const RowGroup& group = c.p.schedule.groups[i];
     f.requests[i].qo_begin = group.qo_begin;

@@ -1,8 +1,9 @@
-// The search for shared prefixes, by every CTA but the first: each compares the page tables of some requests with those
-// of the requests before them, and tells the first CTA where its requests attach (forest.h). They wait for no other
-// CTA.
+// The search for shared prefixes, by every CTA except the first. Each CTA compares the page tables of some requests
+// with the page tables of all earlier requests, and sends the attachments (forest.h) to the first CTA. It waits for no
+// other CTA.
 #pragma once
 
+#include "common/launch_number.cuh"
 #include "common/ptx/global_timer.cuh"
 #include "common/ptx/message.cuh"
 #include "common/ptx/named_barrier.cuh"
@@ -12,42 +13,36 @@
 
 namespace attn {
 
-/// Messages carry the launch number with some bits inverted, so that a workspace filled with one value holds no valid
-/// message. The number is the same for all CTAs: the first one increments it when all messages have arrived
-/// (docs/adr/0001).
-constexpr uint64_t kTurnedBits = 0x9e3779b97f4a7c15;
-
-__device__ __forceinline__ uint64_t* launch_number(const PlanParams& p) {
-  return &p.schedule.attachments[p.config.max_nodes].launch;
-}
-__device__ __forceinline__ uint64_t read_launch(const PlanParams& p) {
-  return ptx::load_relaxed(launch_number(p)) ^ kTurnedBits;
-}
-__device__ __forceinline__ void end_launch(const PlanParams& p, uint64_t launch) {
-  ptx::store_relaxed(launch_number(p), (launch ^ kTurnedBits) + 1);
+__device__ __forceinline__ LaunchNumber launch(const PlanParams& p) {
+  return LaunchNumber{reinterpret_cast<uint32_t*>(p.schedule.attachments + p.config.max_nodes)};
 }
 
-static_assert(sizeof(AttachmentSlot) == sizeof(ptx::Message), "what is sent");
+/// The tag of a launch's messages. The XOR makes a workspace that is filled with one value hold no valid message.
+__device__ __forceinline__ uint64_t launch_tag(uint32_t number) {
+  constexpr uint64_t kLaunchXor = 0x9e3779b97f4a7c15;
+  return number ^ kLaunchXor;
+}
 
-/// Tells the first CTA where a request attaches, or that it does not. The number of the launch arrives together with
-/// the attachment: no other memory has to be made visible.
-__device__ __forceinline__ void send_attachment(const PlanParams& p, uint64_t launch, int32_t request,
+static_assert(sizeof(AttachmentSlot) == sizeof(ptx::Message), "a slot holds one message");
+
+/// Sends the attachment of a request to the first CTA, also if it has none. The tag arrives together with the
+/// attachment, so no other memory has to become visible.
+__device__ __forceinline__ void send_attachment(const PlanParams& p, uint64_t tag, int32_t request,
                                                 Attachment attachment) {
   ptx::send(
       reinterpret_cast<ptx::Message*>(p.schedule.attachments + request),
-      ptx::Message{launch, static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader)});
+      ptx::Message{tag, static_cast<uint64_t>(attachment.pages) << 32 | static_cast<uint32_t>(attachment.leader)});
 }
 
-/// Waits until `deadline` for where a request attaches. Returns whether it arrived; what a slot held before the launch
-/// is ignored.
-__device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t launch, int32_t request,
+/// Waits for the attachment of a request until `deadline`. Returns whether it arrived.
+__device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t tag, int32_t request,
                                                    uint64_t deadline, Attachment& attachment) {
   ptx::Message message;
   do {
     message = ptx::receive(reinterpret_cast<ptx::Message*>(p.schedule.attachments + request));
-  } while (message.low != launch && ptx::global_timer() <= deadline);
+  } while (message.low != tag && ptx::global_timer() <= deadline);
   attachment = Attachment{static_cast<int32_t>(message.high), static_cast<int32_t>(message.high >> 32)};
-  return message.low == launch;
+  return message.low == tag;
 }
 
 /// What a searching CTA knows of the requests.
@@ -62,7 +57,7 @@ struct SearchContext {
 };
 
 struct SearchShared {
-  uint64_t launch;
+  uint64_t tag;                   // of this launch's messages
   int32_t minima[2][kPlanWarps];  // of each team; two sets, used alternately
 };
 
@@ -165,16 +160,21 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, char* memor
   SearchShared& shared = *reinterpret_cast<SearchShared*>(memory);
   int64_t* table_begin = reinterpret_cast<int64_t*>(&shared + 1);
   const SearchContext s{level.table, table_begin, reinterpret_cast<int32_t*>(table_begin + size)};
-  const uint64_t own_launch = thread_index() == 0 ? read_launch(p) : 0;  // under way while requests are read
+  // Thread 0 needs the number only after the requests are read.
+  uint32_t number = thread_index() == 0 ? launch(p).read() : 0;
   for_each(size, [&](int32_t i) {
     uint32_t errors = 0;  // the first CTA sees them too
     const RowGroup group = read_row_group(p, GroupPlace{0, i}, errors);
     s.table_begin[i] = group.table_begin;
     s.shareable[i] = begins_with_page(level.table, group) ? shareable_pages(p, group) : 0;
   });
-  if (thread_index() == 0) shared.launch = own_launch;
-  __syncthreads();
-  const uint64_t launch = shared.launch;
+  bool is_open = false;
+  if (thread_index() == 0) {
+    is_open = launch(p).wait_until_open(number);
+    shared.tag = launch_tag(number);
+  }
+  if (!__syncthreads_or(is_open)) return;
+  const uint64_t tag = shared.tag;
   // Requests from all over the batch, as later ones are compared with more others; each by a team of its own.
   SearchTeam team{shared.minima};
   const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, char* memor
 #pragma unroll 1
   for (int32_t request = first; request < size; request += team.kTeams * ctas) {
     const Attachment best = attach(s, team, request);
-    if (team.thread == 0) send_attachment(p, launch, request, best);
+    if (team.thread == 0) send_attachment(p, tag, request, best);
   }
 }
 

@@ -3,6 +3,7 @@
 // the L2 is cold.
 #pragma once
 
+#include "common/launch_number.cuh"
 #include "common/ptx/global_timer.cuh"
 #include "common/ptx/message.cuh"
 #include "sampling/device/race.cuh"
@@ -26,47 +27,51 @@ struct UnfilteredRow {
   const int32_t rank;  // of the CTA among the row's
   const int32_t num_ctas;
 
-  // A message is the order of a racer, and below its tag the token. The tag tells a message of this launch
-  // and row from whatever else the slot held: the row, and the number of the row's launch, which its last CTA counts on
-  // when all others have read it.
+  // A message holds the order of a racer, a tag, and below the tag the token. The tag is the number of the row's launch
+  // and the row, so the receiver ignores everything else that the slot may hold.
   static constexpr uint32_t kTokenBits = 20;
   static constexpr uint32_t kInvalid = 1u << kTokenBits;  // a value that no row may hold was seen
   static constexpr uint32_t kArrived = 2u << kTokenBits;
   static constexpr int32_t kRowShift = kTokenBits + 2;
-  static_assert(kMaxVocab < 1 << kTokenBits && kMostSharedRows <= 1 << (32 - kRowShift),
+  static_assert(kMaxVocab < 1 << kTokenBits && kMaxSharedRows <= 1 << (32 - kRowShift),
                 "a message has room for a token and a row");
 
-  __device__ __forceinline__ uint32_t* launch_number() const { return static_cast<uint32_t*>(params.workspace) + row; }
-  __device__ __forceinline__ uint64_t tag(uint32_t launch) const {
-    return static_cast<uint64_t>(launch) << 32 | static_cast<uint32_t>(row) << kRowShift | kArrived;
+  __device__ __forceinline__ LaunchNumber launch() const {
+    return LaunchNumber{static_cast<uint32_t*>(params.workspace) + row};
+  }
+  __device__ __forceinline__ uint64_t tag(uint32_t number) const {
+    return static_cast<uint64_t>(number) << 32 | static_cast<uint32_t>(row) << kRowShift | kArrived;
   }
   __device__ __forceinline__ ptx::Message* messages() const {
-    return reinterpret_cast<ptx::Message*>(static_cast<uint32_t*>(params.workspace) + kMostSharedRows) +
+    return reinterpret_cast<ptx::Message*>(static_cast<uint32_t*>(params.workspace) + kMaxSharedRows) +
            static_cast<int64_t>(row) * (num_ctas - 1);
   }
 
-  /// Brings the other CTAs' best to the last one. is_invalid: also where one does not come in time.
-  __device__ __forceinline__ void receive(uint32_t launch, Racer& best, bool& is_invalid) const {
+  /// Receives the best racers of the other CTAs. Each lane of a warp has its share of them. Sets is_invalid if a
+  /// message does not arrive in time.
+  __device__ __forceinline__ void receive(uint32_t number, Racer& best, bool& is_invalid) const {
     const uint64_t begin = ptx::global_timer();
+    bool has_all_messages = true;
 #pragma unroll 1
     for (int32_t other = ptx::lane_id(); other < num_ctas - 1; other += 32) {
       ptx::Message message;
-      bool is_there;
+      bool has_arrived;
       do {
         message = ptx::receive(messages() + other);
-        is_there = (message.high & ~static_cast<uint64_t>(kInvalid | (kInvalid - 1))) == tag(launch);
-      } while (!is_there && ptx::global_timer() - begin <= ptx::kMostWait);
+        has_arrived = (message.high & ~static_cast<uint64_t>(kInvalid | (kInvalid - 1))) == tag(number);
+      } while (!has_arrived && ptx::global_timer() - begin <= ptx::kMaxWait);
       const Racer racer{message.low, static_cast<int32_t>(static_cast<uint32_t>(message.high) & (kInvalid - 1)), 0};
       if (racer.beats(best)) best = racer;
-      is_invalid |= !is_there || (message.high & kInvalid) != 0;
+      has_all_messages &= has_arrived;
+      is_invalid |= !has_arrived || (message.high & kInvalid) != 0;
     }
-    __syncwarp();  // the others of this warp still wait for theirs
-    if (ptx::lane_id() == 0) ptx::store_relaxed(launch_number(), launch + 1);
+    has_all_messages = __all_sync(ptx::kAllLanes, has_all_messages);
+    if (ptx::lane_id() == 0) launch().advance(number, has_all_messages);
   }
 
   __device__ __forceinline__ void run() const {
     const int32_t warp = threadIdx.x / 32, lane = ptx::lane_id();
-    const uint32_t launch = warp == 0 && num_ctas > 1 ? ptx::load_relaxed(launch_number()) : 0;
+    uint32_t number = warp == 0 && num_ctas > 1 ? launch().read() : 0;
     const SegmentReader<Source> reader{source, shared.staged, params.vocab, rank * kSamplingWarps + warp,
                                        num_ctas * kSamplingWarps};
     reader.start();
@@ -85,13 +90,13 @@ struct UnfilteredRow {
     bool is_invalid = shared.board.is_invalid;
     best = best_of_warp(lane < kSamplingWarps ? shared.of_warps[lane] : no_racer());
     if (rank + 1 < num_ctas) {
-      if (lane == 0)
-        ptx::send(messages() + rank, ptx::Message{best.order, tag(launch) | (is_invalid ? kInvalid : 0) |
+      if (lane == 0 && launch().wait_until_open(number))
+        ptx::send(messages() + rank, ptx::Message{best.order, tag(number) | (is_invalid ? kInvalid : 0) |
                                                                   static_cast<uint32_t>(best.token)});
       return;
     }
     if (num_ctas > 1) {
-      receive(launch, best, is_invalid);
+      receive(launch().open(number), best, is_invalid);
       best = best_of_warp(best);
     }
     const bool is_valid = !__any_sync(ptx::kAllLanes, is_invalid) && best.token < params.vocab;

@@ -7,6 +7,6 @@ namespace attn::ptx {
 
 inline uint64_t global_timer() { return emulation::time(); }
 
-constexpr uint64_t kMostWait = 4'000'000'000;
+constexpr uint64_t kMaxWait = 4'000'000'000;
 
 }  // namespace attn::ptx

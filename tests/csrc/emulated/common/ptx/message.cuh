@@ -1,5 +1,5 @@
-// As csrc/common/ptx/message.cuh. CTAs run one after another, the one that waits last: what it waits for has been sent,
-// but is seen word by word, sooner or later.
+// The twin of csrc/common/ptx/message.cuh. CTAs run one after another. A message arrives as a whole, at any time after
+// it was sent.
 #pragma once
 
 #include <deque>
@@ -14,7 +14,7 @@ struct alignas(16) Message {
   uint64_t high;
 };
 
-/// Messages that have not been received yet.
+/// Messages that have not arrived yet.
 inline std::map<Message*, std::deque<Message>> messages_under_way;
 
 inline void send(Message* slot, const Message& message) {
@@ -22,6 +22,7 @@ inline void send(Message* slot, const Message& message) {
 }
 
 inline Message receive(Message* slot) {
+  emulation::pause();
   const auto waiting = messages_under_way.find(slot);
   if (waiting != messages_under_way.end() && emulation::random() % 3 == 0) {
     *slot = waiting->second.front();
@@ -31,17 +32,13 @@ inline Message receive(Message* slot) {
   return *slot;
 }
 
-/// The first word of a slot, as one who receives it sees it; or a word that is no message.
-inline uint64_t load_relaxed(uint64_t* word) {
-  Message* const slot = reinterpret_cast<Message*>(word);
-  return messages_under_way.count(slot) != 0 ? receive(slot).low : *word;
+inline uint32_t load_relaxed(const uint32_t* word) {
+  emulation::pause();
+  return *word;
 }
-inline void store_relaxed(uint64_t* word, uint64_t value) { *word = value; }
-
-inline uint32_t load_relaxed(const uint32_t* word) { return *word; }
 inline void store_relaxed(uint32_t* word, uint32_t value) { *word = value; }
 
-/// When a launch ends, all that was sent has come.
+/// All messages have arrived when a launch ends.
 inline void deliver_all() {
   for (const auto& [slot, waiting] : messages_under_way) *slot = waiting.back();
   messages_under_way.clear();
