@@ -28,8 +28,7 @@ def expected(x: Tensor, positions: Tensor | None, rotary: Rotary | None, weight:
         return x
     table = rotary.table.double().cpu()
     if table.ndim == 1:
-        # The product is rounded to a float32, as everybody computes it.
-        angles = (positions.cpu().float()[:, None] * rotary.table.cpu()[None, :]).double()
+        angles = positions.cpu().double()[:, None] * table[None, :]
         cosines, sines = angles.cos()[:, None], angles.sin()[:, None]
     else:
         rows = table[positions.cpu().long().clamp(0, len(table) - 1)][:, None]
@@ -40,6 +39,13 @@ def expected(x: Tensor, positions: Tensor | None, rotary: Rotary | None, weight:
     result[..., first] = x[..., first] * cosines - x[..., second] * sines
     result[..., second] = x[..., second] * cosines + x[..., first] * sines
     return result
+
+
+def large_positions() -> Tensor:
+    """Up to 10^6, the largest that a float32 holds exactly, and those around powers of two."""
+    spread = torch.from_numpy(numpy.random.default_rng(5).integers(10**4, 10**6, 200))
+    powers = 2 ** torch.arange(14, 24)
+    return torch.cat([spread, powers - 1, powers, torch.tensor([10**5, 10**6, 2**24 - 1])])
 
 
 def check(got: Tensor, wanted: Tensor) -> None:

@@ -24,6 +24,7 @@ FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits 
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
 CUBINS = ("tests/kernels/test_cubins.py",)
+THREADS = ("tests/csrc/test_threads.py", "-k", "devices or shared")
 
 FAULTS = (
     Fault(
@@ -396,6 +397,20 @@ FAULTS = (
         "of_level.tokens(p, kv_tile).begin, !answer.some_hidden)",
         "of_level.tokens(p, kv_tile).begin, true)",
         (ROW_GROUPS, "-k", "masks_with_holes"),
+    ),
+    Fault(
+        "threads: loaded kernels are sought without a lock",
+        "csrc/runtime/driver.cpp",
+        "  const std::lock_guard<std::mutex> lock(mutex);\n  for (const auto& [known_file, known] : kernels)",
+        "  for (const auto& [known_file, known] : kernels)",
+        THREADS,
+    ),
+    Fault(
+        "threads: a run does not claim its Attention",
+        "csrc/runtime/run.cpp",
+        "  const Attention::InUse in_use(attention);\n",
+        "",
+        THREADS,
     ),
     Fault(
         "sparse MLA: a plan finds prefixes in slots that the next layer changes",

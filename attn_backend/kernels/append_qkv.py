@@ -24,8 +24,9 @@ class Rotary:
     """A rotary position embedding (RoPE, arXiv 2104.09864): pair i of a head turns by the angle of pair i at the row's position.
 
     Args:
-        table: float32 [rotary_dim / 2]: the angle is position * table[i]. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a
-            position's angles, then their sines; a position outside the table takes the nearest one. On the heads' device, last dimension contiguous.
+        table: float32 [rotary_dim / 2]: the angle is position * table[i], correct to 5e-7 for positions up to 2^24. Or [positions, rotary_dim], float32 or of
+            the heads' dtype: the cosines of a position's angles, then their sines; a position outside the table takes the nearest one. On the heads' device,
+            last dimension contiguous.
             rotary_dim: a multiple of 8 up to head_dim; the elements after them are left alone.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and Llama.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import weakref
 from collections.abc import Sequence
@@ -153,10 +154,10 @@ class Attention:
         compiled.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:
-            self._schedule = torch.zeros(int(sizes["schedule"]), dtype=torch.uint8, device=device)
+            self._schedule = _zeros(int(sizes["schedule"]), device)
             self._partial_o = torch.empty(int(sizes["partial_o"]) // 4, dtype=torch.float32, device=device)
             self._partial_lse = torch.empty(int(sizes["partial_lse"]) // 4, dtype=torch.float32, device=device)
-            self._row_ranges = torch.zeros(int(sizes["row_ranges"]), dtype=torch.uint8, device=device)
+            self._row_ranges = _zeros(int(sizes["row_ranges"]), device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             room = f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a workspace of {sum(sizes.item())} bytes on {device}"
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
@@ -392,6 +393,15 @@ class Attention:
         errors = self.schedule().errors
         if errors:
             raise ValueError(describe_errors(errors))
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """On a CPU without torch.zeros: it waits for torch's threads, which a forked child does not have."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    ctypes.memset(memory.data_ptr(), 0, num_bytes)
+    return memory
 
 
 _arguments = inspect.signature(Attention.__init__)

@@ -11,7 +11,7 @@
 
 namespace attn {
 
-/// Cosine and sine. Not inlined: with the path for large angles the code is long.
+/// Cosine and sine. Not inlined: the code is long, as sincosf has a path for angles that are not reduced.
 __device__ __noinline__ float2 cos_sin(float angle) {
   float2 result;
   sincosf(angle, &result.y, &result.x);
@@ -53,7 +53,7 @@ struct Angles {
     } else if (!kAligned && p.rotary == RotaryTable::kFrequencies) {
 #pragma unroll
       for (int32_t i = 0; i < kSize; ++i) {
-        const float2 of_angle = cos_sin(static_cast<float>(position) * __uint_as_float(cosines[i]));
+        const float2 of_angle = cos_sin(reduced_angle(position, __uint_as_float(cosines[i])));
         cosines[i] = __float_as_uint(of_angle.x);
         sines[i] = __float_as_uint(of_angle.y);
       }

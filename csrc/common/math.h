@@ -77,6 +77,15 @@ ATTN_HD float bits_float(uint32_t bits) {
 #endif
 }
 
+/// a * b + c, rounded once.
+ATTN_HD float fused_multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 /// tanh to 4e-7 relative, without branches or calls: g++ vectorises loops over it.
 ATTN_HD float tanh_rational(float x) {
   x = clamp(x, -9.0f, 9.0f);  // tanh(9) = 1 - 3e-8

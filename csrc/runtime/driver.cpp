@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <tvm/ffi/error.h>
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -115,23 +116,34 @@ void check(Result result, const std::string& doing) {
   if (result != 0) TVM_FFI_THROW(RuntimeError) << describe(result, doing);
 }
 
-/// Makes the primary context of `device` (the one that torch uses) current on this thread.
-void use_device(int32_t device) {
-  static Context contexts[kMaxDevices] = {};
-  static std::mutex mutex;
+void check_device(int32_t device) {
   if (device < 0 || device >= kMaxDevices)
     TVM_FFI_THROW(ValueError) << "device is " << device << ", must be in [0, " << kMaxDevices << ")";
-  if (contexts[device] == nullptr) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Device handle;
-    check(driver().device_get(&handle, device), "cuDeviceGet");
-    Context context;
-    check(driver().primary_retain(&context, handle), "cuDevicePrimaryCtxRetain");
-    contexts[device] = context;
-  }
+}
+
+/// The primary context of `device`, which torch uses, too. Retained once and never released.
+Context primary_context(int32_t device) {
+  static std::atomic<Context> contexts[kMaxDevices];
+  static std::mutex mutex;
+  check_device(device);
+  Context context = contexts[device].load(std::memory_order_acquire);
+  if (context != nullptr) return context;
+  const std::lock_guard<std::mutex> lock(mutex);
+  context = contexts[device].load(std::memory_order_relaxed);
+  if (context != nullptr) return context;
+  Device handle;
+  check(driver().device_get(&handle, device), "cuDeviceGet");
+  check(driver().primary_retain(&context, handle), "cuDevicePrimaryCtxRetain");
+  contexts[device].store(context, std::memory_order_release);
+  return context;
+}
+
+/// Makes the primary context of `device` current on this thread.
+void use_device(int32_t device) {
+  const Context wanted = primary_context(device);
   Context current = nullptr;
   driver().context_get(&current);
-  if (current != contexts[device]) check(driver().context_set(contexts[device]), "cuCtxSetCurrent");
+  if (current != wanted) check(driver().context_set(wanted), "cuCtxSetCurrent");
 }
 
 int32_t device_attribute(int32_t device, int attribute) {
@@ -220,7 +232,16 @@ int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {
   return count;
 }
 
-int32_t multiprocessor_count(int32_t device) { return device_attribute(device, kMultiprocessorCount); }
+int32_t multiprocessor_count(int32_t device) {
+  static std::atomic<int32_t> known[kMaxDevices];  // threads may ask the driver twice, and get the same answer
+  check_device(device);
+  int32_t count = known[device].load(std::memory_order_relaxed);
+  if (count == 0) {
+    count = device_attribute(device, kMultiprocessorCount);
+    known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
 
 bool is_device_memory(uint64_t address) {
   unsigned type = 0;

@@ -62,6 +62,7 @@ int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads);
 /// Whether CUDA knows of memory at an address.
 bool is_device_memory(uint64_t address);
 
+/// Asks the driver once for each device: every call of sample() needs it.
 int32_t multiprocessor_count(int32_t device);
 
 /// Most shared memory that a block can be given, in bytes.

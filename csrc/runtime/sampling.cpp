@@ -103,19 +103,13 @@ void set_token_ids(SamplingParams& params, const char* name, const TensorView& t
   params.token_ids_are_int64 = token_ids.dtype().bits == 64;
 }
 
-int32_t multiprocessors_of(int32_t device) {
-  static int32_t known[driver::kMaxDevices] = {};
-  if (known[device] == 0) known[device] = driver::multiprocessor_count(device);
-  return known[device];
-}
-
 /// CTAs of the cluster that takes a row, from measurements (ADR 32). Their number is doubled while a warp has more than
 /// one segment and no multiprocessor gets too many: at most three at the first doubling; then one for short rows, two
 /// for long rows with top-k, which soon leaves few tokens, and four for other long rows. Long rows with top-p are read
 /// more than once, some more often than others: two CTAs a row end sooner, even if not all have room at once. Clusters
 /// of 16 take longer to start, and are only for long rows where every multiprocessor has at most one CTA.
 int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t max_ctas) {
-  const int32_t multiprocessors = multiprocessors_of(device);
+  const int32_t multiprocessors = driver::multiprocessor_count(device);
   const int64_t segments = ceil_div(params.vocab, kSegmentTokens);
   const bool has_top_k = params.top_k.array || params.top_k.value > 0;
   const bool has_top_p = params.top_p.data != nullptr || params.top_p.value < 1.0f;
@@ -145,7 +139,7 @@ int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, i
   // Without a mask the kernel of float32 logits leaves registers for a fourth CTA. It pays where a row has many.
   constexpr int32_t kMostUncrowdedRows = 64;
   const bool has_fourth = params.batch <= kMostUncrowdedRows && params.token_mask == nullptr && dtype == kFloat32;
-  const int32_t room = (has_fourth ? 4 : kUnfilteredCtas) * multiprocessors_of(device);
+  const int32_t room = (has_fourth ? 4 : kUnfilteredCtas) * driver::multiprocessor_count(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
   if (params.workspace != nullptr && params.batch <= kMaxSharedRows && 2 * params.batch <= room)
     return std::min({wanted, room / params.batch, 1 + kWorkspaceMessages / params.batch});

@@ -16,14 +16,6 @@ constexpr int32_t kWeightBits = 40;
 
 // ---- Numbers and keys ----
 
-ATTN_HD float fused_multiply_add(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
-#else
-  return __builtin_fmaf(a, b, c);
-#endif
-}
-
 ATTN_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
 #if defined(__CUDA_ARCH__)
   return __umul64hi(a, b);

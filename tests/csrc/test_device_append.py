@@ -10,7 +10,7 @@ import emulation
 import numpy
 import pytest
 import torch
-from append_problems import HEADS, Problem, check, empty_cache, expected, frequencies, random_problem
+from append_problems import HEADS, Problem, check, empty_cache, expected, frequencies, large_positions, random_problem
 from device_attention import KvScale, KvScales
 from float8_cases import DTYPES
 from host_planner import COMPILER, ROOT
@@ -137,6 +137,19 @@ def test_aligned_heads(library: ctypes.CDLL, interleaved: bool, norms: tuple[str
             setattr(problem, name, torch.randn(head_dim).to(dtype))
         kernel = library.device_append_qkv(ctypes.byref(_params(problem)), kv.page_size, True)
         assert kernel == (NORMED if norms else PLAIN)
+        problem.check()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_angles_of_large_positions(library: ctypes.CDLL) -> None:
+    positions = large_positions()
+    tokens = len(positions)
+    for interleaved in (True, False):
+        kv, storage = empty_cache("pair", "NHD", 1, tokens, 64, torch.float16, torch.device("cpu"))
+        qkv = torch.randn(tokens, 2 + 2 * HEADS, 64, generator=torch.Generator().manual_seed(1)).half()
+        rotary = Rotary(frequencies(64), interleaved)
+        problem = Problem(qkv, 2, kv, storage, torch.arange(tokens), positions, rotary, None, None, norm_eps=1e-5, norm_offset=0.0, out=None)
+        library.device_append_qkv(ctypes.byref(_params(problem)), kv.page_size, False)
         problem.check()
 
 

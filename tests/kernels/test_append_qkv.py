@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from append_problems import check, expected, frequencies, random_problem
+from append_problems import check, expected, frequencies, large_positions, random_problem
 from tiers import mostly_slow
 
 from attn_backend import KVCache, Rotary, append_qkv, rotate_qk
@@ -52,14 +52,17 @@ def test_rotate_qk(device: torch.device, interleaved: bool, in_place: bool) -> N
         assert (got[0] is q) == in_place
 
 
-def test_angles_of_large_positions(device: torch.device) -> None:
-    """Positions beyond the range in which a GPU's sines are fast."""
-    q, k = torch.randn(3, 1, 64, device=device).half(), torch.randn(3, 1, 64, device=device).half()
-    positions = torch.tensor([10**6, 2**24 - 1, 131071], device=device)
-    rotary = Rotary(frequencies(64).to(device))
-    wanted = expected(q, positions, rotary, None, 0.0, 0.0)
-    rotate_qk(q, k, rotary, positions)
-    check(q, wanted)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_angles_of_large_positions(device: torch.device, interleaved: bool) -> None:
+    """A product of position and frequency that is rounded to a float32 is off by 5e-3 at position 100,000, and by 0.03 at 10^6."""
+    positions = large_positions().to(device)
+    for dtype in GPU_DTYPES if device.type == "cuda" else CPU_DTYPES:
+        for theta in (10000.0, 500000.0):
+            q, k = (torch.randn(len(positions), 1, 64, device=device).to(dtype) for _ in range(2))
+            rotary = Rotary(frequencies(64, theta).to(device), interleaved)
+            wanted = [expected(x, positions, rotary, None, 0.0, 0.0) for x in (q, k)]
+            for got, exact in zip(rotate_qk(q, k, rotary, positions), wanted, strict=True):
+                check(got, exact)
 
 
 def problem(**changed: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -57,7 +57,7 @@ class TokenWriter {
     for (size_t i = 0; i < pairs; ++i) {
       const int64_t at = row + static_cast<int64_t>(i), half = static_cast<int64_t>(pairs);
       if (p_.rotary == RotaryTable::kFrequencies) {
-        const float angle = static_cast<float>(position) * floats[i];
+        const float angle = reduced_angle(position, floats[i]);
         cosines_[i] = std::cos(angle);
         sines_[i] = std::sin(angle);
       } else if (p_.rotary == RotaryTable::kCosSinFloat32) {
