@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import os
+import pwd
 import stat
 import struct
 import tempfile
@@ -122,7 +124,7 @@ def prepare(cubin: Path) -> None:
     with _explained(cubin.parent):
         cubin.parents[2].mkdir(parents=True, exist_ok=True)
         for folder in (cubin.parents[1], cubin.parent):
-            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by everybody
+            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by a group or by everybody
         with tempfile.TemporaryFile(dir=cubin.parent):
             pass
 
@@ -209,7 +211,26 @@ def _foreign(cubin: Path) -> str:
             return f"{path} belongs to another user ({info.st_uid})"
         if info.st_mode & stat.S_IWOTH and not stat.S_ISLNK(info.st_mode):
             return f"{path} is writable by everybody"
+        if info.st_mode & stat.S_IWGRP and not stat.S_ISLNK(info.st_mode) and not _is_private_group(info.st_gid, info.st_uid):
+            return f"{path} is writable by its group ({_group_name(info.st_gid)})"
     return ""
+
+
+def _is_private_group(gid: int, owner: int) -> bool:
+    """Whether the group is the owner's user-private group without other members: under a umask of 002, as many Linux distributions set it for such groups, all
+    that a user makes is writable by this group."""
+    try:
+        user, group = pwd.getpwuid(owner), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return (user.pw_gid, user.pw_name) == (gid, group.gr_name) and {*group.gr_mem} <= {user.pw_name}
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def _private_folder(reason: str) -> Path:
