@@ -14,16 +14,18 @@ import os
 import pwd
 import stat
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from ..settings import Settings
 
 _MOST_BYTES = 256 << 20  # larger files are not read
 _ELF, _FATBIN, _PTX = b"\x7fELF", b"\x50\xed\x55\xba", b"//"
-_EM_CUDA, _SHT_NOBITS = 190, 8
+_EM_CUDA, _ET_DYN, _SHT_NOBITS = 190, 3, 8
 _ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # sizes of their headers
 _ADVICE = "set ATTN_BACKEND_CACHE to a folder of yours that you can write to and that has room"
 
@@ -41,7 +43,7 @@ def cache_dir() -> Path:
 
 
 def damage(cubin: bytes, for_gpu: bool = True) -> str:
-    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole ELF file for a CPU; "" if it is one."""
+    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole shared library for this machine's CPU; "" if it is one."""
     if not cubin:
         return "is empty"
     if for_gpu and cubin.startswith(_FATBIN):
@@ -58,6 +60,8 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
     (machine,), (segments, sections) = struct.unpack_from("<H", cubin, 18), struct.unpack_from("<QQ", cubin, 32)
     if (machine == _EM_CUDA) != for_gpu:
         return "is an ELF file for another machine than a GPU" if for_gpu else "is an ELF file for a GPU"
+    if not for_gpu and (cubin[4:6], cubin[16:18], cubin[18:20]) != _shared_library():
+        return "is no shared library for this machine"
     segment_bytes, num_segments, _, num_sections, names = struct.unpack_from("<HHHHH", cubin, 54)
     end = max(segments + num_segments * segment_bytes, sections + num_sections * _SECTION_BYTES)
     if end > len(cubin) or names >= max(num_sections, 1):
@@ -67,6 +71,14 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
         if kind != _SHT_NOBITS and offset + size > len(cubin):
             return "is truncated"
     return ""
+
+
+@cache
+def _shared_library() -> tuple[bytes, bytes, bytes]:
+    """What this machine's shared libraries have in their headers: class and byte order, type, machine."""
+    with open("/proc/self/exe", "rb") as file:
+        header = file.read(_ELF_BYTES)
+    return header[4:6], _ET_DYN.to_bytes(2, sys.byteorder), header[18:20]
 
 
 def place(cubin: Path) -> tuple[Path, str]:
