@@ -14,7 +14,7 @@ from pathlib import Path
 from ..settings import Settings
 from . import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, manifest, nvrtc, progress
 from .archs import ARCHS, BUILDS, SM80
-from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
+from .head_dims import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 from .headers_digest import headers_digest
 from .manifest import VariantSource
 
@@ -227,6 +227,12 @@ def compile_ahead(
         raise ValueError(f"kv_dtype is {kv_dtype}, must be {dtype} or of 8 bits")
     for target in targets:
         if target == "cpu":
+            if not HeadDims.of(head_dim).runs_on_cpu:
+                raise ValueError(f"head_dim is {head_dim}, must be {CPU_HEAD_DIMS_TEXT} on a CPU")
+            if kv_element == "latent" and not HeadDims.of(head_dim).runs_over(kv_element):
+                raise ValueError(f"kv_dtype is {kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
+            if design_name is not None and {*targets} == {"cpu"}:
+                raise ValueError(f"kernel is {design_name}, must be None: a CPU has no choice of kernels")
             of_products = manifest.multiplied_dtype(dtype, kv_element)
             entries.append(find_library(variant, isa, of_products, head_dim, kv_element in manifest.CUDA_KV_ELEMENTS))
             continue
