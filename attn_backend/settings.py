@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from reprlib import repr as shown  # of a long value: only so much is shown
 from typing import Annotated, Literal
@@ -56,11 +59,13 @@ class Settings(BaseModel):
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Reads the environment variables.
+        """Reads the environment variables. Warns of unknown ones, once in a process.
 
         Raises:
             ValueError: names the variable, its value and what it must be.
         """
+        if environment is os.environ:
+            _warn_of_unknown_variables()
         try:
             return cls.model_validate({name: environment[variable] for name in cls.model_fields if (variable := PREFIX + name.upper()) in environment})
         except ValidationError as error:
@@ -76,6 +81,25 @@ class Settings(BaseModel):
         if self.cache:
             return self.cache.expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
+
+
+def unknown_variables() -> dict[str, str]:
+    """Environment variables with our prefix that are no settings, each with the nearest setting, or "" if none is near."""
+    unknown = {}
+    for variable in os.environ:
+        name = variable.upper().removeprefix(PREFIX).lower()
+        if variable.upper().startswith(PREFIX) and (name not in Settings.model_fields or variable != PREFIX + name.upper()):
+            nearest = get_close_matches(name, Settings.model_fields, 1, cutoff=0.5)
+            unknown[variable] = PREFIX + nearest[0].upper() if nearest else ""
+    return unknown
+
+
+@cache
+def _warn_of_unknown_variables() -> None:
+    """Once in a process."""
+    for variable, nearest in unknown_variables().items():
+        hint = f"did you mean {nearest}?" if nearest else "`attn-backend doctor` lists the settings"
+        logging.getLogger("attn_backend").warning("attn_backend: %s is unknown and has no effect: %s", variable, hint)
 
 
 def refusal(error: ValidationError, known: Iterable[str] = ()) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from attn_backend import settings
 from attn_backend.kernels import archs
 from attn_backend.settings import PREFIX, Settings
 
@@ -21,9 +23,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults() -> None:
-    settings = Settings.read()
-    assert (settings.cascade, settings.debug, settings.prefetch_code, settings.sampler, settings.vllm_cpu) == (True, False, True, None, False)
-    assert (settings.arch, settings.cache, settings.cpu_isa, settings.sglang_fp8_queries) == (None, None, None, True)
+    read = Settings.read()
+    assert (read.cascade, read.debug, read.prefetch_code, read.sampler, read.vllm_cpu) == (True, False, True, None, False)
+    assert (read.arch, read.cache, read.cpu_isa, read.sglang_fp8_queries) == (None, None, None, True)
 
 
 @pytest.mark.parametrize("field", ["cascade", "debug", "prefetch_code", "sampler", "sglang_fp8_queries", "vllm_cpu"])
@@ -47,6 +49,41 @@ def test_an_unknown_value_is_refused_by_name(name: str, value: str, must_be: str
     monkeypatch.setenv(PREFIX + name, value)
     with pytest.raises(ValueError, match=f"^ATTN_BACKEND_{name} is '{value}', {must_be}$"):
         Settings.read()
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("ATTN_BACKEND_CASCAD", "did you mean ATTN_BACKEND_CASCADE?"),
+        ("ATTN_BACKEND_CACHE_DIR", "did you mean ATTN_BACKEND_CACHE?"),
+        ("ATTN_BACKEND_PREFETCH", "did you mean ATTN_BACKEND_PREFETCH_CODE?"),
+        ("ATTN_BACKEND_FP8_QUERIES", "did you mean ATTN_BACKEND_SGLANG_FP8_QUERIES?"),
+        ("attn_backend_jit", "did you mean ATTN_BACKEND_JIT?"),
+        ("ATTN_BACKEND_", "`attn-backend doctor` lists the settings"),
+        ("ATTN_BACKEND_LOG_FORMAT", "`attn-backend doctor` lists the settings"),
+    ],
+)
+def test_an_unknown_variable_is_warned_of_once(variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    settings._warn_of_unknown_variables.cache_clear()
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("ATTN_BACKENDS", "another program's")
+    for name in Settings.model_fields:
+        monkeypatch.setenv(PREFIX + name.upper(), "")
+    for _ in range(3):
+        Settings.read()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"attn_backend: {variable} is unknown and has no effect: {hint}")
+    ]
+
+
+def test_tests_and_documents_use_settings_that_exist() -> None:
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    texts = [*ROOT.glob("*.md"), ROOT / "Makefile"]
+    texts += [path for folder in ("docs", "tests", "integration", "benchmarks", "examples", "attn_backend") for path in (ROOT / folder).rglob("*")]
+    for path in texts:
+        if path.suffix in (".md", ".py", ".sh", ".yml", "") and path.is_file() and path not in (Path(__file__), ROOT / "tests" / "cli" / "test_doctor.py"):
+            used = set(re.findall(rf"{PREFIX}[A-Z0-9_]+", path.read_text(errors="replace"))) - {f"{PREFIX}FIELD"}
+            assert used <= known, path
 
 
 def test_archs_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kernels import build, cubins, manifest
 from ..kernels.archs import ARCHS, BUILDS
-from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
+from ..kernels.head_dims import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 from .console import explained
 
 if TYPE_CHECKING:
@@ -54,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     try:
+        _check_combinations(arguments)
         if arguments.variant:
             _compile_variants(arguments)
             return 0
         if "cpu" in (arguments.arch or []):
+            _check_cpu(arguments)
             print("The host library has all standard kernels of the CPU: nothing to compile. --arch cpu compiles those of a --variant.")
             arguments.arch = [arch for arch in arguments.arch if arch != "cpu"]
             if not arguments.arch:
                 return 0
         _check_archs(arguments.arch or [], ARCHS, " or ".join(f"{name} ({arch.gpus})" for name, arch in BUILDS.items()))
-        if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
-            raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
             if not arguments.arch and not arguments.out and _are_shipped():
                 print("The package has all standard kernels: nothing to compile. --arch compiles those of an arch again.")
@@ -78,6 +78,41 @@ def run(arguments: argparse.Namespace) -> int:
         print("error: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _check_combinations(arguments: argparse.Namespace) -> None:
+    """Refuses an option that would have no effect, or nothing to work on.
+
+    Raises:
+        ValueError: such an option.
+    """
+    if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
+        raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
+    if arguments.variant:
+        if arguments.out:
+            raise ValueError("--out is given, must not come with --variant: its kernels are kept in the cache")
+        return
+    for name, value in {"--sinks": arguments.sinks, "--levels": arguments.levels, "--kernel": arguments.kernel}.items():
+        if value:
+            raise ValueError(f"{name} is given, must come with --variant")
+    chooses = arguments.head_dim or arguments.kv_dtype or arguments.float8_out
+    if arguments.dtype and not chooses:
+        raise ValueError("--dtype is given, must come with --variant, --head-dim, --kv-dtype or --float8-out: all standard kernels are compiled without")
+    if arguments.out and chooses:
+        raise ValueError("--out is given, must not come with --head-dim, --kv-dtype or --float8-out: these kernels are kept in the cache")
+
+
+def _check_cpu(arguments: argparse.Namespace) -> None:
+    """Refuses what no standard kernel of the CPU serves.
+
+    Raises:
+        ValueError: such an option.
+    """
+    for head_dim in arguments.head_dim or []:
+        if not head_dim.runs_on_cpu:
+            raise ValueError(f"--head-dim is {head_dim}, must be {CPU_HEAD_DIMS_TEXT} on a CPU")
+        if arguments.kv_dtype == "uint8" and not head_dim.runs_over("latent"):
+            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
 
 
 def _are_shipped() -> bool:
@@ -117,6 +152,9 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--float8-q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
     elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
     elements = [element for element in elements if element != kv_element]  # a cache of another type than Q's
+    if not elements:
+        others = " or ".join(name for name, element in manifest.ELEMENT_NAMES.items() if element != kv_element)
+        raise ValueError(f"--dtype is {', '.join(arguments.dtype)}, must be {others} on a GPU{f' with --kv-dtype {arguments.kv_dtype}' if kv_element else ''}")
     for arch in arguments.arch or ARCHS:
         for element in elements:
             if kv_element in manifest.CUDA_ELEMENTS:

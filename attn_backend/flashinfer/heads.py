@@ -7,8 +7,8 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..kernels.attention_config import KV_DTYPE_NAMES, MAX_CPU_HEAD_DIM
-from ..kernels.head_dims import CUDA_HEAD_DIMS_TEXT, HeadDims
+from ..kernels.attention_config import KV_DTYPE_NAMES
+from ..kernels.head_dims import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..metadata.kv_cache import SCALED_DTYPES
 from .arguments import DType, element_types
 from .features import not_supported
@@ -70,6 +70,6 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.dev
     dims = HeadDims(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
     if device.type == "cuda" and not dims.runs_on_cuda:
         not_supported(f"head_dim = {dims} on CUDA, where it is {CUDA_HEAD_DIMS_TEXT}")
-    if device.type != "cuda" and any(dim > MAX_CPU_HEAD_DIM or dim % 8 for dim in dims):
-        not_supported(f"head_dim = {dims} on a CPU, where there are multiples of 8 up to {MAX_CPU_HEAD_DIM}")
+    if device.type != "cuda" and not dims.runs_on_cpu:
+        not_supported(f"head_dim = {dims} on a CPU, must be {CPU_HEAD_DIMS_TEXT}")
     return dims

@@ -98,11 +98,16 @@ def publish_code_addresses(cubin: Path) -> list[str]:
     return [variable.kernel for variable in variables]
 
 
-def recipe() -> bytes:
-    """The bytes that decide how cubins are completed: a part of the key of a cached kernel."""
+def has_pyelftools() -> bool:
+    """Whether cubins that are compiled now can be completed."""
     from importlib.util import find_spec
 
-    return Path(__file__).read_bytes() + (b"" if find_spec("elftools") else b"without pyelftools")
+    return find_spec("elftools") is not None
+
+
+def recipe() -> bytes:
+    """The bytes that decide how cubins are completed: a part of the key of a cached kernel."""
+    return Path(__file__).read_bytes() + (b"" if has_pyelftools() else b"without pyelftools")
 
 
 _rejected: list[str] = []  # the driver's message

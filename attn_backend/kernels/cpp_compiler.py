@@ -7,7 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from . import cuda_compiler
+from . import cuda_compiler, kernel_cache
 from .head_dims import HeadDims
 
 ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}  # by torch's names
@@ -25,8 +25,11 @@ def compiler() -> list[str] | None:
     """The command of the C++ compiler: CXX, or else the first of the usual names; None where there is none."""
     wanted = os.environ.get("CXX")
     for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
-        command = shlex.split(name)
-        path = shutil.which(command[0])
+        try:
+            command = shlex.split(name)
+        except ValueError:  # no_compiler() says why
+            return None
+        path = shutil.which(command[0]) if command else None
         if path:
             return [path, *command[1:]]
     return None
@@ -35,7 +38,13 @@ def compiler() -> list[str] | None:
 def no_compiler() -> str:
     """Says that there is no compiler, and what to do."""
     wanted = os.environ.get("CXX")
-    return f"CXX is {wanted!r}, which is not a program here: {_ADVICE}" if wanted else f"no C++ compiler was found: {_ADVICE}"
+    if not wanted:
+        return f"no C++ compiler was found: {_ADVICE}"
+    try:
+        shlex.split(wanted)
+    except ValueError as error:
+        return f"CXX is {wanted!r}, which is no command ({error}): {_ADVICE}"
+    return f"CXX is {wanted!r}, which is not a program here: {_ADVICE}"
 
 
 def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
@@ -64,11 +73,15 @@ def compile_library(command: list[str], text: str, isa: str, headers: Path, dige
     """Compiles a shared library; returns its content, and what the compiler said. digest: headers_digest() of `headers`.
 
     Raises:
-        RuntimeError: it does not compile; carries the compiler's output.
+        RuntimeError: it does not compile, or what the compiler has written is no shared library for this machine; carries the compiler's output.
     """
     with cuda_compiler.scratch_file("variant.so") as library:
         file = library.with_suffix(".cpp")
         file.write_text(text)
         own = [f"-I{headers}", f'-DATTN_HEADERS_DIGEST="{digest}"', str(file), "-o", str(library)]
         said = cuda_compiler.run([*command, *flags(isa), *own], what, _TIME_LIMIT, _ADVICE)
-        return library.read_bytes(), said
+        content = library.read_bytes() if library.is_file() else None
+        damage = "is missing" if content is None else kernel_cache.damage(content, for_gpu=False)
+        if content is None or damage:
+            raise RuntimeError(f"{' '.join(command)} reported no error on {what}, but its output {damage}: {_ADVICE}\n{said}".rstrip())
+        return content, said

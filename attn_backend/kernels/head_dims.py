@@ -34,6 +34,10 @@ class HeadDims(NamedTuple):
         """Whether there are kernels for it."""
         return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self.is_wide
 
+    @property
+    def runs_on_cpu(self) -> bool:
+        return all(dim % 8 == 0 and 8 <= dim <= _MAX_CPU_HEAD_DIM for dim in self)
+
     def runs_over(self, kv_element: str | None, float8_q: bool = False) -> bool:
         """Whether there are CUDA kernels for it over caches of these elements, of kv_element_of(). float8_q: Q has the cache's."""
         if float8_q and (kv_element == "latent" or self.is_wide):
@@ -51,9 +55,10 @@ class HeadDims(NamedTuple):
         return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
 
 
-_MAX_CUDA_HEAD_DIM = 256
+_MAX_CUDA_HEAD_DIM, _MAX_CPU_HEAD_DIM = 256, 576
 MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
 WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
+CPU_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM}"
 CUDA_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
 FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
 LATENT_HEAD_DIMS_TEXT = "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"

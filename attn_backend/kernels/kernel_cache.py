@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import os
+import pwd
 import stat
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from ..settings import Settings
 
 _MOST_BYTES = 256 << 20  # larger files are not read
 _ELF, _FATBIN, _PTX = b"\x7fELF", b"\x50\xed\x55\xba", b"//"
-_EM_CUDA, _SHT_NOBITS = 190, 8
+_EM_CUDA, _ET_DYN, _SHT_NOBITS = 190, 3, 8
 _ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # sizes of their headers
 _ADVICE = "set ATTN_BACKEND_CACHE to a folder of yours that you can write to and that has room"
 
@@ -39,7 +43,7 @@ def cache_dir() -> Path:
 
 
 def damage(cubin: bytes, for_gpu: bool = True) -> str:
-    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole ELF file for a CPU; "" if it is one."""
+    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole shared library for this machine's CPU; "" if it is one."""
     if not cubin:
         return "is empty"
     if for_gpu and cubin.startswith(_FATBIN):
@@ -56,6 +60,8 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
     (machine,), (segments, sections) = struct.unpack_from("<H", cubin, 18), struct.unpack_from("<QQ", cubin, 32)
     if (machine == _EM_CUDA) != for_gpu:
         return "is an ELF file for another machine than a GPU" if for_gpu else "is an ELF file for a GPU"
+    if not for_gpu and (cubin[4:6], cubin[16:18], cubin[18:20]) != _shared_library():
+        return "is no shared library for this machine"
     segment_bytes, num_segments, _, num_sections, names = struct.unpack_from("<HHHHH", cubin, 54)
     end = max(segments + num_segments * segment_bytes, sections + num_sections * _SECTION_BYTES)
     if end > len(cubin) or names >= max(num_sections, 1):
@@ -65,6 +71,14 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
         if kind != _SHT_NOBITS and offset + size > len(cubin):
             return "is truncated"
     return ""
+
+
+@cache
+def _shared_library() -> tuple[bytes, bytes, bytes]:
+    """What this machine's shared libraries have in their headers: class and byte order, type, machine."""
+    with open("/proc/self/exe", "rb") as file:
+        header = file.read(_ELF_BYTES)
+    return header[4:6], _ET_DYN.to_bytes(2, sys.byteorder), header[18:20]
 
 
 def place(cubin: Path) -> tuple[Path, str]:
@@ -122,7 +136,7 @@ def prepare(cubin: Path) -> None:
     with _explained(cubin.parent):
         cubin.parents[2].mkdir(parents=True, exist_ok=True)
         for folder in (cubin.parents[1], cubin.parent):
-            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by everybody
+            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by a group or by everybody
         with tempfile.TemporaryFile(dir=cubin.parent):
             pass
 
@@ -209,7 +223,26 @@ def _foreign(cubin: Path) -> str:
             return f"{path} belongs to another user ({info.st_uid})"
         if info.st_mode & stat.S_IWOTH and not stat.S_ISLNK(info.st_mode):
             return f"{path} is writable by everybody"
+        if info.st_mode & stat.S_IWGRP and not stat.S_ISLNK(info.st_mode) and not _is_private_group(info.st_gid, info.st_uid):
+            return f"{path} is writable by its group ({_group_name(info.st_gid)})"
     return ""
+
+
+def _is_private_group(gid: int, owner: int) -> bool:
+    """Whether the group is the owner's user-private group without other members: under a umask of 002, as many Linux distributions set it for such groups, all
+    that a user makes is writable by this group."""
+    try:
+        user, group = pwd.getpwuid(owner), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return (user.pw_gid, user.pw_name) == (gid, group.gr_name) and {*group.gr_mem} <= {user.pw_name}
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def _private_folder(reason: str) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..settings import Settings
 from . import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, manifest, nvrtc, progress
 from .archs import ARCHS, BUILDS, SM80
-from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
+from .head_dims import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
 from .headers_digest import headers_digest
 from .manifest import VariantSource
 
@@ -133,8 +133,9 @@ def _compile_cuda(variant: VariantSource, kernel: manifest.Kernel, target: str, 
             with progress.shown(f"compiling {what} with nvcc"):
                 return cubins.compile_source(kernel.name, kernel.source, [*_nvcc_flags(target), includes], nvcc, what)
         except RuntimeError as error:
-            failure = _explained(error, variant)
-            if failure is not error or wanted == "nvcc":
+            explained = _explained(error, variant)
+            failure = explained or _without_quotes(error, variant)
+            if explained or wanted == "nvcc":
                 raise failure from None
     # Without an nvcc, or with one that fails for another reason than the variant: often its host compiler is missing.
     library = None if wanted == "nvcc" else nvrtc.nvrtc()
@@ -146,7 +147,7 @@ def _compile_cuda(variant: VariantSource, kernel: manifest.Kernel, target: str, 
         with progress.shown(f"compiling {what} with NVRTC"):
             content, report = library.compile(kernel.source, [*_nvrtc_flags(target), includes], what)
     except RuntimeError as error:
-        raise _explained(error, variant) from None
+        raise _explained(error, variant) or _without_quotes(error, variant) from None
     damage = kernel_cache.damage(content)
     if damage:
         raise RuntimeError(f"{library} reported no error on {what}, but its output {damage}\n{report}".rstrip())
@@ -169,16 +170,35 @@ def _compile_cpu(variant: VariantSource, source: str, isa: str, what: str) -> tu
         with progress.shown(f"compiling {what} with {Path(command[0]).name}"):
             return cpp_compiler.compile_library(command, source, isa, root, headers_digest(root), what)
     except RuntimeError as error:
-        raise _explained(error, variant) from None
+        raise _explained(error, variant) or _without_quotes(error, variant) from None
 
 
-def _explained(error: RuntimeError, variant: VariantSource) -> RuntimeError:
-    """What the compiler said of the user's own lines, or else of those made from Python functions; the error itself if it named none."""
+def _explained(error: RuntimeError, variant: VariantSource) -> RuntimeError | None:
+    """What the compiler said of the user's own lines, or else of those made from Python functions; None if it named none."""
     for sources in (variant.user_sources, {manifest.variant_place(variant.name): variant.source}):
         found = [message for place, source in sources.items() for message in _errors_in(place, source, str(error))]
         if found:
             return RuntimeError("\n".join((f"variant {variant.name} does not compile:", *dict.fromkeys(found))))
-    return error
+    return None
+
+
+_PLACE = re.compile(r"(?!In file included from )(?P<file>[^\s:(][^:(]*)(?:\(\d+\)|:\d+(?::\d+)?) ?:")  # FILE:LINE: or FILE(LINE): before a message
+_OUR_END = re.compile(r".* ended with exit status \d+|NVRTC .*")
+
+
+def _without_quotes(error: RuntimeError, variant: VariantSource) -> RuntimeError:
+    """The error without the compiler's messages about files that are not ours. They quote such a file, and a variant can name any: `asm(".include ...")`."""
+    known = (f"{cubins.source_root()}/", *variant.user_sources, manifest.variant_place(variant.name), "attn_backend", "<generated for variant ", "kernel.cu")
+    kept, is_known = [], True
+    for line in str(error).split("\n"):
+        place = _PLACE.match(line)
+        if place:
+            is_known = place["file"].startswith(known)
+            if not is_known:
+                kept.append(f"{place['file']}: errors in this file are not shown, since they quote it")
+        if is_known or _OUR_END.fullmatch(line):
+            kept.append(line)
+    return RuntimeError("\n".join(dict.fromkeys(kept)))
 
 
 def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
@@ -207,6 +227,12 @@ def compile_ahead(
         raise ValueError(f"kv_dtype is {kv_dtype}, must be {dtype} or of 8 bits")
     for target in targets:
         if target == "cpu":
+            if not HeadDims.of(head_dim).runs_on_cpu:
+                raise ValueError(f"head_dim is {head_dim}, must be {CPU_HEAD_DIMS_TEXT} on a CPU")
+            if kv_element == "latent" and not HeadDims.of(head_dim).runs_over(kv_element):
+                raise ValueError(f"kv_dtype is {kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
+            if design_name is not None and {*targets} == {"cpu"}:
+                raise ValueError(f"kernel is {design_name}, must be None: a CPU has no choice of kernels")
             of_products = manifest.multiplied_dtype(dtype, kv_element)
             entries.append(find_library(variant, isa, of_products, head_dim, kv_element in manifest.CUDA_KV_ELEMENTS))
             continue

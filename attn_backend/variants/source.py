@@ -23,6 +23,7 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
     for param in params:
         if is_cpp_word(param.name):
             raise ValueError(f"params: {param.name!r} means something else in C++ or in a variant, must be another name")
+    _refuse_includes(cpp, name)
     code = _without_comments(cpp)
     outer = _outside_of_braces(code, name)
     found = {}
@@ -56,6 +57,18 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
     uses_softmax = not re.search(r"\bkUsesSoftmax\s*(=\s*|\{\s*)false\b", outer)
     lines = f'#line 1 "{source_name(name)}"\n{code}\n#line 1 "<generated for variant {name}>"\n'
     return Body(name, tuple(params), frozenset(found), uses_softmax, lines, pairs, tells_requests_apart)
+
+
+# A directive that reads a file. Blanks and comments may stand inside of it, and a backslash joins lines.
+_INCLUDES = re.compile(r"(?:#|%:)(?:\s|\\\s*\n|/\*.*?\*/)*(?:include|include_next|import|embed)\b", re.DOTALL)
+
+
+def _refuse_includes(cpp: str, name: str) -> None:
+    """Refuses what reads a file: a compiler's errors would quote that file."""
+    spliced = re.sub(r"\\[ \t]*\n", "", cpp)
+    match = _INCLUDES.search(spliced)
+    if match:
+        raise ValueError(f"cpp of {source_name(name)} has `{' '.join(match[0].split())}`, must include no file: put its text into cpp")
 
 
 def source_name(name: str) -> str:

@@ -52,7 +52,7 @@ def program_of(program: str, folder: Path, families: list[str], *options: str, a
     """The command and the environment of one of the programs of this package."""
     command = [sys.executable, "-m", f"integration.tiny_models.{program}", str(folder), *families, *options]
     environment = os.environ | own_modules() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return command, environment | ({} if answers is None else {"ATTN_BACKEND_ANSWERS": str(answers)})
+    return command, environment | ({} if answers is None else {"TINY_MODELS_ANSWERS": str(answers)})
 
 
 def run(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None, shows: bool = False) -> None:

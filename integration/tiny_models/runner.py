@@ -65,7 +65,7 @@ def say_ready() -> None:
 def run_families(description: str | None, who: str, names: list[str], answer_all: Callable[[Family, Path], list[Answer]]) -> None:
     """Writes the answers of each family that the command line names. Exits with 1 if one has failed; the others are answered all the same.
 
-    ATTN_BACKEND_ANSWERS: a folder for the answers and logs; default: beside the models.
+    TINY_MODELS_ANSWERS: a folder for the answers and logs; default: beside the models.
 
     Engines are made to be started once a process: each family gets a fork of this one, which has imported the engine and has started no thread.
     """
@@ -74,7 +74,7 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
     parser.add_argument("families", nargs="*", type=one_of(FAMILIES), help=f"default: {' '.join(names)}")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time")
     arguments, _ = parser.parse_known_args()
-    answers = Path(os.environ.get("ATTN_BACKEND_ANSWERS", arguments.folder))
+    answers = Path(os.environ.get("TINY_MODELS_ANSWERS", arguments.folder))
     failed: list[str] = []
     running: dict[int, str] = {}
 

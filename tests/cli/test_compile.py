@@ -71,6 +71,38 @@ def test_the_kernels_of_a_cpu_are_there(fake: FakeKernels, capsys: Capture) -> N
     assert fake.runs() > 0, "the other arch is compiled"
 
 
+HEADS = ["--head-dim", "64"]
+ON_CPU = ["--variant", "variant_sources:ALIBI", "--arch", "cpu"]
+REFUSED = {
+    "--head-dim is 7, must be a multiple of 8 up to 576 on a CPU": ["--arch", "cpu", "--head-dim", "7"],
+    "--head-dim is 64_0, must be a multiple of 8 up to 576 on a CPU": ["--arch", "cpu", *HEADS, "--head-dim", "64_0"],
+    "--head-dim is 584, must be a multiple of 8": ["--arch", "cpu", "--arch", "sm_80", "--head-dim", "584"],
+    "--kv-dtype is uint8, must be another one": ["--arch", "cpu", "--kv-dtype", "uint8", *HEADS],
+    "--float8-q is given, must come with --kv-dtype of 8 bits": ["--arch", "cpu", "--float8-q"],
+    "head_dim is 7, must be a multiple of 8 up to 576 on a CPU": [*ON_CPU, "--head-dim", "7"],
+    "head_dim is 584, must be": [*ON_CPU, "--dtype", "float32", "--head-dim", "584"],
+    "kv_dtype is uint8, must be another one": [*ON_CPU, "--kv-dtype", "uint8"],
+    "kernel is generic, must be None": [*ON_CPU, "--kernel", "generic"],
+    "--float8-q is given, must come with": [*ON_CPU, "--float8-q"],
+    "--out is given, must not come with --variant": [*ON_CPU, "--out", "somewhere"],
+    "--out is given, must not come with --head-dim": [*HEADS, "--arch", "sm_80", "--out", "somewhere"],
+    "--sinks is given, must come with --variant": ["--sinks", *HEADS, "--arch", "sm_80"],
+    "--levels is given, must come with --variant": ["--levels", "--arch", "cpu"],
+    "--kernel is given, must come with --variant": ["--kernel", "generic"],
+    "--dtype is given, must come with": ["--dtype", "bfloat16", "--arch", "sm_80"],
+    "--dtype is float32, must be bfloat16 or float16 on a GPU": ["--dtype", "float32", *HEADS, "--arch", "sm_80"],
+    "--dtype is bfloat16, must be float16 on a GPU with --kv-dtype bfloat16": ["--dtype", "bfloat16", "--kv-dtype", "bfloat16", *HEADS, "--arch", "sm_80"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_there_are_no_kernels_of_is_refused(message: str, fake: FakeKernels, capsys: Capture) -> None:
+    assert main(["compile", *REFUSED[message]]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert fake.runs() == 0
+    assert fake.files() == []
+
+
 def test_repairs_what_was_damaged_and_nothing_else(fake: FakeKernels, capsys: Capture) -> None:
     assert main(["compile", "--arch", "sm_90a"]) == 0
     assert fake.runs() == 3

@@ -1,6 +1,8 @@
 """attn-backend doctor: it reports what is there and fails only on what is broken."""
 
+import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from fake_nvcc import FakeKernels, cubin
 
 from attn_backend.cli import doctor
 from attn_backend.cli.main import main
-from attn_backend.kernels import cpp_compiler, cubins, nvrtc
+from attn_backend.kernels import cpp_compiler, cubins, kernel_cache, nvrtc
+from attn_backend.kernels.library import library_path as host_library_path
 
 
 def _by_subject() -> dict[str, doctor.Finding]:
@@ -67,6 +70,37 @@ def test_cached_kernels_are_counted_if_they_are_whole(fake: FakeKernels) -> None
     assert finding.advice.endswith("`attn-backend compile` compiles them now")
     assert main(["compile", "--arch", "sm_90a"]) == 0
     assert kernels()["cubins sm_90a"].mark == "ok"
+
+
+def test_kernels_of_variants_and_cpus_are_checked_in_the_cache(fake: FakeKernels) -> None:
+    assert "compiled kernels" not in kernels(), "there are none"
+    library = fake.cache / f"{platform.machine()}_avx2" / "attention_cpu_float32_mine-0.so"
+    variant = fake.cache / "sm_90a" / "attention_sm90_bf16_d128_mine-0.cubin"
+    shared = Path(host_library_path()).read_bytes()
+    for path, content in ((library, shared), (variant, cubin())):
+        kernel_cache.prepare(path)
+        kernel_cache.store(path, content, "a report")
+    assert kernels()["compiled kernels"] == doctor.Finding("ok", "compiled kernels", f"2 in {fake.cache}")
+    for path, damaged, reason in (
+        (library, shared[:-1000], "is truncated"),
+        (variant, cubin(b"another"), "has another SHA-256 than it had when it was compiled"),
+    ):
+        whole = path.read_bytes()
+        path.write_bytes(damaged)
+        finding = kernels()["compiled kernels"]
+        assert (finding.mark, finding.text) == ("--", f"1 in {fake.cache}; {path} {reason}")
+        assert "compiled again when it is needed" in finding.advice
+        path.write_bytes(whole)
+
+
+def test_missing_pyelftools_is_named(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels()["pyelftools"].mark == "ok"
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None if name == "elftools" else find_spec(name, *package))
+    finding = kernels()["pyelftools"]
+    assert finding.mark == "--"
+    assert finding.text == "not installed; kernels that are compiled on this machine run a few percent slower on a GPU, those of the package do not"
+    assert finding.advice.startswith("pip install pyelftools")
 
 
 def test_kernels_of_the_package_are_counted_if_they_are_whole(fake: FakeKernels) -> None:
@@ -211,6 +245,7 @@ def test_settings_that_are_wrong_or_unknown_are_named(monkeypatch: pytest.Monkey
     monkeypatch.setenv("ATTN_BACKEND_CASCADE", "never")
     monkeypatch.setenv("ATTN_BACKEND_ARCH", "sm_70")
     after = found()
+    assert [finding.advice for finding in doctor.findings() if "CASCAD is" in finding.text] == ["did you mean ATTN_BACKEND_CASCADE?"]
     assert after == [
         *before,  # the rest is what it is without them, and says nothing of them
         ("--", "settings", "ATTN_BACKEND_CASCAD is unknown and has no effect"),

@@ -292,7 +292,7 @@ run_families("", "fake", [], answer_all)
 
 
 def run_program(folder, *families):
-    environment = os.environ | own_modules() | {"ATTN_BACKEND_ANSWERS": str(folder)}
+    environment = os.environ | own_modules() | {"TINY_MODELS_ANSWERS": str(folder)}
     command = [sys.executable, "-c", PROGRAM, "models", *families]
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
 

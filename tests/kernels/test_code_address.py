@@ -19,6 +19,9 @@ from attn_backend.kernels.code_address import publish_code_addresses
 from attn_backend.kernels.library import library
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
+needs_pyelftools = pytest.mark.skipif(
+    not code_address.has_pyelftools(), reason="needs pyelftools (pip install pyelftools): without it cubins stay as nvcc made them, and run slower"
+)
 REJECTED = errors.RejectedKernelError("loading kernels.cubin: CUDA_ERROR_INVALID_IMAGE (200)")
 
 
@@ -56,6 +59,7 @@ def compiled(text: str, folder: Path, arch: str = "sm_90a") -> Path:
 
 
 @needs_nvcc
+@needs_pyelftools
 def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
     cubin = compiled(KERNELS, tmp_path)
     before = cubin.read_bytes()
@@ -69,6 +73,7 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_nvcc
+@needs_pyelftools
 @pytest.mark.parametrize("name", [name for name in manifest.distinct_kernels("sm_90a") if name.startswith(("attention_sm90", "merge_bf16", "merge_f16"))])
 def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
@@ -98,6 +103,7 @@ def test_what_cannot_be_read_is_left_alone_with_one_warning(tmp_path: Path, capl
 
 
 @needs_nvcc
+@needs_pyelftools
 def test_without_pyelftools_or_with_another_relocation_kernels_stay_as_they_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,11 +120,12 @@ def test_without_pyelftools_or_with_another_relocation_kernels_stay_as_they_are(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "is not relocated to" in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
+        patch.setattr(code_address, "has_pyelftools", lambda: False)
         assert code_address.recipe() != first, "kernels that were compiled without are compiled again with it"
 
 
 @needs_nvcc
+@needs_pyelftools
 def test_plain_copies_are_what_nvcc_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cubin = compiled(KERNELS, tmp_path)
     before = cubin.read_bytes()
@@ -202,6 +209,7 @@ class Driver:
 
 
 @needs_nvcc
+@needs_pyelftools
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["attention_sm90_bf16_d128_standard", "attention_sm90_f16_d64_standard", "merge_bf16"])
 def test_the_address_is_where_the_code_is(name: str, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_what_a_variant_makes_of_the_output_is_divided(device: torch.device, num
 
 def test_an_interpreted_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpp_compiler, "compiler", lambda: None)
-    monkeypatch.setenv("ATTN_BACKEND_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     from attn_backend.variants.builtin import soft_cap
 
     case = case_tensors.build(cases.Spec((3, 1), (40, 60), num_ctas=3, logits_soft_cap=0.0), "cpu")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import logging
 import os
+import pwd
 import resource
 import shutil
 import stat
@@ -12,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
@@ -235,6 +238,44 @@ def test_where_others_may_write_a_private_folder_is_taken(what: str, how: str, f
     runs = fake.runs()
     assert cubins.compile_kernel("k", "sm_90a")[0] == found
     assert fake.runs() == runs, "the private folder is a cache, too"
+
+
+GROUPS = {  # name and members of the group, whether it is the user's first; trusted
+    "private": ("me", [], True, True),
+    "private, the user is a member": ("me", ["me"], True, True),
+    "shared": ("me", ["me", "somebody"], True, False),
+    "of another name": ("developers", [], True, False),
+    "of another number": ("me", [], False, False),
+    "unknown": (None, [], True, False),
+}
+
+
+@pytest.mark.parametrize("what", ["cache", "folder", "cubin", "report"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_a_group_may_write_is_used_if_the_group_is_the_users_own(group: str, what: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = cubins.compile_kernel("k", "sm_90a")
+    wrong = {"cache": fake.cache, "folder": path.parent, "cubin": path, "report": path.with_suffix(".txt")}[what]
+    wrong.chmod(0o775)
+    name, members, is_first, trusted = GROUPS[group]
+    groups = {} if name is None else {wrong.stat().st_gid: SimpleNamespace(gr_name=name, gr_mem=members)}
+    monkeypatch.setattr(kernel_cache.grp, "getgrgid", groups.__getitem__)
+    monkeypatch.setattr(kernel_cache.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="me", pw_gid=wrong.stat().st_gid + (not is_first)))
+    fault = kernel_cache.fault(path)
+    assert fault == "" if trusted else fault.startswith(f"{wrong} is writable by its group (")
+    found = cubins.find_kernel("k", "sm_90a")
+    assert found.is_relative_to(fake.cache if trusted else fake.temporary)
+    assert fake.runs() == 2 - trusted
+
+
+def test_what_is_made_under_a_umask_of_2_is_used(fake: FakeKernels) -> None:
+    with umask(0o002):
+        fake.cache.mkdir()
+        path, _ = cubins.compile_kernel("k", "sm_90a")
+    assert mode(fake.cache) == 0o775
+    assert mode(path.parent) == 0o755
+    user = pwd.getpwuid(os.geteuid())
+    is_private = grp.getgrgid(user.pw_gid).gr_name == user.pw_name
+    assert path.is_relative_to(fake.cache) is is_private
 
 
 @as_root

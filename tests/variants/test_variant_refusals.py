@@ -288,6 +288,34 @@ def test_wrong_sources(cpp: Any, params: Any, message: str) -> None:
         Variant.from_source(cpp, params, name="mine")
 
 
+@pytest.mark.parametrize(
+    "directive",
+    [
+        '#include "/etc/passwd"',
+        "#include <cmath>",
+        "  #\tinclude SOME_MACRO",
+        "%: include_next <x>",
+        "#import <x>",
+        "# embed <x>",
+        '#inc\\\nlude "x"',
+        '#\\ \n include "x"',
+        '# /* a\ncomment */ /**/ include "x"',
+        '/* */ # include "x"',
+        '#define F(x)\nF(\n#include "x"\n)',
+    ],
+)
+def test_a_source_that_reads_a_file_is_refused(directive: str) -> None:
+    """A compiler's errors would quote that file."""
+    for cpp in (f"{directive}\n{HOOK}", f"{HOOK}\n{directive}", HOOK.replace("return", f"\n{directive}\nreturn")):
+        with pytest.raises(ValueError, match=r"(?s)cpp of <variant mine> has `.*`, must include no file: put its text into cpp"):
+            Variant.from_source(cpp, name="mine")
+
+
+def test_other_directives_are_taken() -> None:
+    cpp = f"#define HALF 0.5f\n#if 1\n{HOOK.replace('logit; }', 'logit * HALF; }')}\n#endif\n#undef HALF  // included\n#pragma once_embedded"
+    assert "#define HALF" in Variant.from_source(cpp, name="mine").source
+
+
 TRANSFORM = "Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const { return x; }"
 
 
