@@ -328,6 +328,13 @@ FAULTS = (
     Fault("vLLM: images of the step before", "attn_backend/adapters/spans.py", "                self.clear()\n", "                pass\n", VLLM),
     Fault("vLLM: sinks are loaded once", "attn_backend/adapters/vllm/impl.py", "self._float_sinks.copy_(sinks)", "pass", VLLM),
     Fault(
+        "SGLang: positions of items a token too far",
+        "attn_backend/adapters/sglang/items.py",
+        "cached + first - 1 + in_item",
+        "cached + first + in_item",
+        ("tests/adapters/sglang/test_sglang_items.py", "-k", "tables"),
+    ),
+    Fault(
         "SGLang: chunks counted from the window pool's first token",
         "attn_backend/adapters/sglang/plan.py",
         "kv_offsets=tokens_before if key.needs_variant else None",
@@ -347,6 +354,20 @@ FAULTS = (
         "if number != self._planned_chunk:",
         "if False:",
         ("tests/adapters/vllm/test_vllm_mla.py",),
+    ),
+    Fault(
+        "vLLM: slots of latents beyond the tokens",
+        "attn_backend/adapters/vllm/latent_cache.py",
+        "slot_mapping.flatten()[: kv_c_normed.shape[0]])",
+        "slot_mapping.flatten())",
+        ("tests/adapters/vllm/test_vllm_mla.py", "-k", "slots_and_tokens"),
+    ),
+    Fault(
+        "FlashInfer: the last row of blocks has all its rows",
+        "attn_backend/flashinfer/sparse.py",
+        "* R).clamp_(max=M)",
+        "* R)",
+        ("tests/flashinfer/test_flashinfer_wrappers.py", "-k", "block_sparse"),
     ),
     Fault(
         "MLA: the rotated part of Q with the strides of the other",

@@ -91,6 +91,19 @@ def test_scales_of_requests(what: str) -> None:
             wrapper.plan(*tables, sm_scale=torch.full((count,), 0.1), **options)
 
 
+@pytest.mark.parametrize("k_scale", [None, 0.5, torch.tensor([0.5])])
+@pytest.mark.parametrize("q_scale", [None, 2.0, torch.tensor([3.0])])
+@pytest.mark.parametrize("sm_scale", [0.1, torch.tensor([0.1]), torch.tensor(SCALES)])
+def test_scales_multiply(sm_scale: float | Tensor, q_scale: float | Tensor | None, k_scale: float | Tensor | None) -> None:
+    """Numbers and tensors, in any combination: none replaces another one."""
+    batch = make_batch([1] * 4, KV_LENS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(*batch.tables(), *batch.shape, 5, sm_scale=sm_scale)
+    others = (1.0 if q_scale is None else float(q_scale)) * (1.0 if k_scale is None else float(k_scale))
+    scales = torch.as_tensor(sm_scale).expand(4) * others
+    check(wrapper.run(batch.q, batch.cache, q_scale=q_scale, k_scale=k_scale), with_scales(batch, scales.tolist()))
+
+
 def test_scales_that_forward_and_single_calls_are_given() -> None:
     batch = make_batch([1] * 4, KV_LENS)
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
