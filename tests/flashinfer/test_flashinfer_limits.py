@@ -10,6 +10,8 @@ from flashinfer_oracle import Batch, attention, check, make_batch, workspace
 from torch import Tensor
 
 from attn_backend import flashinfer
+from attn_backend.flashinfer import scales as scales_module
+from attn_backend.flashinfer import wrapper as wrapper_module
 
 KV_LENS = [7, 1, 33, 20]
 SCALES = [0.05, 0.2, 0.5, 0.1]
@@ -89,6 +91,25 @@ def test_scales_of_requests(what: str) -> None:
     for count in (0, 2, 3, 5):
         with pytest.raises(ValueError, match=r"sm_scale is .*, must be a number, or a tensor of one element, or of one for each request: 4"):
             wrapper.plan(*tables, sm_scale=torch.full((count,), 0.1), **options)
+
+
+@pytest.mark.parametrize("read_by_kernels", [False, True])
+@pytest.mark.parametrize("k_scale", [None, 0.5, torch.tensor([0.5])])
+@pytest.mark.parametrize("q_scale", [None, 2.0, torch.tensor([3.0])])
+@pytest.mark.parametrize("sm_scale", [0.1, torch.tensor([0.1]), torch.tensor(SCALES)])
+def test_scales_multiply(
+    sm_scale: float | Tensor, q_scale: float | Tensor | None, k_scale: float | Tensor | None, read_by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers and tensors, in any combination: none replaces another one. read_by_kernels: as for tensors on a GPU, which the host does not read."""
+    if read_by_kernels:
+        for module in (scales_module, wrapper_module):
+            monkeypatch.setattr(module, "is_number", lambda scale: not isinstance(scale, Tensor))
+    batch = make_batch([1] * 4, KV_LENS)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(*batch.tables(), *batch.shape, 5, sm_scale=sm_scale)
+    others = (1.0 if q_scale is None else float(q_scale)) * (1.0 if k_scale is None else float(k_scale))
+    scales = torch.as_tensor(sm_scale).expand(4) * others
+    check(wrapper.run(batch.q, batch.cache, q_scale=q_scale, k_scale=k_scale), with_scales(batch, scales.tolist()))
 
 
 def test_scales_that_forward_and_single_calls_are_given() -> None:

@@ -159,8 +159,20 @@ def test_rows_that_cannot_be_sampled() -> None:
     tokens, valid = sampling.top_p_sampling_from_probs(probs, 0.9, return_valid=True)
     assert valid.tolist() == [True, False, True]
     assert tokens[1] == 0
-    with pytest.raises(ValueError, match="probs has a NaN"):
-        sampling.sampling_from_probs(probs, check_nan=True)
+
+
+@pytest.mark.parametrize("name", [*DRAWS, "logits", "logits, both"])
+def test_a_nan_is_refused_on_request(name: str) -> None:
+    """Every function that draws looks for it, and only where check_nan asks for that."""
+    of_logits = {"logits": (sampling.sampling_from_logits, {}), "logits, both": (sampling.top_k_top_p_sampling_from_logits, {"top_k": 9, "top_p": 0.6})}
+    draw, options = (DRAWS | of_logits)[name]
+    rows = torch.full((3, VOCAB), 1 / VOCAB)
+    draw(rows, **options, check_nan=True)
+    rows[1, 7] = torch.nan
+    draw(rows, **options)
+    for more in ({}, {"indices": torch.tensor([0, 1, 1, 2])}):
+        with pytest.raises(ValueError, match="has a NaN, must have none with check_nan=True"):
+            draw(rows, **options, check_nan=True, **more)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

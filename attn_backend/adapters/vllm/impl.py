@@ -18,6 +18,7 @@ from attn_backend.kernels.append import append_kv
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS
 from attn_backend.metadata.kv_cache import KVCache
+from attn_backend.metadata.structure import describe
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
@@ -58,7 +59,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             alibi_slopes: of this rank's query heads.
             sliding_window: tokens that a query sees, itself included; in an encoder, and in steps that are not causal, to either side.
             sinks: [num_heads], a parameter of the model: weights are loaded into it later.
-            extra: what only some models pass (chunk_lookback, ...). Refused unless it is at its neutral value.
+            extra: arguments that only some models pass (chunk_lookback, ...). Each is refused unless it is None, False or -1.
 
         Raises:
             NotImplementedError: the layer needs what this package does not have.
@@ -88,8 +89,9 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
-            if isinstance(value, torch.Tensor) or value not in (None, False, -1):
-                self._refuse(f"the attention argument {name}")
+            # Not `in`: 0 == False, but chunk_lookback=0 hides the chunks before the query's own.
+            if isinstance(value, torch.Tensor) or (value is not None and value is not False and value != -1):
+                self._refuse(f"the attention argument {name} = {describe(value)}")
 
         shares_kv = self.dcp_world_size > 1
         if shares_kv:

@@ -281,7 +281,9 @@ def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
         ({"kv_cache_dtype": "nvfp4"}, "nvfp4"),
         ({"attn_type": "encoder"}, "type encoder"),
         ({"sinks": torch.zeros(5)}, r"sinks of shape \(5,\) in a layer of 6 heads"),
-        ({"chunk_lookback": 1}, "chunk_lookback"),
+        *(({"chunk_lookback": lookback}, f"chunk_lookback = {lookback}") for lookback in (0, 1, 2)),  # 0: a query sees its own chunk only
+        *(({"other": value}, f"other = {value!r}") for value in (0, 0.0, True, -2)),
+        ({"other": torch.zeros(1)}, "other = a float32 tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -291,7 +293,7 @@ def test_layers_that_are_refused(arguments: dict[str, Any], what: str) -> None:
 
 
 def test_layers_that_are_accepted() -> None:
-    impl = make_impl(sinks=None, chunk_lookback=-1, logits_soft_cap=None, sliding_window=None, head_size=80)
+    impl = make_impl(sinks=None, chunk_lookback=-1, use_alibi_sqrt=False, other=None, logits_soft_cap=None, sliding_window=None, head_size=80)
     assert impl.plan_key == PlanKey(6, 2, 80, -1)
     assert impl.logits_soft_cap == 0.0
     with pytest.raises(NotImplementedError, match="head size 272: choose another --attention-backend"):

@@ -19,6 +19,7 @@ from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 
 from attn_backend.adapters.vllm import choice, compat
 from attn_backend.adapters.vllm.backend import AttnBackend
+from attn_backend.adapters.vllm.latent_cache import LatentCache
 from attn_backend.adapters.vllm.mla_backend import AmxMlaBackend, CpuMlaBackend, MlaBackend
 from attn_backend.adapters.vllm.mla_impl import MlaImpl
 from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
@@ -128,6 +129,27 @@ def test_a_layer_over_8_bit_latents(lens: tuple[list[int], list[int]], cache_dty
     check(output, expected, dtype)
     assert int((problem.cache != 0x7F).any(-1).sum()) == sum(batch.kv_lens), "nothing else was written"
     assert problem.builder.decode_attention.kv_dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("num_slots", [0, 3, 5, 9])
+@pytest.mark.parametrize("num_tokens", [0, 5])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_slots_and_tokens_of_different_numbers(cache_dtype: str, num_tokens: int, num_slots: int) -> None:
+    """Both may be padded for a CUDA graph. A token without a slot is not written, a slot without a token keeps what it holds."""
+    kv_c, k_pe, scale = torch.randn(num_tokens, LATENT), torch.randn(num_tokens, 1, ROPE), torch.tensor(0.25)
+    empty = torch.full((4, PAGE, LATENT + ROPE), torch.nan) if cache_dtype == "auto" else torch.full((4, PAGE, LATENT + ROPE), 0x7F, dtype=torch.uint8)
+    cache, slots = empty.clone(), torch.randperm(4 * PAGE)[:num_slots]
+    latents = LatentCache(cache_dtype, LATENT)
+    latents.append(kv_c, k_pe, cache, slots, scale)
+    written = min(num_tokens, num_slots)
+    rows, expected = cache.flatten(0, 1), torch.cat([kv_c, k_pe.squeeze(1)], -1)[:written]
+    if cache_dtype == "auto":
+        assert torch.equal(rows[slots[:written]], expected)
+    else:
+        assert torch.equal(rows[slots[:written]].view(torch.float8_e4m3fn).float(), (expected / scale).to(torch.float8_e4m3fn).float())
+    untouched = torch.ones(len(rows), dtype=torch.bool)
+    untouched[slots[:written]] = False
+    assert torch.equal(rows[untouched].nan_to_num(), empty.flatten(0, 1)[untouched].nan_to_num())
 
 
 def test_chunks_take_turns_in_every_layer() -> None:
