@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from attn_backend.cpu_features import FIGURES_OF_A_CPU, serving_choice
 from attn_backend.kernels.progress import status
 from integration.client import run_client
 from integration.device import device_name, package_versions
@@ -95,6 +96,11 @@ def describe(workload: Workload, request_rate: float, sampling: Sampling | None 
     return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
 
 
+def note_on(settings: Settings) -> str:
+    """What a reader of the tables must know; empty on a GPU."""
+    return f"{serving_choice(settings.dtype)} {FIGURES_OF_A_CPU}" if settings.device == "cpu" else ""
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """The parts that both ways to measure share: the loads, and the report."""
@@ -105,6 +111,7 @@ class Benchmark:
     workloads: list[Workload]
     described: dict[str, Any]
     title: str
+    note: str  # above the tables
     measured: dict[tuple[int, int], list[Metrics]] = field(default_factory=dict)  # of (index of a load, index of a backend), one for each repeat
 
     @classmethod
@@ -122,7 +129,8 @@ class Benchmark:
         limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
         described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
         gpus = "" if settings.tensor_parallel_size == 1 else f"{settings.tensor_parallel_size} x "
-        run = cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {gpus}{machine['device_name']}")
+        title = f"{engine.name}, {model.name}, {gpus}{machine['device_name']}"
+        run = cls(settings, engine, model, workloads, described, title, note_on(settings))
         for backend in settings.backends:
             engine.server_command(run.launch(backend))  # a name that the engine refuses is known before another one has been measured
         return run
@@ -186,10 +194,10 @@ class Benchmark:
     def add(self, backend: str, index: int, metrics: Metrics) -> None:
         """Add a run of the client to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
         self.measured.setdefault((index, self.settings.backends.index(backend)), []).append(metrics)
-        write_tables(self.settings.results, self.title, self.described, self.rows)
+        write_tables(self.settings.results, self.title, self.described, self.rows, self.note)
 
     def finish(self) -> list[Row]:
-        for path in write_report(self.settings.results, self.title, self.described, self.rows):
+        for path in write_report(self.settings.results, self.title, self.described, self.rows, self.note):
             print(f"written: {path}", flush=True)
         return self.rows
 
