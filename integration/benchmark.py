@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from integration.engines.base import ON_OURS, OURS_NO_CASCADE, OURS_STOCK_SAMPLE
 from integration.model import Model, resolve_model
 from integration.report import write_report, write_tables
 from integration.results import Row
-from integration.server import free_port, running_server
+from integration.server import free_port, ready_server
 from integration.warm_up import Prompts, warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
@@ -108,7 +109,6 @@ class Benchmark:
     settings: Settings
     engine: Engine
     model: Model
-    workloads: list[Workload]
     described: dict[str, Any]
     title: str
     note: str  # above the tables
@@ -119,21 +119,31 @@ class Benchmark:
         engine = ENGINES[settings.engine]
         settings.results.mkdir(parents=True, exist_ok=True)
         model = resolve_model(settings.model, settings.python)
-        print(f"{engine.name}: the requests are chosen", flush=True)
-        workloads = [
-            make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed, load.samples, settings.max_model_len)
-            for load in settings.loads
-        ]
         machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
         loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
         limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
         described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
         gpus = "" if settings.tensor_parallel_size == 1 else f"{settings.tensor_parallel_size} x "
         title = f"{engine.name}, {model.name}, {gpus}{machine['device_name']}"
-        run = cls(settings, engine, model, workloads, described, title, note_on(settings))
+        run = cls(settings, engine, model, described, title, note_on(settings))
         for backend in settings.backends:
             engine.server_command(run.launch(backend))  # a name that the engine refuses is known before another one has been measured
         return run
+
+    @cached_property
+    def workloads(self) -> list[Workload]:
+        settings = self.settings
+        print(f"{self.engine.name}: the requests are chosen", flush=True)
+        with status(self.engine.name, "the requests are chosen"):
+            return [
+                make_workload(load.dataset, load.num_prompts, load.output_len, self.model.folder, settings.seed, load.samples, settings.max_model_len)
+                for load in settings.loads
+            ]
+
+    @cached_property
+    def warm_up_prompts(self) -> list[Prompts]:
+        """Of each load; other prompts than those of its measured runs."""
+        return [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(self.workloads)]
 
     def launch(self, backend: str, cache: Path | None = None) -> Launch:
         settings = self.settings
@@ -178,10 +188,6 @@ class Benchmark:
             settings.results / f"{name}.go" if waits else None,
         )
 
-    def warm_up_prompts(self) -> list[Prompts]:
-        """Of each load; other prompts than those of its measured runs."""
-        return [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(self.workloads)]
-
     def announce(self, backend: str, index: int, repeat: int) -> None:
         print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
 
@@ -205,15 +211,16 @@ class Benchmark:
 def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
     """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
     run = Benchmark.make(settings)
-    prompts = run.warm_up_prompts()
     for backend in settings.backends:
         launch = run.launch(backend)
-        with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
+        # while the first server starts the requests are chosen, which takes seconds
+        with ready_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s, lambda: run.warm_up_prompts) as server:
             if when_ready:
-                when_ready(backend, url)
+                when_ready(backend, server.url)
+            prompts = run.warm_up_prompts
             print(f"{run.engine.name} with {backend}: {sum(map(len, prompts))} requests that do not count", flush=True)
             with status(run.engine.name, "warming up") as tell:
-                warm_up(run.engine, url, prompts, settings.sampling, tell)  # or the first backend would pay for more than itself
+                warm_up(run.engine, server.url, prompts, settings.sampling, tell)  # or the first backend would pay for more than itself
             for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
                 run.add(backend, index, measure(run, launch, index, repeat))
     return run.finish()

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -103,16 +103,18 @@ def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) 
 
 
 @contextlib.contextmanager
-def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[Server]:
-    """As running_server; gives the server itself."""
+def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> Iterator[Server]:
+    """As running_server; gives the server itself. `meanwhile` is called while the server starts."""
     server = Server(engine, launch, log)
     try:
-        server.wait_until_ready(timeout_s)
-        yield server
-        server.raise_if_dead()
-    except Exception:
-        print_tail(log)
-        raise
+        meanwhile()
+        try:
+            server.wait_until_ready(timeout_s)
+            yield server
+            server.raise_if_dead()
+        except Exception:
+            print_tail(log)
+            raise
     finally:
         server.stop()
 

@@ -44,7 +44,7 @@ def convert(gguf: Path, target: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # transformers parses the file three times and names the tensors once for each module, which was half of the conversion's time
-    reader.GGUFReader, reader.get_tensor_name_map = cache(reader.GGUFReader), cache(reader.get_tensor_name_map)
+    vars(reader).update(GGUFReader=cache(reader.GGUFReader), get_tensor_name_map=cache(reader.get_tensor_name_map))
     source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     # transformers refuses to save a model that it loaded from GGUF: a fresh one takes the weights over. They are no longer quantized
     config = LlamaConfig(**{name: value for name, value in source.config.to_dict().items() if name not in ("quantization_config", "dtype", "torch_dtype")})
