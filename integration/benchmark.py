@@ -98,7 +98,7 @@ def describe(workload: Workload, request_rate: float, sampling: Sampling | None 
 
 
 def note_on(settings: Settings) -> str:
-    """What a reader of the tables must know; empty on a GPU."""
+    """A note above the tables; empty on a GPU."""
     return f"{serving_choice(settings.dtype)} {FIGURES_OF_A_CPU}" if settings.device == "cpu" else ""
 
 
@@ -142,7 +142,7 @@ class Benchmark:
 
     @cached_property
     def warm_up_prompts(self) -> list[Prompts]:
-        """Of each load; other prompts than those of its measured runs."""
+        """The first prompts of each load. Measured runs have other prompts."""
         return [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(self.workloads)]
 
     def launch(self, backend: str, cache: Path | None = None) -> Launch:

@@ -32,7 +32,7 @@ def ask(url: str) -> None:
 
 
 def demo_settings(engine: str, model: str, device: str, num_prompts: int | None, results: Path) -> Settings:
-    """A load that two CPU cores finish in minutes, or one that keeps a GPU busy."""
+    """A load for two CPU cores, which finish it in minutes, or for a GPU."""
     dtype = default_dtype(device)
     if device == "cpu":
         load = Load(num_prompts=num_prompts or 32, output_len="48")

@@ -1,4 +1,4 @@
-"""`make demo` without an engine: what it chooses and says, and Ctrl-C at every moment."""
+"""`make demo` without an engine: its choices, its messages, and Ctrl-C at every moment."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ sys.argv = ["demo", "--model", model, "--results", results, "--num-prompts", "12
 demo.main()
 """
 
-# What the server answers, when it starts, and the line of a log after which Ctrl-C comes.
+# Seconds until the server answers, when it starts to listen, and the line of a log after which Ctrl-C comes.
 MOMENTS = {
     "start": ("0", "never", "server started"),
     "warm-up": ("600", "at once", "a request arrived"),
