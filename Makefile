@@ -6,6 +6,8 @@ SHELL := /bin/bash
 
 ENGINE ?= vllm
 MODEL ?= smollm2
+# the demo's duration counts from here
+BEGIN := $(shell date +%s)
 # make the environments with this one; it needs only the standard library
 BASE_PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13,$(shell command -v $(name))))
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
@@ -48,11 +50,11 @@ ifdef PYTHON
 demo: export PYTHONPATH := $(PACKAGE)$(if $(PYTHONPATH),:$(PYTHONPATH))
 demo:
 	@$(PYTHON) -m integration.environment --python "$$(command -v $(PYTHON))" --package-folder $(PACKAGE)
-	@$(PYTHON) -m integration.demo --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
+	@$(PYTHON) -m integration.demo --since $(BEGIN) --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
 else
 demo: base-python
 	@$(BASE_PYTHON) -m integration.environment --venv $(VENV) --kind $(if $(filter gpu,$(DEVICE)),$(ENGINE)-gpu,cpu)
-	@$(VENV)/bin/python -m integration.demo --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
+	@$(VENV)/bin/python -m integration.demo --since $(BEGIN) --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
 endif
 
 .PHONY: test

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from attn_backend.cpu_features import FIGURES_OF_A_CPU, serving_choice
 from attn_backend.kernels.progress import status
 from integration.client import run_client
 from integration.device import device_name, package_versions
@@ -21,7 +23,7 @@ from integration.engines.base import ON_OURS, OURS_NO_CASCADE, OURS_STOCK_SAMPLE
 from integration.model import Model, resolve_model
 from integration.report import write_report, write_tables
 from integration.results import Row
-from integration.server import free_port, running_server
+from integration.server import free_port, ready_server
 from integration.warm_up import Prompts, warm_up, warm_up_prompts
 from integration.workload import Workload, make_workload
 
@@ -95,6 +97,11 @@ def describe(workload: Workload, request_rate: float, sampling: Sampling | None 
     return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
 
 
+def note_on(settings: Settings) -> str:
+    """A note above the tables; empty on a GPU."""
+    return f"{serving_choice(settings.dtype)} {FIGURES_OF_A_CPU}" if settings.device == "cpu" else ""
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """The parts that both ways to measure share: the loads, and the report."""
@@ -102,9 +109,9 @@ class Benchmark:
     settings: Settings
     engine: Engine
     model: Model
-    workloads: list[Workload]
     described: dict[str, Any]
     title: str
+    note: str  # above the tables
     measured: dict[tuple[int, int], list[Metrics]] = field(default_factory=dict)  # of (index of a load, index of a backend), one for each repeat
 
     @classmethod
@@ -112,20 +119,31 @@ class Benchmark:
         engine = ENGINES[settings.engine]
         settings.results.mkdir(parents=True, exist_ok=True)
         model = resolve_model(settings.model, settings.python)
-        print(f"{engine.name}: the requests are chosen", flush=True)
-        workloads = [
-            make_workload(load.dataset, load.num_prompts, load.output_len, model.folder, settings.seed, load.samples, settings.max_model_len)
-            for load in settings.loads
-        ]
         machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
         loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
         limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
         described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
         gpus = "" if settings.tensor_parallel_size == 1 else f"{settings.tensor_parallel_size} x "
-        run = cls(settings, engine, model, workloads, described, f"{engine.name}, {model.name}, {gpus}{machine['device_name']}")
+        title = f"{engine.name}, {model.name}, {gpus}{machine['device_name']}"
+        run = cls(settings, engine, model, described, title, note_on(settings))
         for backend in settings.backends:
             engine.server_command(run.launch(backend))  # a name that the engine refuses is known before another one has been measured
         return run
+
+    @cached_property
+    def workloads(self) -> list[Workload]:
+        settings = self.settings
+        print(f"{self.engine.name}: the requests are chosen", flush=True)
+        with status(self.engine.name, "the requests are chosen"):
+            return [
+                make_workload(load.dataset, load.num_prompts, load.output_len, self.model.folder, settings.seed, load.samples, settings.max_model_len)
+                for load in settings.loads
+            ]
+
+    @cached_property
+    def warm_up_prompts(self) -> list[Prompts]:
+        """The first prompts of each load. Measured runs have other prompts."""
+        return [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(self.workloads)]
 
     def launch(self, backend: str, cache: Path | None = None) -> Launch:
         settings = self.settings
@@ -170,10 +188,6 @@ class Benchmark:
             settings.results / f"{name}.go" if waits else None,
         )
 
-    def warm_up_prompts(self) -> list[Prompts]:
-        """Of each load; other prompts than those of its measured runs."""
-        return [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(self.workloads)]
-
     def announce(self, backend: str, index: int, repeat: int) -> None:
         print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
 
@@ -186,10 +200,10 @@ class Benchmark:
     def add(self, backend: str, index: int, metrics: Metrics) -> None:
         """Add a run of the client to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
         self.measured.setdefault((index, self.settings.backends.index(backend)), []).append(metrics)
-        write_tables(self.settings.results, self.title, self.described, self.rows)
+        write_tables(self.settings.results, self.title, self.described, self.rows, self.note)
 
     def finish(self) -> list[Row]:
-        for path in write_report(self.settings.results, self.title, self.described, self.rows):
+        for path in write_report(self.settings.results, self.title, self.described, self.rows, self.note):
             print(f"written: {path}", flush=True)
         return self.rows
 
@@ -197,15 +211,16 @@ class Benchmark:
 def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
     """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
     run = Benchmark.make(settings)
-    prompts = run.warm_up_prompts()
     for backend in settings.backends:
         launch = run.launch(backend)
-        with running_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s) as url:
+        # while the first server starts the requests are chosen, which takes seconds
+        with ready_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s, lambda: run.warm_up_prompts) as server:
             if when_ready:
-                when_ready(backend, url)
+                when_ready(backend, server.url)
+            prompts = run.warm_up_prompts
             print(f"{run.engine.name} with {backend}: {sum(map(len, prompts))} requests that do not count", flush=True)
             with status(run.engine.name, "warming up") as tell:
-                warm_up(run.engine, url, prompts, settings.sampling, tell)  # or the first backend would pay for more than itself
+                warm_up(run.engine, server.url, prompts, settings.sampling, tell)  # or the first backend would pay for more than itself
             for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
                 run.add(backend, index, measure(run, launch, index, repeat))
     return run.finish()

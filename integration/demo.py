@@ -1,4 +1,4 @@
-"""`make demo`: a small real model behind a real server with this backend: one answered question, then the engine's own client, ours beside stock.
+"""`make demo`: a small real model behind a real server with this backend: one answered question, then the engine's own client, with both backends.
 
 Everything it needs is fetched by package name and cached; reports and logs go to results/.
 """
@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+from attn_backend.cpu_features import FIGURES_OF_A_CPU, serving_choice
 from integration.benchmark import Load, Settings, benchmark
 from integration.command_line import KNOWN_ERRORS
-from integration.device import find_device
+from integration.device import default_dtype, find_device
 from integration.engines import ENGINES
 from integration.engines.base import OURS, STOCK
 from integration.http import post_json
@@ -31,19 +32,22 @@ def ask(url: str) -> None:
 
 
 def demo_settings(engine: str, model: str, device: str, num_prompts: int | None, results: Path) -> Settings:
-    """A load that two CPU cores finish in minutes, or one that keeps a GPU busy."""
+    """A load for two CPU cores, which finish it in minutes, or for a GPU."""
+    dtype = default_dtype(device)
     if device == "cpu":
-        return Settings(engine, [OURS, STOCK], model, results, [Load(num_prompts=num_prompts or 32, output_len="48")], max_concurrency=4, device=device)
+        load = Load(num_prompts=num_prompts or 32, output_len="48")
+        return Settings(engine, [OURS, STOCK], model, results, [load], max_concurrency=4, device=device, dtype=dtype)
     load = Load(num_prompts=num_prompts or 256, request_rate=16)
-    return Settings(engine, [OURS, STOCK], model, results, [load], device=device, max_model_len=8192, max_num_seqs=256)
+    return Settings(engine, [OURS, STOCK], model, results, [load], device=device, dtype=dtype, max_model_len=8192, max_num_seqs=256)
 
 
 def what_to_expect(settings: Settings) -> str:
     """The demo's phases, and how long they take."""
-    machine, start, measured = ("a CPU", "1 to 2 minutes", "1 to 5 minutes") if settings.device == "cpu" else ("a GPU", "1 to 3 minutes", "half a minute")
+    machine, start, measured = ("a CPU", "1 minute", "1 to 2 minutes") if settings.device == "cpu" else ("a GPU", "1 to 3 minutes", "half a minute")
     served = f"{settings.loads[0].num_prompts} requests are measured ({measured})"
     with_ours = f"With attn_backend: a server starts ({start}), answers a question, warms up, and {served}."
-    return f"{settings.engine} on {machine}. {with_ours}\nThen the same with the backend that {settings.engine} chooses itself, and a table of both."
+    lines = [f"{settings.engine} on {machine}. {with_ours}", f"Then the same with the backend that {settings.engine} chooses itself, and a table of both."]
+    return "\n".join([*lines, serving_choice(settings.dtype)] if settings.device == "cpu" else lines)
 
 
 def main() -> None:
@@ -52,21 +56,32 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, or a folder with a model and its tokenizer")
     parser.add_argument("--num-prompts", type=int)
     parser.add_argument("--results", type=Path, help="default: results/demo-ENGINE")
+    parser.add_argument("--since", type=float, default=time.time(), help="Unix time from which the demo's duration counts; default: now")
     given = parser.parse_args()
     stop_on_signals()
-    begin = time.monotonic()
     results = (given.results or REPOSITORY / "results" / f"demo-{given.engine}").resolve()
     device = find_device()
+
+    def seconds() -> str:
+        return f"{time.time() - given.since:.0f} s"
+
+    def ask_ours(backend: str, url: str) -> None:
+        if backend == OURS:
+            ask(url)
+            print(f"First answer after {seconds()}.", flush=True)
+
     try:
         settings = demo_settings(given.engine, given.model, device, given.num_prompts, results)
         print(f"{what_to_expect(settings)}\nLogs and reports go to {results}\n", flush=True)
-        rows = benchmark(settings, lambda backend, url: ask(url) if backend == OURS else None)
+        rows = benchmark(settings, ask_ours)
     except KNOWN_ERRORS as error:
         sys.exit(f"\nerror: {error}\nLogs are in {results}")
     except KeyboardInterrupt:
-        sys.exit("\nInterrupted; the servers are stopped.")
+        print("Interrupted. The servers are stopped.", file=sys.stderr)
+        sys.exit(130)
     ours, stock = (row.metrics for row in rows)
-    print(f"\n{format_table(rows)}\n\nITL p50 is {ours.itl_p50_ms / stock.itl_p50_ms:.2f} x the stock backend's. Took {time.monotonic() - begin:.0f} s.")
+    above = f"{FIGURES_OF_A_CPU}\n" if device == "cpu" else ""
+    print(f"\n{above}{format_table(rows)}\n\nITL p50 is {ours.itl_p50_ms / stock.itl_p50_ms:.2f} x the stock backend's. The demo took {seconds()}.")
 
 
 if __name__ == "__main__":

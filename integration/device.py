@@ -8,7 +8,8 @@ import os
 import platform
 import shutil
 import subprocess
-from pathlib import Path
+
+from attn_backend.cpu_features import CPUINFO, serving_dtype
 
 
 def find_device() -> str:
@@ -17,6 +18,11 @@ def find_device() -> str:
         return "cpu"
     listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True)
     return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
+
+
+def default_dtype(device: str) -> str:
+    """The `--dtype` of servers for which the user names none: on a CPU the faster one, on a GPU the model's own."""
+    return serving_dtype() if device == "cpu" else "auto"
 
 
 def uses_multicast() -> bool:
@@ -40,7 +46,7 @@ def device_name(device: str) -> str:
     if device == "cuda":
         listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], check=False, capture_output=True, text=True)
         return listed.stdout.splitlines()[0].strip() if listed.stdout else "unknown GPU"
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in CPUINFO.read_text().splitlines() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 

@@ -9,9 +9,24 @@ from typing import Any
 
 import httpx
 
-# servers under test are on this machine: a proxy set for the outside must not get in between
-CLIENT = httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None))
+from attn_backend.cli.connections import Connections
+
 ANSWER_TIMEOUT_S = 600
+
+
+CONNECTIONS = Connections()  # of all requests of this module
+
+
+def _watch(request: httpx.Request) -> None:
+    def note(event: str, details: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            CONNECTIONS.add(details["return_value"].get_extra_info("socket"))
+
+    request.extensions["trace"] = note
+
+
+# servers under test are on this machine: a proxy set for the outside must not get in between
+CLIENT = httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None), event_hooks={"request": [_watch]})
 
 
 @contextmanager

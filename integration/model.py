@@ -51,7 +51,7 @@ def resolve_model(model: str, python: str) -> Model:
 def _make_smollm2(python: str, kv_heads: int) -> Path:
     folder = cache_folder() / cache_name(kv_heads)
     if not folder.is_dir():
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])), "TQDM_DISABLE": "1"}
         if subprocess.run([python, "-m", "integration.smollm2", "--kv-heads", str(kv_heads)], check=False, cwd=REPOSITORY, env=environment).returncode != 0:
             raise RuntimeError("SmolLM2 could not be prepared (see above)")
     return folder

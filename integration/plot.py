@@ -50,8 +50,8 @@ def draw_latency(axis: Any, name: str, field: str, rows: list[Row], colors: list
         axis.plot([p50, p99], [place, place], color=color, linewidth=3, alpha=0.4, solid_capstyle="butt")
         axis.plot([p50], [place], "o", color=color)
         axis.plot([p99], [place], "|", color=color, markersize=13, markeredgewidth=2.5)
-        axis.annotate(_milliseconds(p50), (p50, place), (-7, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
-        axis.annotate(_milliseconds(p99), (p99, place), (6, 0), textcoords="offset points", ha="left", va="center", fontsize=8)
+        axis.annotate(_three_digits(p50), (p50, place), (-7, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
+        axis.annotate(_three_digits(p99), (p99, place), (6, 0), textcoords="offset points", ha="left", va="center", fontsize=8)
     axis.set_xscale("log")
     axis.margins(x=0.25)
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -62,12 +62,12 @@ def draw_latency(axis: Any, name: str, field: str, rows: list[Row], colors: list
 
 def draw_throughput(axis: Any, rows: list[Row], colors: list[str]) -> None:
     bars = axis.barh(range(len(rows)), [row.metrics.tokens_per_s for row in rows], 0.6, color=colors)
-    axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=3)
+    axis.bar_label(bars, fmt=_three_digits, fontsize=8, padding=3)
     axis.margins(x=0.15)
     _finish(axis, "Generated tokens per second, more is better")
 
 
-def _milliseconds(value: float) -> str:
+def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

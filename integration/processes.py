@@ -18,6 +18,7 @@ from integration.environment import REPOSITORY
 LIBRARY = "libattn_backend"
 STOP_GRACE_S = 30
 TERMINATE_GRACE_S = 5
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def own_modules(*first: str) -> dict[str, str]:
@@ -110,14 +111,30 @@ def stop_group(leader: psutil.Popen) -> None:
 
 @contextlib.contextmanager
 def _deferred_interrupts() -> Iterator[None]:
-    """A second, impatient Ctrl-C must not leave a server behind: it has to wait until the servers are gone."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _takes_signals() else ()
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    """An impatient Ctrl-C must not leave a server behind: it takes effect when the servers are gone."""
+    numbers = STOP_SIGNALS if _takes_signals() else ()
+    came: list[int] = []
+
+    def defer(number: int, _: object) -> None:
+        say_stopping()
+        came.append(number)
+
+    previous = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    for number in previous:
+        signal.signal(number, defer)
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def say_stopping() -> None:
+    """In a signal handler, where print() could interrupt another print()."""
+    with contextlib.suppress(OSError):
+        os.write(2, "\nstopping…\n".encode())
 
 
 def _takes_signals() -> bool:

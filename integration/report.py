@@ -38,19 +38,23 @@ def _format_load(rows: list[Row]) -> str:
     return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)])
 
 
-def write_tables(folder: Path, title: str, settings: dict[str, Any], rows: list[Row]) -> list[Path]:
-    """Write `report.json` and `report.md` into `folder`. Returns what was written."""
+def write_tables(folder: Path, title: str, settings: dict[str, Any], rows: list[Row], note: str = "") -> list[Path]:
+    """Write `report.json` and `report.md` into `folder`. Returns what was written.
+
+    Args:
+        note: stands above the tables.
+    """
     described = [asdict(row) | {"median": asdict(row.metrics)} for row in rows]
-    report = {"title": title, "settings": settings, "rows": described}
+    report = {"title": title, "note": note, "settings": settings, "rows": described}
     written = [folder / "report.json", folder / "report.md"]
     written[0].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    written[1].write_text(f"# {title}\n\n{format_table(rows)}\n", encoding="utf-8")
+    written[1].write_text("\n\n".join(filter(None, [f"# {title}", note, format_table(rows)])) + "\n", encoding="utf-8")
     return written
 
 
-def write_report(folder: Path, title: str, settings: dict[str, Any], rows: list[Row]) -> list[Path]:
+def write_report(folder: Path, title: str, settings: dict[str, Any], rows: list[Row], note: str = "") -> list[Path]:
     """Write the tables and, where matplotlib is installed, `report.png` into `folder`. Returns what was written."""
-    written = write_tables(folder, title, settings, rows)
+    written = write_tables(folder, title, settings, rows, note)
     try:
         from integration.plot import plot_rows
     except ImportError:

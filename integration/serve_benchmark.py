@@ -44,8 +44,9 @@ from pydantic import ValidationError
 
 from attn_backend.cli.arguments import split_arguments
 from attn_backend.settings import refusal
-from integration.benchmark import Load, Settings, benchmark
+from integration.benchmark import Load, Settings, benchmark, note_on
 from integration.command_line import exit_with, new_parser, results_folder, sampling_argument
+from integration.device import default_dtype
 from integration.report import format_table
 from integration.side_by_side import benchmark_side_by_side
 
@@ -94,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
     parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn: prompts, lengths, and with --sampling the requests' seeds; default: %(default)s")
-    parser.add_argument("--dtype", default="auto", help="of the model, as the engine calls it; default: %(default)s")
+    parser.add_argument("--dtype", help="of the model, as the engine calls it; default: float32 on a CPU without bf16 instructions, otherwise auto")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU")
     parser.add_argument("--max-num-seqs", type=int, help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU")
     parser.add_argument(
@@ -122,6 +123,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
     """Options are named as the fields of Settings; where they are silent its defaults hold, which are for a CPU."""
     values: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": 256} if given.device == "cuda" else {}
     values |= {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__ and value is not None}
+    values["dtype"] = given.dtype or default_dtype(given.device)
     values["results"] = results_folder(given, given.engine)
     values["loads"] = parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples)
     values["left_out"] = parse_left_out(given.leave_out, given.backends, len(given.dataset))
@@ -131,7 +133,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
 def run() -> bool:
     settings = parse_arguments()
     rows = benchmark_side_by_side(settings) if settings.side_by_side else benchmark(settings)
-    print(f"\n{format_table(rows)}")
+    print("\n" + "\n\n".join(filter(None, [note_on(settings), format_table(rows)])))
     return True
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,8 +16,8 @@ import psutil
 from attn_backend.kernels.progress import status
 from integration.engines import Engine, Launch
 from integration.engines.base import is_ours
-from integration.http import is_ready
-from integration.processes import library_is_loaded, start, stop_group
+from integration.http import CONNECTIONS, is_ready
+from integration.processes import STOP_SIGNALS, library_is_loaded, say_stopping, start, stop_group
 
 POLL_S = 0.5
 TAIL_LINES = 40
@@ -43,13 +43,18 @@ def print_tail(log: Path) -> None:
 
 
 def stop_on_signals() -> None:
-    """Let TERM and HUP end the program the way Ctrl-C does, so that servers are stopped on the way out."""
+    """Have Ctrl-C, TERM and HUP cancel all requests and end the program, which stops servers on the way out."""
 
     def leave(number: int, _: object) -> None:
+        say_stopping()
+        CONNECTIONS.cancel()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGHUP, leave)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as INT is in a program that a shell starts in the background
+            signal.signal(number, leave)
 
 
 class Server:
@@ -83,8 +88,11 @@ class Server:
             self.process.send_signal(signal.SIGINT)
 
     def stop(self) -> None:
-        stop_group(self.process)
-        self._scratch.cleanup()
+        try:
+            with status(self.label, "stopping"):
+                stop_group(self.process)
+        finally:
+            self._scratch.cleanup()
 
 
 @contextlib.contextmanager
@@ -95,16 +103,18 @@ def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) 
 
 
 @contextlib.contextmanager
-def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[Server]:
-    """As running_server; gives the server itself."""
+def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> Iterator[Server]:
+    """As running_server; gives the server itself. `meanwhile` is called while the server starts."""
     server = Server(engine, launch, log)
     try:
-        server.wait_until_ready(timeout_s)
-        yield server
-        server.raise_if_dead()
-    except Exception:
-        print_tail(log)
-        raise
+        meanwhile()
+        try:
+            server.wait_until_ready(timeout_s)
+            yield server
+            server.raise_if_dead()
+        except Exception:
+            print_tail(log)
+            raise
     finally:
         server.stop()
 

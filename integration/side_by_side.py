@@ -59,7 +59,7 @@ class SideBySide:
         stack.callback(stop_all, self._waiting)
         for _ in range(CLIENTS_AHEAD):
             self._start_client()
-        self._prompts = run.warm_up_prompts()
+        self._prompts = run.warm_up_prompts
 
     def get_ready(self) -> None:
         """Waits until the servers answer, and has them answer requests that are not measured."""

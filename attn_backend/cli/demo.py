@@ -6,6 +6,8 @@ import argparse
 import http.client
 import json
 import os
+import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -14,14 +16,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..cpu_features import FIGURES_OF_A_CPU, serving_choice, serving_dtype
 from ..kernels.progress import status
 from ..releases import VLLM_CPU
 from .arguments import split_arguments
+from .connections import Connections
 from .console import print_table
 
 _EPILOG = """examples:
@@ -38,6 +42,7 @@ QUESTION = "What is the capital of Japan?"
 PREFIX = "The following text is a careful answer to a question of a reader who wants to know more about the history of cities. " * 12
 OURS, STOCK = "attn_backend", "stock"
 SERVED_NAME = "demo"
+STOP_GRACE_S = 30
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Answers:
     duration: float = 0.0
 
 
-def server_command(engine: str, model: str, backend: str, port: int, device: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+def server_command(engine: str, model: str, backend: str, port: int, device: str, dtype: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """(command, environment variables) of a server that has this backend or the one that the engine chooses."""
     ours = backend == OURS
     if engine == "vllm":
@@ -66,7 +71,7 @@ def server_command(engine: str, model: str, backend: str, port: int, device: str
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", SERVED_NAME, "--context-length", "2048"]
         command += ["--device", "cpu"] if device == "cpu" else []
         command += ["--attention-backend", "attn_backend"] if ours else []
-    return [*command, "--host", "127.0.0.1", "--port", str(port), *arguments], environment
+    return [*command, "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port), *arguments], environment
 
 
 def check_model(model: str) -> None:
@@ -119,30 +124,44 @@ def serving(command: list[str], environment: dict[str, str], port: int, log: Pat
     Raises:
         RuntimeError: it ended, or did not answer in time; says where its log is.
     """
-    with log.open("w") as file:
-        process = subprocess.Popen(command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        end = time.monotonic() + timeout
-        while True:
-            if process.poll() is not None:
-                last = log.read_text(errors="replace").strip().splitlines()[-5:]
-                raise RuntimeError(f"the server ended with status {process.returncode}; the end of {log}:\n" + "\n".join(last))
-            try:
-                if _get(port, "/health") == 200:
-                    break
-            except OSError:
-                pass
-            if time.monotonic() > end:
-                raise RuntimeError(f"the server did not answer within {timeout:.0f} s; its log is {log}")
-            time.sleep(0.5)
-        yield
-    finally:
-        process.terminate()
+    scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # engines leave files in theirs
+    environment = os.environ | environment | {"TMPDIR": scratch.name}
+    with scratch, log.open("w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _wait_until_ready(process, port, log, timeout)
+            yield
+        except KeyboardInterrupt:
+            print("\nstopping…", flush=True)
+            raise
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    while True:
+        if process.poll() is not None:
+            last = log.read_text(errors="replace").strip().splitlines()[-5:]
+            raise RuntimeError(f"the server ended with status {process.returncode}; the end of {log}:\n" + "\n".join(last))
+        with suppress(OSError):
+            if _get(port, "/health") == 200:
+                return
+        if time.monotonic() > end:
+            raise RuntimeError(f"the server did not answer within {timeout:.0f} s; its log is {log}")
+        time.sleep(0.5)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """TERM to a server, then KILL to all processes of its session that are left; at a second Ctrl-C at once."""
+    try:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_GRACE_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _get(port: int, path: str) -> int:
@@ -154,36 +173,40 @@ def _get(port: int, path: str) -> int:
         connection.close()
 
 
-def _post(port: int, path: str, body: dict[str, object]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+def _post(connection: http.client.HTTPConnection, path: str, body: dict[str, object]) -> http.client.HTTPResponse:
     connection.request("POST", path, json.dumps({"model": SERVED_NAME, "temperature": 0} | body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
         raise RuntimeError(f"the server answered {response.status}: {response.read(300).decode(errors='replace')}")
-    return connection, response
+    return response
 
 
 def ask(port: int) -> str:
     """The answer to one question."""
-    connection, response = _post(port, "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32})
-    answer = json.loads(response.read())["choices"][0]["message"]["content"]
-    connection.close()
-    return str(answer).strip()
+    with closing(_connection(port)) as connection:
+        response = _post(connection, "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32})
+        return str(json.loads(response.read())["choices"][0]["message"]["content"]).strip()
 
 
-def _stream(port: int, prompt: str, output_len: int, answers: Answers) -> None:
+def _connection(port: int) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+
+
+def _stream(port: int, prompt: str, output_len: int, answers: Answers, connections: Connections) -> None:
     """One request; its times go to `answers`."""
     try:
-        last = start = time.perf_counter()
-        connection, response = _post(port, "/v1/completions", {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True})
-        is_first = True
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            now = time.perf_counter()
-            (answers.first if is_first else answers.between).append(now - (start if is_first else last))
-            last, is_first = now, False
-        connection.close()
+        with closing(_connection(port)) as connection:
+            last = start = time.perf_counter()
+            connection.connect()
+            connections.add(connection.sock)
+            response = _post(connection, "/v1/completions", {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True})
+            is_first = True
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                now = time.perf_counter()
+                (answers.first if is_first else answers.between).append(now - (start if is_first else last))
+                last, is_first = now, False
     except (OSError, RuntimeError, http.client.HTTPException):
         answers.failed += 1
 
@@ -196,6 +219,7 @@ def load(port: int, requests: int, at_a_time: int, output_len: int, tell: Callab
         first: number of the first; each number has a question of its own.
     """
     answers, waiting, done, lock = Answers(), list(range(first, first + requests)), list[int](), threading.Lock()
+    connections = Connections()
 
     def work() -> None:
         while True:
@@ -203,7 +227,7 @@ def load(port: int, requests: int, at_a_time: int, output_len: int, tell: Callab
                 if not waiting:
                     return
                 number = waiting.pop()
-            _stream(port, f"{PREFIX}Question {number}: {QUESTION}\nAnswer:", output_len, answers)
+            _stream(port, f"{PREFIX}Question {number}: {QUESTION}\nAnswer:", output_len, answers, connections)
             with lock:
                 done.append(number)
                 tell(f"requests {len(done)} of {requests}")
@@ -211,10 +235,16 @@ def load(port: int, requests: int, at_a_time: int, output_len: int, tell: Callab
     tell(f"requests 0 of {requests}")
     start = time.perf_counter()
     threads = [threading.Thread(target=work) for _ in range(at_a_time)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C
+        with lock:
+            waiting.clear()
+        connections.cancel()
+        raise
     answers.duration = time.perf_counter() - start
     return answers
 
@@ -240,6 +270,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="(64; on a CPU 12)")
     parser.add_argument("--output-len", type=int, help="tokens of each answer (128; on a CPU 24)")
     parser.add_argument("--at-a-time", type=int, help="requests (16; on a CPU 4)")
+    parser.add_argument("--dtype", help="of the model (auto; on a CPU without bf16 instructions float32)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds that a server may take to start (%(default)s)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
     parser.add_argument("--server-args", type=split_arguments, default=[], metavar="TEXT", help="more arguments for both servers")
@@ -266,19 +297,31 @@ def run(arguments: argparse.Namespace) -> int:
         )
         logs = Path(tempfile.mkdtemp(prefix="attn_backend-demo-"))
         print(f"{engine} on {'a GPU' if device == 'cuda' else 'a CPU, where the engine may well be the faster one'}; logs are in {logs}", flush=True)
+        dtype = arguments.dtype or (serving_dtype() if device == "cpu" else "auto")
+        if device == "cpu":
+            print(serving_choice(dtype), flush=True)
         rows = []
-        for backend in (OURS, STOCK):
-            port = _free_port()
-            command, environment = server_command(engine, arguments.model, backend, port, device, arguments.server_args)
-            print(f"{backend}: the server starts", flush=True)
-            with status(backend, "the server starts") as tell, serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
-                if backend == OURS:
-                    print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
-                # warms up as it is measured: whoever comes first would pay for more than itself
-                print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
-                load(port, requests, at_a_time, output_len, tell, first=requests)
-                print(f"{backend}: {requests} requests are measured", flush=True)
-                rows.append(row(backend, load(port, requests, at_a_time, output_len, tell)))
+        try:
+            for backend in (OURS, STOCK):
+                port = _free_port()
+                command, environment = server_command(engine, arguments.model, backend, port, device, dtype, arguments.server_args)
+                print(f"{backend}: the server starts", flush=True)
+                with status(backend, "the server starts") as tell, serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
+                    if backend == OURS:
+                        print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
+                    # as long a load as the measured one, or the first requests would pay for the engine's own warm-up
+                    print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
+                    load(port, requests, at_a_time, output_len, tell, first=requests)
+                    print(f"{backend}: {requests} requests are measured", flush=True)
+                    rows.append(row(backend, load(port, requests, at_a_time, output_len, tell)))
+        except KeyboardInterrupt:
+            shutil.rmtree(logs, ignore_errors=True)
+            raise
+        finally:
+            with suppress(OSError):
+                logs.rmdir()  # if nothing was logged
+        if device == "cpu":
+            print(FIGURES_OF_A_CPU)
         print_table(rows, COLUMNS, right=range(1, len(COLUMNS)))
         if arguments.svg:
             draw(rows, arguments.svg)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LINE_EVERY_S = 15.0  # where no line moves
+LINE_EVERY_S = 10.0  # where no line moves
 
 
 @contextlib.contextmanager

@@ -204,9 +204,9 @@ def main() -> None:
     if given.list:
         print("\n".join(listed(name, run, given.device) for name, run in RUNS.items()))
         return
-    stop_on_signals()
     # A process that a shell starts in the background ignores it, and so would servers, which are stopped by it. Threads that start them cannot change that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop_on_signals()
     missing = {name: why for name in given.runs or RUNS if (why := cannot(RUNS[name], given.device)) is not None}
     for name, why in missing.items():
         print(f"{name}: not run, {why}")

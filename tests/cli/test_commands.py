@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -192,6 +193,7 @@ def test_demo_warms_up_as_it_measures(tmp_path: Path, monkeypatch: pytest.Monkey
         list(seen.values())[-1].append((range(first, first + requests), at_a_time, output_len))
         return demo.Answers([0.1] * requests, [0.1] * requests, duration=1.0)
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the logs
     monkeypatch.setattr(demo, "find_spec", lambda name: name == "vllm")
     monkeypatch.setattr(demo, "serving", serving)
     monkeypatch.setattr(demo, "load", load)

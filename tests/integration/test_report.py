@@ -65,6 +65,28 @@ def test_one_slow_backend_leaves_the_others_readable():
     assert {text.get_text() for text in first_token.texts} == {"10", "20", "50000"}
 
 
+def test_a_note_stands_above_the_table(tmp_path):
+    rows = [Row("attn_backend", "load", [metrics(1.0)])]
+    report, tables, *_ = write_report(tmp_path, "title", {}, rows, note="Servers run in float32.")
+    assert json.loads(report.read_text())["note"] == "Servers run in float32."
+    assert tables.read_text() == f"# title\n\nServers run in float32.\n\n{format_table(rows)}\n"
+
+
+@pytest.mark.parametrize(("ours", "stock"), [(7.8, 7.7), (0.123, 0.124), (55.1, 55.2), (100.0, 101.0), (1e-3, 2e-3), (1234.0, 1235.0)])
+def test_numbers_that_differ_in_the_third_digit_differ_in_the_picture(ours, stock):
+    pytest.importorskip("matplotlib")
+    from integration.plot import draw_rows
+
+    def of(value):
+        return Metrics(8, 0, value, 2 * value, value, 2 * value, value, 1.0, 50, 60)
+
+    figure = draw_rows("title", [Row("attn_backend", "load", [of(ours)]), Row("stock", "load", [of(stock)])])
+    first_token, between, throughput = figure.get_axes()
+    assert [text.get_text() for text in throughput.texts] == [f"{value:g}" for value in (ours, stock)]
+    for axis in (first_token, between):
+        assert [text.get_text() for text in axis.texts][::2] == [f"{value:g}" for value in (ours, stock)]
+
+
 def settings_of_a_run(**changes):
     return {"engine": "vllm", "device_name": "GPU", "backends": [], **changes}
 

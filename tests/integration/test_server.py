@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ from tiers import mostly_slow
 from integration.engines import Launch
 from integration.engines.base import OURS, OURS_NO_CASCADE
 from integration.model import Model
-from integration.processes import STOP_GRACE_S, process_environment
+from integration.processes import STOP_GRACE_S, STOP_SIGNALS, process_environment, start, stop_group
 from integration.server import ServerError, free_port, running_server
 
 WITH_WORKER = """
@@ -103,6 +104,31 @@ def test_a_server_hears_interrupts_though_its_starter_ignores_them(launch, tmp_p
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+STOPS_SLOWLY = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: (time.sleep(2), sys.exit()))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_while_a_server_stops_takes_effect_afterwards(number, tmp_path, capfd):
+    log = tmp_path / "log"
+    process = start([sys.executable, "-c", STOPS_SLOWLY], log, {}, own_session=True)
+    while not log.read_text().endswith("ready\n"):
+        time.sleep(0.05)
+    came = []
+    before = signal.signal(number, lambda number, _: came.append((number, process.poll())))
+    try:
+        threading.Timer(1, os.kill, (os.getpid(), number)).start()
+        stop_group(process)
+        assert came == [(number, 0)]
+    finally:
+        signal.signal(number, before)
+    assert "stopping…" in capfd.readouterr().err
 
 
 def test_a_server_that_fails_shows_its_log_and_leaves_no_worker(launch, tmp_path, capsys):
