@@ -161,6 +161,13 @@ FAULTS = (
         ("tests/kernels/test_append_qkv.py",),
     ),
     Fault(
+        "append_qkv: angles are rounded to a float32",
+        "csrc/cache/qkv_params.h",
+        "fused_multiply_add(-turns, kRest, rounding);",
+        "-turns * kRest;",
+        ("tests/kernels/test_append_qkv.py", "-k", "large_positions"),
+    ),
+    Fault(
         "packed rows of exactly 2^31",
         "attn_backend/kernels/attention_config.py",
         "max_rows * group_size > MAX_INT32",
@@ -210,6 +217,13 @@ FAULTS = (
         ("tests/csrc/test_device_planner.py", "-k", "room"),
     ),
     Fault(
+        "planner: a request without rows has a row tile of the largest kind",
+        "csrc/planner/host/planner.cpp",
+        "group.kind == config.max_kind && group.qo_len > 0;",
+        "group.kind == config.max_kind;",
+        ("tests/csrc/test_device_planner.py", "-k", "without_rows"),
+    ),
+    Fault(
         "device append: V's page stride taken from K",
         "csrc/cache/append.cu",
         "const int64_t v_token = page * p.v_cache.page_stride",
@@ -222,6 +236,20 @@ FAULTS = (
         "const KvTensor& tensor = is_v ? params.v : params.k;",
         "const KvTensor& tensor = params.k;",
         (ATTENTION, "-k", "random_cases and generic"),
+    ),
+    Fault(
+        "generic kernel: tokens before the window are read",
+        "csrc/attention/sm80/kv_loader.cuh",
+        "return clamp(t, tile.visible_begin, tile.visible_end - 1);",
+        "return min_of(t, tile.visible_end - 1);",
+        (ATTENTION, "-k", "before_the_window and generic"),
+    ),
+    Fault(
+        "generic kernel: tokens that a cache without pages lacks are not reported",
+        "csrc/attention/row_tile.cuh",
+        "  if (kv_len > 0) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);\n",
+        "",
+        (ATTENTION, "-k", "beyond_the_tensor and generic"),
     ),
     Fault(
         "merge: a later CTA's part",
@@ -607,6 +635,13 @@ FAULTS = (
         "!options.pages_change",
         "true",
         ("tests/kernels/test_sparse_mla.py",),
+    ),
+    Fault(
+        "selected slots: in place with rows of another stride",
+        "csrc/runtime/selection.cpp",
+        "p.indices == p.slots && (p.num_rows == 1 || p.indices_stride == p.slots_stride);",
+        "p.indices == p.slots;",
+        ("tests/kernels/test_selected_slots.py",),
     ),
     Fault(
         "sparse MLA: tokens that a row does not see",

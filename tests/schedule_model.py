@@ -30,6 +30,7 @@ class Model:
     links: list[list[list[int]]]
     errors: int
     uses_queue: bool
+    has_largest_tiles: bool
 
 
 def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int) -> Model:
@@ -59,13 +60,14 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
             state_begin = number * max_rows + qo_begin if links else -1
             offset = 0 if view.kv_offsets is None else _clamp(int(view.kv_offsets[request]), 0, 2**31 - 1 - kv_len)
             groups.append([qo_begin, qo_len, kv_len, tile_begin, number, kind, state_begin, offset, offset + kv_len - qo_len, request])
+    has_largest_tiles = any(kind == config.max_kind for _, kind, *_ in tiles)
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
     longest = max(((_pair_cost(config, kind + 4 * (groups[group][6] >= 0), count), kind) for group, kind, _, _, _, count in tiles), default=(0, 0))
     cost_begin, positions, uses_queue = _positions(config, num_kv_heads, groups, tiles, longest, num_merge_rows > 0)
     used = [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else []
-    return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, uses_queue)
+    return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, uses_queue, has_largest_tiles)
 
 
 def _clamp(value: int, low: int, high: int) -> int:
@@ -179,10 +181,12 @@ def differences(schedule: Schedule, model: Model) -> list[str]:
     """Names of the fields in which they differ."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "links"]
     different = [name for name in names if getattr(schedule, name).tolist() != getattr(model, name)]
-    return different + [name for name in ("errors", "uses_queue") if getattr(schedule, name) != getattr(model, name)]
+    return different + [name for name in ("errors", "uses_queue", "has_largest_tiles") if getattr(schedule, name) != getattr(model, name)]
 
 
 def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
     """Whether two schedules are equal bit for bit; without `links` but for those."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "rows"] + ["links"] * links
-    return (a.errors, a.forest, a.uses_queue) == (b.errors, b.forest, b.uses_queue) and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+    if any(getattr(a, name) != getattr(b, name) for name in ("errors", "forest", "uses_queue", "has_largest_tiles")):
+        return False
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -219,8 +219,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._refuse_columns(ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         dims = self._heads.head_dims
         cache = _joined(ckv_cache, kpe_cache)
-        if ckv_cache.shape[0] == 0:  # kernels want a page, also where no request has a token
-            cache = ckv_cache.new_zeros(1, ckv_cache.shape[1], 1, dims.qk)
+        if ckv_cache.shape[0] == 0:  # two tensors without memory never lie side by side
+            cache = ckv_cache.new_empty(0, ckv_cache.shape[1], 1, dims.qk)
         if cache is None:
             if not self._has_warned:
                 way_out = "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its two parts"

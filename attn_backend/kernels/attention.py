@@ -281,7 +281,8 @@ class Attention:
                 size: no kernel writes their out and lse. A new out holds anything there, NaN among it. Rows of the plan beyond q's are not computed.
             q_rope: of MLA's latents, whose V is K's first columns: [rows, num_qo_heads, head_dim - head_dim_v], the last columns of q, with strides of its own;
                 q is then [rows, num_qo_heads, head_dim_v]. On CUDA with head_dim 576 and head_dim_v 512. None: q has all columns.
-            kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added.
+            kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see too: zero times their values is added. A
+                cache of 0 pages, or K and V of 0 tokens, serves plans whose requests have no tokens.
             out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; None: a new one. It may be q itself, else must not overlap q or
                 the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given; -inf for a row that sees nothing (its output is 0).

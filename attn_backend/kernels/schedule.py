@@ -130,6 +130,7 @@ class Schedule:
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
         uses_queue: whether a GPU's CTAs take pairs from a work queue; the intervals then consist of whole pairs and need not be kept.
+        has_largest_tiles: whether some row tile is of the largest kind.
         num_ctas: parts that the work is split into.
         kv_tile: tokens of a KV tile.
         max_kind: largest kind of row tile.
@@ -151,6 +152,7 @@ class Schedule:
     errors: int
     levels: tuple[tuple[int, int, int, int], ...]
     uses_queue: bool
+    has_largest_tiles: bool
     num_ctas: int
     kv_tile: int
     max_kind: int
@@ -190,6 +192,7 @@ class Schedule:
                 for level in header["levels"][: header["num_levels"]]
             ),
             uses_queue=bool(header["flags"] & values_of("ScheduleFlag")["kUsesQueue"]),
+            has_largest_tiles=bool(header["flags"] & values_of("ScheduleFlag")["kHasLargestTiles"]),
             num_ctas=int(config["num_ctas"]),
             kv_tile=int(config["kv_tile"]),
             max_kind=int(config["max_kind"]),

@@ -13,6 +13,13 @@
 
 namespace attn {
 
+/// Tokens [0, kv_len) of a row group. A cache without pages has none: that is reported if there should be some.
+__device__ __forceinline__ TokenRange tokens_in_cache(const AttentionParams& params, int32_t kv_len) {
+  if (params.num_pages > 0) return TokenRange{0, kv_len};
+  if (kv_len > 0) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
+  return TokenRange{0, 0};
+}
+
 /// Which rows of Q and O a row tile packs, and their query positions. Cheap to read again from the schedule: not kept
 /// in registers over a work item.
 template <bool kManyLevels>

@@ -164,8 +164,7 @@ void set_caches(const TensorView& k, const TensorView& v, const Attention& atten
   };
   params.k = check("kv.k", k, {"pages"}, k_columns);
   params.v = check("kv.v", v, {"pages", k.size(0)}, columns_of_v(config.head_dim, config.head_dim_v));
-  if (k.size(0) < 1 || k.size(0) > kMaxInt32) refuse("kv.k.shape[0] (pages)", k.size(0), "at least 1 and below 2^31");
-  params.num_pages = static_cast<int32_t>(k.size(0));
+  params.num_pages = narrow("kv.k.shape[0] (pages)", k.size(0));  // 0: no request may have a token
 }
 
 /// The Params of the object's variant, or of the standard one.

@@ -254,7 +254,7 @@ def test_wrong_pages_are_clamped_and_reported(emulated: Path, kernel: str) -> No
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
     """Nothing beyond K's last row is read, where there is NaN, and it is reported."""
-    for number, rows in enumerate((1, 64, 129, 300, 500)):
+    for number, rows in enumerate((0, 1, 64, 129, 300, 500)):
         dtype, head_dim = FORMS[number % 3]
         spec = cases.Spec((1, 3), (200, 400), dtype=dtype, head_dim=head_dim, num_kv_heads=1, table_form="ragged", cache_form="ragged", page_size=1, num_ctas=5)
         case = case_tensors.build(spec.with_(causal=False), CPU)
@@ -266,3 +266,39 @@ def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
         assert attention.schedule().errors == PAGE_INDEX_INVALID
         assert not out.isnan().any()
         assert not case.lse.isnan().any()
+
+
+@pytest.mark.parametrize("cache", ["ragged", "paged"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tokens_before_the_window_are_not_read(emulated: Path, kernel: str, cache: str) -> None:
+    """A row tile's first KV tile begins before the window of its first row. The cache may hold NaN there."""
+    forms = {"table_form": "ragged", "cache_form": "ragged", "page_size": 1} if cache == "ragged" else {"page_size": 16}
+    for number, window_left in enumerate((0, 20, 50, 100)):
+        dtype, head_dim = FORMS[number % 3]
+        spec = cases.Spec((1, 3, 5, 20), (200, 400, 90, 333), dtype=dtype, head_dim=head_dim, num_kv_heads=1, window_left=window_left, num_ctas=5, **forms)
+        case = case_tensors.build(spec.with_(causal=True), CPU)
+        expected = case.expected()
+        for qo_len, kv_len, slots in zip(spec.qo_lens, spec.kv_lens, case.slots, strict=True):
+            hidden = slots[: max(kv_len - qo_len - window_left, 0)]
+            for part in (case.kv.k, case.kv.v):
+                part[hidden // spec.page_size, hidden % spec.page_size] = torch.nan
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
+        case_tensors.check(case, case.out, case.lse, expected=expected)
+        assert attention.schedule().errors == 0
+
+
+@pytest.mark.parametrize("cache", ["ragged", "paged"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_cache_without_tokens(emulated: Path, kernel: str, cache: str) -> None:
+    forms = {"table_form": "ragged", "cache_form": "ragged", "page_size": 1} if cache == "ragged" else {"page_size": 16}
+    for number, (dtype, head_dim) in enumerate(FORMS):
+        spec = cases.Spec((1, 40), (0, 0), dtype=dtype, head_dim=head_dim, num_kv_heads=1, num_ctas=3, **forms)
+        case = case_tensors.build(spec, CPU)
+        attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
+        attention.plan(case.view)
+        attention.run(case.q, KVCache(case.kv.k[:0], case.kv.v[:0]), out=case.out, lse=case.lse)
+        assert (case.out[: case.rows] == 0).all()
+        assert (case.lse[: case.rows] == -torch.inf).all()
+        assert attention.schedule().errors == 0

@@ -44,6 +44,19 @@ def test_random_batches(library: ctypes.CDLL, options: dict[str, object], valid:
         assert schedule_model.same(host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)), seed
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_requests_without_rows_have_no_row_tile_of_the_largest_kind(library: ctypes.CDLL, options: dict[str, object]) -> None:
+    """A batch invariant plan gives them that kind, as it does all requests but decodes. The Hopper kernel's producer reads the flag."""
+    for seed, qo_lens in enumerate([(0,), (0, 0, 0), (1, 0, 1), (0, 1), (1, 0, 300), (0, 300), (1, 1), (300,)]):
+        attention = make_attention(SHAPES[0], **options)
+        qo_indptr = torch.tensor([0, *torch.tensor(qo_lens).cumsum(0).tolist()], dtype=torch.int32)
+        pages = torch.arange(len(qo_lens) * 8, dtype=torch.int32).view(len(qo_lens), 8)
+        view = BSRView(qo_indptr, PageTable.block_table(pages, torch.full((len(qo_lens),), 500, dtype=torch.int32), 64))
+        for device_seed in (None, seed):
+            planned = host_planner.plan(library, attention, view, device_seed)
+            assert planned.has_largest_tiles == bool((planned.of_tiles("kind") == planned.max_kind).any()) == (300 in qo_lens), qo_lens
+
+
 @pytest.mark.parametrize("cascade", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_prefix_sums_that_give_all_rows_to_many_requests(library: ctypes.CDLL, causal: bool, cascade: bool) -> None:

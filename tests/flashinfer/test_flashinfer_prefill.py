@@ -84,6 +84,24 @@ def test_batches(device: str, options: dict[str, Any], kv_layout: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"soft_cap": 5.0}, {"alibi": True, "causal": True}], ids=str)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_keys_of_no_tokens(device: str, options: dict[str, Any], kv_layout: str) -> None:
+    """K and V of 0 tokens, and caches of 0 pages: outputs of 0 and lse of -inf, as FlashInfer has them."""
+    batch = make_batch([3, 1, 17], [0, 0, 0], device=device)
+    batch.cache = batch.cache[:0]
+    expected = torch.zeros(21, 4, 64, dtype=torch.float64), torch.full((21, 4), -torch.inf, dtype=torch.float64)
+    for _, plan, run in runs(batch, device, kv_layout):
+        plan(**named(options))
+        check(run(return_lse=True), expected)
+    k, v = (x if kv_layout == "NHD" else x.transpose(0, 1).contiguous() for x in (batch.k, batch.v))
+    check(flashinfer.single_prefill_with_kv_cache(batch.q, k, v, kv_layout=kv_layout, return_lse=True, **named(options)), expected)
+    of_decode = {name: value for name, value in named(options).items() if name != "causal"}
+    o, lse = flashinfer.single_decode_with_kv_cache(batch.q[0], k, v, kv_layout, return_lse=True, **of_decode)
+    check((o.unsqueeze(0), lse.unsqueeze(0)), (expected[0][:1], expected[1][:1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_options_in_forward(device: str) -> None:
     batch = make_batch(Q_LENS, KV_LENS, device=device)
     (paged, plan_paged, _), (ragged, plan_ragged, _) = runs(batch, device)

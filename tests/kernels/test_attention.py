@@ -192,6 +192,45 @@ def test_empty_batches(device: torch.device) -> None:
     check(run(Spec((0,), (5,)), device))  # q without rows
 
 
+@pytest.mark.parametrize("max_levels", [1, 2])
+@pytest.mark.parametrize("page_size", [None, 1, 16], ids=lambda size: "ragged" if size is None else f"pages of {size}")
+def test_a_cache_without_tokens(device: torch.device, page_size: int | None, max_levels: int) -> None:
+    """Every row sees nothing: its output is 0 and its lse is -inf, as of a request without tokens."""
+    lengths, qo_indptr = torch.zeros(2, dtype=torch.int32, device=device), torch.tensor([0, 2, 73], dtype=torch.int32, device=device)
+    if page_size is None:
+        table, shape = PageTable.ragged(torch.zeros(3, dtype=torch.int32, device=device)), (0, 1)
+    else:
+        table, shape = PageTable.block_table(torch.zeros(2, 3, dtype=torch.int32, device=device), lengths, page_size), (0, page_size)
+    for dtype, head_dim, causal, sinks in itertools.product((torch.bfloat16, torch.float16), (64, 128), (True, False), (True, False)):
+        options = {"kernel": attention_kernels.kernel_of(device), "sinks": sinks, "max_levels": max_levels}
+        attention = Attention(8, 2, head_dim, dtype=dtype, device=device, max_rows=73, max_batch=2, **options)
+        view = BSRView(qo_indptr, table, causal=causal and max_levels == 1)
+        attention.plan(view if max_levels == 1 else Composition([view, view]))
+        q = torch.randn(75, 8, head_dim, dtype=dtype, device=device)
+        kv = KVCache.from_pair(*(torch.empty(*shape, 2, head_dim, dtype=dtype, device=device) for _ in range(2)))
+        out, lse = torch.full_like(q, torch.nan), torch.full((75, 8), torch.nan, device=device)
+        of_sinks = torch.randn(8, device=device) if sinks else None
+        attention.run(q, kv, out=out, lse=lse, sinks=of_sinks)
+        attention.raise_for_errors()
+        assert (out[:73] == 0).all()
+        torch.testing.assert_close(lse[:73], torch.full_like(lse[:73], -torch.inf) if of_sinks is None else of_sinks.expand(73, 8))
+        assert out[73:].isnan().all()
+        assert lse[73:].isnan().all()
+
+
+def test_a_cache_without_the_tokens_of_a_plan(device: torch.device) -> None:
+    attention = Attention(4, 2, 64, device=device, max_rows=8, max_batch=1, kernel=attention_kernels.kernel_of(device))
+    q = torch.randn(3, 4, 64, dtype=torch.bfloat16, device=device)
+    kv = KVCache.from_pair(*(torch.empty(0, 16, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(2)))
+    one = torch.tensor([[0]], dtype=torch.int32, device=device)
+    attention.plan(BSRView(torch.tensor([0, 3], dtype=torch.int32, device=device), PageTable.block_table(one, one[0] + 5, 16)))
+    by_host, by_kernel = r"page 0 of request 0 is 0, must be in \[0, 0\)", "a page id is outside the cache"
+    if device.type == "cuda":
+        assert (attention.run(q, kv) == 0).all()
+    with pytest.raises(ValueError, match=by_kernel if device.type == "cuda" else by_host):
+        attention.raise_for_errors() if device.type == "cuda" else attention.run(q, kv)
+
+
 def test_tokens_that_no_row_sees_may_be_anything(device: torch.device) -> None:
     """What lies in front of every window may have been given up by the engine: its pages belong to another request, or to none."""
     for qo_len, kv_len, window_left in [(1, 300, 10), (1, 300, 63), (20, 500, 100), (130, 300, 5)]:

@@ -59,7 +59,7 @@ def test_random_selections(device: torch.device, seed: int) -> None:
 
 def test_refuses(device: torch.device) -> None:
     indices, table = int32([0, 1], [2, 3]).to(device), int32([0], [1], [2]).to(device)
-    requests = torch.zeros(2, dtype=torch.int32, device=device)
+    requests, wide = torch.zeros(2, dtype=torch.int32, device=device), int32([0, 1, 2, 3], [4, 5, 6, 7]).to(device)
     for argument, call in [
         ("indices", lambda: selected_slots(indices.long())),
         ("indices", lambda: selected_slots(indices[0])),
@@ -83,9 +83,19 @@ def test_refuses(device: torch.device) -> None:
         ("out", lambda: selected_slots(indices, out=indices.new_empty(1, 2).expand(2, 2))),
         ("out", lambda: selected_slots(indices, out=3)),  # type: ignore[arg-type]
         ("indices", lambda: selected_slots(indices[:1], out=indices.view(1, 4)[:, 1:3])),
+        # in place, but for rows that lie nearer to one another or further apart
+        ("indices", lambda: selected_slots(wide[:, :2], out=wide.view(-1)[:4].view(2, 2))),
+        ("indices", lambda: selected_slots(wide.view(-1)[:4].view(2, 2), out=wide[:, :2])),
     ]:
         with pytest.raises(ValueError, match=rf"^{argument}\S* is .*must be "):
             call()
+
+
+def test_one_row_in_place_may_have_any_stride(device: torch.device) -> None:
+    memory = int32([-1, 5, 9, 7], [8, 8, 8, 8]).to(device)
+    row = memory[:1, :3]
+    selected_slots(row, out=row.as_strided((1, 3), (2, 1)))
+    assert memory.tolist() == [[5, 9, -1, 7], [8] * 4]
 
 
 def test_under_torch_compile(device: torch.device) -> None:

@@ -240,7 +240,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
           TileRows<RowTileRows<kManyLevels>>{params, rows, row_tile.group, cursor.now.head});
     }
     if constexpr (Traits::kTransformsCache) {
-      const TokenRange all{0, params.num_pages > 0 ? row_tile.kv_end : 0};
+      const TokenRange all = tokens_in_cache(params, row_tile.kv_end);
       tokens.readable = visibility().seen_by_any(rows.position(0, params.group_size),
                                                  rows.position(rows.count - 1, params.group_size), all);
     }
