@@ -49,6 +49,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     if is_compiling():
+        _explain(k, v, kv, slots)
         return compiled.append_kv(k, v, kv, slots)
     try:
         if k.is_neg() or v.is_neg() or slots.is_neg() or (is_grad_enabled() and (k.requires_grad or v.requires_grad)):
@@ -62,6 +63,11 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
             return
         _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)
     except (AttributeError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it
-        check_types(KVCache, "a KVCache", kv=kv)
-        explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
+        _explain(k, v, kv, slots)
         raise
+
+
+def _explain(k: object, v: object, kv: KVCache, slots: object) -> None:
+    """Refuses an argument of the wrong type by its name."""
+    check_types(KVCache, "a KVCache", kv=kv)
+    explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))

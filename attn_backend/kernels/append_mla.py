@@ -48,6 +48,8 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     if torch.compiler.is_compiling():
+        check_types(KVCache, "a KVCache", kv=kv)
+        explain_failure((("latent", latent), ("rope", rope), ("slots", slots)))
         return compiled.append_mla_kv(latent, rope, kv, slots)
     try:
         k, v = kv.k, kv.v

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..metadata import KVCache
 from ..metadata.kv_cache import SCALED_DTYPES
-from ..metadata.structure import check_plain, check_types, explain_failure, refuse
+from ..metadata.structure import MAX_INT64, check_int, check_plain, check_types, explain_failure, refuse, short_repr
 from . import compiled
 from .attention_config import DTYPE_NAMES, kv_element_of
 from .kernel_files import kernel_file
@@ -36,6 +36,8 @@ class Rotary:
 
     table: Tensor
     interleaved: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.ndim not in (1, 2):
@@ -94,9 +96,13 @@ def append_qkv(
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     if torch.compiler.is_compiling():
+        _explain(kv, norm_eps, norm_offset, q=q, k=k, v=v, out=out, slots=slots, positions=positions, q_norm=q_norm, k_norm=k_norm)
+        _check_rotary(rotary)
         options = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps, "norm_offset": norm_offset}
         return compiled.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
+    if slots is None:  # the library would take K for the cache of rotate_qk
+        refuse("slots", slots, "a tensor [tokens]")
     try:
         k_cache = kv.k
         table, is_interleaved = _check((q, k, v, out, slots, positions, q_norm, k_norm), rotary, positions, norm_eps)
@@ -106,13 +112,24 @@ def append_qkv(
             k_scale=kv.k_scale, v_scale=kv.v_scale,
         )  # fmt: skip
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it
-        check_types(KVCache, "a KVCache", kv=kv)
-        check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
-        optional = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm}
-        tensors = {"q": q, "k": k, "v": v, "out": out, "slots": slots, "kv.k": kv.k, "kv.v": kv.v}
-        explain_failure((tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}).items())
+        _explain(kv, norm_eps, norm_offset, q=q, k=k, v=v, out=out, slots=slots, positions=positions, q_norm=q_norm, k_norm=k_norm)
         raise
     return out
+
+
+_OPTIONAL = ("out", "positions", "q_norm", "k_norm")
+
+
+def _explain(kv: KVCache, norm_eps: float, norm_offset: float, **tensors: object) -> None:
+    """Refuses an argument of the wrong type by its name."""
+    check_types(KVCache, "a KVCache", kv=kv)
+    numbers = {"norm_eps": norm_eps, "norm_offset": norm_offset}
+    check_types(Real, "a number", **numbers)
+    for name, number in numbers.items():
+        if type(number) is int:
+            check_int(name, number, -MAX_INT64, MAX_INT64)
+    tensors |= {"kv.k": kv.k, "kv.v": kv.v}
+    explain_failure((name, tensor) for name, tensor in tensors.items() if tensor is not None or name not in _OPTIONAL)
 
 
 def rotate_qk(
@@ -179,6 +196,11 @@ def append_rounded(k: Tensor, v: Tensor | None, kv: KVCache, slots: Tensor, rota
         raise
 
 
+def _check_rotary(rotary: object) -> None:
+    if rotary is not None and not isinstance(rotary, Rotary):
+        refuse("rotary", rotary, "a Rotary or None")
+
+
 _NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
 
 
@@ -195,8 +217,7 @@ def _check(tensors: tuple[Tensor | None, ...], rotary: Rotary | None, positions:
         if positions is not None:
             refuse("positions", positions, "None without a rotary embedding")
         return None, False
-    if not isinstance(rotary, Rotary):
-        refuse("rotary", rotary, "a Rotary or None")
+    _check_rotary(rotary)
     if positions is None:
         refuse("positions", positions, "a tensor [tokens] with a rotary embedding")
     return rotary.table, rotary.interleaved

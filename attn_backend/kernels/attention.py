@@ -311,7 +311,8 @@ class Attention:
         """
         if is_compiling():
             if selected is not None:
-                refuse("selected", selected, "None in a compiled function: call selected_slots before, into the slots of the plan")
+                raise ValueError("selected is given, must be None in a compiled function: call selected_slots before, into the slots of the plan")
+            explain_failed_run(q, q_rope, kv, out, lse, sinks, self._sm_scale if sm_scale is None else sm_scale, logits_soft_cap, after_append, None)
             out = self._new_out(q, out_scale) if out is None else out
             lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse and lse is None else lse
             options = {"lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "after_append": after_append, "sinks": sinks}

@@ -16,7 +16,7 @@ from ..metadata.composition import MAX_LEVELS
 from ..metadata.kv_cache import SCALED_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, dtype_name, explain_failure, refuse
 from . import manifest
-from .head_dims import CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, MLA_HEAD_DIMS, HeadDims
+from .head_dims import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, MLA_HEAD_DIMS, HeadDims
 from .kernel_files import arch_on, kernel_file
 from .schedule import describe_errors
 from .selection import SelectedTokens
@@ -36,7 +36,6 @@ KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element 
 FLOAT8_Q_DTYPES = SCALED_DTYPES  # that Q may have, over a cache of the same
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
-MAX_CPU_HEAD_DIM = 576
 MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
 CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
 _MAX_CPU_BATCH = 2**20
@@ -149,8 +148,8 @@ def check_heads(
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
         for name, dim in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
-            if dim < 8 or dim % 8 or dim > MAX_CPU_HEAD_DIM:
-                refuse(name, dim, f"a multiple of 8 up to {MAX_CPU_HEAD_DIM} on a CPU")
+            if not HeadDims.of(dim).runs_on_cpu:
+                refuse(name, dim, f"{CPU_HEAD_DIMS_TEXT} on a CPU")
         if dtype not in DTYPES:
             refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
     return num_qo_heads, num_kv_heads, dims
@@ -237,7 +236,7 @@ def explain_failed_run(
     q: Tensor, q_rope: Tensor | None, kv: KVCache, out: Tensor | None, lse: Tensor | None, sinks: Tensor | None, sm_scale: float, logits_soft_cap: float,
     after_append: bool, selected: SelectedTokens | None,
 ) -> None:  # fmt: skip
-    """Refuses an argument of a run that has failed, if one explains it. Looked at only then: a layer's call has no time for it."""
+    """Refuses an argument of a run that has failed, if one explains it. Called only then, and while torch.compile traces a run: each call would pay for it."""
     check_types(KVCache, "a KVCache", kv=kv)
     explain_failure((("q", q), ("kv.k", kv.k), ("kv.v", kv.v)))
     optional = (("q_rope", q_rope), ("out", out), ("lse", lse), ("sinks", sinks))
@@ -250,7 +249,7 @@ def explain_failed_run(
     for name, number in numbers.items():
         if abs(number) > _MAX_FLOAT:
             refuse(name, number, "a number that a float32 holds")
-    check_types(bool, "True or False", after_append=after_append)
+    check_types(int, "True or False", after_append=after_append)
 
 
 def refuse_run(errors: int, levels: Sequence[BSRView], num_pages: int) -> NoReturn:

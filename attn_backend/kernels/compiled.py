@@ -5,7 +5,8 @@ Outside of a compiled function nothing here is used. Each operator calls the pub
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,17 +14,17 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..metadata import KVCache
-from ..metadata.structure import refuse
+from ..metadata.kv_cache import checked_scale
+from ..metadata.structure import check_types, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .append_qkv import Rotary
     from .attention import Attention
-    from .sampling import FilterOrder, Float, Int, Samples
+    from .sampling import FilterOrder, Samples
 
 _attentions: WeakValueDictionary[int, Attention] = WeakValueDictionary()
-_Number = TypeVar("_Number", int, float)
+# An int, a float or a bool: operators take each as it is. A parameter declared as `float` would turn an int or a bool into a float.
+_Number = torch.types.Number
 
 
 def know(handle: int, attention: Attention) -> None:
@@ -31,107 +32,112 @@ def know(handle: int, attention: Attention) -> None:
     _attentions[handle] = attention
 
 
-def _cache(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float) -> KVCache:
-    """k_value, v_value: scales where there are no tensors."""
-    if k_scale is None and v_scale is None and k_value == v_value == 1.0:
-        return KVCache.unchecked(k, v)
-    return KVCache.unchecked(k, v, k_value if k_scale is None else k_scale, v_value if v_scale is None else v_scale)
+def _cache(k: Tensor, v: Tensor, k_scale: Tensor | None, k_number: _Number | None, v_scale: Tensor | None, v_number: _Number | None) -> KVCache:
+    return KVCache.unchecked(k, v, _joined(k_scale, k_number), _joined(v_scale, v_number))
 
 
-def _scales_of(kv: KVCache) -> tuple[Tensor | None, Tensor | None, float, float]:
+def _scales_of(kv: KVCache) -> tuple[Tensor | None, _Number | None, Tensor | None, _Number | None]:
     """The last arguments of _cache."""
-    (k_value, k_scale), (v_value, v_scale) = _both(kv.k_scale, 1.0), _both(kv.v_scale, 1.0)
-    return k_scale, v_scale, k_value, v_value
+    return *_split(kv.k_scale), *_split(kv.v_scale)
 
 
-def _both(value: _Number | Tensor | None, default: _Number) -> tuple[_Number, Tensor | None]:
-    """A parameter as a number, and as a tensor or None."""
-    if value is None:
-        return default, None
-    if isinstance(value, Tensor):
-        return default, value
-    return value, None
+def _split(value: _Number | Tensor | None) -> tuple[Tensor | None, _Number | None]:
+    """A parameter as operators take it: a tensor or None, a number or None."""
+    return (value, None) if isinstance(value, Tensor) else (None, value)
+
+
+def _joined(tensor: Tensor | None, number: _Number | None) -> Any:
+    """The parameter that _split() took apart."""
+    return number if tensor is None else tensor
 
 
 @custom_op("attn_backend::run", mutates_args=("out", "lse"))
 def _run(
-    handle: int, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float,
-    out: Tensor, lse: Tensor | None, sm_scale: float | None, logits_soft_cap: float, after_append: bool, q_rope: Tensor | None,
-    sinks: Tensor | None, q_scale: Tensor | None, q_value: float, out_scale: Tensor | None, out_value: float,
-    tensor_names: str, tensors: list[Tensor], number_names: str, numbers: list[float],
+    handle: int, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, k_number: _Number | None, v_scale: Tensor | None, v_number: _Number | None,
+    out: Tensor, lse: Tensor | None, sm_scale: _Number | None, logits_soft_cap: _Number, after_append: _Number, q_rope: Tensor | None,
+    sinks: Tensor | None, q_scale: Tensor | None, q_number: _Number | None, out_scale: Tensor | None, out_number: _Number | None,
+    has_variant_args: bool, tensor_names: str, tensors: list[Tensor], number_names: str, numbers: list[_Number],
 ) -> None:  # fmt: skip
-    names = tensor_names.split() + number_names.split()
-    variant_args: dict[str, Any] | None = dict(zip(names, [*tensors, *numbers], strict=True)) or None
+    names = [name for names, values in ((tensor_names, tensors), (number_names, numbers)) if values for name in names.split("\n")]
+    variant_args: dict[str, Any] | None = dict(zip(names, [*tensors, *numbers], strict=True)) if has_variant_args else None
     _attentions[handle].run(
-        q, _cache(k, v, k_scale, v_scale, k_value, v_value), q_rope=q_rope, out=out, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-        after_append=after_append, variant_args=variant_args, sinks=sinks, q_scale=q_scale if q_scale is not None else None if q_value == 1.0 else q_value,
-        out_scale=out_scale if out_scale is not None else None if out_value == 0.0 else out_value,
+        q, _cache(k, v, k_scale, k_number, v_scale, v_number), q_rope=q_rope, out=out, lse=lse, sm_scale=cast("float | None", sm_scale),
+        logits_soft_cap=cast("float", logits_soft_cap), after_append=cast("bool", after_append), variant_args=variant_args, sinks=sinks,
+        q_scale=_joined(q_scale, q_number), out_scale=_joined(out_scale, out_number),
     )  # fmt: skip
 
 
 def run(handle: int, q: Tensor, kv: KVCache, out: Tensor, variant_args: Mapping[str, Any] | None, options: dict[str, Any]) -> Tensor:
     """options: the other arguments of Attention.run, by name."""
+    if variant_args is not None:
+        check_types(Mapping, "a dict or None", variant_args=variant_args)
     tensors: dict[str, Tensor] = {}
-    numbers: dict[str, float] = {}
+    numbers: dict[str, _Number] = {}
     for name, value in (variant_args or {}).items():
+        if not isinstance(name, str):
+            refuse("a name in variant_args", name, "a str")
         if isinstance(value, Tensor):
             tensors[name] = value
-        else:
+        elif isinstance(value, int | float):
             numbers[name] = value
-    options["q_value"], options["q_scale"] = _both(options["q_scale"], 1.0)  # a number, a tensor
-    options["out_value"], options["out_scale"] = _both(options["out_scale"], 0.0)
+        else:
+            refuse(f"variant_args[{name!r}]", value, "a tensor or a number")
+    for name, number in (("q_scale", "q_number"), ("out_scale", "out_number")):
+        value = options[name]
+        options[name], options[number] = _split(value if isinstance(value, float) else checked_scale(name, value))
     _run(
-        handle, q, kv.k, kv.v, *_scales_of(kv), out, **options,
-        tensor_names=" ".join(tensors), tensors=list(tensors.values()), number_names=" ".join(numbers), numbers=list(numbers.values()),
+        handle, q, kv.k, kv.v, *_scales_of(kv), out, **options, has_variant_args=variant_args is not None,
+        tensor_names="\n".join(tensors), tensors=list(tensors.values()), number_names="\n".join(numbers), numbers=list(numbers.values()),
     )  # fmt: skip
     return out
 
 
 @custom_op("attn_backend::append_kv", mutates_args=("k_cache", "v_cache"))
 def _append_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float, slots: Tensor
-) -> None:
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, k_number: _Number | None, v_scale: Tensor | None,
+    v_number: _Number | None, slots: Tensor,
+) -> None:  # fmt: skip
     from .append import append_kv
 
-    append_kv(k, v, _cache(k_cache, v_cache, k_scale, v_scale, k_value, v_value), slots)
+    append_kv(k, v, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots)
 
 
 def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
     _append_kv(k, v, kv.k, kv.v, *_scales_of(kv), slots)
 
 
-@custom_op("attn_backend::append_mla_kv", mutates_args=("cache",))
-def _append_mla_kv(latent: Tensor, rope: Tensor, cache: Tensor, head_dim_v: int, scale_value: float, scale: Tensor | None, slots: Tensor) -> None:
+@custom_op("attn_backend::append_mla_kv", mutates_args=("k_cache", "v_cache"))
+def _append_mla_kv(
+    latent: Tensor, rope: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, k_number: _Number | None, v_scale: Tensor | None,
+    v_number: _Number | None, slots: Tensor,
+) -> None:  # fmt: skip
     from .append_mla import append_mla_kv
 
-    append_mla_kv(latent, rope, _cache(cache, cache[..., :head_dim_v], scale, scale, scale_value, scale_value), slots)
+    append_mla_kv(latent, rope, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots)
 
 
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
-    _append_mla_kv(latent, rope, kv.k, kv.v.shape[3], *_both(kv.k_scale, 1.0), slots)
+    _append_mla_kv(latent, rope, kv.k, kv.v, *_scales_of(kv), slots)
 
 
 @custom_op("attn_backend::append_qkv", mutates_args=("out", "k_cache", "v_cache"))
 def _append_qkv(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor,
-    k_scale: Tensor | None, v_scale: Tensor | None, k_value: float, v_value: float, slots: Tensor, table: Tensor | None, interleaved: bool,
-    positions: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, norm_offset: float,
+    k_scale: Tensor | None, k_number: _Number | None, v_scale: Tensor | None, v_number: _Number | None, slots: Tensor,
+    table: Tensor | None, interleaved: bool, positions: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: _Number, norm_offset: _Number,
 ) -> None:  # fmt: skip
     from .append_qkv import Rotary, append_qkv
 
     append_qkv(
-        q, k, v, _cache(k_cache, v_cache, k_scale, v_scale, k_value, v_value), slots,
+        q, k, v, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots,
         rotary=None if table is None else Rotary(table, interleaved), positions=positions, q_norm=q_norm, k_norm=k_norm,
-        norm_eps=norm_eps, norm_offset=norm_offset, out=out,
+        norm_eps=cast("float", norm_eps), norm_offset=cast("float", norm_offset), out=out,
     )  # fmt: skip
 
 
 def append_qkv(q: Tensor, k: Tensor, v: Tensor, kv: KVCache, slots: Tensor, out: Tensor | None, rotary: Rotary | None, options: dict[str, Any]) -> Tensor:
-    """Without `out` Q is copied: an operator says of each tensor whether it is read or written.
-
-    options: the other arguments of append_qkv, by name.
-    """
-    out = torch.empty_like(q) if out is None else out
+    """options: the other arguments of append_qkv, by name."""
+    out = q if out is None else out
     table, interleaved = (None, False) if rotary is None else (rotary.table, rotary.interleaved)
     _append_qkv(q, k, v, out, kv.k, kv.v, *_scales_of(kv), slots, table, interleaved, **options)
     return out
@@ -139,17 +145,17 @@ def append_qkv(q: Tensor, k: Tensor, v: Tensor, kv: KVCache, slots: Tensor, out:
 
 @custom_op("attn_backend::selected_slots", mutates_args=("out",))
 def _selected_slots(
-    indices: Tensor, block_table: Tensor | None, requests: Tensor | None, page_size: int, page_stride: int | None, kv_lens: Tensor | None, out: Tensor
+    indices: Tensor, block_table: Tensor | None, requests: Tensor | None, page_size: _Number, page_stride: _Number | None, kv_lens: Tensor | None, out: Tensor
 ) -> None:
     from .selection import selected_slots
 
-    selected_slots(indices, block_table, requests, page_size, page_stride=page_stride, kv_lens=kv_lens, out=out)
+    selected_slots(indices, block_table, requests, cast("int", page_size), page_stride=cast("int | None", page_stride), kv_lens=kv_lens, out=out)
 
 
 def selected_slots(
     indices: Tensor, block_table: Tensor | None, requests: Tensor | None, page_size: int, page_stride: int | None, kv_lens: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    out = torch.empty_like(indices) if out is None else out
+    out = torch.empty(indices.shape, dtype=indices.dtype, device=indices.device) if out is None else out
     _selected_slots(indices, block_table, requests, page_size, page_stride, kv_lens, out)
     return out
 
@@ -157,19 +163,19 @@ def selected_slots(
 @custom_op("attn_backend::sample", mutates_args=("token_ids", "workspace"))
 def _sample(
     logits: Tensor, return_logprobs: bool, num_top_logprobs: int, token_ids: Tensor, workspace: Tensor | None, token_mask: Tensor | None,
-    temperature: float, temperatures: Tensor | None, top_k: int, top_ks: Tensor | None, top_p: float, top_ps: Tensor | None,
-    min_p: float, min_ps: Tensor | None, seed: int, seeds: Tensor | None, position: int, positions: Tensor | None,
-    filter_order: str, logprobs_of: str, row_ctas: int,
+    temperature: Tensor | None, temperature_number: _Number | None, top_k: Tensor | None, top_k_number: _Number | None,
+    top_p: Tensor | None, top_p_number: _Number | None, min_p: Tensor | None, min_p_number: _Number | None,
+    seed: Tensor | None, seed_number: _Number | None, position: Tensor | None, position_number: _Number | None,
+    filter_order: str, logprobs_of: str, row_ctas: _Number,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from .sampling import sample
 
     samples = sample(
         logits, out=token_ids, workspace=workspace, token_mask=token_mask,
-        temperature=temperature if temperatures is None else temperatures, top_k=top_k if top_ks is None else top_ks,
-        top_p=top_p if top_ps is None else top_ps, min_p=min_p if min_ps is None else min_ps,
-        seed=seed if seeds is None else seeds, position=position if positions is None else positions,
+        temperature=_joined(temperature, temperature_number), top_k=_joined(top_k, top_k_number), top_p=_joined(top_p, top_p_number),
+        min_p=_joined(min_p, min_p_number), seed=_joined(seed, seed_number), position=_joined(position, position_number),
         filter_order=cast("FilterOrder", filter_order), logprobs_of=cast("Any", logprobs_of),
-        return_logprobs=return_logprobs, num_top_logprobs=num_top_logprobs, row_ctas=row_ctas,
+        return_logprobs=return_logprobs, num_top_logprobs=num_top_logprobs, row_ctas=cast("int", row_ctas),
     )  # fmt: skip
     absent = logits.new_empty(0, dtype=torch.float32)
     optional = (samples.logprobs, samples.top_token_ids, samples.top_logprobs)
@@ -189,27 +195,17 @@ def _(logits: Tensor, return_logprobs: bool, num_top_logprobs: int, *_arguments:
     return empty(torch.bool, batch), logprobs, empty(torch.int32 if num_top_logprobs else torch.float32, *top), empty(torch.float32, *top)
 
 
-def sample(
-    logits: Tensor,
-    temperature: Float,
-    top_k: Int | None,
-    top_p: Float | None,
-    min_p: Float | None,
-    seed: Int | None,
-    position: Int | None,
-    generator: torch.Generator | None,
-    out: Tensor | None,
-    options: dict[str, Any],
-) -> Samples:
-    """options: the other arguments of sampling.sample, by name."""
+def sample(logits: Tensor, numbers: dict[str, Any], generator: torch.Generator | None, options: dict[str, Any]) -> Samples:
+    """numbers: the arguments of sampling.sample that are numbers or tensors, by name; options: the others, except logits and generator."""
     from .sampling import Samples
 
-    if seed is None or generator is not None:
-        refuse("seed", seed, "given in a compiled function, and no generator: a graph would repeat its draws")
+    if generator is not None:
+        raise ValueError("generator is given, must be None in a compiled function: a graph would repeat its draws")
+    if numbers["seed"] is None:
+        refuse("seed", None, "given in a compiled function: a graph would repeat its draws")
+    out, return_logprobs, num_top_logprobs = options.pop("out"), options["return_logprobs"], options["num_top_logprobs"]
     token_ids = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device) if out is None else out
-    return_logprobs, num_top_logprobs = options.pop("return_logprobs"), options.pop("num_top_logprobs")
-    valid, logprobs, top_token_ids, top_logprobs = _sample(
-        logits, return_logprobs, num_top_logprobs, token_ids, options.pop("workspace"), options.pop("token_mask"),
-        *_both(temperature, 1.0), *_both(top_k, 0), *_both(top_p, 1.0), *_both(min_p, 0.0), *_both(seed, 0), *_both(position, 0), **options,
-    )  # fmt: skip
+    for name, value in numbers.items():
+        options[name], options[f"{name}_number"] = _split(value)
+    valid, logprobs, top_token_ids, top_logprobs = _sample(logits, token_ids=token_ids, **options)
     return Samples(token_ids, valid, logprobs if return_logprobs else None, *((top_token_ids, top_logprobs) if num_top_logprobs else (None, None)))

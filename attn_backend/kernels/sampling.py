@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -82,21 +83,26 @@ def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: An
         arguments["row_ctas"] = row_ctas
         by_name(function)(**arguments)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        for name, value in _by_callers_names(arguments):
-            if isinstance(value, torch.Tensor):
-                if not isinstance(error, ValueError):
-                    explain_failure([(name, value)])
-            elif name in _TENSORS:
-                refuse(name, value, "a tensor")
-            elif name in _TENSORS_OR_NONE:
-                if value is not None:
-                    refuse(name, value, "a tensor or None")
-            else:
-                if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                    refuse(name, value, "in [-2^63, 2^63)")
-                if not isinstance(value, int | float):
-                    refuse(name, value, "a number or a tensor [batch]")
+        _explain(_by_callers_names(arguments), isinstance(error, ValueError))
         raise
+
+
+def _explain(arguments: Iterable[tuple[str, Any]], tensors_are_fine: bool = False) -> None:
+    """Refuses an argument of the wrong type, or an int beyond int64, by its name."""
+    for name, value in arguments:
+        if isinstance(value, torch.Tensor):
+            if not tensors_are_fine:
+                explain_failure([(name, value)])
+        elif name in _TENSORS:
+            refuse(name, value, "a tensor")
+        elif name in _TENSORS_OR_NONE:
+            if value is not None:
+                refuse(name, value, "a tensor or None")
+        else:
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                refuse(name, value, "in [-2^63, 2^63)")
+            if not isinstance(value, int | float):
+                refuse(name, value, "a number or a tensor [batch]")
 
 
 def _by_callers_names(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -179,16 +185,19 @@ def sample(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    if torch.compiler.is_compiling():
-        options = {
-            "workspace": workspace, "token_mask": token_mask, "filter_order": filter_order, "return_logprobs": return_logprobs,
-            "num_top_logprobs": num_top_logprobs, "logprobs_of": logprobs_of, "row_ctas": row_ctas,
-        }  # fmt: skip
-        return compiled.sample(logits, temperature, top_k, top_p, min_p, seed, position, generator, out, options)
     num_top_logprobs = check_int("num_top_logprobs", num_top_logprobs, 0, MAX_TOP_LOGPROBS)
     if logprobs_of not in ("logits", "tempered"):
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
-    batch, device = _batch_of("logits", logits), logits.device
+    batch, device, joint = _batch_of("logits", logits), logits.device, _is_joint(filter_order)
+    if torch.compiler.is_compiling():
+        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "position": position}
+        tensors = {"token_mask": token_mask, "out": out, "workspace": workspace}
+        _explain(((name, value) for name, value in {"logits": logits, **numbers, **tensors}.items() if value is not None or name == "temperature"))
+        options = tensors | {
+            "filter_order": filter_order, "return_logprobs": bool(return_logprobs), "num_top_logprobs": num_top_logprobs, "logprobs_of": logprobs_of,
+            "row_ctas": row_ctas,
+        }  # fmt: skip
+        return compiled.sample(logits, numbers, generator, options)
     seed, position = draws(batch, device, seed, position, generator, of_row=int(isinstance(temperature, torch.Tensor) or temperature != 0))
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
@@ -203,7 +212,7 @@ def sample(
         row_ctas,
         values=logits,
         of_probs=False,
-        joint=_is_joint(filter_order),
+        joint=joint,
         tempered_logprobs=logprobs_of == "tempered",
         temperature=temperature,
         top_k=0 if top_k is None else top_k,

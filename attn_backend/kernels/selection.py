@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..metadata.structure import check_int, check_plain, explain_failure
+from ..metadata.structure import check_int, check_plain, explain_failure, short_repr
 from . import compiled
 from .kernel_files import kernel_file
 from .library import library
@@ -38,6 +38,8 @@ class SelectedTokens:
     page_size: int = 1
     page_stride: int | None = None
     kv_lens: Tensor | None = None
+
+    __repr__ = short_repr
 
     def for_library(self) -> dict[str, Tensor | int | None]:
         """The arguments of the library's functions by name. The library checks what is not checked here.
@@ -94,9 +96,15 @@ def selected_slots(
     Raises:
         ValueError: an argument that is wrong in type, dtype, shape, strides or device, or tensors that overlap.
     """
-    if is_compiling():
-        return compiled.selected_slots(indices, block_table, requests, page_size, page_stride, kv_lens, out)
     selected = SelectedTokens(indices, block_table, requests, page_size, page_stride, kv_lens)
+    if is_compiling():
+        selected.explain_failure()
+        if out is not None:
+            explain_failure((("out", out),))
+        check_int("page_size", page_size, 1)
+        if page_stride is not None:
+            check_int("page_stride", page_stride, page_size)
+        return compiled.selected_slots(indices, block_table, requests, page_size, page_stride, kv_lens, out)
     try:
         if out is None:
             out = torch.empty(indices.shape, dtype=indices.dtype, device=indices.device)

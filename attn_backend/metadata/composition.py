@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .page_table import PageTable
 from .selection import count_slots
-from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, refuse
+from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, refuse, short_repr
 
 MAX_LEVELS = 8  # of one composition
 
@@ -50,6 +50,8 @@ class BSRView:
     positions: Tensor | None = None
     requests: Tensor | None = None
     pages_change: bool = False
+
+    __repr__ = short_repr
 
     @classmethod
     def selected(cls, slots: Tensor, kv_lens: Tensor | None = None) -> BSRView:
@@ -145,6 +147,8 @@ class Composition:
 
     levels: Sequence[BSRView]
     page_size: int = field(init=False)  # tokens of the smallest pages: those of the cache
+
+    __repr__ = short_repr
 
     @classmethod
     def cascade(

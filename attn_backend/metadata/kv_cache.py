@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .structure import check_int, check_plain, check_same_device, dtype_name, explain_failure, refuse
+from .structure import check_int, check_plain, check_same_device, dtype_name, explain_failure, refuse, short_repr
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with scales beside the tensor
@@ -169,6 +169,9 @@ class KVCache:
     @property
     def device(self) -> torch.device:
         return self.k.device
+
+    def __repr__(self) -> str:
+        return short_repr(self, **({"page_size": self.page_size} if isinstance(self.k, Tensor) else {}))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "k", _checked("k", self.k))

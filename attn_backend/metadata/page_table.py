@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, indptr_tensor, refuse, table_tensor
+from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, indptr_tensor, refuse, short_repr, table_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,8 @@ class PageTable:
     kv_lens: Tensor | None = None
     rows: Tensor | None = None
     entry_step: int = 1  # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
+
+    __repr__ = short_repr
 
     @classmethod
     def csr(

@@ -6,13 +6,14 @@ The `..._tensor` functions return their argument, so that a caller checks and na
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from numbers import Integral
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-MAX_INT32 = 2**31 - 1
+MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 INT32 = (torch.int32,)
 INT32_OR_INT64 = (torch.int32, torch.int64)
 _STRIDED = torch.strided
@@ -41,6 +42,21 @@ def describe(value: object) -> str:
     if value.layout is not torch.strided or value.is_nested:
         return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor"
     return f"{_article(dtype_name(value.dtype))} tensor of shape {list(value.shape)} and strides {list(value.stride())} on {value.device}"
+
+
+def short_repr(made: Any, **more: object) -> str:
+    """repr() of a dataclass that shows tensors by dtype, shape and device: it reads no element, so it neither copies nor waits for a GPU.
+
+    more: shown after the fields.
+    """
+    values = {field.name: value for field in fields(made) if (value := getattr(made, field.name)) is not field.default}
+    devices = sorted({str(value.device) for value in values.values() if isinstance(value, Tensor)})
+    shown = {name: _brief(value) for name, value in values.items()} | ({"device": ", ".join(devices)} if devices else {})
+    return f"{type(made).__name__}({', '.join(f'{name}={text}' for name, text in (shown | more).items())})"
+
+
+def _brief(value: object) -> str:
+    return f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _article(noun: str) -> str:
@@ -75,17 +91,21 @@ def check_plain(name: str, tensor: object) -> Tensor:
     """Refuses a tensor whose elements do not lie in memory as its handle says, and one that requires a gradient, which is not computed."""
     if not isinstance(tensor, Tensor):
         refuse(name, tensor, "a tensor")
-    if torch.compiler.is_compiling():  # what is traced stands for tensors that the library looks at when it runs
-        return tensor
+    if not torch.compiler.is_compiling():  # else `tensor` stands for tensors that the library looks at when it runs
+        _check_memory(name, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} is {describe(tensor)} that requires a gradient, which is not computed; must be detached, or used under torch.no_grad()")
+    return tensor
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose elements do not lie in memory as its handle says."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         refuse(name, tensor, "a dense tensor: strided, not quantized, not nested")
     if tensor.is_neg() or tensor.is_conj():
         raise ValueError(f"{name} is {describe(tensor)}, a view whose sign is still to be changed; must be resolved: {name}.resolve_neg()")
     if tensor.is_meta or not _has_memory(tensor):
         raise ValueError(f"{name} is {describe(tensor)} without memory behind it, must be a tensor with data")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} is {describe(tensor)} that requires a gradient, which is not computed; must be detached, or used under torch.no_grad()")
-    return tensor
 
 
 def check_handle(name: str, tensor: Tensor) -> None:

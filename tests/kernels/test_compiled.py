@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, Samples, append_kv, append_mla_kv, append_qkv, sample
+from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, Samples, Variant, append_kv, append_mla_kv, append_qkv, sample
 from attn_backend.variants import builtin
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, VOCAB = 4, 2, 64, 16, 97
@@ -91,6 +91,45 @@ def test_a_variant_with_arguments(device: torch.device) -> None:
         return made.run(q + q, KVCache.from_tensor(cache), variant_args={"slopes": slopes}) + 1
 
     assert torch.equal(attend(q, cache, slopes), torch.compile(attend, fullgraph=True)(q, cache, slopes))
+
+
+@pytest.mark.slow
+def test_numbers_that_change_between_calls_keep_their_types(device: torch.device) -> None:
+    """torch.compile makes symbols of numbers that change: an int parameter must stay an int."""
+    variant = Variant.from_source(
+        "float logits(float logit, const ScoreRow& row, int32_t kv_position) const { return logit + factor * (float)((kv_position + shift) % 7); }",
+        {"factor": float, "shift": int},
+        name="shifted",
+    )
+    made = attention(device, variant=variant)
+    q = torch.randn(sum(QO_LENS), HEADS, HEAD_DIM, device=device).bfloat16()
+    cache = torch.randn(8, 2, PAGE, KV_HEADS, HEAD_DIM, device=device).bfloat16()
+
+    def attend(shift: int, factor: float, sm_scale: float) -> Tensor:
+        return made.run(q, KVCache.from_tensor(cache), sm_scale=sm_scale, variant_args={"factor": factor, "shift": shift}) * 2
+
+    compiled, outputs = torch.compile(attend, fullgraph=True), []
+    for numbers in ((3, 0.5, 0.125), (4, 0.25, 0.1), (5, 2.0, 0.25), (-6, 2.0, 0.25)):
+        outputs.append(attend(*numbers))
+        assert torch.equal(outputs[-1], compiled(*numbers)), numbers
+    assert not any(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.slow
+def test_q_is_written_where_no_out_is_given(device: torch.device) -> None:
+    rotary = Rotary(builtin.rope_frequencies(HEAD_DIM).float().to(device))
+    slots, positions = torch.tensor([3, 1, 20], device=device), torch.tensor([3, 1, 4], device=device)
+
+    def layer(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (x + x).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        returned = append_qkv(q, k, v, KVCache.from_tensor(cache), slots, rotary=rotary, positions=positions)
+        return q + 1, returned * 2
+
+    x, cache = torch.randn(3, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).bfloat16(), torch.zeros(8, 2, PAGE, KV_HEADS, HEAD_DIM, device=device).bfloat16()
+    caches = cache.clone(), cache.clone()
+    eager, of_graph = layer(x, caches[0]), torch.compile(layer, fullgraph=True)(x, caches[1])
+    assert not torch.equal(eager[0], (x + x)[:, :HEADS] + 1)
+    assert all(torch.equal(*pair) for pair in (*zip(eager, of_graph, strict=True), caches))
 
 
 @pytest.mark.slow
