@@ -525,7 +525,7 @@ FAULTS = (
         ("tests/flashinfer/test_flashinfer_decode.py", "-k", "views_of_a_cache"),
     ),
     Fault(
-        "FlashInfer: tensors of q_scale replace those of sm_scale",
+        "FlashInfer: a q_scale tensor replaces the sm_scale tensor",
         "attn_backend/flashinfer/scales.py",
         "factor if of_requests is None else of_requests * factor",
         "factor",
