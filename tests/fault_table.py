@@ -73,7 +73,7 @@ FAULTS = (
         "demo: Ctrl-C waits for the requests in flight",
         "attn_backend/cli/connections.py",
         "        connected.shutdown(socket.SHUT_RDWR)",
-        "        connected.close()",
+        "        pass",
         ("tests/integration/test_http.py",),
     ),
     Fault(
