@@ -25,6 +25,9 @@ SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
 CUBINS = ("tests/kernels/test_cubins.py",)
 THREADS = ("tests/csrc/test_threads.py", "-k", "devices or shared")
+VISIBILITY = ("tests/variants/test_variant_visibility.py",)
+EXPRESSIONS = ("tests/variants/test_expressions.py",)
+TRACED = ("tests/variants/test_traced_functions.py",)
 
 FAULTS = (
     Fault(
@@ -396,6 +399,101 @@ FAULTS = (
     Fault("vLLM: after_append always", "attn_backend/adapters/vllm/impl.py", "after_append=appended,", "after_append=True,", VLLM),
     Fault("vLLM: a window cuts the images of Gemma 3", "attn_backend/adapters/layer_variants.py", "return before | (", "return before & window >= 0 | (", VLLM),
     Fault("vLLM: no window cuts the images of Gemma 4", "attn_backend/adapters/layer_variants.py", "key.window_left if key.cuts_spans else -1", "-1", VLLM),
+    Fault(
+        "variants: the reach of equal quotients is one short",
+        "attn_backend/variants/visibility.py",
+        "return Reach(abs(divisor) - 1 - offset, abs(divisor) - 1 + offset)",
+        "return Reach(abs(divisor) - 1 - offset, abs(divisor) - 2 + offset)",
+        VISIBILITY,
+    ),
+    Fault(
+        "variants: the reach of equal quotients is shifted the wrong way",
+        "attn_backend/variants/visibility.py",
+        "offset = difference[2] * difference[0]",
+        "offset = difference[2]",
+        VISIBILITY,
+    ),
+    Fault(
+        "variants: a sum of a rising and a falling term rises",
+        "attn_backend/variants/visibility.py",
+        "return None if one * other < 0 else one or other",
+        "return one or other",
+        VISIBILITY,
+    ),
+    Fault(
+        "variants: two runs of tokens are one",
+        "attn_backend/variants/visibility.py",
+        "_shapes(mask.args[0]) & _shapes(mask.args[1]) & (Shape.BEGINNING | Shape.END)",
+        "_shapes(mask.args[0]) & _shapes(mask.args[1])",
+        VISIBILITY,
+    ),
+    Fault(
+        "variants: the condition hides tokens from the second branch, too",
+        "attn_backend/variants/visibility.py",
+        "return (condition & yes) | (not_condition & no),",
+        "return (condition & yes) | (condition & no),",
+        VISIBILITY,
+    ),
+    Fault(
+        "variants: a negated index is never negative",
+        "attn_backend/variants/expressions.py",
+        'case "add" | "mul" | "min" | "floor_divide":',
+        'case "add" | "mul" | "min" | "floor_divide" | "negate":',
+        EXPRESSIONS,
+    ),
+    Fault(
+        "variants: a remainder has the sign of the dividend",
+        "attn_backend/variants/expressions.py",
+        'case "floor_modulo":\n            return is_never_negative(a.args[1])',
+        'case "floor_modulo":\n            return is_never_negative(a.args[0])',
+        EXPRESSIONS,
+    ),
+    Fault(
+        "variants: integers are divided by multiplication",
+        "attn_backend/variants/cpp.py",
+        "if (is_power or _has_score(a)) and value != 0",
+        "if value != 0",
+        TRACED,
+    ),
+    Fault(
+        "variants: the bias of the first of several score functions is the bias of all",
+        "attn_backend/variants/cpp.py",
+        'for body in bodies if "logits" in body.hooks] == [True]',
+        'for body in bodies if "logits" in body.hooks][:1] == [True]',
+        TRACED,
+    ),
+    Fault(
+        "variants: a slope may depend on the token",
+        "attn_backend/variants/linear_bias.py",
+        'slope.variables & {"score", "kv_idx"}',
+        'slope.variables & {"score"}',
+        TRACED,
+    ),
+    Fault(
+        "variants: clamp() applies the upper bound first",
+        "attn_backend/variants/operations.py",
+        """    if min is not None:
+        a = arithmetic("max", a, min)
+    return a if max is None else arithmetic("min", a, max)""",
+        """    if max is not None:
+        a = arithmetic("min", a, max)
+    return a if min is None else arithmetic("max", a, min)""",
+        EXPRESSIONS,
+    ),
+    Fault(
+        "variants: a remainder by a negative number is positive",
+        "csrc/attention/variant_math.h",
+        "((rest < 0) != (divisor < 0)) ? divisor : 0",
+        "(rest < 0) ? divisor : 0",
+        TRACED,
+    ),
+    Fault(
+        "variants: a transform of keys may read kv_len of a shared token",
+        "attn_backend/variants/source.py",
+        '_SHARED = ("position", "kv_head")',
+        '_SHARED = ("position", "kv_head", "kv_len")',
+        ("tests/variants/test_rope.py",),
+    ),
     Fault("vLLM: images of the step before", "attn_backend/adapters/spans.py", "                self.clear()\n", "                pass\n", VLLM),
     Fault("vLLM: sinks are loaded once", "attn_backend/adapters/vllm/impl.py", "self._float_sinks.copy_(sinks)", "pass", VLLM),
     Fault(

@@ -154,6 +154,8 @@ class _Statements:
                 return self._division_by_constant(node.op, *args)
             case "xor" if node.kind == Kind.BOOL:
                 return f"{self._operand(args[0])} != {self._operand(args[1])}"
+            case "select" if node.kind == Kind.BOOL:  # & and | of booleans are ints: C++ would find two types in one call
+                return f"select<bool>({', '.join(self._texts[arg] for arg in args)})"
             case "shift_left":  # of negative numbers, too
                 return f"static_cast<int32_t>(static_cast<uint32_t>({self._texts[args[0]]}) << {self._operand(args[1])})"
             case op if op in _SYMBOLS:
@@ -199,7 +201,7 @@ def _is_one_call(text: str) -> bool:
 
 
 def _has_score(node: Node) -> bool:
-    return any(inside.op == "variable" and inside.value == "score" for inside in nodes_of(node))
+    return "score" in node.variables
 
 
 def _constant(node: Node) -> str:

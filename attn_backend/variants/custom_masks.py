@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..metadata.structure import check_types, refuse
 from .cpp import Body
-from .params import Param, check_value
+from .params import Param
 from .reference import Reference
 from .variant import Variant
 
@@ -91,9 +91,6 @@ def _variant(
         refuse("packed_mask", packed_mask, "None with mask, or with packed=False")
     values = Param("packed_mask", torch.uint8, 1, packed_mask) if packed else Param("mask", torch.bool, 1, mask)
     params = (values, Param("mask_indptr", torch.int32, value=mask_indptr, shape=("batch",)))
-    for param in params:
-        if param.value is not None:
-            check_value(f"value of {param.name!r}", param, param.value, None)
     hook = f"  ATTN_HD bool mask(const ScoreRow& row, int32_t kv_position) const {{\n{code.format(value=_BIT if packed else _BOOLEAN)}  }}\n"
     body = Body(name, params, frozenset({"mask"}), True, hook, skips_kv_tiles=skips_kv_tiles)
     return Variant(body=body, reference=Reference(None, reference, params, wants_row=True))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
-from weakref import WeakValueDictionary
+from typing import TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -35,12 +35,14 @@ class Node:
         kind: type of its result.
         args: what it is computed from.
         value: of a constant; or as `op` says.
+        variables: names of all variables that it depends on.
     """
 
     op: str
     kind: Kind
     args: tuple[Node, ...] = ()
     value: Constant | str | tuple[str, int] | None = None
+    variables: frozenset[str] = frozenset()
 
     @property
     def is_constant(self) -> bool:
@@ -52,7 +54,12 @@ _nodes: WeakValueDictionary[tuple[object, ...], Node] = WeakValueDictionary()
 
 def node(op: str, kind: Kind, args: tuple[Node, ...] = (), value: Constant | str | tuple[str, int] | None = None) -> Node:
     # By its repr: 0.0 and -0.0 are different constants, as are 1 and True; a NaN is itself.
-    return _nodes.setdefault((op, kind, args, repr(value)), Node(op, kind, args, value))
+    key = (op, kind, args, repr(value))
+    found = _nodes.get(key)
+    if found is None:
+        variables = frozenset((str(value),)) if op == "variable" else frozenset().union(*(arg.variables for arg in args))
+        found = _nodes.setdefault(key, Node(op, kind, args, value, variables))
+    return found
 
 
 class ExpressionError(Exception):
@@ -162,6 +169,8 @@ def arithmetic(op: str, a: Node, b: Node) -> Node:
         if op in ("add", "mul", "min", "max"):
             return bitwise("or" if op in ("add", "max") else "and", a, b)
         raise ExpressionError(f"{op} of two booleans, which torch does not have; must be & | ^ or of integers")
+    if op == "sub":
+        refuse_boolean("-", a, b)
     a, b = _same_kind(a, b)
     if a.kind == Kind.INT:  # nothing is lost by leaving these out
         if op in ("add", "sub") and b.value == 0 and b.is_constant:
@@ -189,6 +198,11 @@ def divide(a: Node, b: Node) -> Node:
 
 def compare(op: str, a: Node, b: Node) -> Node:
     a, b = _same_kind(a, b)
+    if a == b and a.kind != Kind.FLOAT:  # a NaN does not equal itself
+        return constant(op in ("le", "ge", "eq"))
+    if a.kind == Kind.BOOL and op not in ("eq", "ne"):  # compilers warn about an order of booleans
+        one, other = (logical_not(a), b) if op in ("lt", "le") else (a, logical_not(b))
+        return bitwise("and" if op in ("lt", "gt") else "or", one, other)
     return _fold(op, Kind.BOOL, COMPARISONS[op], (a, b))
 
 
@@ -200,13 +214,14 @@ def bitwise(op: str, a: Node, b: Node) -> Node:
         for one, other in ((a, b), (b, a)):
             if one.is_constant:  # True & x, False | x: x. False & x, True | x: constant
                 return other if one.value is (op == "and") else one
-        if a == b:
-            return a
+    if a == b:
+        return cast(constant(False), a.kind) if op == "xor" else a
     return _fold(op, a.kind, BITWISE[op], (a, b))
 
 
 def shift(op: str, a: Node, b: Node) -> Node:
-    if a.kind != Kind.INT or b.kind != Kind.INT:
+    a, b = _same_kind(a, b)
+    if a.kind != Kind.INT:
         raise ExpressionError("a shift of something that is not an integer")
     return _fold(op, Kind.INT, SHIFTS[op], (a, b))
 
@@ -225,22 +240,27 @@ def logical_not(a: Node) -> Node:
     return a.args[0] if a.op == "not" else _fold("not", Kind.BOOL, lambda x: not x, (a,))
 
 
+def refuse_boolean(what: str, *args: Node) -> None:
+    if any(arg.kind == Kind.BOOL for arg in args):
+        raise ExpressionError(f"{what} of a boolean, which torch does not have; must be ~, or of a number: .to(torch.int32)")
+
+
 def negate(a: Node) -> Node:
-    if a.kind == Kind.BOOL:
-        raise ExpressionError("- of a boolean, which torch does not have; must be ~")
+    refuse_boolean("-", a)
     return _fold("negate", a.kind, lambda x: -x, (a,))
 
 
 def absolute(a: Node) -> Node:
-    if a.kind == Kind.BOOL:
-        raise ExpressionError("abs of a boolean, which torch does not have")
+    refuse_boolean("abs", a)
     return _fold("abs", a.kind, abs, (a,))
 
 
 def function(op: str, a: Node) -> Node:
     """A node of one of FUNCTIONS. floor and ceil leave integers as they are; all others are float32."""
-    if op in ("floor", "ceil") and a.kind == Kind.INT:
-        return a
+    if op in ("floor", "ceil"):
+        refuse_boolean(op, a)
+        if a.kind == Kind.INT:
+            return a
     return _fold(op, Kind.FLOAT, FUNCTIONS[op], (cast(a, Kind.FLOAT),))
 
 
@@ -265,7 +285,8 @@ def power(a: Node, b: Node) -> Node:
     if b.is_constant and b.value in (0.5, -0.5):
         root = function("sqrt", a)
         return root if b.value == 0.5 else divide(constant(1.0), root)
-    if b.is_constant and float(b.value).is_integer() and 1 <= abs(b.value) <= 8 and a.kind != Kind.BOOL:  # type: ignore[arg-type]
+    if b.is_constant and b.kind != Kind.BOOL and float(b.value).is_integer() and 1 <= abs(b.value) <= 8:  # type: ignore[arg-type]
+        a = cast(a, max(a.kind, Kind.INT))
         if b.kind == Kind.INT and a.kind == Kind.INT and b.value < 0:  # type: ignore[operator]
             raise ExpressionError("an integer to a negative integer power, which torch does not have")
         if b.kind == Kind.FLOAT:
@@ -279,7 +300,23 @@ def power(a: Node, b: Node) -> Node:
     raise ExpressionError("** that is neither x ** 0.5, x ** -0.5 or x ** n for an integer n up to 8, nor a ** x for a positive constant a and a float x")
 
 
-@lru_cache(maxsize=4096)
+_T = TypeVar("_T")
+
+
+def bottom_up(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
+    """Caches a function of a node that calls itself for the node's args. These come first: long expressions need no deep recursion."""
+    known: WeakKeyDictionary[Node, _T] = WeakKeyDictionary()
+
+    def of(root: Node) -> _T:
+        if root not in known:
+            for each in nodes_of(root, done=known):
+                known[each] = function(each)
+        return known[root]
+
+    return of
+
+
+@bottom_up
 def is_never_negative(a: Node) -> bool:
     """Whether an integer can be seen to be 0 or more. Of q_idx only where the row has a token: what the others compute is not used."""
     match a.op:
@@ -302,13 +339,13 @@ def is_never_negative(a: Node) -> bool:
     return False
 
 
-def nodes_of(*roots: Node) -> Iterator[Node]:
-    """Every node once, after those that it is computed from."""
+def nodes_of(*roots: Node, done: Container[Node] = ()) -> Iterator[Node]:
+    """Every node once, after its args; without nodes that are done, and what only they need."""
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
         here, is_ready = stack.pop()
-        if here in seen:
+        if here in seen or here in done:
             continue
         if is_ready:
             seen.add(here)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .expressions import KV_IDX, Q_IDX, SCORE, Kind, Node, negate, nodes_of
+from .expressions import KV_IDX, Q_IDX, SCORE, Kind, Node, negate
 
 
 def bias_slope(score: Node) -> Node | None:
@@ -18,7 +18,7 @@ def bias_slope(score: Node) -> Node | None:
         return None
     for slope, distance in (bias.args, bias.args[::-1]):
         of_distance = tuple(_integer(arg) for arg in _integer(distance).args) if _integer(distance).op == "sub" else ()
-        if of_distance not in ((KV_IDX, Q_IDX), (Q_IDX, KV_IDX)) or slope.kind != Kind.FLOAT or {SCORE, KV_IDX} & set(nodes_of(slope)):
+        if of_distance not in ((KV_IDX, Q_IDX), (Q_IDX, KV_IDX)) or slope.kind != Kind.FLOAT or slope.variables & {"score", "kv_idx"}:
             continue
         is_turned = (of_distance == (Q_IDX, KV_IDX)) != (score.op == "sub")
         grows_by = negate(slope) if is_turned else slope

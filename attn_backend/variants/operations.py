@@ -47,12 +47,19 @@ def _divide(a: Node, b: Node, *, rounding_mode: str | None = None) -> Node:
     return arithmetic("floor_divide", a, b)
 
 
+def _scaled(like: Node, b: Node, alpha: Node | None) -> Node:
+    """alpha * b. In a sum of booleans torch makes alpha a boolean, too."""
+    if alpha is None:
+        return b
+    return arithmetic("mul", b, cast(alpha, Kind.BOOL) if like.kind == b.kind == Kind.BOOL else alpha)
+
+
 def _add(a: Node, b: Node, *, alpha: Node | None = None) -> Node:
-    return arithmetic("add", a, b if alpha is None else arithmetic("mul", b, alpha))
+    return arithmetic("add", a, _scaled(a, b, alpha))
 
 
 def _subtract(a: Node, b: Node, *, alpha: Node | None = None) -> Node:
-    return arithmetic("sub", a, b if alpha is None else arithmetic("mul", b, alpha))
+    return arithmetic("sub", a, _scaled(a, b, alpha))
 
 
 def _clamp(a: Node, min: Node | None = None, max: Node | None = None) -> Node:
@@ -92,7 +99,13 @@ def _full(like: Node, *args: Any, dtype: torch.dtype | None = None, **options: A
     return a if dtype is None else _to(a, dtype)
 
 
+def _positive(a: Node) -> Node:
+    expressions.refuse_boolean("+", a)
+    return a
+
+
 def _relu(a: Node, inplace: bool | Node = False) -> Node:
+    expressions.refuse_boolean("relu", a)
     return arithmetic("max", a, constant(0))
 
 
@@ -107,8 +120,9 @@ NAMED: dict[str, Callable[..., Node]] = {
     "mod": lambda a, b: arithmetic("floor_modulo", a, b),
     "remainder": lambda a, b: arithmetic("floor_modulo", a, b),
     "pow": expressions.power,
-    "square": lambda a: arithmetic("mul", a, a),
+    "square": lambda a: expressions.power(a, constant(2)),
     "neg": negate,
+    "pos": _positive,
     "abs": expressions.absolute,
     "min": _smaller,
     "max": _larger,
@@ -163,6 +177,7 @@ for _alias, _name in {
     "divide": "div",
     "true_divide": "truediv",
     "negative": "neg",
+    "positive": "pos",
     "absolute": "abs",
     "less": "lt",
     "less_equal": "le",

@@ -72,7 +72,7 @@ class Param(BaseModel):
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    name: str
     dtype: Any
     ndim: int | None = Field(None, ge=0, le=MAX_DIMS)
     value: Any = Field(None, repr=False)
@@ -88,8 +88,10 @@ class Param(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_dtype(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    def _check_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
         name, dtype, ndim, shape = fields["name"], fields["dtype"], fields["ndim"], fields["shape"]
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            refuse("name", name, "an identifier of C++ and Python: letters, digits and _, the first not a digit")
         if not any(dtype is known for known in (*_CPP_SCALARS, *_CPP_ELEMENTS)):
             raise ValueError(
                 f"dtype of {name!r} is {describe(dtype)}, must be float or int for a number, or one of {', '.join(map(dtype_name, _CPP_ELEMENTS))}"
@@ -104,6 +106,12 @@ class Param(BaseModel):
                 raise ValueError(f"shape of {name!r} is {describe(shape)}, must be {must_be}")
             ndim = len(shape)
         return {**fields, "ndim": 1 if ndim is None and not isinstance(dtype, type) else ndim}
+
+    @model_validator(mode="after")
+    def _check_value(self) -> Param:
+        if self.value is not None:
+            check_value(f"value of {self.name!r}", self, self.value, None)
+        return self
 
     @property
     def is_tensor(self) -> bool:

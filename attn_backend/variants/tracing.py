@@ -18,6 +18,8 @@ from .params import Param
 SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 
+# A compiler takes about 10 s for this many, and its time grows faster than their number.
+MAX_OPERATIONS = 4096
 _BRANCH = "a branch depends on values that only the kernel knows"
 _TO_PYTHON = "a value that only the kernel knows is made a Python number"
 
@@ -85,6 +87,7 @@ class Tracer(TorchFunctionMode):
         self._bound = bound
         self._function = function
         self._names = declared | {param.name for _, param in bound.values()}
+        self._operations = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,6 +112,9 @@ class Tracer(TorchFunctionMode):
             if name in operations.TO_PYTHON:
                 self.refuse(f"{_TO_PYTHON} ({name})")
             self.refuse(f"{name}() is unknown here; known are {operations.KNOWN}")
+        self._operations += 1
+        if self._operations > MAX_OPERATIONS:
+            self.refuse(f"it does more than {MAX_OPERATIONS} operations; must do fewer: put numbers into a tensor, and index it")
         with self.at_users_line():
             return Value(self, operation(*(self._argument(a) for a in args), **{key: self._argument(a) for key, a in kwargs.items()}))
 
@@ -178,9 +184,6 @@ class _Operators:
 
     tracer: Tracer
 
-    def __pos__(self) -> Any:
-        return self
-
     def __setitem__(self, index: object, value: object) -> NoReturn:
         self.tracer.refuse("an in-place write ([...] =); kernels only read their tensors")
 
@@ -211,7 +214,7 @@ def _add_operators() -> None:
         setattr(_Operators, name, in_place(name))
     for name in COMPARISONS:
         setattr(_Operators, f"__{name}__", forward(name))
-    for name in ("neg", "invert", "abs"):
+    for name in ("neg", "pos", "invert", "abs"):
         setattr(_Operators, f"__{name}__", alone(name))
     for name in ("int", "float", "index", "len", "iter", "complex", "round", "contains", "array"):
         setattr(_Operators, f"__{name}__", to_python(name))

@@ -116,6 +116,16 @@ class Variant:
 
     __delattr__ = __setattr__  # type: ignore[assignment]
 
+    def __copy__(self) -> Variant:
+        """Itself: nothing of it can change."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"variant {self.name} cannot be pickled: it holds functions and addresses of tensors; make it where it is used")
+
     def __repr__(self) -> str:
         interval = [*(["causal"] if self.causal else []), *([f"window_left={self.window_left}"] if self.window_left >= 0 else [])]
         hooks = [name for name in HOOKS if getattr(self, f"has_{name}")]
@@ -153,9 +163,6 @@ class Variant:
         if score_mod is None and mask_mod is None:
             raise ValueError("score_mod and mask_mod are None, must be a function, one of them at least")
         declared = params_from(tensors, "tensors")
-        for param in declared:
-            if param.value is not None:
-                check_value(f"value of {param.name!r}", param, param.value, None)
         bound: Bound = {}
         traced = {
             what: trace(what, function, arguments, declared, bound)
@@ -237,9 +244,6 @@ class Variant:
         if skips_kv_tiles and "mask" not in body.hooks:
             raise ValueError("skips_kv_tiles is True, must be False: cpp has no mask()")
         body = replace(body, skips_kv_tiles=skips_kv_tiles)
-        for param in body.params:
-            if param.value is not None:
-                check_value(f"value of {param.name!r}", param, param.value, None)
         return cls(body=body, causal=causal, window_left=check_int("window_left", window_left, -1), reference=reference, cpp=cpp)
 
     @classmethod

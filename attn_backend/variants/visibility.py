@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..metadata.structure import MAX_INT32
-from .expressions import KV_IDX, Q_IDX, Kind, Node, bitwise, compare, constant, logical_not, nodes_of
+from .expressions import KV_IDX, Q_IDX, Kind, Node, bitwise, bottom_up, compare, constant, logical_not
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def visibility_of(mask: Node) -> Visibility:
     terms = list(_terms(mask))
     reach = ALL
     for term in terms:
-        reach &= _reach(term)
+        reach &= _reaches(term)[0]
     causal = reach.right <= 0
     window_left = int(max(reach.left, 0)) if -math.inf < reach.left <= MAX_INT32 else 0 if reach.left < 0 else -1
     interval = Reach(window_left if window_left >= 0 else math.inf, 0 if causal else math.inf)
@@ -76,8 +76,11 @@ class Shape(enum.Flag):
 _ANY = Shape.BEGINNING | Shape.END | Shape.INTERVAL
 
 
+@bottom_up
 def _shapes(mask: Node) -> Shape:
     """All shapes that the mask is known to have."""
+    if mask.kind != Kind.BOOL:
+        return Shape(0)
     if not _reads_token(mask):
         return _ANY  # all tokens or none
     match mask.op:
@@ -109,9 +112,10 @@ def _shapes(mask: Node) -> Shape:
 
 
 def _reads_token(node: Node) -> bool:
-    return any(inside is KV_IDX for inside in nodes_of(node))
+    return "kv_idx" in node.variables
 
 
+@bottom_up
 def _growth(node: Node) -> int | None:
     """1 if it never decreases from token to token, -1 if it never increases, 0 if it is the same for all; None: not known. Only of integers."""
     if not _reads_token(node):
@@ -137,22 +141,34 @@ def _growth(node: Node) -> int | None:
 
 def _terms(mask: Node) -> Iterator[Node]:
     """The terms whose conjunction is the mask."""
-    if mask.op == "and":
-        for arg in mask.args:
-            yield from _terms(arg)
-    elif mask.op == "not" and mask.args[0].op == "or":
-        for arg in mask.args[0].args:
-            yield from _terms(logical_not(arg))
-    elif mask.op == "not" and mask.args[0].op in _OPPOSITES and mask.args[0].args[0].kind == Kind.INT:  # of floats, a NaN is neither
-        yield from _terms(compare(_OPPOSITES[mask.args[0].op], *mask.args[0].args))
-    elif mask.op in ("lt", "le", "gt", "ge"):
-        yield from _without_abs(mask)
-    elif not (mask.is_constant and mask.value is True):
-        yield mask
+    waiting, seen = [mask], set[Node]()
+    while waiting:
+        term = waiting.pop()
+        if term in seen:
+            continue
+        seen.add(term)
+        if term.op == "and":
+            waiting += reversed(term.args)
+        elif term.op == "not" and term.args[0].op == "or":
+            waiting += map(logical_not, reversed(term.args[0].args))
+        elif term.op == "not" and _has_opposite(term.args[0]):
+            waiting.append(_opposite(term.args[0]))
+        elif term.op in ("lt", "le", "gt", "ge"):
+            yield from _without_abs(term)
+        elif not (term.is_constant and term.value is True):
+            yield term
 
 
 _OPPOSITES = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _has_opposite(comparison: Node) -> bool:
+    return comparison.op in _OPPOSITES and comparison.args[0].kind == Kind.INT  # neither of two opposites holds for a NaN
+
+
+def _opposite(comparison: Node) -> Node:
+    return compare(_OPPOSITES[comparison.op], *comparison.args)
 
 
 def _without_abs(comparison: Node) -> Iterator[Node]:
@@ -171,25 +187,31 @@ def _without_abs(comparison: Node) -> Iterator[Node]:
         yield comparison
 
 
-def _reach(term: Node) -> Reach:
-    if term.is_constant:
-        return ALL if term.value else NOTHING
+@bottom_up
+def _reaches(term: Node) -> tuple[Reach, Reach]:
+    """The reaches of a term and of its negation."""
     if term.kind != Kind.BOOL:
-        return ALL
+        return ALL, ALL
+    if term.is_constant:
+        return (ALL, NOTHING) if term.value else (NOTHING, ALL)
     match term.op:
-        case "or":
-            return _reach(term.args[0]) | _reach(term.args[1])
-        case "and":
-            return _reach(term.args[0]) & _reach(term.args[1])
+        case "or" | "and":
+            (one, not_one), (other, not_other) = map(_reaches, term.args)
+            return (one | other, not_one & not_other) if term.op == "or" else (one & other, not_one | not_other)
         case "not":
-            inside = term.args[0]
-            if inside.op in ("or", "and"):  # De Morgan
-                one, other = (_reach(logical_not(arg)) for arg in inside.args)
-                return one & other if inside.op == "or" else one | other
-            return _reach(compare(_OPPOSITES[inside.op], *inside.args)) if inside.op in _OPPOSITES and inside.args[0].kind == Kind.INT else ALL
+            inside, negated = _reaches(term.args[0])
+            return negated, inside
         case "select":
-            condition, yes, no = term.args
-            return (_reach(condition) & _reach(yes)) | (_reach(logical_not(condition)) & _reach(no))
+            (condition, not_condition), (yes, not_yes), (no, not_no) = map(_reaches, term.args)
+            return (condition & yes) | (not_condition & no), (condition & not_yes) | (not_condition & not_no)
+    return _reach_of_comparison(term), _reach_of_comparison(_opposite(term)) if _has_opposite(term) else ALL
+
+
+def _reach_of_comparison(term: Node) -> Reach:
+    """ALL for other terms."""
+    match term.op:
+        case "constant":
+            return ALL if term.value else NOTHING
         case "lt" | "le" | "gt" | "ge":
             reach = ALL
             for part in _without_abs(term):
@@ -265,6 +287,7 @@ def _scaled(a: _Linear, factor: int) -> _Linear:
     return (a[0] * factor, a[1] * factor, a[2] * factor)
 
 
+@bottom_up
 def _linear(a: Node) -> _Linear | None:
     if a is Q_IDX:
         return (1, 0, 0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +14,10 @@ import pytest
 import torch
 
 from attn_backend import Attention
+from attn_backend.metadata.structure import describe
 from attn_backend.variants import Param, TracingError, Variant, builtin
 from attn_backend.variants.cpp import HOOKS
+from attn_backend.variants.tracing import MAX_OPERATIONS
 
 # ruff: noqa: F821
 TABLE = torch.zeros(4, 5)
@@ -190,6 +195,65 @@ def test_cannot_be_traced(function: Callable[..., Any], message: str, line: str)
     assert re.search(rf"\n  .*test_variant_refusals\.py:\d+: {re.escape(line)}$", text), text
 
 
+def sum_of_terms(terms):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        for i in range(terms):
+            score = score + kv_idx / (i + 3.0)
+        return score
+
+    return score_mod
+
+
+def union_of_terms(terms):
+    def mask_mod(b, h, q_idx, kv_idx):
+        seen = kv_idx <= q_idx
+        for i in range(terms):
+            seen = seen | (kv_idx == i)
+        return seen
+
+    return mask_mod
+
+
+def intersection_of_terms(terms):
+    def mask_mod(b, h, q_idx, kv_idx):
+        seen = kv_idx <= q_idx
+        for i in range(terms):
+            seen = ~(~seen | (kv_idx == i))
+        return seen
+
+    return mask_mod
+
+
+def nested_terms(terms):
+    def mask_mod(b, h, q_idx, kv_idx):
+        seen = kv_idx <= q_idx
+        for i in range(terms):
+            seen = torch.where(h == i, q_idx - kv_idx <= i, seen)
+        return seen
+
+    return mask_mod
+
+
+@pytest.mark.parametrize("function", [sum_of_terms, union_of_terms, intersection_of_terms, nested_terms])
+def test_long_functions_are_traced_and_endless_ones_refused(function: Callable[..., Any]) -> None:
+    """Deeper than Python recurses; 20,000 terms would take a compiler minutes."""
+    what = "score_mod" if function is sum_of_terms else "mask_mod"
+    for terms in (1000, MAX_OPERATIONS // 4 - 1):
+        assert len(Variant.from_functions(**{what: function(terms)}).source) > 20 * terms
+    with pytest.raises(TracingError, match=f"^{what} cannot be traced: it does more than {MAX_OPERATIONS} operations; must do fewer: .*\n  .*py:[0-9]+: "):
+        Variant.from_functions(**{what: function(20000)})
+
+
+def test_time_to_trace_grows_with_the_length() -> None:
+    def seconds(terms: int) -> float:
+        begin = time.process_time()
+        Variant.from_functions(sum_of_terms(terms))
+        return time.process_time() - begin
+
+    seconds(100)
+    assert min(seconds(1600) for _ in range(3)) < 16 * min(seconds(200) for _ in range(3))  # 8 times as long; 64 times as many pairs of terms
+
+
 @pytest.mark.parametrize(
     ("score_mod", "mask_mod", "message"),
     [
@@ -360,6 +424,46 @@ def test_transforms_that_do_not_fit() -> None:
 def test_cannot_be_changed() -> None:
     with pytest.raises(AttributeError, match="a Variant cannot be changed"):
         builtin.causal().name = "other"
+
+
+def relative_bias(score, b, h, q_idx, kv_idx):
+    return score + (q_idx - kv_idx)
+
+
+@pytest.mark.parametrize("variant", [builtin.alibi(torch.ones(4)), builtin.causal() & builtin.soft_cap(3.0), Variant.from_functions(relative_bias)])
+def test_a_copy_is_the_variant_itself(variant: Variant) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.variant = variant  # type: ignore[assignment]
+    for copied in (copy.copy(variant), copy.deepcopy(variant), copy.deepcopy([variant])[0], copy.deepcopy(module).variant):
+        assert copied is variant
+    with pytest.raises(TypeError, match=f"variant {variant.name} cannot be pickled: .*; make it where it is used"):
+        pickle.dumps(variant)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "must"),
+    [
+        (int, 2.5, "an int that an int32 holds"),
+        (int, True, "an int that an int32 holds"),
+        (int, 2**31, "an int that an int32 holds"),
+        (int, "3", "an int that an int32 holds"),
+        (int, torch.zeros(1), "an int that an int32 holds"),
+        (float, "a", "a number that a float32 holds"),
+        (float, 1e39, "a number that a float32 holds"),
+        (torch.float32, 2.5, "a float32 tensor of 1 dimension"),
+        (torch.float32, torch.zeros(3, dtype=torch.float64), "a float32 tensor of 1 dimension"),
+        (torch.float32, torch.zeros(3, 3), "a float32 tensor of 1 dimension"),
+    ],
+)
+def test_values_are_refused_where_they_are_given(dtype: Any, value: Any, must: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"value of 'x' is {describe(value)}, must be {must}")):
+        Param("x", dtype, value=value)
+
+
+@pytest.mark.parametrize("name", ["a b", "", "1st", "a-b", "größe", "x\n", 3, None])
+def test_names_that_are_no_identifiers(name: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"name is {describe(name)}, must be an identifier of C++ and Python")):
+        Param(name, float)
 
 
 def test_builtins_check_their_arguments() -> None:

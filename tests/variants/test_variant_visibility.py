@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from attn_backend.metadata.structure import MAX_INT32
-from attn_backend.variants.expressions import KV_IDX, Q_IDX, B, H, Kind, Node, absolute, arithmetic, bitwise, compare, constant, logical_not, select
+from attn_backend.variants.expressions import KV_IDX, Q_IDX, B, H, Kind, Node, absolute, arithmetic, bitwise, compare, constant, logical_not, negate, select
 from attn_backend.variants.visibility import is_interval, visibility_of
 
 LENGTH = 24
@@ -109,6 +111,70 @@ def test_masks_known_as_intervals_have_no_holes() -> None:
         begins = (seen.diff(dim=1, prepend=torch.zeros(LENGTH, 1, dtype=torch.int32)) == 1).sum(1)
         assert int(begins.max()) <= 1, mask
     assert known > 300
+
+
+@pytest.mark.parametrize("offset", [-2, -1, 0, 1, 2])
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, -2, -3])
+def test_reach_of_equal_quotients(divisor: int, offset: int) -> None:
+    """(q + offset) // divisor == kv // divisor: the interval holds what any query sees, and no more on the left."""
+    shifted, number = arithmetic("add", Q_IDX, constant(offset)), constant(divisor)
+    quotients = [arithmetic("floor_divide", shifted, number), arithmetic("floor_divide", KV_IDX, number)]
+    for a, b in (quotients, quotients[::-1]):
+        mask = compare("eq", a, b)
+        seen = value_of(mask)
+        visibility = visibility_of(mask)
+        assert visibility.causal == (not (seen & (KV > Q)).any())
+        assert visibility.window_left == max(int((Q - KV)[seen].max()), 0)
+
+
+def test_sums_that_rise_and_fall_are_no_intervals() -> None:
+    """Whether a term rises or falls is known of each; their sum and difference may turn."""
+    rising = [KV_IDX, arithmetic("floor_divide", KV_IDX, constant(3)), arithmetic("mul", KV_IDX, constant(2))]
+    falling = [negate(term) for term in rising]
+    for term in rising:
+        for other in rising:
+            if term is other:
+                continue
+            steps = arithmetic("sub", arithmetic("mul", other, constant(3)), arithmetic("mul", term, constant(2)))
+            for sum_of in (arithmetic("add", term, negate(other)), arithmetic("sub", term, other), arithmetic("add", negate(other), term), steps):
+                for op in ("lt", "le", "gt", "ge", "eq"):
+                    mask = compare(op, sum_of, constant(1))
+                    runs = (value_of(mask).int().diff(dim=1, prepend=torch.zeros(LENGTH, 1, dtype=torch.int32)) == 1).sum(1).max()
+                    assert runs <= 1 or not is_interval(mask), mask
+    for one in rising:
+        for sum_of in (arithmetic("add", one, rising[0]), arithmetic("sub", one, falling[1]), arithmetic("add", falling[0], negate(one))):
+            assert is_interval(compare("lt", sum_of, constant(5)))
+
+
+def test_unions_are_intervals_only_if_both_have_the_same_open_end() -> None:
+    def one_of(*tokens: int) -> Node:
+        return functools.reduce(lambda a, b: bitwise("or", a, b), (compare("eq", KV_IDX, constant(token)) for token in tokens))
+
+    before, after = compare("lt", KV_IDX, Q_IDX), compare("gt", KV_IDX, constant(5))
+    assert is_interval(bitwise("or", before, compare("lt", KV_IDX, constant(5))))
+    assert is_interval(bitwise("or", after, compare("ge", KV_IDX, Q_IDX)))
+    for holes in (one_of(2, 9), bitwise("or", before, after), bitwise("or", bitwise("and", before, after), one_of(3)), bitwise("or", before, one_of(20))):
+        assert not is_interval(holes)
+
+
+def test_either_branch_may_reach_further() -> None:
+    """A query sees what one of two branches shows; the condition and its opposite narrow them."""
+    causal, near = compare("le", KV_IDX, Q_IDX), compare("le", arithmetic("sub", Q_IDX, KV_IDX), constant(3))
+    window = bitwise("and", causal, near)
+    head = compare("eq", H, constant(0))
+    yes, no = compare("lt", KV_IDX, H), compare("ge", B, KV_IDX)
+    for mask, causal_is, window_left in (
+        (select(head, causal, window), True, -1),
+        (select(head, window, causal), True, -1),
+        (select(head, window, near), False, 3),
+        (select(causal, near, window), True, 3),
+        (select(causal, window, yes), False, 3),
+        (select(logical_not(causal), yes, window), False, 3),
+        (select(near, causal, no), True, -1),
+        (logical_not(select(head, logical_not(causal), logical_not(window))), True, -1),
+    ):
+        found = visibility_of(mask)
+        assert (found.causal, found.window_left) == (causal_is, window_left), mask
 
 
 def test_largest_windows() -> None:

@@ -247,6 +247,30 @@ CASES.append(Case("callable_object", Bias()))
 CASES.append(Case("partial_function", partial(lambda factor, score, b, h, q_idx, kv_idx: score * factor, 3.0)))
 CASES.append(Case("shared_by_both", lambda s, b, h, q, k: s + CAPTURED[h, k % 8], lambda b, h, q, k: CAPTURED[h, k % 8] > 0))
 
+
+@case()
+def divisions_of_all_signs(score, b, h, q_idx, kv_idx):
+    distance = q_idx - kv_idx
+    by_number = distance // -3 + distance % -3 + (-kv_idx) // 3 + (-kv_idx) % 8 + (-q_idx) // -5
+    return score + by_number + distance // (h - 6) + distance % (h - 6) - (kv_idx % -4) // 3
+
+
+@case()
+def quotients_of_whole_numbers(score, b, h, q_idx, kv_idx):
+    return score + torch.floor(kv_idx / 41.0) + (kv_idx / 47).to(torch.int32) + torch.ceil(q_idx / 61.0) + torch.floor((q_idx + 0.0) / 83.0)
+
+
+@case()
+def bounds_that_cross(score, b, h, q_idx, kv_idx):
+    return torch.clamp(score, 2, 1) + torch.clamp(q_idx, kv_idx, h) + torch.clamp(kv_idx - q_idx, 5, -5)
+
+
+@case()
+def conditions_as_numbers(score, b, h, q_idx, kv_idx):
+    near = (q_idx - kv_idx < 8) & (kv_idx <= q_idx)
+    return score * near + torch.where(near | (h == 1), (h == 0) | (kv_idx < 9), 0.25 * kv_idx) + torch.where(h < 2, near & (b == 0), kv_idx % 5)
+
+
 # ---- Masks ----
 
 
@@ -367,6 +391,17 @@ def bits(b, h, q_idx, kv_idx):
 @case()
 def everything(b, h, q_idx, kv_idx):
     return b.new_ones((), dtype=torch.bool)
+
+
+@case()
+def conditions_in_branches(b, h, q_idx, kv_idx):
+    return torch.where(h == 0, (kv_idx <= q_idx) | (kv_idx < 4), q_idx - kv_idx <= 8)
+
+
+@case({"is_local": ints(2, H).bool()})
+def nested_conditions(b, h, q_idx, kv_idx):
+    near = torch.where(is_local[h], (q_idx - kv_idx < 8) & (kv_idx <= q_idx), ~((kv_idx > q_idx) ^ (b == 1)))
+    return torch.where(~near | (h == 2), torch.where(near, h != b, (kv_idx % 3 == 0) & (q_idx > 5)), (kv_idx < 40) == (q_idx < 40))
 
 
 @case({"spans": ints(6, B, LENGTH)})
