@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from .cache_folder import cache_folder
+
 PREFIX = "ATTN_BACKEND_"
 
 
@@ -78,9 +80,7 @@ class Settings(BaseModel):
         Raises:
             RuntimeError: there is no home directory, and nothing says where.
         """
-        if self.cache:
-            return self.cache.expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
+        return cache_folder(self.cache)
 
 
 def unknown_variables() -> dict[str, str]:

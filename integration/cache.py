@@ -19,12 +19,18 @@ def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
     """Return the cached folder `name`, calling `fill(folder)` to make it when it is not there.
 
     It is filled under another name and renamed, so an interrupted or concurrent run never leaves half a folder behind.
+
+    Raises:
+        RuntimeError: the cache cannot be written to.
     """
     final = cache_folder() / name
     if final.is_dir():
         return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    except OSError as error:
+        raise RuntimeError(f"{final} cannot be made: {error.strerror}. Set ATTN_BACKEND_CACHE to a folder that you can write to") from error
     try:
         fill(partial)
         partial.chmod(0o755)

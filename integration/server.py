@@ -17,7 +17,8 @@ from attn_backend.kernels.progress import status
 from integration.engines import Engine, Launch
 from integration.engines.base import is_ours
 from integration.http import CONNECTIONS, is_ready
-from integration.processes import STOP_SIGNALS, library_is_loaded, say_stopping, start, stop_group
+from integration.processes import STOP_SIGNALS, library_is_loaded, start, stop_group
+from integration.progress import say_stopping
 
 POLL_S = 0.5
 TAIL_LINES = 40

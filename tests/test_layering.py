@@ -17,8 +17,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Parts of the package that each part may import, besides itself.
 MAY_IMPORT = {
-    "attn_backend": {"kernels", "metadata", "variants"},  # attn_backend/__init__.py: the public names
-    "settings": set(),
+    "attn_backend": {"cache_folder", "kernels", "metadata", "variants"},  # attn_backend/__init__.py: the public names; preflight.py
+    "cache_folder": set(),
+    "settings": {"cache_folder"},
     "metadata": set(),
     "variants": {"metadata", "settings"},
     "kernels": {"metadata", "settings", "variants"},
@@ -47,7 +48,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def part_of(path: Path) -> str:
-    """'metadata', 'variants', 'kernels', 'adapters', 'flashinfer', 'cli', 'settings', or 'attn_backend' for another file right in the package."""
+    """A key of MAY_IMPORT; 'attn_backend' for another file right in the package."""
     inside = path.relative_to(PACKAGE).with_suffix("").parts
     return inside[0] if inside[0] in MAY_IMPORT else "attn_backend"
 

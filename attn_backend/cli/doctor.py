@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from .. import preflight
 from ..kernels import archs, code_address, cpp_compiler, cubins, kernel_cache, nvrtc
 from ..releases import RELEASES, VLLM_CPU, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
@@ -184,11 +185,10 @@ def _cache() -> tuple[Finding, Path]:
     if reason:
         advice = "make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is"
         return Finding("!!", "cache", f"{folder}, since {reason}", advice), folder
-    parent = next(path for path in (wanted, *wanted.absolute().parents) if os.path.exists(path))
-    if not parent.is_dir():
-        return Finding("!!", "cache", f"{parent} is not a folder", "set ATTN_BACKEND_CACHE to a folder that you can write to"), folder
-    writable = os.access(parent, os.W_OK)
-    return Finding("ok" if writable else "!!", "cache", str(wanted), "" if writable else "not writable: set ATTN_BACKEND_CACHE to a folder that is"), folder
+    problem = preflight.cache_problem(wanted)
+    if problem:
+        return Finding("!!", "cache", problem.text, problem.remedy), folder
+    return Finding("ok", "cache", str(wanted)), folder
 
 
 def _engine(name: str, group: str, usage: str) -> list[Finding]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import struct
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -114,7 +114,7 @@ _rejected: list[str] = []  # the driver's message
 
 
 def usable(cubin: Path) -> Path:
-    """The cubin, or a plain copy of a completed one where completed ones are not to be used.
+    """The cubin, or a plain copy of a completed one where completed ones are not to be used. Only this process can open the copy.
 
     Raises:
         RuntimeError: a plain copy cannot be made.
@@ -128,16 +128,16 @@ def usable(cubin: Path) -> Path:
         raise RuntimeError(f"{cubin} cannot be used without addresses of code ({type(error).__name__}: {error}); it needs pyelftools") from error
     if plain == content:
         return cubin
-    copy = Path(_plain_folder().name) / cubin.parent.name / cubin.name
-    copy.parent.mkdir(exist_ok=True)
-    copy.write_bytes(plain)
-    return copy
+    return _in_memory(cubin.name, plain)
 
 
 @cache
-def _plain_folder() -> tempfile.TemporaryDirectory[str]:
-    """Of this process, for as long as it runs."""
-    return tempfile.TemporaryDirectory(prefix="attn_backend-plain-", ignore_cleanup_errors=True)
+def _in_memory(name: str, content: bytes) -> Path:
+    """A file of this process that is on no disk: nothing of it stays, however the process ends."""
+    handle = os.memfd_create(name)
+    with open(handle, "wb", closefd=False) as file:
+        file.write(content)
+    return Path(f"/proc/self/fd/{handle}")
 
 
 def do_without(error: RuntimeError) -> None:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from . import cuda_compiler, kernel_cache
+from . import cuda_compiler
 from .head_dims import HeadDims
 
 ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}  # by torch's names
@@ -75,6 +75,8 @@ def compile_library(command: list[str], text: str, isa: str, headers: Path, dige
     Raises:
         RuntimeError: it does not compile, or what the compiler has written is no shared library for this machine; carries the compiler's output.
     """
+    from . import kernel_cache  # needs pydantic: the checks before an installation import this module without it
+
     with cuda_compiler.scratch_file("variant.so") as library:
         file = library.with_suffix(".cpp")
         file.write_text(text)

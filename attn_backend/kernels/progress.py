@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -37,6 +38,12 @@ def shown(text: str) -> Iterator[None]:
         yield
 
 
+def _replace_line(text: str) -> None:
+    """Shows the text in place of the terminal's current line."""
+    sys.stdout.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+    sys.stdout.flush()
+
+
 @contextlib.contextmanager
 def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
     """Shows on stdout what happens for minutes, and since when: by a moving line on a terminal, by a plain line now and then elsewhere and in other threads.
@@ -58,13 +65,19 @@ def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
 
     with contextlib.ExitStack() as stack:
         show, every_s = (lambda: print(line(), flush=True)), LINE_EVERY_S
-        if sys.stdout.isatty() and find_spec("rich") is not None and threading.current_thread() is threading.main_thread():
-            from rich.console import Console
-            from rich.text import Text
+        if sys.stdout.isatty() and threading.current_thread() is threading.main_thread():
+            every_s = 1.0
+            if find_spec("rich") is not None:
+                from rich.console import Console
+                from rich.text import Text
 
-            # slow: what is measured meanwhile may share the processor
-            moving = stack.enter_context(Console().status(Text(line()), refresh_per_second=4))
-            show, every_s = (lambda: moving.update(Text(line()))), 1.0
+                # slow: what is measured meanwhile may share the processor
+                moving = stack.enter_context(Console().status(Text(line()), refresh_per_second=4))
+                show = lambda: moving.update(Text(line()))  # noqa: E731
+            else:
+                show = lambda: _replace_line(line())  # noqa: E731
+                stack.callback(_replace_line, "")
+                show()
         thread = threading.Thread(target=repeat, args=(show, every_s), daemon=True)
         thread.start()
         stack.callback(thread.join)

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -132,12 +133,29 @@ def test_plain_copies_are_what_nvcc_made(tmp_path: Path, monkeypatch: pytest.Mon
     publish_code_addresses(cubin)
     assert code_address.usable(cubin) == cubin
     monkeypatch.setenv("ATTN_BACKEND_PREFETCH_CODE", "0")
-    assert code_address.usable(cubin).read_bytes() == before
+    plain = code_address.usable(cubin)
+    assert plain.read_bytes() == before
+    assert code_address.usable(cubin) == plain, "each kernel has one copy"
     other = compiled(COPY, tmp_path)
     assert code_address.usable(other) == other, "it says nothing of its code"
     monkeypatch.setitem(sys.modules, "elftools.elf.elffile", None)
     with pytest.raises(RuntimeError, match="it needs pyelftools"):
         code_address.usable(cubin)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("end", ["pass", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_no_plain_copy_stays_in_the_temporary_folder(end: str, tmp_path: Path) -> None:
+    """However the process ends."""
+    cubin = compiled(KERNELS, tmp_path)
+    publish_code_addresses(cubin)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    code = f"import os; from pathlib import Path; from attn_backend.kernels import code_address as c; print(c.usable(Path({str(cubin)!r}))); {end}"
+    variables = os.environ | {"TMPDIR": str(temporary), "ATTN_BACKEND_PREFETCH_CODE": "0"}
+    done = subprocess.run([sys.executable, "-u", "-c", code], env=variables, check=False, capture_output=True, text=True)
+    assert done.stdout.strip() not in ("", str(cubin)), done.stderr
+    assert list(temporary.iterdir()) == []
 
 
 def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

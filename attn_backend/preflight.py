@@ -1,0 +1,254 @@
+"""Checks of the machine before anything is downloaded or compiled. Needs only the standard library.
+
+    python3.11 -m attn_backend.preflight --environment .venv-release --disk-gb 1.5 --packages build,auditwheel --nvcc
+
+`make demo`, `make test`, `make check`, `make wheel` and `attn-backend doctor` share these checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .cache_folder import VARIABLE, cache_folder
+from .kernels import cpp_compiler, cuda_compiler
+
+PYTHONS = ((3, 11), (3, 12), (3, 13))  # the engines' CPU packages exist for these
+GB = 10**9
+PROBE_TIMEOUT_S = 120.0
+# `pip` retries a request five times, for minutes
+PROBE_OPTIONS = ["--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "10"]
+
+
+class NotReadyError(RuntimeError):
+    """The machine lacks something; the message lists all problems with their remedies."""
+
+
+class Problem(NamedTuple):
+    subject: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.text}\n      -> {self.remedy}"
+
+
+class Space(NamedTuple):
+    """Disk space that a folder needs."""
+
+    folder: Path
+    num_bytes: int
+    purpose: str
+    remedy: str
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
+
+
+def python_problem() -> Problem | None:
+    version = sys.version_info[:2]
+    if version in PYTHONS:
+        return None
+    known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    return Problem("Python", f"{sys.executable} is {version[0]}.{version[1]}, must be one of {known}", "install one of them, or pass BASE_PYTHON=... to make")
+
+
+def venv_problem() -> Problem | None:
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+    return Problem(
+        "virtual environments", f"{sys.executable} has no module {' and no module '.join(missing)}", f"install it (Debian, Ubuntu: apt-get install {package})"
+    )
+
+
+def compiler_problem() -> Problem | None:
+    if cpp_compiler.compiler() is not None:
+        return None
+    text, _, remedy = cpp_compiler.no_compiler().rpartition(": ")
+    return Problem("C++ compiler", f"{text}; the host library is compiled with it", f"{remedy} (Debian, Ubuntu: apt-get install g++)")
+
+
+def nvcc_problem() -> Problem | None:
+    if cuda_compiler.nvcc() is not None:
+        return None
+    return Problem("nvcc", "no nvcc was found; it compiles the kernels that the wheel ships", cuda_compiler.ADVICE)
+
+
+def path_problem(folders: Iterable[Path]) -> Problem | None:
+    """Whether make, shells, compilers and PATH can handle the folders' names."""
+    for folder in folders:
+        unusable = "".join(sorted({character for character in str(folder.absolute()) if not character.isalnum() and character not in "/._-+,@~="}))
+        if unusable:
+            remedy = "move the checkout (or VENV) to a path of letters, digits and . _ - + , @ ~ ="
+            return Problem("path", f"{str(folder.absolute())!r} contains {unusable!r}, which make, shells or compilers split", remedy)
+    return None
+
+
+def folder_problem(folder: Path) -> str:
+    """Why nothing can be written to a folder, which need not exist yet; "" if it can."""
+    parent = existing_parent(folder)
+    if not parent.is_dir():
+        return f"{parent} is not a folder"
+    return "" if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is not writable"
+
+
+def cache_problem(folder: Path | None = None) -> Problem | None:
+    """folder: the cache; None: where the environment variables put it."""
+    advice = f"set {VARIABLE} to a folder that you can write to"
+    try:
+        folder = folder or cache_folder(os.environ.get(VARIABLE))
+    except RuntimeError:
+        return Problem("cache", "there is no home directory to keep compiled kernels and downloads in", advice)
+    text = folder_problem(folder)
+    return Problem("cache", text if text.startswith(str(folder)) else f"{folder} cannot be made: {text}", advice) if text else None
+
+
+def disk_problems(needs: Sequence[Space]) -> list[Problem]:
+    """One problem for each file system that has too little room for all that goes there."""
+    by_device: dict[int, list[Space]] = {}
+    for need in needs:
+        by_device.setdefault(existing_parent(need.folder).stat().st_dev, []).append(need)
+    problems = []
+    for of_device in by_device.values():
+        folder = existing_parent(of_device[0].folder)
+        needed, free = sum(need.num_bytes for need in of_device), shutil.disk_usage(folder).free
+        if free < needed:
+            parts = ", ".join(f"{need.num_bytes / GB:.1f} GB for {need.purpose} in {need.folder}" for need in of_device)
+            remedy = "; or ".join(["make room", *dict.fromkeys(need.remedy for need in of_device)])
+            problems.append(Problem("disk", f"{free / GB:.1f} GB are free at {folder}, {needed / GB:.1f} GB are needed: {parts}", remedy))
+    return problems
+
+
+def pip_of_base() -> tuple[list[str], dict[str, str]] | None:
+    """A command that runs pip before there is an environment, and the environment variables for it; None: this Python has no pip."""
+    command = [sys.executable, "-m", "pip"]
+    if importlib.util.find_spec("pip") is not None:
+        return command, {}
+    ensurepip = importlib.util.find_spec("ensurepip")
+    if ensurepip is None or ensurepip.origin is None:
+        return None
+    folders = [Path(ensurepip.origin).parent / "_bundled", Path(sysconfig.get_config_var("WHEEL_PKG_DIR") or "/usr/share/python-wheels")]
+    wheel = next((wheel for folder in folders for wheel in sorted(folder.glob("pip-*.whl"))), None)
+    return None if wheel is None else (command, {"PYTHONPATH": str(wheel)})
+
+
+def ask_pip(*arguments: str) -> tuple[int, str]:
+    """Exit status and output of a pip command; 0 where there is no pip to ask."""
+    pip = pip_of_base()
+    if pip is None:
+        return 0, ""
+    command, variables = pip
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | variables,
+            timeout=PROBE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"pip did not answer in {PROBE_TIMEOUT_S:.0f} s"
+    return done.returncode, done.stdout
+
+
+def network_problem(requirements: Iterable[str], ask: Callable[..., tuple[int, str]] = ask_pip) -> Problem | None:
+    """Whether pip finds the requirements with the user's own settings: an index, a mirror or a folder.
+
+    If one is found and every index answers, the others are not looked up: pip itself names a missing one. Otherwise all must be at hand.
+    """
+    remedy = "check the network, and pip's index settings (`pip config list`, PIP_INDEX_URL)"
+    for requirement in requirements:
+        name, _, version = requirement.partition("==")
+        status, output = ask("index", "versions", re.split(r"[<>=!~\[ ]", name)[0], *PROBE_OPTIONS)
+        broken = re.search(r"connection broken by '(?:.*?>: )?(.*?)'\)?'?: /", output)
+        if status != 0:
+            said = [line.strip() for line in output.splitlines() if re.match(r"ERROR|pip did not", line)]
+            reason = broken[1] if broken else (said or output.strip().splitlines() or ["it said nothing"])[0].removeprefix("ERROR: ")
+            return Problem("network", f"pip does not find {requirement} ({reason})", remedy)
+        if broken is None:
+            return None
+        # PyTorch's own index may have a version such as 2.13.0+cpu
+        if version and "+" not in version and version not in re.findall(r"[\w.+]+", output.partition("Available versions:")[2]):
+            return Problem("network", f"pip does not find {requirement}, only other versions ({broken[1]})", remedy)
+    return None
+
+
+def pip_spaces(download_bytes: int, largest_step_bytes: int) -> list[Space]:
+    """Disk space that pip needs besides the environment."""
+    temporary = Path(tempfile.gettempdir())
+    spaces = [Space(temporary, largest_step_bytes, "pip's temporary files", "set TMPDIR to another disk")]
+    status, output = ask_pip("cache", "dir")
+    if status == 0 and output.strip():  # fails if the cache is off
+        folder = Path(output.strip().splitlines()[-1])
+        spaces.append(Space(folder, download_bytes, "pip's cache", "set PIP_NO_CACHE_DIR=1, or PIP_CACHE_DIR to another disk"))
+    return spaces
+
+
+def check(
+    *,
+    environment: Path | None = None,
+    needs: Sequence[Space] = (),
+    requirements: Iterable[str] = (),
+    compiles: bool = True,
+    needs_nvcc: bool = False,
+) -> None:
+    """Checks everything, then reports all problems together.
+
+    Args:
+        environment: folder of a virtual environment that is made with this Python; None: no environment is made.
+        requirements: pip must find them; empty: nothing is downloaded.
+        compiles: whether the host library is compiled.
+
+    Raises:
+        NotReadyError: something is missing.
+    """
+    found = [path_problem([Path.cwd(), *([environment] if environment else [])]), cache_problem()]
+    if environment:
+        found += [python_problem(), venv_problem()]
+        text = folder_problem(environment)
+        found.append(Problem("environment", text, "pass VENV=... (make test: TEST_VENV=...) to make: a folder that you can write to") if text else None)
+    found.append(compiler_problem() if compiles else None)
+    found.append(nvcc_problem() if needs_nvcc else None)
+    found += disk_problems(needs)
+    found.append(network_problem(requirements))
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise NotReadyError("this machine is not ready, and nothing was downloaded:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environment", type=Path, required=True, help="folder of the virtual environment")
+    parser.add_argument("--disk-gb", type=float, default=0.0, help="disk space that the environment needs; nothing is downloaded if it exists")
+    parser.add_argument("--packages", default="", help="names of packages that pip must find, with commas between them")
+    parser.add_argument("--no-compiler", dest="compiles", action="store_false", help="nothing is compiled")
+    parser.add_argument("--nvcc", action="store_true", help="kernels are compiled")
+    given = parser.parse_args()
+    exists = (given.environment / "bin" / "python").exists()
+    needs = [] if exists else [Space(given.environment, int(given.disk_gb * GB), "the environment", "pass another folder to make")]
+    packages = [] if exists else list(filter(None, given.packages.split(",")))
+    try:
+        check(environment=given.environment, needs=needs, requirements=packages, compiles=given.compiles, needs_nvcc=given.nvcc)
+    except NotReadyError as error:
+        sys.exit(f"\nerror: {error}")
+
+
+if __name__ == "__main__":
+    main()
