@@ -83,7 +83,7 @@ def test_refuses(device: torch.device) -> None:
         ("out", lambda: selected_slots(indices, out=indices.new_empty(1, 2).expand(2, 2))),
         ("out", lambda: selected_slots(indices, out=3)),  # type: ignore[arg-type]
         ("indices", lambda: selected_slots(indices[:1], out=indices.view(1, 4)[:, 1:3])),
-        # in place, but for rows that lie nearer to one another or further apart
+        # same address, but rows of another stride
         ("indices", lambda: selected_slots(wide[:, :2], out=wide.view(-1)[:4].view(2, 2))),
         ("indices", lambda: selected_slots(wide.view(-1)[:4].view(2, 2), out=wide[:, :2])),
     ]:
