@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from ..metadata import KVCache
 from ..metadata.kv_cache import checked_scale
-from ..metadata.structure import check_types, refuse
+from ..metadata.structure import MAX_INT64, check_plain, check_types, refuse
 
 if TYPE_CHECKING:
     from .append_qkv import Rotary
@@ -77,8 +77,8 @@ def run(handle: int, q: Tensor, kv: KVCache, out: Tensor, variant_args: Mapping[
         if not isinstance(name, str):
             refuse("a name in variant_args", name, "a str")
         if isinstance(value, Tensor):
-            tensors[name] = value
-        elif isinstance(value, int | float):
+            tensors[name] = check_plain(f"variant_args[{name!r}]", value)
+        elif isinstance(value, float) or (isinstance(value, int) and -MAX_INT64 <= value <= MAX_INT64):
             numbers[name] = value
         else:
             refuse(f"variant_args[{name!r}]", value, "a tensor or a number")
