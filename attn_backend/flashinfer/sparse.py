@@ -37,6 +37,14 @@ class _Sparse(Wrapper):
         super().__init__(float_workspace_buffer, backend=backend)
 
     run: Any  # of the subclass
+    _num_rows: int  # of Q in the last plan, and tokens
+    _num_tokens: int
+
+    def _check_lengths(self, dim: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuses tensors of other lengths than planned: rows beyond the plan are never written, and tokens of other KV heads would be read."""
+        for name, tensor, planned in (("q", q, self._num_rows), ("k", k, self._num_tokens), ("v", v, self._num_tokens)):
+            if tensor.shape[dim] != planned:
+                refuse(f"{name}.shape[{dim}]", tensor.shape[dim], f"{planned}, as planned")
 
     def forward(
         self,
@@ -118,7 +126,8 @@ class BlockSparseAttentionWrapper(_Sparse):
         elif o_data_type == "float16":  # FlashInfer's default, whatever Q is
             o_data_type = None
         self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type)
-        self._rows, self._sm_scale, self._page_size, self._num_tokens = M, sm_scale, C, N
+        self._rows = self._num_rows = M
+        self._sm_scale, self._page_size, self._num_tokens = sm_scale, C, N
         block_rows = len(indptr) - 1
         qo_indptr = (torch.arange(block_rows + 1, dtype=torch.int32, device=indptr.device) * R).clamp_(max=M)
         last_page_len = torch.full((block_rows,), C, dtype=torch.int32, device=indptr.device)
@@ -156,6 +165,7 @@ class BlockSparseAttentionWrapper(_Sparse):
             ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
         """
         self._check_planned()
+        self._check_lengths(0, q, k, v)
         kv = KVCache.from_slots(k, v, self._page_size)
         return self._planned.run(q, kv.k, kv.v, self._scales(scale_q, scale_k), out=out, lse=lse, return_lse=return_lse, v_scale=scale_v)
 
@@ -204,6 +214,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
             refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
         if block_mask_map.shape != (num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]):
             refuse("block_mask_map", block_mask_map, f"of shape {[num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]]}")
+        self._num_rows, self._num_tokens = _sum_of_heads("block_row_sz", block_row_sz), _sum_of_heads("block_col_sz", block_col_sz)
         group_size = num_qo_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         # Each (head, block row) is a request, whose pages are tokens of a cache with one head.
@@ -246,6 +257,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
             ValueError: an argument that is wrong, or no plan yet.
         """
         self._check_planned()
+        self._check_lengths(1, q, k, v)
         heads, qo_len, head_dim = q.shape
         by_kv_head = (self._num_kv_heads, heads // self._num_kv_heads, qo_len)
         rows = q.reshape(*by_kv_head, head_dim).transpose(1, 2).reshape(-1, by_kv_head[1], head_dim)
@@ -259,6 +271,14 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         lse_by_head = lse_rows.view(self._num_kv_heads, qo_len, by_kv_head[1]).transpose(1, 2).reshape(heads, qo_len)
         lse = lse_by_head if lse is None else lse.copy_(lse_by_head)
         return (out, lse) if return_lse else out
+
+
+def _sum_of_heads(name: str, sizes: Tensor) -> int:
+    """The sum of a KV head's blocks, which all KV heads share: their rows and tokens lie in one tensor."""
+    sums = sizes.sum(-1).tolist()
+    if len(set(sums)) != 1:
+        refuse(f"{name}.sum(-1)", sums, "the same for each KV head")
+    return int(sums[0])
 
 
 def _pos_encoding(mode: str) -> PosEncoding:

@@ -10,6 +10,8 @@ from flashinfer_oracle import Batch, attention, check, make_batch, workspace
 from torch import Tensor
 
 from attn_backend import flashinfer
+from attn_backend.flashinfer import scales as scales_module
+from attn_backend.flashinfer import wrapper as wrapper_module
 
 KV_LENS = [7, 1, 33, 20]
 SCALES = [0.05, 0.2, 0.5, 0.1]
@@ -91,11 +93,17 @@ def test_scales_of_requests(what: str) -> None:
             wrapper.plan(*tables, sm_scale=torch.full((count,), 0.1), **options)
 
 
+@pytest.mark.parametrize("read_by_kernels", [False, True])
 @pytest.mark.parametrize("k_scale", [None, 0.5, torch.tensor([0.5])])
 @pytest.mark.parametrize("q_scale", [None, 2.0, torch.tensor([3.0])])
 @pytest.mark.parametrize("sm_scale", [0.1, torch.tensor([0.1]), torch.tensor(SCALES)])
-def test_scales_multiply(sm_scale: float | Tensor, q_scale: float | Tensor | None, k_scale: float | Tensor | None) -> None:
-    """Numbers and tensors, in any combination: none replaces another one."""
+def test_scales_multiply(
+    sm_scale: float | Tensor, q_scale: float | Tensor | None, k_scale: float | Tensor | None, read_by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers and tensors, in any combination: none replaces another one. read_by_kernels: as for tensors on a GPU, which the host does not read."""
+    if read_by_kernels:
+        for module in (scales_module, wrapper_module):
+            monkeypatch.setattr(module, "is_number", lambda scale: not isinstance(scale, Tensor))
     batch = make_batch([1] * 4, KV_LENS)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     wrapper.plan(*batch.tables(), *batch.shape, 5, sm_scale=sm_scale)

@@ -177,10 +177,10 @@ def test_windows_of_a_cascade(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "mask", "causal"])
 @pytest.mark.parametrize("M", [24, 23, 21])
-def test_block_sparse(M: int, device: str, has_mask: bool) -> None:
-    """Also where M is not a multiple of R: the last row of blocks then has fewer rows."""
+def test_block_sparse(M: int, kind: str, device: str) -> None:
+    """Also where M is not a multiple of R: the last row of blocks then has fewer rows. causal: among the tokens of the row's blocks."""
     torch.manual_seed(0)
     N, R, C, block_rows = 40, 4, 5, 6
     q, k, v = (torch.randn(n, heads, 64).half() for n, heads in ((M, 4), (N, 2), (N, 2)))
@@ -189,13 +189,46 @@ def test_block_sparse(M: int, device: str, has_mask: bool) -> None:
     seen[-1, 1] = True
     indptr = torch.cat((torch.zeros(1, dtype=torch.int64), seen.sum(1).cumsum(0))).to(torch.int32)
     indices = seen.nonzero()[:, 1].to(torch.int32)
-    blocks = torch.rand(len(indices), R, C) < 0.7 if has_mask else torch.ones(len(indices), R, C, dtype=torch.bool)
+    blocks = torch.rand(len(indices), R, C) < 0.7 if kind == "mask" else torch.ones(len(indices), R, C, dtype=torch.bool)
     mask = torch.zeros(block_rows, N // C, R, C, dtype=torch.bool)
     mask[seen] = blocks
-    expected = attention(q, k, v, mask=mask.transpose(1, 2).reshape(-1, N)[:M])
+    mask = mask.transpose(1, 2).reshape(-1, N)[:M]
+    if kind == "causal":  # of the tokens that a row of blocks has, the last len(rows) stand at its rows
+        for rows in mask.split(R):
+            rows.logical_and_(rows.cumsum(1) <= rows.sum(1, keepdim=True) - len(rows) + 1 + torch.arange(len(rows))[:, None])
     wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
-    wrapper.plan(indptr.to(device), indices.to(device), M, N, R, C, 4, 2, 64, mask=blocks.to(device) if has_mask else None)
-    check(wrapper.run(q.to(device), k.to(device), v.to(device), return_lse=True), expected)
+    options = {"mask": blocks.to(device)} if kind == "mask" else {"causal": kind == "causal"}
+    wrapper.plan(indptr.to(device), indices.to(device), M, N, R, C, 4, 2, 64, **options)  # type: ignore[arg-type]
+    check(wrapper.run(q.to(device), k.to(device), v.to(device), return_lse=True), attention(q, k, v, mask=mask))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("difference", [-1, 1, 5])
+def test_blocks_of_other_lengths_than_planned(difference: int, name: str) -> None:
+    """More rows would be left as they were allocated; other tokens would lie elsewhere in a cache of all heads."""
+    lengths = {"q": 7, "k": 10, "v": 10}
+    blocks = flashinfer.BlockSparseAttentionWrapper(workspace("cpu"))
+    blocks.plan(torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 1], dtype=torch.int32), 7, 10, 4, 5, 4, 2, 64)
+    sizes = torch.tensor([[3, 4], [6, 1]], dtype=torch.int32), torch.tensor([[5, 5], [9, 1]], dtype=torch.int32)
+    variable = flashinfer.VariableBlockSparseAttentionWrapper(workspace("cpu"))
+    variable.plan(torch.ones(2, 2, 2, dtype=torch.bool), *sizes, 4, 2, 64)
+    other = lengths | {name: lengths[name] + difference}
+    for wrapper, dim in ((blocks, 0), (variable, 1)):
+        for of_call in (lengths, other):
+            q, k, v = (torch.randn(length, heads, 64).half().movedim(0, dim) for length, heads in zip(of_call.values(), (4, 2, 2), strict=True))
+            if of_call is lengths:
+                wrapper.run(q, k, v)
+                continue
+            with pytest.raises(ValueError, match=rf"{name}\.shape\[{dim}\] is {other[name]}, must be {lengths[name]}, as planned"):
+                wrapper.run(q, k, v)
+
+
+def test_blocks_whose_heads_have_other_lengths() -> None:
+    rows, columns = torch.tensor([[3, 4], [6, 1]], dtype=torch.int32), torch.tensor([[5, 5], [9, 1]], dtype=torch.int32)
+    wrapper, seen = flashinfer.VariableBlockSparseAttentionWrapper(workspace("cpu")), torch.ones(2, 2, 2, dtype=torch.bool)
+    for name, sizes in (("block_row_sz", (rows.tril(), columns)), ("block_col_sz", (rows, columns.tril()))):
+        with pytest.raises(ValueError, match=rf"{name}\.sum\(-1\) is \[\d+, \d+\], must be the same for each KV head"):
+            wrapper.plan(seen, *sizes, 4, 2, 64)
 
 
 def test_what_forward_of_blocks_would_ignore_is_refused() -> None:

@@ -38,7 +38,7 @@ def places_in_items(new_len: int, delimiters: list[int]) -> list[int | None]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_and_positions(seed: int) -> None:
-    """Each item continues the prompt: its first token has the position after the prompt's last one, and its delimiter that of the prompt's last one."""
+    """Each item continues the prompt. Its delimiter has the position of the prompt's last token, its first token the position after it."""
     draw = random.Random(seed)
     batch = draw.randint(1, 4)
     new_lens, cached = [draw.randint(1, 20) for _ in range(batch)], [draw.choice((0, 0, 1, 7)) for _ in range(batch)]

@@ -177,6 +177,18 @@ def test_layers_share_two_plans() -> None:
     assert latents.current is latents.attention
 
 
+@pytest.mark.parametrize(("prefix_lens", "may_have_prefixes"), [(None, True), ([0, 0], False), ([0, 7], True), ([7, 0], True)])
+def test_prefixes_that_the_host_may_not_know(prefix_lens: list[int] | None, may_have_prefixes: bool) -> None:
+    """Prompts attend to decompressed keys only where the host knows that no request has a prefix."""
+    engine = Engine()
+    backend = SGLangAttentionBackend(engine.runner())
+    batch = engine.batch(ForwardMode.EXTEND, [0, 1], [3, 4])
+    batch.extend_prefix_lens_cpu = prefix_lens
+    backend.init_forward_metadata(batch)
+    (decompressed,) = (plan for key, plan in backend._plans.items() if key.of_this_step)
+    assert (decompressed.current is None) == may_have_prefixes
+
+
 def test_decompressed_keys_after_a_prefix_are_refused() -> None:
     engine = Engine()
     backend = SGLangAttentionBackend(engine.runner())
