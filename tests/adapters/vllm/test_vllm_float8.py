@@ -132,11 +132,13 @@ def test_scales_that_are_found_later() -> None:
     assert kv_cache_view(cache, 64) is view
 
 
-def test_scales_in_other_tensors() -> None:
-    """compressed-tensors puts its own in the layer, once weights are loaded."""
+@pytest.mark.parametrize("names", [("_k_scale",), ("_v_scale",), ("_k_scale", "_v_scale")])
+def test_scales_in_other_tensors(names: tuple[str, ...]) -> None:
+    """compressed-tensors puts its own tensors in the layer, once weights are loaded."""
     impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8")
     serve(impl, layer, cache, make_batch(*MIXED))
-    layer.register_buffer("_k_scale", torch.tensor([0.05]))
+    for name in names:
+        layer.register_buffer(name, torch.tensor([0.05]))
     serve(impl, layer, cache, make_batch(*MIXED, seed=1))
 
 
