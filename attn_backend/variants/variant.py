@@ -124,7 +124,7 @@ class Variant:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"variant {self.name} cannot be pickled: it holds functions and addresses of tensors; make it where it is used")
+        raise TypeError(f"variant {self.name} cannot be pickled: it holds functions and addresses of tensors; make it again in the process that needs it")
 
     def __repr__(self) -> str:
         interval = [*(["causal"] if self.causal else []), *([f"window_left={self.window_left}"] if self.window_left >= 0 else [])]

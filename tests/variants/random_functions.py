@@ -169,7 +169,7 @@ def points(seed: int) -> tuple[Coordinates, torch.Tensor]:
 
 
 def wrong(seeds: Sequence[int], folder: Path) -> dict[int, str]:
-    """What is wrong, by the seed: a function is refused, its C++ does not compile, or its results differ from float64. One call of g++ compiles all."""
+    """Faults by their seeds: a function is refused, its C++ does not compile, or its results differ from float64. One call of g++ compiles all."""
     found: dict[int, str] = {}
     variants: dict[int, Variant] = {}
     for seed in seeds:
@@ -193,11 +193,17 @@ def _compiled(variants: dict[int, Variant], folder: Path, found: dict[int, str])
     except AssertionError:
         for seed, variant in list(variants.items()):
             try:
-                CompiledVariants([variant], folder)
+                CompiledVariants([variant], _inside(folder, str(seed)))
             except AssertionError as alone:
                 found[seed] = f"does not compile: {alone}"
                 del variants[seed]
-        return CompiledVariants(list(variants.values()), folder)
+        return CompiledVariants(list(variants.values()), _inside(folder, "others"))
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A new folder for each library: a loaded library must not be written again."""
+    (folder / name).mkdir()
+    return folder / name
 
 
 def check(compiled: CompiledVariants, i: int, variant: Variant, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What is known about expressions, and their types and values, which are torch's."""
+"""Expressions have the types and values of torch; and integers that are known as never negative are not."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_cannot_be_traced(function: Callable[..., Any], message: str, line: str)
 def sum_of_terms(terms):
     def score_mod(score, b, h, q_idx, kv_idx):
         for i in range(terms):
-            score = score + kv_idx / (i + 3.0)
+            score = (score + kv_idx) / (i + 3.0)
         return score
 
     return score_mod
@@ -436,7 +436,7 @@ def test_a_copy_is_the_variant_itself(variant: Variant) -> None:
     module.variant = variant  # type: ignore[assignment]
     for copied in (copy.copy(variant), copy.deepcopy(variant), copy.deepcopy([variant])[0], copy.deepcopy(module).variant):
         assert copied is variant
-    with pytest.raises(TypeError, match=f"variant {variant.name} cannot be pickled: .*; make it where it is used"):
+    with pytest.raises(TypeError, match=f"variant {variant.name} cannot be pickled: .*; make it again in the process that needs it"):
         pickle.dumps(variant)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -137,8 +138,8 @@ def test_sums_that_rise_and_fall_are_no_intervals() -> None:
                 continue
             steps = arithmetic("sub", arithmetic("mul", other, constant(3)), arithmetic("mul", term, constant(2)))
             for sum_of in (arithmetic("add", term, negate(other)), arithmetic("sub", term, other), arithmetic("add", negate(other), term), steps):
-                for op in ("lt", "le", "gt", "ge", "eq"):
-                    mask = compare(op, sum_of, constant(1))
+                for op, limit in itertools.product(("lt", "le", "gt", "ge", "eq"), (-4, -1, 1, 3)):
+                    mask = compare(op, sum_of, constant(limit))
                     runs = (value_of(mask).int().diff(dim=1, prepend=torch.zeros(LENGTH, 1, dtype=torch.int32)) == 1).sum(1).max()
                     assert runs <= 1 or not is_interval(mask), mask
     for one in rising:
