@@ -240,7 +240,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
           TileRows<RowTileRows<kManyLevels>>{params, rows, row_tile.group, cursor.now.head});
     }
     if constexpr (Traits::kTransformsCache) {
-      const TokenRange all = tokens_in_cache(params, row_tile.kv_end);
+      const TokenRange all{0, params.num_pages > 0 ? row_tile.kv_end : 0};
       tokens.readable = visibility().seen_by_any(rows.position(0, params.group_size),
                                                  rows.position(rows.count - 1, params.group_size), all);
     }
@@ -376,6 +376,7 @@ template <class Traits>
 __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
+  report_missing_pages(params);
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
   // A wider output leaves no register for sinks beside a second path.

@@ -248,7 +248,7 @@ struct KvLoader {
     const RowTileRows<kManyLevels> rows(params.schedule, tile, group, params.group_size.divisor);
     const Visibility visibility =
         kManyLevels ? params.schedule.header->levels[group.level].visibility : first_visibility;
-    const TokenRange all = tokens_in_cache(params, tile.kv_end);
+    const TokenRange all{0, params.num_pages > 0 ? tile.kv_end : 0};
     loaded.visible_begin =
         visibility
             .seen_by_any(rows.position(0, params.group_size), rows.position(rows.count - 1, params.group_size), all)

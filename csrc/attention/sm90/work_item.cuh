@@ -41,7 +41,7 @@ struct LoadedRowTile {
     entry_step = level.entry_step;
     visibility = level.visibility;
     rows = RowTileRows<true>(params.schedule, tile, group, params.group_size.divisor);
-    const TokenRange all = tokens_in_cache(params, group.kv_len);
+    const TokenRange all{0, params.num_pages > 0 ? group.kv_len : 0};
     readable = visibility.seen_by_any(rows.position(0, params.group_size),
                                       rows.position(rows.count - 1, params.group_size), all);
     readable.end = all.end;
