@@ -131,12 +131,12 @@ def _kernels() -> list[Finding]:
 def _pyelftools() -> Finding:
     if code_address.has_pyelftools():
         return Finding("ok", "pyelftools", version("pyelftools") or "installed")
-    text = "not installed; kernels that are compiled on this machine run a few percent slower on a GPU, those of the package do not"
+    text = "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels of the package are unaffected"
     return Finding("--", "pyelftools", text, "pip install pyelftools; kernels that were compiled without it are then compiled again")
 
 
 def _cached(folder: Path) -> list[Finding]:
-    """What the cache holds, of CPUs and GPUs; nothing where it holds no kernel."""
+    """Checks all kernels in the cache, for CPUs and GPUs. No finding for an empty cache."""
     whole, faults = _count([file for pattern in ("*/*.cubin", "*/*.so") for file in sorted(folder.glob(pattern))], kernel_cache.fault)
     if not whole and not faults:
         return []

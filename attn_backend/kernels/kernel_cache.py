@@ -75,7 +75,7 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
 
 @cache
 def _shared_library() -> tuple[bytes, bytes, bytes]:
-    """What this machine's shared libraries have in their headers: class and byte order, type, machine."""
+    """Fields in the headers of this machine's shared libraries: class and byte order, type, machine."""
     with open("/proc/self/exe", "rb") as file:
         header = file.read(_ELF_BYTES)
     return header[4:6], _ET_DYN.to_bytes(2, sys.byteorder), header[18:20]
@@ -229,8 +229,8 @@ def _foreign(cubin: Path) -> str:
 
 
 def _is_private_group(gid: int, owner: int) -> bool:
-    """Whether the group is the owner's user-private group without other members: under a umask of 002, as many Linux distributions set it for such groups, all
-    that a user makes is writable by this group."""
+    """Whether the group is the owner's user-private group without other members. Ubuntu and Fedora set a umask of 002 for such groups, so the group can write
+    all files of the user."""
     try:
         user, group = pwd.getpwuid(owner), grp.getgrgid(gid)
     except KeyError:

@@ -174,7 +174,7 @@ def _compile_cpu(variant: VariantSource, source: str, isa: str, what: str) -> tu
 
 
 def _explained(error: RuntimeError, variant: VariantSource) -> RuntimeError | None:
-    """What the compiler said of the user's own lines, or else of those made from Python functions; None if it named none."""
+    """The compiler's errors in the user's lines, or else in lines made from Python functions; None if there are none."""
     for sources in (variant.user_sources, {manifest.variant_place(variant.name): variant.source}):
         found = [message for place, source in sources.items() for message in _errors_in(place, source, str(error))]
         if found:

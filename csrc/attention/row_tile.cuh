@@ -13,16 +13,6 @@
 
 namespace attn {
 
-/// A cache without pages: reports a plan whose requests have tokens. In the kernel's first instructions, where
-/// registers are free.
-__device__ __forceinline__ void report_missing_pages(const AttentionParams& params) {
-  if (__builtin_expect(params.num_pages > 0, 1) || blockIdx.x > 0) return;
-  ScheduleHeader& header = *params.schedule.header;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < header.num_groups; i += static_cast<int32_t>(blockDim.x)) {
-    if (params.schedule.groups[i].kv_len > 0) atomicOr(&header.errors, kPageIndexInvalid);
-  }
-}
-
 /// Which rows of Q and O a row tile packs, and their query positions. Cheap to read again from the schedule: not kept
 /// in registers over a work item.
 template <bool kManyLevels>

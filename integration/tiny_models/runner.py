@@ -65,7 +65,7 @@ def say_ready() -> None:
 def run_families(description: str | None, who: str, names: list[str], answer_all: Callable[[Family, Path], list[Answer]]) -> None:
     """Writes the answers of each family that the command line names. Exits with 1 if one has failed; the others are answered all the same.
 
-    TINY_MODELS_ANSWERS: a folder for the answers and logs; default: beside the models.
+    TINY_MODELS_ANSWERS: a folder for the answers and logs; default: next to the models.
 
     Engines are made to be started once a process: each family gets a fork of this one, which has imported the engine and has started no thread.
     """

@@ -99,7 +99,7 @@ def test_missing_pyelftools_is_named(fake: FakeKernels, monkeypatch: pytest.Monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None if name == "elftools" else find_spec(name, *package))
     finding = kernels()["pyelftools"]
     assert finding.mark == "--"
-    assert finding.text == "not installed; kernels that are compiled on this machine run a few percent slower on a GPU, those of the package do not"
+    assert finding.text == "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels of the package are unaffected"
     assert finding.advice.startswith("pip install pyelftools")
 
 

@@ -57,7 +57,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device)
 
 
 def bad_tensors(tensor: Tensor) -> list[Any]:
-    """What is not as `tensor`: not a tensor, or of another type, shape or stride, or with a gradient. (torch resolves pending signs before operators.)"""
+    """Values that differ from `tensor`: no tensor, another dtype, shape or stride, a gradient. (torch resolves pending signs before operators.)"""
     needs_gradient = tensor.detach().clone().requires_grad_() if tensor.dtype.is_floating_point else tensor[:0]
     strided = torch.stack((tensor, tensor), -1)[..., 0]
     other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
@@ -249,7 +249,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> list[Any] | Exception:
-    """What a call returns and what its tensors then hold; or its error."""
+    """The bytes that a call returns, and those of its tensors afterwards; or its error."""
     own = copy.deepcopy({name: value for name, value in arguments.items() if not isinstance(value, torch.Generator)})
     given = {name: own.get(name, value) for name, value in arguments.items()}
     try:

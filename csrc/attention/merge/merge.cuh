@@ -216,6 +216,15 @@ struct SharedPair {
   }
 };
 
+/// Reports a plan whose requests have tokens if the cache has no pages: the attention kernel then reads nothing. It has
+/// no registers for this.
+__device__ __noinline__ void report_missing_pages(const AttentionParams& params) {
+  ScheduleHeader& header = *params.schedule.header;
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < header.num_groups; i += kMergeThreads) {
+    if (params.schedule.groups[i].kv_len > 0) atomicOr(&header.errors, kPageIndexInvalid);
+  }
+}
+
 /// Merges this warp's rows: first those of several row groups, then those of the pair. One loop serves both: a launch
 /// costs more the more code the kernel has (ADR 22). Element: of O.
 template <class Element, class Variant = StandardVariant>
@@ -229,6 +238,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   const int32_t count = params.schedule.positions[blockIdx.x + 1].flags & kIsPlain
                             ? 0
                             : params.schedule.header->num_merge_rows * num_qo_heads;
+  if (params.num_pages == 0 && blockIdx.x == 0) report_missing_pages(params);
   const SharedPair pair(params);
   int32_t i = warp * gridDim.x + blockIdx.x;
   int32_t of_pair = warp * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;

@@ -376,7 +376,6 @@ template <class Traits>
 __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
-  report_missing_pages(params);
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
   // A wider output leaves no register for sinks beside a second path.

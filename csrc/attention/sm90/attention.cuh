@@ -37,7 +37,6 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   }
   if (!params.attention.after_append) ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
-  report_missing_pages(params.attention);
   const WorkCursor cursor(params.attention.schedule, blockIdx.x);
   if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
