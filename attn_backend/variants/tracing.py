@@ -18,8 +18,8 @@ from .params import Param
 SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 
-# A compiler takes about 10 s for this many, and its time grows faster than their number.
-MAX_OPERATIONS = 4096
+# g++ compiles this many in seconds, but nvcc needs minutes: it inlines them for every score that a thread holds.
+MAX_OPERATIONS = 2048
 _BRANCH = "a branch depends on values that only the kernel knows"
 _TO_PYTHON = "a value that only the kernel knows is made a Python number"
 
