@@ -11,21 +11,22 @@ BEGIN := $(shell date +%s)
 # make the environments with this one; it needs only the standard library
 BASE_PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13,$(shell command -v $(name))))
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
-# on a CPU one environment holds both engines; on a GPU their pins exclude each other
-VENV ?= $(CURDIR)/$(if $(filter gpu,$(DEVICE)),.venv-$(ENGINE),.venv)
-TEST_VENV ?= $(if $(filter gpu,$(DEVICE)),$(CURDIR)/.venv,$(VENV))
+# On a CPU one environment can hold both engines; a demo installs only its own. On a GPU their pins exclude each other.
+# Relative paths: the checks of the machine run, and can refuse its path, whatever characters that has.
+VENV ?= $(if $(filter gpu,$(DEVICE)),.venv-$(ENGINE),.venv)
+TEST_VENV ?= $(if $(filter gpu,$(DEVICE)),.venv,$(VENV))
 TEST_KIND := test
 # of make check: without engines
-CHECK_VENV ?= $(CURDIR)/.venv-check
-PACKAGE := $(CURDIR)/.build/package
+CHECK_VENV ?= .venv-check
+PACKAGE := .build/package
 # of make kernels; empty: all of the manifest
 ARCHS ?=
 # all of them go to build/cubins; `make test` compiles those that differ in more than an element type, and keeps none
 KERNELS = --out build/cubins
 JOBS ?= $(shell nproc)
-TEST_PYTHON = $(TEST_VENV)/bin/python
+TEST_PYTHON = $(abspath $(TEST_VENV)/bin/python)
 # safe path: tests that start `python -c` must find the installed package, not the source tree, which has no built library
-PYTEST = PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest
+PYTEST = PYTHONSAFEPATH=1 $(TEST_VENV)/bin/pytest --progress
 # of make fuzz
 SECONDS ?= 30
 SEED ?= 0
@@ -47,28 +48,27 @@ help:
 
 .PHONY: demo
 ifdef PYTHON
-demo: export PYTHONPATH := $(PACKAGE)$(if $(PYTHONPATH),:$(PYTHONPATH))
+demo: export PYTHONPATH := $(CURDIR)/$(PACKAGE)$(if $(PYTHONPATH),:$(PYTHONPATH))
 demo:
 	@$(PYTHON) -m integration.environment --python "$$(command -v $(PYTHON))" --package-folder $(PACKAGE)
 	@$(PYTHON) -m integration.demo --since $(BEGIN) --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
 else
 demo: base-python
-	@$(BASE_PYTHON) -m integration.environment --venv $(VENV) --kind $(if $(filter gpu,$(DEVICE)),$(ENGINE)-gpu,cpu)
+	@$(BASE_PYTHON) -m integration.environment --venv $(VENV) --kind $(ENGINE)-$(DEVICE)
 	@$(VENV)/bin/python -m integration.demo --since $(BEGIN) --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
 endif
 
 .PHONY: test
-test: KERNELS = --distinct
-test: environment lint kernels unit fuzz integration
+test: base-python
+	@MAKE="$(MAKE)" $(BASE_PYTHON) -m integration.phases test KERNELS=--distinct
 	@$(call warn_without_nvcc)
 
 # A small environment and the tests that are not marked slow. Tests that need an engine are skipped, in sight.
 .PHONY: check fast
-check: TEST_VENV = $(CHECK_VENV)
-check: TEST_KIND = check
-check: environment lint fast
+check: base-python
+	@MAKE="$(MAKE)" $(BASE_PYTHON) -m integration.phases check TEST_VENV="$(CHECK_VENV)" TEST_KIND=check
 fast: environment
-	$(PYTEST) -n $(JOBS) -m "not slow" tests
+	@$(PYTEST) -n $(JOBS) -m "not slow" tests
 
 .PHONY: environment
 environment: base-python
@@ -76,12 +76,12 @@ environment: base-python
 
 # Tracked files and new ones.
 CPP_FILES = git ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cuh' '*.cu'
-LINT_BUILD = $(CURDIR)/.build/lint/$(TEST_KIND)
+LINT_BUILD = .build/lint/$(TEST_KIND)
 
 .PHONY: lint lint-python lint-cpp
 # Both at the same time: mypy has one thread.
 lint: environment
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync TEST_VENV=$(TEST_VENV) TEST_KIND=$(TEST_KIND) lint-python lint-cpp
+	@$(MAKE) --no-print-directory --jobs 2 TEST_VENV=$(TEST_VENV) TEST_KIND=$(TEST_KIND) lint-python lint-cpp
 lint-python: environment
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/ruff format --check .
@@ -94,8 +94,9 @@ lint-python: environment
 # clang-tidy: the files of the host library, as cmake compiles them.
 lint-cpp: environment
 	if [ -f .clang-format ]; then $(CPP_FILES) | xargs $(TEST_VENV)/bin/clang-format --dry-run -Werror; fi
-	@PATH="$(TEST_VENV)/bin:$$PATH" cmake -S . -B $(LINT_BUILD) -G Ninja -DPython_EXECUTABLE=$(TEST_PYTHON) -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
-	$(TEST_PYTHON) $(TEST_VENV)/bin/run-clang-tidy.py -clang-tidy-binary $(TEST_VENV)/bin/clang-tidy -p $(LINT_BUILD) -quiet -j $(JOBS)
+	@PATH="$(abspath $(TEST_VENV)/bin):$$PATH" cmake -S . -B $(LINT_BUILD) -G Ninja -DPython_EXECUTABLE=$(TEST_PYTHON) -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >/dev/null
+	@$(TEST_PYTHON) -m integration.progress --who clang-tidy --counted '\[ *(\d+)/(\d+)\]' --things files --log .build/clang-tidy.log -- \
+		$(TEST_PYTHON) $(TEST_VENV)/bin/run-clang-tidy.py -clang-tidy-binary $(TEST_VENV)/bin/clang-tidy -p $(LINT_BUILD) -quiet -j $(JOBS)
 
 .PHONY: format
 format: environment
@@ -104,7 +105,7 @@ format: environment
 
 .PHONY: unit
 unit: environment
-	REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal --durations 30 -m "not integration" tests
+	@REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal --durations 10 -m "not integration" tests
 
 .PHONY: fuzz
 fuzz: environment
@@ -113,7 +114,7 @@ fuzz: environment
 # Tests that start engines, of one thread each; those of a file and an engine in one worker (pytest_xdist_make_scheduler of tests/integration/conftest.py), since they share what they start. One that takes too long is ended by a signal, so that the servers which it started end with it.
 .PHONY: integration
 integration: environment
-	REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations 10 --timeout-method=signal -m integration tests/integration
+	@REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations 10 --timeout-method=signal -m integration tests/integration
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc
@@ -128,18 +129,19 @@ else
 	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
 endif
 
-DOCS_VENV ?= $(CURDIR)/.venv-docs
+DOCS_VENV ?= .venv-docs
 .PHONY: docs
 docs: base-python
+	@$(BASE_PYTHON) -m attn_backend.preflight --environment $(DOCS_VENV) --disk-gb 0.2 --packages mkdocs-material --no-compiler
 	@[ -x $(DOCS_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/pip install -q "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30" "ruff>=0.14"
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@echo "The site begins at .build/site/index.html"
 
-RELEASE_VENV := $(CURDIR)/.venv-release
+RELEASE_VENV := .venv-release
 .PHONY: wheel
 wheel: base-python
-	@[ -n "$(NVCC)" ] || { echo "error: make wheel needs nvcc, which compiles the kernels that the wheel ships. Install the CUDA toolkit (13.0 is what CI has)" >&2; exit 1; }
+	@$(BASE_PYTHON) -m attn_backend.preflight --environment $(RELEASE_VENV) --disk-gb 1.5 --packages build,auditwheel --nvcc
 	@[ -x $(RELEASE_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(RELEASE_VENV)
 	@$(RELEASE_VENV)/bin/python -m release.wheel --requirements | $(RELEASE_VENV)/bin/pip install -q -r /dev/stdin
 	rm -rf build/cubins
@@ -151,7 +153,6 @@ base-python:
 ifeq ($(BASE_PYTHON),)
 	@echo "error: no Python 3.11, 3.12 or 3.13 on PATH (the CPU builds of the engines need one of them). Install one, or pass BASE_PYTHON=..." >&2; exit 1
 endif
-	@$(BASE_PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(BASE_PYTHON) cannot make virtual environments (Debian: apt-get install python3-venv)" >&2; exit 1; }
 
 .PHONY: clean distclean
 clean:

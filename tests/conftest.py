@@ -10,6 +10,7 @@ from pathlib import Path
 
 import attention_kernels
 import compilation
+import progress_lines
 import pytest
 import torch
 
@@ -38,10 +39,18 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # or libraries write about what they have not released
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--progress", action="store_true", help="with -n: print how many tests are done every 10 s, instead of a dot for each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--progress") and config.getoption("numprocesses", None):
+        config.pluginmanager.register(progress_lines.Progress(config))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = sum(NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
-    if skipped:
-        terminalreporter.write_line(f"{skipped} GPU tests did not run: no CUDA GPU here", yellow=True)
+    if line := progress_lines.skipped_line(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line, yellow=True)
 
 
 @pytest.fixture(autouse=True)
