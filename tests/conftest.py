@@ -40,11 +40,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--progress", action="store_true", help="print how many tests are done now and then, instead of a dot for each")
+    parser.addoption("--progress", action="store_true", help="with -n: print how many tests are done every 10 s, instead of a dot for each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--progress") and not hasattr(config, "workerinput"):  # in the process that deals the tests out
+    if config.getoption("--progress") and config.getoption("numprocesses", None):
         config.pluginmanager.register(progress_lines.Progress(config))
 
 

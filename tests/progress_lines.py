@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,11 @@ MAX_REASONS = 6
 
 
 class Progress:
-    """Lines instead of dots: in a log, dots are one line that grows for minutes."""
+    """Lines instead of dots: in a log, dots are one line that grows for minutes. For the process that deals tests out: its output is not captured."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._reporter: Any = None
         self._begin = time.monotonic()
         self._done: set[str] = set()
         self._failed = 0
@@ -25,13 +27,16 @@ class Progress:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        if report.passed and report.when == "call" and not hasattr(report, "wasxfail"):
-            return "passed", "", ""
-        return ("skipped", "", "") if report.skipped and not hasattr(report, "wasxfail") else None
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self) -> Generator[None, tuple[str, str, str], tuple[str, str, str]]:
+        category, _, word = yield
+        return category, "", word
 
     def pytest_sessionstart(self) -> None:
+        self._reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._reporter is not None:
+            self._reporter.showfspath = False
+            self._reporter._show_progress_info = False  # percents at the ends of rows of dots
         self._thread.start()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -44,7 +49,9 @@ class Progress:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
             self._done.add(report.nodeid)
-        self._failed += report.failed
+        if report.failed:
+            self._failed += 1
+            self._write(f"FAILED {report.nodeid}")
 
     def pytest_sessionfinish(self) -> None:
         self._ended.set()
@@ -57,12 +64,14 @@ class Progress:
         failed = f", {self._failed} failed" if self._failed else ""
         return f"{len(self._done):,} of {self._total:,} tests done{failed} ({seconds:.0f} s)"
 
+    def _write(self, line: str) -> None:
+        if self._reporter is not None:
+            self._reporter.ensure_newline()
+            self._reporter.write_line(line)
+
     def _repeat(self) -> None:
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         while not self._ended.wait(EVERY_S):
-            if reporter is not None:
-                reporter.ensure_newline()
-                reporter.write_line(self.line())
+            self._write(self.line())
 
 
 def skipped_line(reasons: Iterable[str]) -> str:
