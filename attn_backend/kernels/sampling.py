@@ -60,6 +60,7 @@ def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(values_of("Limit")["kWorkspaceWords"], dtype=torch.int64, device=check_device(device))
 
 
+_ROW_CTAS = "an int of at least 0"
 _TENSORS = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs")
 _SCALARS = frozenset((bool, int, float, type(None)))  # isinstance() of a tensor's class takes longer
 _TENSORS_OR_NONE = ("rows", "token_mask", "out", "workspace", "logprobs", "top_logprobs", "top_token_ids")
@@ -72,7 +73,7 @@ def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: An
     """
     try:
         if type(row_ctas) is not int or not 0 <= row_ctas < 2**31:
-            refuse("row_ctas", row_ctas, "an int of at least 0")
+            refuse("row_ctas", row_ctas, _ROW_CTAS)
         records_gradients = torch.is_grad_enabled()
         for value in arguments.values():
             if type(value) in _SCALARS or not isinstance(value, torch.Tensor):
@@ -193,6 +194,8 @@ def sample(
         numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "position": position}
         tensors = {"token_mask": token_mask, "out": out, "workspace": workspace}
         _explain(((name, value) for name, value in {"logits": logits, **numbers, **tensors}.items() if value is not None or name == "temperature"))
+        if not isinstance(row_ctas, int):
+            refuse("row_ctas", row_ctas, _ROW_CTAS)
         options = tensors | {
             "filter_order": filter_order, "return_logprobs": bool(return_logprobs), "num_top_logprobs": num_top_logprobs, "logprobs_of": logprobs_of,
             "row_ctas": row_ctas,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,22 +260,31 @@ def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> list[Any] | 
     return [(tensor.dtype, tensor.shape, tensor.resolve_neg().contiguous().flatten().view(torch.uint8).tolist()) for tensor in tensors_in((result, given))]
 
 
-def difference(case: Case, name: str, value: Any) -> str:
-    """How a compiled call differs from an eager one; "" if it does not."""
+def difference(case: Case, name: str, value: Any) -> tuple[str, bool]:
+    """How a compiled call differs from an eager one, "" if it does not; and whether the eager call is not refused."""
     arguments = case.arguments | {name: value}
     torch._dynamo.reset()
     eager = outcome(lambda given: case.function(**given), arguments)
     compiled = outcome(torch.compile(lambda given: case.function(**given), fullgraph=True, backend="aot_eager"), arguments)
     if isinstance(compiled, Exception) and f"{name} is " in str(compiled) and REFUSED_IN_GRAPHS.get(name, "\0") in str(compiled):
-        return ""
+        return "", False
     if not isinstance(eager, Exception) or not isinstance(compiled, Exception):
-        return "" if eager == compiled else f"eager: {str(eager)[:300]}, compiled: {str(compiled)[:600]}"
+        return "" if eager == compiled else f"eager: {str(eager)[:300]}, compiled: {str(compiled)[:600]}", not isinstance(eager, Exception)
     named = str(eager).split(", must ")[0].replace("\\'", "'")
     is_same = (type(eager), str(eager)) == (type(compiled), str(compiled)) or (isinstance(eager, ValueError) and named in str(compiled).replace("\\'", "'"))
-    return "" if is_same else f"eager: {eager!r}, compiled: {str(compiled)[:600]}"
+    return "" if is_same else f"eager: {eager!r}, compiled: {str(compiled)[:600]}", False
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """torch.compile logs each graph; pytest captures the log, which takes longer than the test."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("function", CASES)
 def test_a_compiled_call_does_what_an_eager_one_does(function: str, device: torch.device) -> None:
     differences, covered, taken = [], {}, 0
@@ -282,9 +292,9 @@ def test_a_compiled_call_does_what_an_eager_one_does(function: str, device: torc
         covered.setdefault(inspect.unwrap(case.function).__qualname__, set(inspect.signature(case.function).parameters)).difference_update(case.values)
         for name, values in case.values.items():
             for value in values:
-                taken += not isinstance(outcome(lambda given, case=case: case.function(**given), case.arguments | {name: value}), Exception)
-                found = difference(case, name, value)
+                found, is_taken = difference(case, name, value)
+                taken += is_taken
                 differences += [f"{case.name}, {name} = {describe(value)}: {found}"] if found else []
     assert not any(covered.values()), f"arguments without values to compare: {covered}"
-    assert taken > 20, "not everything is refused"
+    assert taken > 10, "not everything is refused"
     assert not differences, f"{len(differences)} differ:\n" + "\n".join(differences)
