@@ -24,7 +24,7 @@ FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits 
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
 CUBINS = ("tests/kernels/test_cubins.py",)
-THREADS = ("tests/csrc/test_threads.py", "-k", "devices or shared")
+THREADS = ("tests/csrc/test_runtime_threads.py", "-k", "devices or shared")
 VISIBILITY = ("tests/variants/test_variant_visibility.py",)
 EXPRESSIONS = ("tests/variants/test_expressions.py",)
 TRACED = ("tests/variants/test_traced_functions.py",)
@@ -84,7 +84,7 @@ FAULTS = (
         "attn_backend/cli/demo.py",
         "            os.killpg(process.pid, signal.SIGKILL)",
         "            process.kill()",
-        ("tests/cli/test_demo.py", "-k", "ctrl_c"),
+        ("tests/cli/test_demo_command.py", "-k", "ctrl_c"),
     ),
     Fault(
         "demo: a second Ctrl-C while a server stops is lost",

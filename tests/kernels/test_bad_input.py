@@ -210,7 +210,6 @@ def test_run_refuses(device: torch.device) -> None:
         ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE + 1, KV_HEADS, HEAD_DIM))),
         ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS + 1, HEAD_DIM))),
         ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, 32))),
-        ("kv.k", lambda: attention.run(q, make_cache(device, 0, PAGE_SIZE, KV_HEADS, HEAD_DIM))),
         ("q", lambda: attention.run(None, kv)),
         ("q", lambda: attention.run(q.tolist(), kv, out=q)),
         ("kv", lambda: attention.run(q, None)),
