@@ -7,7 +7,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -231,7 +231,7 @@ def check_value(name: str, param: Param, value: object, device: torch.device | N
         if not isinstance(value, Integral) or isinstance(value, bool) or not -MAX_INT32 - 1 <= int(value) <= MAX_INT32:
             _refuse(name, param, value)
         return int(value)
-    if not isinstance(value, Real) or isinstance(value, bool) or torch.finfo(torch.float32).max < abs(value) < math.inf:
+    if not isinstance(value, Real) or isinstance(value, bool) or torch.finfo(torch.float32).max < abs(cast("float", value)) < math.inf:
         _refuse(name, param, value)
     return float(value)
 
