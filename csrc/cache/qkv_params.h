@@ -148,8 +148,8 @@ ATTN_HD int64_t table_row(const QkvParams& p, int32_t position) {
   return clamp(position, 0, p.num_positions - 1) * p.table_stride;
 }
 
-/// position * frequency, less whole turns: in [-pi, pi] but for rounding. The error is below 5e-7 for positions up to
-/// 2^24; of a product that is rounded to a float32 it is 0.03 at position 10^6.
+/// position * frequency, less whole turns: in [-pi, pi] except for rounding. The error is below 5e-7 for positions up
+/// to 2^24; of a product that is rounded to a float32 it is 0.03 at position 10^6.
 ATTN_HD float reduced_angle(int32_t position, float frequency) {
   constexpr float kTurn = 6.28318548f, kRest = -1.74845553e-7f;                   // 2 pi is their sum
   constexpr float kTurnsOfRadian = 0.159154943f, kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23

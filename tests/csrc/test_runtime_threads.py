@@ -1,6 +1,6 @@
 """Threads that share the runtime (threads_test.cpp), under g++'s thread sanitizer.
 
-The sources of csrc/ are compiled without OpenMP, which is not instrumented: the executor then has threads of its own."""
+The sources of csrc/ are compiled without OpenMP, which is not instrumented: the executor then starts std::threads."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def plan_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         case.lse.fill_(torch.nan)
 
     k, v = case.kv.k, case.kv.v
-    others = [KVCache(k[..., :-1], v[..., :-1]), KVCache(k[:0], v[:0]), KVCache(torch.cat([k, k], 1), torch.cat([v, v], 1))]
+    others = [KVCache(k[..., :-1], v[..., :-1]), KVCache(torch.cat([k, k], 1), torch.cat([v, v], 1))]
     if k.dtype != torch.float32:
         others.append(KVCache(k.float(), v.float()))
     kinds: Kinds = {

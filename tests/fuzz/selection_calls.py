@@ -26,17 +26,17 @@ def packings(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call
 def selection_call(rng: numpy.random.Generator, case: selections.Case) -> Call:
     indices = case.indices.clone()
     out = [None, torch.empty(indices.shape, dtype=torch.int32, device=indices.device), indices][rng.integers(3)]
-    has_table = case.block_table is not None
     arguments: Arguments = {
         "indices": indices, "block_table": case.block_table, "requests": case.requests, "page_size": case.page_size, "page_stride": case.page_stride,
         "kv_lens": case.kv_lens, "out": out,
     }  # fmt: skip
     given = {name: value is not None for name, value in arguments.items()}
+    needs_requests = case.block_table is not None and given["requests"] and len(case.block_table) != len(indices)
     kinds: Kinds = {
         "indices": TensorArgument(others=("out",), dtypes=INT32, leads=True),
         # Without requests it must have as many rows as indices.
         "block_table": TensorArgument(dtypes=INT32, others=("requests",), optional=not given["requests"]),
-        "requests": TensorArgument(dtypes=INDEX, optional=not has_table or not given["requests"]),
+        "requests": TensorArgument(dtypes=INDEX, optional=not needs_requests),
         "page_size": IntArgument(low=1, high=case.page_stride, named=("page_size", "page_stride")),
         "page_stride": IntArgument(low=case.page_size, high=2**31 - 1, optional=True),
         "kv_lens": TensorArgument(dtypes=INDEX, optional=True),

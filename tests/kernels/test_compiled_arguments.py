@@ -250,7 +250,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> list[Any] | Exception:
-    """The bytes that a call returns, and those of its tensors afterwards; or its error."""
+    """The bytes that a call returns and that its tensors hold afterwards, or its error."""
     own = copy.deepcopy({name: value for name, value in arguments.items() if not isinstance(value, torch.Generator)})
     given = {name: own.get(name, value) for name, value in arguments.items()}
     try:

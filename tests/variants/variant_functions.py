@@ -252,7 +252,7 @@ CASES.append(Case("shared_by_both", lambda s, b, h, q, k: s + CAPTURED[h, k % 8]
 def divisions_of_all_signs(score, b, h, q_idx, kv_idx):
     distance = q_idx - kv_idx
     by_number = distance // -3 + distance % -3 + (-kv_idx) // 3 + (-kv_idx) % 8 + (-q_idx) // -5
-    return score + by_number + distance // (h - 6) + distance % (h - 6) - (kv_idx % -4) // 3
+    return score + by_number + distance // (-h - 2) + distance % (-h - 2) - (kv_idx % -4) // 3
 
 
 @case()
