@@ -276,9 +276,9 @@ FAULTS = (
         (ATTENTION, "-k", "before_the_window and generic"),
     ),
     Fault(
-        "generic kernel: tokens that a cache without pages lacks are not reported",
-        "csrc/attention/row_tile.cuh",
-        "  if (kv_len > 0) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);\n",
+        "merge: tokens that a cache without pages lacks are not reported",
+        "csrc/attention/merge/merge.cuh",
+        "if (params.num_pages == 0 && blockIdx.x == 0) report_missing_pages(params);",
         "",
         (ATTENTION, "-k", "beyond_the_tensor and generic"),
     ),
