@@ -27,7 +27,7 @@ PHASES = {
     "check": [ENVIRONMENT, ("lint", "ruff, mypy, clang-format, clang-tidy"), ("fast", "the fast tests, without an engine")],
 }
 DURATIONS = {
-    "test": "15 to 30 minutes on two idle cores, longer on busy ones. The first time 5 to 15 minutes more for the environment (1.3 GB of downloads)",
+    "test": "about 15 to 30 minutes on two idle cores, longer on busy ones. The first time 5 to 15 minutes more for the environment (1.3 GB of downloads)",
     "check": "about 3 minutes. The first time 2 to 5 minutes more for the environment (0.4 GB of downloads)",
 }
 
