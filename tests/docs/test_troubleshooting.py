@@ -40,6 +40,7 @@ MADE = {
     "kv.k.shape is ..., must be [pages, page_size = ..., ...]": lambda: attend(cache=torch.zeros(2, 2, 2, 16, 64)),
     "block_table: page ... of request ... is ..., must be in [0, ...)": lambda: attend(page=9),
     "device is 'cuda', must be 'cpu': torch sees no GPU": lambda: attend(device="cuda"),
+    "cpp of <variant ...> has ..., must include no file": lambda: Variant.from_source("#include <cmath>", name="mine"),
     "value of '...' is ..., must be at least of shape [...]": lambda: attend(variant=Variant.builtin("alibi", torch.ones(3))),
 }
 
