@@ -61,7 +61,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    **{"Attention": ".kernels.attention", "append_kv": ".kernels.append", "append_mla_kv": ".kernels.append_mla"},
+    **{
+        "Attention": ".kernels.attention",
+        "append_kv": ".kernels.append",
+        "append_mla_kv": ".kernels.append_mla",
+    },
     **dict.fromkeys(("Rotary", "append_qkv", "rotate_qk"), ".kernels.append_qkv"),
     **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
     **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
@@ -71,7 +75,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used, so that `attn-backend doctor` can run, and say so, where torch is missing."""
+    """Public names are imported when first used, so that `attn-backend doctor` can run, and say so, where
+    torch is missing.
+    """
     if name == "__version__":
         with suppress(PackageNotFoundError):  # a checkout
             return version("attn-backend")

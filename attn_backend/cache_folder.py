@@ -1,4 +1,7 @@
-"""The folder of compiled kernels and downloads. Needs only the standard library: the checks before an installation ask for it."""
+"""The folder of compiled kernels and downloads.
+
+Needs only the standard library: the checks before an installation ask for it.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ FIGURES_OF_A_CPU = "The figures are a CPU's: they show that both backends work, 
 
 
 def cpu_flags() -> frozenset[str]:
-    """The flags of the first core, named as in /proc/cpuinfo; empty where the operating system does not list them."""
+    """The flags of the first core, named as in /proc/cpuinfo; empty where the operating system does not list
+    them.
+    """
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -19,12 +21,22 @@ def cpu_flags() -> frozenset[str]:
 
 
 def serving_dtype() -> str:
-    """The `--dtype` for an engine on this CPU: "auto", the model's own, or float32, which is several times faster on CPUs without bf16 instructions."""
+    """The `--dtype` for an engine on this CPU: "auto", the model's own, or float32, which is several times
+    faster on CPUs without bf16 instructions.
+    """
     return "auto" if cpu_flags().intersection(BF16_FLAGS) else "float32"
 
 
 def serving_choice(dtype: str) -> str:
-    """One sentence for the user: the dtype and the mode that servers on this CPU run in. The engines run eagerly: compiling delays the first answer."""
-    reason = f" (this CPU has neither {' nor '.join(BF16_FLAGS)})" if dtype == serving_dtype() == "float32" else ""
+    """One sentence for the user: the dtype and the mode that servers on this CPU run in.
+
+    The engines run eagerly: compiling delays the first answer.
+    """
+    reason = (
+        f" (this CPU has neither {' nor '.join(BF16_FLAGS)})" if dtype == serving_dtype() == "float32" else ""
+    )
     name = "the model's dtype" if dtype == "auto" else dtype
-    return f"Servers run in {name}{reason} and in eager mode, which gives the first answer sooner. This holds for both backends."
+    return (
+        f"Servers run in {name}{reason} and in eager mode, which gives the first answer sooner. This "
+        f"holds for both backends."
+    )

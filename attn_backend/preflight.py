@@ -62,7 +62,11 @@ def python_problem() -> Problem | None:
     if version in PYTHONS:
         return None
     known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-    return Problem("Python", f"{sys.executable} is {version[0]}.{version[1]}, must be one of {known}", "install one of them, or pass BASE_PYTHON=... to make")
+    return Problem(
+        "Python",
+        f"{sys.executable} is {version[0]}.{version[1]}, must be one of {known}",
+        "install one of them, or pass BASE_PYTHON=... to make",
+    )
 
 
 def venv_problem() -> Problem | None:
@@ -71,7 +75,9 @@ def venv_problem() -> Problem | None:
         return None
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
     return Problem(
-        "virtual environments", f"{sys.executable} has no module {' and no module '.join(missing)}", f"install it (Debian, Ubuntu: apt-get install {package})"
+        "virtual environments",
+        f"{sys.executable} has no module {' and no module '.join(missing)}",
+        f"install it (Debian, Ubuntu: apt-get install {package})",
     )
 
 
@@ -79,22 +85,40 @@ def compiler_problem() -> Problem | None:
     if cpp_compiler.compiler() is not None:
         return None
     text, _, remedy = cpp_compiler.no_compiler().rpartition(": ")
-    return Problem("C++ compiler", f"{text}; the host library is compiled with it", f"{remedy} (Debian, Ubuntu: apt-get install g++)")
+    return Problem(
+        "C++ compiler",
+        f"{text}; the host library is compiled with it",
+        f"{remedy} (Debian, Ubuntu: apt-get install g++)",
+    )
 
 
 def nvcc_problem() -> Problem | None:
     if cuda_compiler.nvcc() is not None:
         return None
-    return Problem("nvcc", "no nvcc was found; it compiles the kernels that the wheel ships", cuda_compiler.ADVICE)
+    return Problem(
+        "nvcc", "no nvcc was found; it compiles the kernels that the wheel ships", cuda_compiler.ADVICE
+    )
 
 
 def path_problem(folders: Iterable[Path]) -> Problem | None:
     """Whether make, shells, compilers and PATH can handle the folders' names."""
     for folder in folders:
-        unusable = "".join(sorted({character for character in str(folder.absolute()) if not character.isalnum() and character not in "/._-+,@~="}))
+        unusable = "".join(
+            sorted(
+                {
+                    character
+                    for character in str(folder.absolute())
+                    if not character.isalnum() and character not in "/._-+,@~="
+                }
+            )
+        )
         if unusable:
             remedy = "move the checkout (or VENV) to a path of letters, digits and . _ - + , @ ~ ="
-            return Problem("path", f"{str(folder.absolute())!r} contains {unusable!r}, which make, shells or compilers split", remedy)
+            return Problem(
+                "path",
+                f"{str(folder.absolute())!r} contains {unusable!r}, which make, shells or compilers split",
+                remedy,
+            )
     return None
 
 
@@ -112,9 +136,15 @@ def cache_problem(folder: Path | None = None) -> Problem | None:
     try:
         folder = folder or cache_folder(os.environ.get(VARIABLE))
     except RuntimeError:
-        return Problem("cache", "there is no home directory to keep compiled kernels and downloads in", advice)
+        return Problem(
+            "cache", "there is no home directory to keep compiled kernels and downloads in", advice
+        )
     text = folder_problem(folder)
-    return Problem("cache", text if text.startswith(str(folder)) else f"{folder} cannot be made: {text}", advice) if text else None
+    return (
+        Problem("cache", text if text.startswith(str(folder)) else f"{folder} cannot be made: {text}", advice)
+        if text
+        else None
+    )
 
 
 def disk_problems(needs: Sequence[Space]) -> list[Problem]:
@@ -127,21 +157,34 @@ def disk_problems(needs: Sequence[Space]) -> list[Problem]:
         folder = existing_parent(of_device[0].folder)
         needed, free = sum(need.num_bytes for need in of_device), shutil.disk_usage(folder).free
         if free < needed:
-            parts = ", ".join(f"{need.num_bytes / GB:.1f} GB for {need.purpose} in {need.folder}" for need in of_device)
+            parts = ", ".join(
+                f"{need.num_bytes / GB:.1f} GB for {need.purpose} in {need.folder}" for need in of_device
+            )
             remedy = "; or ".join(["make room", *dict.fromkeys(need.remedy for need in of_device)])
-            problems.append(Problem("disk", f"{free / GB:.1f} GB are free at {folder}, {needed / GB:.1f} GB are needed: {parts}", remedy))
+            problems.append(
+                Problem(
+                    "disk",
+                    f"{free / GB:.1f} GB are free at {folder}, {needed / GB:.1f} GB are needed: {parts}",
+                    remedy,
+                )
+            )
     return problems
 
 
 def pip_of_base() -> tuple[list[str], dict[str, str]] | None:
-    """A command that runs pip before there is an environment, and the environment variables for it; None: this Python has no pip."""
+    """A command that runs pip before there is an environment, and the environment variables for it; None:
+    this Python has no pip.
+    """
     command = [sys.executable, "-m", "pip"]
     if importlib.util.find_spec("pip") is not None:
         return command, {}
     ensurepip = importlib.util.find_spec("ensurepip")
     if ensurepip is None or ensurepip.origin is None:
         return None
-    folders = [Path(ensurepip.origin).parent / "_bundled", Path(sysconfig.get_config_var("WHEEL_PKG_DIR") or "/usr/share/python-wheels")]
+    folders = [
+        Path(ensurepip.origin).parent / "_bundled",
+        Path(sysconfig.get_config_var("WHEEL_PKG_DIR") or "/usr/share/python-wheels"),
+    ]
     wheel = next((wheel for folder in folders for wheel in sorted(folder.glob("pip-*.whl"))), None)
     return None if wheel is None else (command, {"PYTHONPATH": str(wheel)})
 
@@ -168,10 +211,13 @@ def ask_pip(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def network_problem(requirements: Iterable[str], ask: Callable[..., tuple[int, str]] = ask_pip) -> Problem | None:
+def network_problem(
+    requirements: Iterable[str], ask: Callable[..., tuple[int, str]] = ask_pip
+) -> Problem | None:
     """Whether pip finds the requirements with the user's own settings: an index, a mirror or a folder.
 
-    If one is found and every index answers, the others are not looked up: pip itself names a missing one. Otherwise all must be at hand.
+    If one is found and every index answers, the others are not looked up: pip itself names a missing one.
+    Otherwise all must be at hand.
     """
     remedy = "check the network, and pip's index settings (`pip config list`, PIP_INDEX_URL)"
     for requirement in requirements:
@@ -180,13 +226,23 @@ def network_problem(requirements: Iterable[str], ask: Callable[..., tuple[int, s
         broken = re.search(r"connection broken by '(?:.*?>: )?(.*?)'\)?'?: /", output)
         if status != 0:
             said = [line.strip() for line in output.splitlines() if re.match(r"ERROR|pip did not", line)]
-            reason = broken[1] if broken else (said or output.strip().splitlines() or ["it said nothing"])[0].removeprefix("ERROR: ")
+            reason = (
+                broken[1]
+                if broken
+                else (said or output.strip().splitlines() or ["it said nothing"])[0].removeprefix("ERROR: ")
+            )
             return Problem("network", f"pip does not find {requirement} ({reason})", remedy)
         if broken is None:
             return None
         # PyTorch's own index may have a version such as 2.13.0+cpu
-        if version and "+" not in version and version not in re.findall(r"[\w.+]+", output.partition("Available versions:")[2]):
-            return Problem("network", f"pip does not find {requirement}, only other versions ({broken[1]})", remedy)
+        if (
+            version
+            and "+" not in version
+            and version not in re.findall(r"[\w.+]+", output.partition("Available versions:")[2])
+        ):
+            return Problem(
+                "network", f"pip does not find {requirement}, only other versions ({broken[1]})", remedy
+            )
     return None
 
 
@@ -197,7 +253,14 @@ def pip_spaces(download_bytes: int, largest_step_bytes: int) -> list[Space]:
     status, output = ask_pip("cache", "dir")
     if status == 0 and output.strip():  # fails if the cache is off
         folder = Path(output.strip().splitlines()[-1])
-        spaces.append(Space(folder, download_bytes, "pip's cache", "set PIP_NO_CACHE_DIR=1, or PIP_CACHE_DIR to another disk"))
+        spaces.append(
+            Space(
+                folder,
+                download_bytes,
+                "pip's cache",
+                "set PIP_NO_CACHE_DIR=1, or PIP_CACHE_DIR to another disk",
+            )
+        )
     return spaces
 
 
@@ -212,7 +275,8 @@ def check(
     """Checks everything, then reports all problems together.
 
     Args:
-        environment: folder of a virtual environment that is made with this Python; None: no environment is made.
+        environment: folder of a virtual environment that is made with this Python; None: no environment is
+            made.
         requirements: pip must find them; empty: nothing is downloaded.
         compiles: whether the host library is compiled.
 
@@ -223,29 +287,63 @@ def check(
     if environment:
         found += [python_problem(), venv_problem()]
         text = folder_problem(environment)
-        found.append(Problem("environment", text, "pass VENV=... (make test: TEST_VENV=...) to make: a folder that you can write to") if text else None)
+        found.append(
+            Problem(
+                "environment",
+                text,
+                "pass VENV=... (make test: TEST_VENV=...) to make: a folder that you can write to",
+            )
+            if text
+            else None
+        )
     found.append(compiler_problem() if compiles else None)
     found.append(nvcc_problem() if needs_nvcc else None)
     found += disk_problems(needs)
     found.append(network_problem(requirements))
     problems = [problem for problem in found if problem is not None]
     if problems:
-        raise NotReadyError("this machine is not ready, and nothing was downloaded:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise NotReadyError(
+            "this machine is not ready, and nothing was downloaded:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--environment", type=Path, required=True, help="folder of the virtual environment")
-    parser.add_argument("--disk-gb", type=float, default=0.0, help="disk space that the environment needs; nothing is downloaded if it exists")
-    parser.add_argument("--packages", default="", help="names of packages that pip must find, with commas between them")
+    parser.add_argument(
+        "--disk-gb",
+        type=float,
+        default=0.0,
+        help="disk space that the environment needs; nothing is downloaded if it exists",
+    )
+    parser.add_argument(
+        "--packages", default="", help="names of packages that pip must find, with commas between them"
+    )
     parser.add_argument("--no-compiler", dest="compiles", action="store_false", help="nothing is compiled")
     parser.add_argument("--nvcc", action="store_true", help="kernels are compiled")
     given = parser.parse_args()
     exists = (given.environment / "bin" / "python").exists()
-    needs = [] if exists else [Space(given.environment, int(given.disk_gb * GB), "the environment", "pass another folder to make")]
+    needs = (
+        []
+        if exists
+        else [
+            Space(
+                given.environment, int(given.disk_gb * GB), "the environment", "pass another folder to make"
+            )
+        ]
+    )
     packages = [] if exists else list(filter(None, given.packages.split(",")))
     try:
-        check(environment=given.environment, needs=needs, requirements=packages, compiles=given.compiles, needs_nvcc=given.nvcc)
+        check(
+            environment=given.environment,
+            needs=needs,
+            requirements=packages,
+            compiles=given.compiles,
+            needs_nvcc=given.nvcc,
+        )
     except NotReadyError as error:
         sys.exit(f"\nerror: {error}")
 

@@ -35,27 +35,46 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     arch: Annotated[Literal["sm_90a", "sm_80"] | None, BeforeValidator(_none_if_empty)] = Field(
-        None, description="whose kernels a GPU runs: sm_90a or sm_80 (default: those made for it); sm_80 tries the other build on a Hopper"
+        None,
+        description="whose kernels a GPU runs: sm_90a or sm_80 (default: those made for it); sm_80 tries the "
+        "other build on a Hopper",
     )
     cache: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
-        None, description="folder of compiled kernels, and of the demo's model and data set (default attn_backend/ in XDG_CACHE_HOME or ~/.cache)"
+        None,
+        description="folder of compiled kernels, and of the demo's model and data set (default attn_backend/ "
+        "in XDG_CACHE_HOME or ~/.cache)",
     )
     cascade: Switch = Field(True, description="look for shared prefixes in an engine's batches")
-    cpu_isa: Annotated[Literal["baseline", "avx2", "avx512", "amx"] | None, BeforeValidator(_none_if_empty)] = Field(
+    cpu_isa: Annotated[
+        Literal["baseline", "avx2", "avx512", "amx"] | None, BeforeValidator(_none_if_empty)
+    ] = Field(
         None, description="most that is used of a CPU: baseline, avx2, avx512 or amx (default: what it has)"
     )
     cuda_compiler: Annotated[Literal["nvcc", "nvrtc"] | None, BeforeValidator(_none_if_empty)] = Field(
         None, description="what compiles a variant's kernels: nvcc or nvrtc (default: nvcc if there is one)"
     )
-    debug: Switch = Field(False, description="report metadata that only the device can see to be wrong, and refuse a second thread; synchronizes")
-    jit: Switch = Field(True, description="compile kernels that are missing when they are needed; 0: only `attn-backend compile` does")
-    prefetch_code: Switch = Field(True, description="bring the code of attention kernels to the L2 cache ahead of their execution")
+    debug: Switch = Field(
+        False,
+        description="report metadata that only the device can see to be wrong, and refuse a second thread; "
+        "synchronizes",
+    )
+    jit: Switch = Field(
+        True,
+        description="compile kernels that are missing when they are needed; 0: only `attn-backend compile` "
+        "does",
+    )
+    prefetch_code: Switch = Field(
+        True, description="bring the code of attention kernels to the L2 cache ahead of their execution"
+    )
     sampler: Switch | None = Field(
         None,
-        description="0: the engine samples; 1: this package does, also in the place of SGLang's `pytorch` (default: in vLLM yes, else if asked)",
+        description="0: the engine samples; 1: this package does, also in the place of SGLang's `pytorch` "
+        "(default: in vLLM yes, else if asked)",
     )
     sglang_fp8_queries: Switch = Field(
-        True, description="in SGLang, over an e4m3 cache, round the queries of prompts to e4m3 where a GPU multiplies them as they are"
+        True,
+        description="in SGLang, over an e4m3 cache, round the queries of prompts to e4m3 where a GPU "
+        "multiplies them as they are",
     )
     vllm_cpu: Switch = Field(False, description="take the place of vLLM's CPU attention backend")
 
@@ -69,7 +88,13 @@ class Settings(BaseModel):
         if environment is os.environ:
             _warn_of_unknown_variables()
         try:
-            return cls.model_validate({name: environment[variable] for name in cls.model_fields if (variable := PREFIX + name.upper()) in environment})
+            return cls.model_validate(
+                {
+                    name: environment[variable]
+                    for name in cls.model_fields
+                    if (variable := PREFIX + name.upper()) in environment
+                }
+            )
         except ValidationError as error:
             name, rest = refusal(error).split(" ", 1)
             raise ValueError(f"{PREFIX}{name.upper()} {rest}") from None
@@ -84,11 +109,15 @@ class Settings(BaseModel):
 
 
 def unknown_variables() -> dict[str, str]:
-    """Environment variables with our prefix that are no settings, each with the nearest setting, or "" if none is near."""
+    """Environment variables with our prefix that are no settings, each with the nearest setting, or "" if
+    none is near.
+    """
     unknown = {}
     for variable in os.environ:
         name = variable.upper().removeprefix(PREFIX).lower()
-        if variable.upper().startswith(PREFIX) and (name not in Settings.model_fields or variable != PREFIX + name.upper()):
+        if variable.upper().startswith(PREFIX) and (
+            name not in Settings.model_fields or variable != PREFIX + name.upper()
+        ):
             nearest = get_close_matches(name, Settings.model_fields, 1, cutoff=0.5)
             unknown[variable] = PREFIX + nearest[0].upper() if nearest else ""
     return unknown
@@ -99,11 +128,16 @@ def _warn_of_unknown_variables() -> None:
     """Once in a process."""
     for variable, nearest in unknown_variables().items():
         hint = f"did you mean {nearest}?" if nearest else "`attn-backend doctor` lists the settings"
-        logging.getLogger("attn_backend").warning("attn_backend: %s is unknown and has no effect: %s", variable, hint)
+        logging.getLogger("attn_backend").warning(
+            "attn_backend: %s is unknown and has no effect: %s", variable, hint
+        )
 
 
 def refusal(error: ValidationError, known: Iterable[str] = ()) -> str:
-    """A validation error, worded like all our errors: the field, its value and what it must be. Unknown fields come first; `known`: the fields that exist."""
+    """A validation error, worded like all our errors: the field, its value and what it must be.
+
+    Unknown fields come first; `known`: the fields that exist.
+    """
     fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
     name, *inside = fault["loc"] or ("",)
     name = f"{name}{''.join(f'[{part}]' for part in inside if isinstance(part, int))}"
@@ -115,8 +149,17 @@ def refusal(error: ValidationError, known: Iterable[str] = ()) -> str:
         case "value_error":  # raised by a validator of ours, which named everything
             return str(fault["ctx"]["error"])
         case "too_long":
-            return f"len({name}) is {fault['ctx']['actual_length']}, must be at most {fault['ctx']['max_length']}"
+            return (
+                f"len({name}) is {fault['ctx']['actual_length']}, must be at most "
+                f"{fault['ctx']['max_length']}"
+            )
         case "bool_parsing":
             return f"{name} is {shown(fault['input'])}, must be 0 or 1"
-    must = fault["msg"].replace("Input should be", "must be").replace("List should have", "must have").replace("after validation, not 0", "").rstrip()
+    must = (
+        fault["msg"]
+        .replace("Input should be", "must be")
+        .replace("List should have", "must have")
+        .replace("after validation, not 0", "")
+        .rstrip()
+    )
     return f"{name} is {shown(fault['input'])}, {must}"

@@ -1,9 +1,10 @@
-"""What lies between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding, append to a bf16 or an 8-bit cache (e4m3).
-`append_qkv` beside the peers' kernels.
+"""What lies between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding,
+append to a bf16 or an 8-bit cache (e4m3). `append_qkv` beside the peers' kernels.
 
-Peers, where they are installed: vLLM's (fused_qk_norm_rope or rotary_embedding, then reshape_and_cache_flash); FlashInfer's
-rope_quantize_fp8_append_paged_kv_cache, which has no norm and rounds Q to 8 bits, too. One process, one GPU, CUDA-graph replay, median, with a cold L2: the
-projection's output is usually still there in an engine, for vLLM's second kernel as well.
+Peers, where they are installed: vLLM's (fused_qk_norm_rope or rotary_embedding, then
+reshape_and_cache_flash); FlashInfer's rope_quantize_fp8_append_paged_kv_cache, which has no norm and rounds Q
+to 8 bits, too. One process, one GPU, CUDA-graph replay, median, with a cold L2: the projection's output is
+usually still there in an engine, for vLLM's second kernel as well.
 
 python -m benchmarks.append [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
@@ -26,9 +27,19 @@ from benchmarks.timing import Machine, Timer, start
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
 POSITIONS = 1 << 16
 SCALE = 0.1  # of the 8-bit cache, for K and V
-LARGEST_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float8_e4m3fn: 5e-2}  # of a peer's output to ours, relative; most of the second is roundings to 8 bits
+# of a peer's output to ours, relative; most of the second is roundings to 8 bits
+LARGEST_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float8_e4m3fn: 5e-2}
 PEERS = ("vLLM", "FlashInfer")
-COLUMNS = ("case", "floor", "ours", *PEERS, "ours / vLLM", "ours / FlashInfer", "of copy bandwidth", "append alone")
+COLUMNS = (
+    "case",
+    "floor",
+    "ours",
+    *PEERS,
+    "ours / vLLM",
+    "ours / FlashInfer",
+    "of copy bandwidth",
+    "append alone",
+)
 
 Rows = Callable[[], torch.Tensor]  # launches and returns Q, [tokens, heads, head_dim]
 
@@ -42,12 +53,17 @@ class Line:
 
     @property
     def name(self) -> str:
-        return f"{self.tokens} tokens, {'norm, ' if self.norm else ''}rope, {'' if self.cache == torch.bfloat16 else 'quantise, '}append"
+        return (
+            f"{self.tokens} tokens, {'norm, ' if self.norm else ''}rope, "
+            f"{'' if self.cache == torch.bfloat16 else 'quantise, '}append"
+        )
 
 
 def cos_sin_table(positions: int, head_dim: int, device: torch.device) -> torch.Tensor:
     """bf16 [positions, head_dim]: the cosines of a position's angles, then their sines."""
-    angles = torch.arange(positions, device=device)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angles = torch.arange(positions, device=device)[:, None] * 10000.0 ** (
+        -torch.arange(0, head_dim, 2, device=device) / head_dim
+    )
     return torch.cat([angles.cos(), angles.sin()], dim=-1).bfloat16()
 
 
@@ -61,7 +77,9 @@ class Projected:
         self.qkv = torch.randn(line.tokens, heads, HEAD_DIM, dtype=bf16, device=device)
         self.q, self.k, self.v = self.qkv.split([line.qo_heads, KV_HEADS, KV_HEADS], dim=1)
         self.pages = -(-line.tokens // PAGE_SIZE) + 1
-        self.cache = torch.zeros(self.pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=line.cache, device=device)
+        self.cache = torch.zeros(
+            self.pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=line.cache, device=device
+        )
         self.scale = 1.0 if line.cache == bf16 else SCALE
         scale = None if line.cache == bf16 else SCALE
         self.kv = KVCache.from_tensor(self.cache, k_scale=scale, v_scale=scale)
@@ -78,13 +96,26 @@ class Projected:
 
     def ours(self) -> Rows:
         rotary = Rotary(self.table)
-        return lambda: append_qkv(self.q, self.k, self.v, self.kv, self.slots, rotary=rotary, positions=self.positions, q_norm=self.weight, k_norm=self.weight)
+        return lambda: append_qkv(
+            self.q,
+            self.k,
+            self.v,
+            self.kv,
+            self.slots,
+            rotary=rotary,
+            positions=self.positions,
+            q_norm=self.weight,
+            k_norm=self.weight,
+        )
 
     def append_alone(self) -> Callable[[], None]:
         return lambda: append_kv(self.k, self.v, self.kv, self.slots)
 
     def vllm(self) -> Rows:
-        rotate, append = vllm_rotate(self.q, self.k, self.table, self.positions), vllm_append(self.k, self.v, self.cache, self.slots, self.scale)
+        rotate, append = (
+            vllm_rotate(self.q, self.k, self.table, self.positions),
+            vllm_append(self.k, self.v, self.cache, self.slots, self.scale),
+        )
         kernels, weight, flat = import_module("vllm._custom_ops"), self.weight, self.qkv.flatten(1)
         heads = (self.line.qo_heads, KV_HEADS, KV_HEADS, HEAD_DIM)
 
@@ -92,21 +123,46 @@ class Projected:
             if weight is None:
                 rotate()
             else:
-                kernels.fused_qk_norm_rope(flat, *heads, 1e-6, weight, weight, self.table, True, self.positions)
+                kernels.fused_qk_norm_rope(
+                    flat, *heads, 1e-6, weight, weight, self.table, True, self.positions
+                )
             append()
             return self.q
 
         return run
 
     def flashinfer(self) -> Rows:
-        """All tokens are one request, whose pages are those of the cache in their order: a token's position in it is its slot."""
+        """All tokens are one request, whose pages are those of the cache in their order: a token's position
+        in it is its slot.
+        """
         device = self.q.device
         indptr = torch.tensor([0, self.pages], dtype=torch.int32, device=device)
-        arguments: dict[str, Any] = {"q_rope": self.q, "k_rope": self.k, "q_nope": None, "k_nope": None, "v": self.v, "page_size": PAGE_SIZE}
-        arguments |= {"cos_sin_cache": self.table.float(), "pos_ids": self.positions.int(), "paged_kv_cache": self.cache.unbind(1)}
-        arguments |= {"kv_indices": torch.arange(self.pages, dtype=torch.int32, device=device), "kv_indptr": indptr}
-        arguments |= {"batch_indices": torch.zeros_like(self.slots, dtype=torch.int32), "positions": self.slots.int()}
-        arguments |= {"quant_scale_q": 1 / self.scale, "quant_scale_kv": 1 / self.scale, "q_rope_out": torch.empty_like(self.q, dtype=self.line.cache)}
+        arguments: dict[str, Any] = {
+            "q_rope": self.q,
+            "k_rope": self.k,
+            "q_nope": None,
+            "k_nope": None,
+            "v": self.v,
+            "page_size": PAGE_SIZE,
+        }
+        arguments |= {
+            "cos_sin_cache": self.table.float(),
+            "pos_ids": self.positions.int(),
+            "paged_kv_cache": self.cache.unbind(1),
+        }
+        arguments |= {
+            "kv_indices": torch.arange(self.pages, dtype=torch.int32, device=device),
+            "kv_indptr": indptr,
+        }
+        arguments |= {
+            "batch_indices": torch.zeros_like(self.slots, dtype=torch.int32),
+            "positions": self.slots.int(),
+        }
+        arguments |= {
+            "quant_scale_q": 1 / self.scale,
+            "quant_scale_kv": 1 / self.scale,
+            "q_rope_out": torch.empty_like(self.q, dtype=self.line.cache),
+        }
         append = import_module("flashinfer.rope").rope_quantize_fp8_append_paged_kv_cache
         return lambda: append(**arguments)[0]
 
@@ -115,11 +171,16 @@ class Projected:
         return {"vLLM": self.vllm} | ({"FlashInfer": self.flashinfer} if quantises_without_norm else {})
 
     def written(self, run: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a call makes of Q and of an empty cache, as numbers; the projection's output is then what it was."""
+        """What a call makes of Q and of an empty cache, as numbers; the projection's output is then what it
+        was.
+        """
         before = self.qkv.clone()
         self.cache.zero_()
         q = run()
-        numbers = q.float() * (1.0 if q.dtype == torch.bfloat16 else self.scale), self.cache.float() * self.scale
+        numbers = (
+            q.float() * (1.0 if q.dtype == torch.bfloat16 else self.scale),
+            self.cache.float() * self.scale,
+        )
         self.qkv.copy_(before)
         return numbers
 
@@ -129,11 +190,19 @@ class Projected:
         return max(float((of_peer - ours).norm() / ours.norm()) for of_peer, ours in pairs)
 
 
-def measure(line: Line, timer: Timer, machine: Machine, device: str = "cuda", peers: Collection[str] = PEERS) -> dict[str, Any]:
+def measure(
+    line: Line, timer: Timer, machine: Machine, device: str = "cuda", peers: Collection[str] = PEERS
+) -> dict[str, Any]:
     """One line of the table; times in µs. peers: that are measured."""
     projected = Projected(line, torch.device(device))
-    result: dict[str, Any] = {"case": line.name, "floor": projected.moved_bytes / machine.bandwidth * 1e6} | dict.fromkeys(PEERS)
-    runs: dict[str, Callable[[], object]] = {"ours": projected.ours(), "append alone": projected.append_alone()}
+    result: dict[str, Any] = {
+        "case": line.name,
+        "floor": projected.moved_bytes / machine.bandwidth * 1e6,
+    } | dict.fromkeys(PEERS)
+    runs: dict[str, Callable[[], object]] = {
+        "ours": projected.ours(),
+        "append alone": projected.append_alone(),
+    }
     for peer, make in projected.peers().items():
         if peer not in peers:
             continue
@@ -156,21 +225,43 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
     for line in lines:
         ratios = [number(ratio(line["ours"], line[peer]), 2) for peer in PEERS]
         times = [number(line[name]) for name in ("floor", "ours", *PEERS)]
-        rows.append([line["case"], *times, *ratios, number(line["floor"] / line["ours"], 2), number(line["append alone"])])
+        rows.append(
+            [
+                line["case"],
+                *times,
+                *ratios,
+                number(line["floor"] / line["ours"], 2),
+                number(line["append alone"]),
+            ]
+        )
     return f"{header}\n\n{table(COLUMNS, rows)}\n"
 
 
 def all_lines() -> list[Line]:
     dtypes = (torch.bfloat16, torch.float8_e4m3fn)
-    return [Line(tokens, norm, dtype) for dtype in dtypes for tokens in (1, 64, 512, 2048, 8192, 32768) for norm in (False, True)]
+    return [
+        Line(tokens, norm, dtype)
+        for dtype in dtypes
+        for tokens in (1, 64, 512, 2048, 8192, 32768)
+        for norm in (False, True)
+    ]
 
 
 def main() -> None:
     arguments = options(__doc__, peers=PEERS).parse_args()
     peers = asked_peers(PEERS, arguments)
     timer, machine = start(arguments.repeats)
-    header = f"{machine} Times in µs: bf16, 32/{KV_HEADS} heads of {HEAD_DIM}, page {PAGE_SIZE}, cold L2, CUDA-graph replay, median of {arguments.repeats}."
-    measure_lines(all_lines(), lambda line: measure(line, timer, machine, peers=peers), lambda lines: markdown(lines, header), header, arguments)
+    header = (
+        f"{machine} Times in µs: bf16, 32/{KV_HEADS} heads of {HEAD_DIM}, page {PAGE_SIZE}, cold L2, "
+        f"CUDA-graph replay, median of {arguments.repeats}."
+    )
+    measure_lines(
+        all_lines(),
+        lambda line: measure(line, timer, machine, peers=peers),
+        lambda lines: markdown(lines, header),
+        header,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

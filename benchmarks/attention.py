@@ -1,9 +1,10 @@
 """Attention, ours beside the peers that import: one process, one GPU, cold L2, CUDA-graph replay, median.
 
-python -m benchmarks.attention [--case TEXT ...] [--part K/N] [--peer NAME ...] [--batch-invariant] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.attention [--case TEXT ...] [--part K/N] [--peer NAME ...] [--batch-invariant] [--repeats
+N] [--json FILE] [--markdown FILE]
 
-The lines can be measured in parts, by name (--case) or every N-th beginning with the K-th (--part K/N); `python -m benchmarks.board` puts the JSON files of
-parts into one table and a plot.
+The lines can be measured in parts, by name (--case) or every N-th beginning with the K-th (--part K/N);
+`python -m benchmarks.board` puts the JSON files of parts into one table and a plot.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ from benchmarks.timing import Machine, Timer, start
 
 
 class Expected:
-    """float64 outputs of the shortest and the longest request (of at most 4096 queries over 8192 tokens, for memory)."""
+    """float64 outputs of the shortest and the longest request (of at most 4096 queries over 8192 tokens, for
+    memory).
+    """
 
     def __init__(self, batch: Batch) -> None:
         lens = batch.case.kv_lens
-        affordable = [i for i, (q, kv) in enumerate(zip(batch.case.qo_lens, lens, strict=True)) if q * kv <= 4096 * 8192]
-        chosen = {min(affordable, key=lens.__getitem__), max(affordable, key=lens.__getitem__)} if affordable else set()
+        affordable = [
+            i for i, (q, kv) in enumerate(zip(batch.case.qo_lens, lens, strict=True)) if q * kv <= 4096 * 8192
+        ]
+        chosen = (
+            {min(affordable, key=lens.__getitem__), max(affordable, key=lens.__getitem__)}
+            if affordable
+            else set()
+        )
         self.outputs = [(int(batch.qo_indptr[request]), reference(batch, request)) for request in chosen]
 
     def error(self, out: torch.Tensor) -> float:
@@ -42,7 +51,9 @@ class Expected:
         return (difference / norm) ** 0.5 if norm else math.nan
 
 
-def measure(case: Case | SharedCase, timer: Timer, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    case: Case | SharedCase, timer: Timer, machine: Machine, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One line of the table; times in µs."""
     begin = time.monotonic()
     line: dict[str, Any] = {"case": case.name}
@@ -53,37 +64,63 @@ def measure(case: Case | SharedCase, timer: Timer, machine: Machine, arguments: 
     else:
         batch = grouped = Batch.make(case)
         peers = peers_of(batch)
-        line |= {"floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6, "shape": case.shape, "ragged": case.ragged}
+        line |= {
+            "floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6,
+            "shape": case.shape,
+            "ragged": case.ragged,
+        }
     expected = Expected(batch)
     default = ours(batch)
     runs, empty = {"ours": default.run}, torch.zeros(1, device="cuda")
     if arguments.batch_invariant:
         invariant = ours(batch, batch_invariant=True)
         runs["batch invariant"] = invariant.run
-        line |= {"batch invariant error": expected.error(invariant.run()), "batch invariant plan": timer(invariant.plan)}
+        line |= {
+            "batch invariant error": expected.error(invariant.run()),
+            "batch invariant plan": timer(invariant.plan),
+        }
     line |= dict(zip([*runs, "launch"], timer.together([*runs.values(), lambda: empty.add_(1)]), strict=True))
     line |= {"plan": timer(default.plan), "error": expected.error(default.run())}
     of_peers = expected if grouped is batch else Expected(grouped)
     asked = asked_peers(PEERS, arguments)
     for peer in PEERS:
         kernels = peers.get(peer, {}) if peer in asked else {}
-        line |= fastest(peer, case.name, kernels, timer, lambda out: of_peers.error(out) if of_peers.outputs else None, LARGEST_ERROR)
+        line |= fastest(
+            peer,
+            case.name,
+            kernels,
+            timer,
+            lambda out: of_peers.error(out) if of_peers.outputs else None,
+            LARGEST_ERROR,
+        )
     line["seconds"] = time.monotonic() - begin
     return line
 
 
 def main() -> None:
     parser = options(__doc__, peers=PEERS)
-    parser.add_argument("--batch-invariant", action="store_true", help="also Attention(batch_invariant=True), beside the default")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="also Attention(batch_invariant=True), beside the default",
+    )
     parser.add_argument("--part", default="1/1", help="K/N: of the lines every N-th, beginning with the K-th")
     arguments = parser.parse_args()
     part, _, parts = arguments.part.partition("/")
     if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
         parser.error(f"--part is {arguments.part!r}, must be K/N with 1 <= K <= N")
     timer, machine = start(arguments.repeats)
-    header = f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}."
+    header = (
+        f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}."
+    )
     cases = [case for case in all_cases() if wanted(case.name, arguments)][int(part) - 1 :: int(parts)]
-    measure_lines(cases, lambda case: measure(case, timer, machine, arguments), lambda lines: markdown(lines, [header]), header, arguments)
+    measure_lines(
+        cases,
+        lambda case: measure(case, timer, machine, arguments),
+        lambda lines: markdown(lines, [header]),
+        header,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ LARGEST_ERROR = 1e-2  # of bf16 against float64; what exceeds it has computed so
 class Batch:
     """Random tensors of a case.
 
-    q: bf16 [rows, num_qo_heads, head_dim]; cache: bf16 [pages, 2, page_size, num_kv_heads, head_dim], ragged [2, tokens, num_kv_heads, head_dim];
-    qo_indptr: int32 [batch + 1]; kv_lens: int32 [batch], tokens; block_table: int32 [batch, pages of the longest request], ragged [batch, 0].
+    q: bf16 [rows, num_qo_heads, head_dim]; cache: bf16 [pages, 2, page_size, num_kv_heads, head_dim], ragged
+    [2, tokens, num_kv_heads, head_dim]; qo_indptr: int32 [batch + 1]; kv_lens: int32 [batch], tokens;
+    block_table: int32 [batch, pages of the longest request], ragged [batch, 0].
     """
 
     case: Case
@@ -35,9 +36,15 @@ class Batch:
         if case.ragged:
             shape = (2, sum(case.kv_lens), case.num_kv_heads, case.head_dim)
             tokens = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-            return cls._of_table(case, tokens, torch.zeros(len(case.kv_lens), 0, dtype=torch.int32, device=device), generator)
+            return cls._of_table(
+                case, tokens, torch.zeros(len(case.kv_lens), 0, dtype=torch.int32, device=device), generator
+            )
         pages = [-(-length // case.page_size) for length in case.kv_lens]
-        order = torch.arange(sum(pages), device=device) if case.in_order else torch.randperm(sum(pages), device=device, generator=generator)
+        order = (
+            torch.arange(sum(pages), device=device)
+            if case.in_order
+            else torch.randperm(sum(pages), device=device, generator=generator)
+        )
         table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
         start = 0
         for row, count in enumerate(pages):
@@ -46,12 +53,28 @@ class Batch:
         return cls._of_table(case, make_cache(case, sum(pages), generator, device), table, generator)
 
     @classmethod
-    def _of_table(cls, case: Case, cache: torch.Tensor, table: torch.Tensor, generator: torch.Generator) -> Batch:
+    def _of_table(
+        cls, case: Case, cache: torch.Tensor, table: torch.Tensor, generator: torch.Generator
+    ) -> Batch:
         qo_indptr = torch.zeros(len(case.qo_lens) + 1, dtype=torch.int32)
         qo_indptr[1:] = torch.tensor(case.qo_lens).cumsum(0)
         device = cache.device
-        q = torch.randn(sum(case.qo_lens), case.num_qo_heads, case.head_dim, dtype=torch.bfloat16, device=device, generator=generator)
-        return cls(case, q, cache, qo_indptr.to(device), torch.tensor(case.kv_lens, dtype=torch.int32, device=device), table)
+        q = torch.randn(
+            sum(case.qo_lens),
+            case.num_qo_heads,
+            case.head_dim,
+            dtype=torch.bfloat16,
+            device=device,
+            generator=generator,
+        )
+        return cls(
+            case,
+            q,
+            cache,
+            qo_indptr.to(device),
+            torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+            table,
+        )
 
     @property
     def kv_indptr(self) -> torch.Tensor:
@@ -80,14 +103,20 @@ class Batch:
         """The same with other arguments of BSRView."""
         if self.case.ragged:
             return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr), **visibility)
-        return BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size), **visibility)
+        return BSRView(
+            self.qo_indptr,
+            PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size),
+            **visibility,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class SharedBatch:
-    """Random tensors of a case with shared prefixes; both orders of the requests read one cache, where the pages of all nodes lie shuffled.
+    """Random tensors of a case with shared prefixes; both orders of the requests read one cache, where the
+    pages of all nodes lie shuffled.
 
-    grouped: requests that share a prefix follow one another, as hand-made levels and FlashInfer's cascade need it.
+    grouped: requests that share a prefix follow one another, as hand-made levels and FlashInfer's cascade
+    need it.
     interleaved: request i is request order[i] of `grouped`: a random order, as it comes in an engine's batch.
     qo_indptrs: for each level int32 [nodes + 1], its row groups in `grouped`.
     page_tables: for each level int32 [nodes, pages of a node].
@@ -109,12 +138,23 @@ class SharedBatch:
         counts = [nodes * of_node for (nodes, _), of_node in zip(shared.levels, pages, strict=True)]
         if cache is None:
             cache = make_cache(case, sum(counts), generator)
-        ids = torch.randperm(len(cache), device="cuda", generator=generator)[: sum(counts)].int().split(counts)
+        ids = (
+            torch.randperm(len(cache), device="cuda", generator=generator)[: sum(counts)].int().split(counts)
+        )
         tables = [of_level.view(nodes, -1) for of_level, (nodes, _) in zip(ids, shared.levels, strict=True)]
-        grouped = Batch._of_table(case, cache, torch.cat([table.repeat_interleave(batch // len(table), 0) for table in tables], 1), generator)
+        grouped = Batch._of_table(
+            case,
+            cache,
+            torch.cat([table.repeat_interleave(batch // len(table), 0) for table in tables], 1),
+            generator,
+        )
         order = torch.randperm(batch, device="cuda", generator=generator)
-        interleaved = replace(grouped, q=grouped.q[order], block_table=grouped.block_table[order])  # all lengths are equal
-        indptrs = [torch.arange(0, batch + 1, batch // nodes, dtype=torch.int32, device="cuda") for nodes, _ in shared.levels]
+        # all lengths are equal
+        interleaved = replace(grouped, q=grouped.q[order], block_table=grouped.block_table[order])
+        indptrs = [
+            torch.arange(0, batch + 1, batch // nodes, dtype=torch.int32, device="cuda")
+            for nodes, _ in shared.levels
+        ]
         return cls(shared, grouped, interleaved, order, indptrs, tables)
 
     @property
@@ -127,9 +167,20 @@ class SharedBatch:
         return Composition.cascade(self.qo_indptrs, tables)
 
 
-def make_cache(case: Case, pages: int, generator: torch.Generator | None = None, device: str = "cuda") -> torch.Tensor:
+def make_cache(
+    case: Case, pages: int, generator: torch.Generator | None = None, device: str = "cuda"
+) -> torch.Tensor:
     """Random bf16 [pages, 2, page_size, num_kv_heads, head_dim]."""
-    return torch.randn(pages, 2, case.page_size, case.num_kv_heads, case.head_dim, dtype=torch.bfloat16, device=device, generator=generator)
+    return torch.randn(
+        pages,
+        2,
+        case.page_size,
+        case.num_kv_heads,
+        case.head_dim,
+        dtype=torch.bfloat16,
+        device=device,
+        generator=generator,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +203,14 @@ def prepare(attention: Attention, batch: Batch, composition: BSRView | Compositi
 def ours(batch: Batch, **changes: Any) -> Ours:
     """One view of all requests. `changes`: arguments of Attention."""
     case = batch.case
-    room: dict[str, Any] = {"device": batch.q.device, "max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
-    return prepare(Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, **(room | changes)), batch, batch.view)
+    room: dict[str, Any] = {
+        "device": batch.q.device,
+        "max_rows": len(batch.q),
+        "max_batch": len(case.kv_lens),
+    }
+    return prepare(
+        Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, **(room | changes)), batch, batch.view
+    )
 
 
 def hand_made(batch: SharedBatch) -> Ours:
@@ -161,7 +218,15 @@ def hand_made(batch: SharedBatch) -> Ours:
     case = batch.grouped.case
     room = batch.shared.batch
     levels = len(batch.shared.levels)
-    attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, max_rows=room, max_batch=room, max_levels=levels, cascade=False)
+    attention = Attention(
+        case.num_qo_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        max_rows=room,
+        max_batch=room,
+        max_levels=levels,
+        cascade=False,
+    )
     return prepare(attention, batch.grouped, batch.levels)
 
 

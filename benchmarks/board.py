@@ -1,9 +1,11 @@
-"""The board of benchmarks.attention: its table, and a plot of what each kernel reaches of the floor. Puts the JSON files of several parts together.
+"""The board of benchmarks.attention: its table, and a plot of what each kernel reaches of the floor.
+
+Puts the JSON files of several parts together.
 
 python -m benchmarks.board JSON ... [--markdown FILE] [--plot FILE.svg]
 
-Ratios are those of a line, whose figures come from one process; parts of different GPU models are refused. A line that was measured twice counts as last
-measured.
+Ratios are those of a line, whose figures come from one process; parts of different GPU models are refused. A
+line that was measured twice counts as last measured.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ Line = dict[str, Any]  # what benchmarks.attention measures; times in µs
 
 def of_ragged(line: Line, lines: Sequence[Line]) -> float | None:
     """Ours with pages ÷ ours over the same lengths without; None where only one of them was measured."""
-    ragged = next((other for other in lines if other.get("ragged") and other["shape"] == line.get("shape")), None)
+    ragged = next(
+        (other for other in lines if other.get("ragged") and other["shape"] == line.get("shape")), None
+    )
     return None if ragged is None or line is ragged else line["ours"] / ragged["ours"]
 
 
@@ -33,13 +37,30 @@ def markdown(lines: Sequence[Line], headers: Sequence[str]) -> str:
     """The table below its headers."""
     peers = [name for name in PEERS if any(line.get(name) is not None for line in lines)]
     invariant = any("batch invariant" in line for line in lines)
-    columns = ["case", "floor", "empty launch", "ours", "plan", *peers, "ours / best peer", "ours / floor", "ours / ours ragged"]
+    columns = [
+        "case",
+        "floor",
+        "empty launch",
+        "ours",
+        "plan",
+        *peers,
+        "ours / best peer",
+        "ours / floor",
+        "ours / ours ragged",
+    ]
     columns += (["ours, batch-invariant", "batch-invariant / ours"] if invariant else []) + ["error"]
     rows = []
     for line in lines:
         error = max(line["error"], line.get("batch invariant error", 0.0))
-        row = [line["case"], *(number(line.get(name)) for name in ("floor", "launch", "ours", "plan", *peers))]
-        ratios = (ratio(line["ours"], fastest_of(line, PEERS)), line["ours"] / line["floor"], of_ragged(line, lines))
+        row = [
+            line["case"],
+            *(number(line.get(name)) for name in ("floor", "launch", "ours", "plan", *peers)),
+        ]
+        ratios = (
+            ratio(line["ours"], fastest_of(line, PEERS)),
+            line["ours"] / line["floor"],
+            of_ragged(line, lines),
+        )
         row += [number(value, 2) for value in ratios]
         if invariant:
             time = line.get("batch invariant")
@@ -52,7 +73,8 @@ def merge(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
     """The lines of all files in the order of the board, and the files' headers.
 
     Raises:
-        ValueError: a file that is not part of a board, files from different GPU models, or a line that the board does not have.
+        ValueError: a file that is not part of a board, files from different GPU models, or a line that the
+            board does not have.
     """
     parts = [json.loads(path.read_text()) for path in paths]
     for path, part in zip(paths, parts, strict=True):
@@ -65,7 +87,9 @@ def merge(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
     unknown = sorted(lines.keys() - set(names))
     if unknown:
         raise ValueError(f"case is {unknown[0]!r}, must be one of benchmarks/cases.py")
-    return [lines[name] for name in names if name in lines], list(dict.fromkeys(part["header"] for part in parts))
+    return [lines[name] for name in names if name in lines], list(
+        dict.fromkeys(part["header"] for part in parts)
+    )
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
@@ -76,20 +100,37 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     figure.set_layout_engine("constrained")
     axis = figure.subplots()
     places = list(range(len(lines)))
-    for name, key, marker, color in (("ours", "ours", "o", "C3"), *zip(PEERS, PEERS, "s^v", ("C0", "C2", "C7"), strict=True)):
-        points = [(line["floor"] / line[key], place) for place, line in zip(places, lines, strict=True) if line.get(key) is not None]
+    for name, key, marker, color in (
+        ("ours", "ours", "o", "C3"),
+        *zip(PEERS, PEERS, "s^v", ("C0", "C2", "C7"), strict=True),
+    ):
+        points = [
+            (line["floor"] / line[key], place)
+            for place, line in zip(places, lines, strict=True)
+            if line.get(key) is not None
+        ]
         if points:
             x, y = zip(*points, strict=True)
-            axis.scatter(x, y, marker=marker, color=color, label=name, s=40 if key == "ours" else 22, zorder=3)
+            axis.scatter(
+                x, y, marker=marker, color=color, label=name, s=40 if key == "ours" else 22, zorder=3
+            )
     for place, line in zip(places, lines, strict=True):
         best = fastest_of(line, PEERS)
         if best is not None:
-            axis.plot([line["floor"] / line["ours"], line["floor"] / best], [place, place], color="C3" if line["ours"] < best else "0.6", linewidth=1.5)
+            axis.plot(
+                [line["floor"] / line["ours"], line["floor"] / best],
+                [place, place],
+                color="C3" if line["ours"] < best else "0.6",
+                linewidth=1.5,
+            )
     axis.set_yticks(places, [line["case"] for line in lines], fontsize=7)
     axis.set_ylim(len(lines) - 0.4, -0.6)
     axis.set_xlim(left=0)
     axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel("floor ÷ time (1 is the floor: bytes over the copy rate, or FLOPs over the rate of a large product; no launch in it)")
+    axis.set_xlabel(
+        "floor ÷ time (1 is the floor: bytes over the copy rate, or FLOPs over the rate of a large product; "
+        "no launch in it)"
+    )
     axis.grid(axis="x", alpha=0.3)
     axis.xaxis.set_tick_params(labeltop=True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -98,7 +139,9 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", type=Path, nargs="+", metavar="JSON")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -1,19 +1,24 @@
-"""Fits the constants of the cascade's cost model (csrc/planner/forest.h): when does it pay to read a shared prefix once, as a row group of its own?
+"""Fits the constants of the cascade's cost model (csrc/planner/forest.h): when does it pay to read a shared
+prefix once, as a row group of its own?
 
-Decode batches of `groups` groups of `requests` requests, which share `prefix` tokens in each group and have `suffix` tokens of their own, run with
-hand-made levels (on) and as one view of all requests (off). In the schedule's cost units, over all row groups and KV heads, the model takes the levels where
+Decode batches of `groups` groups of `requests` requests, which share `prefix` tokens in each group and have
+`suffix` tokens of their own, run with hand-made levels (on) and as one view of all requests (off). In the
+schedule's cost units, over all row groups and KV heads, the model takes the levels where
 
     saved > state_cost / 64 * states + cascade_cost
 
-`saved`: the line of work of the one view less that of the levels, from their schedules, as if requests' own pairs cost the same in both. For a prefix of n
-KV tiles that is n * the sum of the requests' kv_tile_cost, less n * the sum of kv_tile_cost and the sum of pair_cost over the row tiles of the groups.
-`states`: two for each row and KV head, one a level.
+`saved`: the line of work of the one view less that of the levels, from their schedules, as if requests' own
+pairs cost the same in both. For a prefix of n KV tiles that is n * the sum of the requests' kv_tile_cost,
+less n * the sum of kv_tile_cost and the sum of pair_cost over the row tiles of the groups. `states`: two for
+each row and KV head, one a level.
 
-Least squares: on - off [µs] = fixed - unit * (saved - state_cost / 64 * states) / num_ctas, each batch weighted by 1 / off, and
-cascade_cost = fixed / unit * num_ctas. Regret: the state_cost and cascade_cost of a grid by which choosing loses least against the better of on and off:
-the mean over batches of chosen / better - 1.
+Least squares: on - off [µs] = fixed - unit * (saved - state_cost / 64 * states) / num_ctas, each batch
+weighted by 1 / off, and cascade_cost = fixed / unit * num_ctas. Regret: the state_cost and cascade_cost of a
+grid by which choosing loses least against the better of on and off: the mean over batches of chosen / better
+- 1.
 
-python -m benchmarks.cascade_costs [--requests N ...] [--prefixes N ...] [--suffixes N ...] [--groups N ...] [--heads QO KV]
+python -m benchmarks.cascade_costs [--requests N ...] [--prefixes N ...] [--suffixes N ...] [--groups N ...]
+[--heads QO KV]
     [--repeats N] [--json FILE] [--markdown FILE]
 """
 
@@ -55,7 +60,9 @@ class Bench:
 
     def measure(self, groups: int, requests: int, prefix: int, suffix: int) -> dict[str, Any]:
         """One batch; times in µs, costs in units."""
-        shared = SharedCase("", ((groups, prefix), (groups * requests, suffix)), self.num_qo_heads, self.num_kv_heads)
+        shared = SharedCase(
+            "", ((groups, prefix), (groups * requests, suffix)), self.num_qo_heads, self.num_kv_heads
+        )
         batch = SharedBatch.make(shared, self.cache)
         prepared = {
             "on": prepare(self.on, batch.grouped, batch.levels),
@@ -65,7 +72,13 @@ class Bench:
         times = dict(zip(prepared, self.timer.together([of.run for of in prepared.values()]), strict=True))
         on, off = self.on.schedule(), self.off.schedule()
         # The model counts nothing for what requests' own pairs cost more or less when they leave states.
-        own = sum(off.pair_cost[kind] - on.pair_cost[kind + len(on.pair_cost) // 2] for kind in off.cost_kinds().tolist()) * self.num_kv_heads
+        own = (
+            sum(
+                off.pair_cost[kind] - on.pair_cost[kind + len(on.pair_cost) // 2]
+                for kind in off.cost_kinds().tolist()
+            )
+            * self.num_kv_heads
+        )
         return {
             "groups": groups,
             "requests": requests,
@@ -98,7 +111,9 @@ def regrets(lines: list[dict[str, Any]], taken: np.ndarray) -> np.ndarray:
 def least_squares(lines: list[dict[str, Any]]) -> dict[str, float]:
     """fixed [µs], unit [µs for one cost unit of a CTA], the two constants, and the median of |error| / off."""
     on, off, ctas = column(lines, "on"), column(lines, "off"), column(lines, "num_ctas")
-    features = np.stack([np.ones(len(lines)), -column(lines, "saved") / ctas, column(lines, "states") / 64 / ctas], 1)
+    features = np.stack(
+        [np.ones(len(lines)), -column(lines, "saved") / ctas, column(lines, "states") / 64 / ctas], 1
+    )
     weight = 1 / off
     solution, *_ = np.linalg.lstsq(features * weight[:, None], (on - off) * weight, rcond=None)
     residual = np.abs(features @ solution - (on - off)) / off
@@ -114,8 +129,15 @@ def least_squares(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def regret_fit(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The constants of least mean regret (of several alike the middle), their largest regret, and the ranges of constants whose mean is within 0.1 % of it."""
-    means = np.array([[regrets(lines, takes(lines, float(state), float(cascade))).mean() for cascade in CASCADE_COSTS] for state in STATE_COSTS])
+    """The constants of least mean regret (of several alike the middle), their largest regret, and the ranges
+    of constants whose mean is within 0.1 % of it.
+    """
+    means = np.array(
+        [
+            [regrets(lines, takes(lines, float(state), float(cascade))).mean() for cascade in CASCADE_COSTS]
+            for state in STATE_COSTS
+        ]
+    )
     best = np.argwhere(means <= means.min() + 1e-12)
     state_at, cascade_at = best[np.abs(best - np.median(best, 0)).sum(1).argmin()]
     state, cascade = float(STATE_COSTS[state_at]), float(CASCADE_COSTS[cascade_at])
@@ -130,13 +152,19 @@ def regret_fit(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def mean_regrets(lines: list[dict[str, Any]], squares: dict[str, float], regret: dict[str, Any]) -> dict[str, float]:
+def mean_regrets(
+    lines: list[dict[str, Any]], squares: dict[str, float], regret: dict[str, Any]
+) -> dict[str, float]:
     """The mean regrets of both fits, and of what they are compared with."""
     everything = np.ones(len(lines), dtype=bool)
     better = np.minimum(column(lines, "on"), column(lines, "off"))
     return {
-        "regret fit": float(regrets(lines, takes(lines, regret["state_cost"], regret["cascade_cost"])).mean()),
-        "least squares": float(regrets(lines, takes(lines, squares["state_cost"], squares["cascade_cost"])).mean()),
+        "regret fit": float(
+            regrets(lines, takes(lines, regret["state_cost"], regret["cascade_cost"])).mean()
+        ),
+        "least squares": float(
+            regrets(lines, takes(lines, squares["state_cost"], squares["cascade_cost"])).mean()
+        ),
         "always on": float(regrets(lines, everything).mean()),
         "always off": float(regrets(lines, ~everything).mean()),
         "automatic, with its constants": float((column(lines, "automatic") / better - 1).mean()),
@@ -144,7 +172,9 @@ def mean_regrets(lines: list[dict[str, Any]], squares: dict[str, float], regret:
 
 
 def break_even(prefixes: list[int], ratios: list[float]) -> str:
-    """Prefix length from which on / off stays below 1, between two lengths of the sweep by the logarithms. prefixes: ascending; ratios: on / off of each."""
+    """Prefix length from which on / off stays below 1, between two lengths of the sweep by the logarithms.
+    prefixes: ascending; ratios: on / off of each.
+    """
     worse = [i for i, ratio in enumerate(ratios) if ratio >= 1]
     if not worse:
         return f"≤ {prefixes[0]}"
@@ -164,7 +194,9 @@ def first_taken(prefixes: list[int], taken: np.ndarray) -> str:
 
 
 def break_evens(lines: list[dict[str, Any]], regret: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where cascade breaks even, for each number of requests and each suffix: measured, and by the regret fit."""
+    """Where cascade breaks even, for each number of requests and each suffix: measured, and by the regret
+    fit.
+    """
     result = []
     by = ("groups", "requests", "suffix")
     ordered = sorted(lines, key=lambda line: [line[name] for name in (*by, "prefix")])
@@ -183,7 +215,14 @@ def report(lines: list[dict[str, Any]], header: str) -> tuple[str, dict[str, Any
     rules, evens = mean_regrets(lines, squares, regret), break_evens(lines, regret)
     in_us = regret["cascade_cost"] * squares["unit"] / lines[0]["num_ctas"]
     constants = [
-        ["least squares", number(squares["state_cost"]), "", number(squares["cascade_cost"], 0), "", number(squares["fixed"], 2)],
+        [
+            "least squares",
+            number(squares["state_cost"]),
+            "",
+            number(squares["cascade_cost"], 0),
+            "",
+            number(squares["fixed"], 2),
+        ],
         [
             "regret",
             number(regret["state_cost"], 0),
@@ -196,28 +235,58 @@ def report(lines: list[dict[str, Any]], header: str) -> tuple[str, dict[str, Any
     suffixes = sorted({line["suffix"] for line in lines})
     rows = [
         [str(groups), str(requests), *(f"{even['measured']} ({even['model']})" for even in same)]
-        for (groups, requests), same in itertools.groupby(evens, key=lambda even: (even["groups"], even["requests"]))
+        for (groups, requests), same in itertools.groupby(
+            evens, key=lambda even: (even["groups"], even["requests"])
+        )
     ]
     text = "\n\n".join(
         [
             header,
-            table(["fit", "state_cost", "within 0.1 %", "cascade_cost", "within 0.1 %", "cascade_cost in µs"], constants),
-            f"A cost unit takes a CTA {squares['unit']:.4f} µs. Least squares leave {squares['residual']:.1%} of off (median). "
+            table(
+                ["fit", "state_cost", "within 0.1 %", "cascade_cost", "within 0.1 %", "cascade_cost in µs"],
+                constants,
+            ),
+            f"A cost unit takes a CTA {squares['unit']:.4f} µs. Least squares leave "
+            f"{squares['residual']:.1%} of off (median). "
             f"Largest regret of the regret fit: {regret['largest']:.1%}.",
             table(["rule", "mean regret"], [[name, f"{value:.2%}"] for name, value in rules.items()]),
-            "Prefix length from which levels are faster, measured (by the regret fit, in the lengths of the sweep):",
+            "Prefix length from which levels are faster, measured (by the regret fit, in the lengths of the "
+            "sweep):",
             table(["groups", "requests in each", *(f"suffix {suffix}" for suffix in suffixes)], rows),
         ]
     )
-    return text + "\n", {"header": header, "least squares": squares, "regret": regret, "mean regret": rules, "break even": evens, "lines": lines}
+    return text + "\n", {
+        "header": header,
+        "least squares": squares,
+        "regret": regret,
+        "mean regret": rules,
+        "break even": evens,
+        "lines": lines,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128, 256], help="in each group")
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192], help="tokens, multiples of 64")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128, 256], help="in each group"
+    )
+    parser.add_argument(
+        "--prefixes",
+        type=int,
+        nargs="+",
+        default=[64, 128, 256, 512, 1024, 2048, 4096, 8192],
+        help="tokens, multiples of 64",
+    )
     parser.add_argument("--suffixes", type=int, nargs="+", default=[64, 256, 1024, 2048], help="tokens")
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 16], help=f"batches of more than {MAX_BATCH} requests are left out")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        nargs="+",
+        default=[1, 16],
+        help=f"batches of more than {MAX_BATCH} requests are left out",
+    )
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QO", "KV"))
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", type=Path)
@@ -226,24 +295,39 @@ def main() -> None:
     prefixes, suffixes = (sorted(set(values)) for values in (arguments.prefixes, arguments.suffixes))
     if any(prefix < 64 or prefix % 64 for prefix in prefixes):
         parser.error("--prefixes: must be multiples of 64, the KV tile")
-    sizes = sorted({(groups, requests) for groups in arguments.groups for requests in arguments.requests if groups * requests <= MAX_BATCH})
+    sizes = sorted(
+        {
+            (groups, requests)
+            for groups in arguments.groups
+            for requests in arguments.requests
+            if groups * requests <= MAX_BATCH
+        }
+    )
     if not sizes:
         parser.error(f"--groups and --requests: no batch of at most {MAX_BATCH} requests")
     timer, machine = start(arguments.repeats)
     header = (
-        f"{machine} Decode, bf16, {'/'.join(map(str, arguments.heads))} heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median of "
-        f"{arguments.repeats}. state_cost in 64ths of a cost unit, for each row state of one KV head; cascade_cost in cost units, over all KV heads."
+        f"{machine} Decode, bf16, {'/'.join(map(str, arguments.heads))} heads, head_dim 128, page 16, cold "
+        f"L2, CUDA-graph replay, median of "
+        f"{arguments.repeats}. state_cost in 64ths of a cost unit, for each row state of one KV head; "
+        f"cascade_cost in cost units, over all KV heads."
     )
     print(header, flush=True)
     most_groups = max(groups for groups, _ in sizes)
     most_requests = max(groups * requests for groups, requests in sizes)
-    bench = Bench(SharedCase("", ((most_groups, prefixes[-1]), (most_requests, suffixes[-1])), *arguments.heads), timer)
+    bench = Bench(
+        SharedCase("", ((most_groups, prefixes[-1]), (most_requests, suffixes[-1])), *arguments.heads), timer
+    )
     lines: list[dict[str, Any]] = []
     print("on / off for prefixes of", *prefixes)
     for (groups, requests), suffix in itertools.product(sizes, suffixes):
         run = [bench.measure(groups, requests, prefix, suffix) for prefix in prefixes]
         lines += run
-        print(f"{groups} x {requests}, suffix {suffix}:", *(f"{line['on'] / line['off']:.2f}" for line in run), flush=True)
+        print(
+            f"{groups} x {requests}, suffix {suffix}:",
+            *(f"{line['on'] / line['off']:.2f}" for line in run),
+            flush=True,
+        )
         save(arguments, "", {"header": header, "lines": lines})
     text, data = report(lines, header)
     print(text)

@@ -1,4 +1,6 @@
-"""The lines of the attention benchmark: lengths and head counts, and what each must at least move and compute."""
+"""The lines of the attention benchmark: lengths and head counts, and what each must at least move and
+compute.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ DISTRIBUTIONS = ("const", "uniform", "zipf")
 
 @dataclass(frozen=True)
 class Case:
-    """One line: bf16, causal, lengths in tokens. ragged: K and V of all requests lie one after another, without pages. in_order: a request's pages follow one
-    another, as an engine gives them to a prompt; otherwise they are shuffled."""
+    """One line: bf16, causal, lengths in tokens. ragged: K and V of all requests lie one after another,
+    without pages. in_order: a request's pages follow one another, as an engine gives them to a prompt;
+    otherwise they are shuffled.
+    """
 
     name: str
     qo_lens: tuple[int, ...]
@@ -47,8 +51,8 @@ class Case:
 class SharedCase:
     """One line of decode (one query token a request), bf16, whose requests share prefixes.
 
-    levels: (nodes, tokens of each), the most shared level first, the requests' own tokens last. The nodes of a level lie in equal numbers under those of the
-    level before; what is shared fills whole pages.
+    levels: (nodes, tokens of each), the most shared level first, the requests' own tokens last. The nodes of
+    a level lie in equal numbers under those of the level before; what is shared fills whole pages.
     """
 
     name: str
@@ -72,7 +76,15 @@ class SharedCase:
     def case(self) -> Case:
         """The same lengths, nothing shared."""
         tokens = sum(tokens for _, tokens in self.levels)
-        return Case(self.name, (1,) * self.batch, (tokens,) * self.batch, self.num_qo_heads, self.num_kv_heads, self.head_dim, self.page_size)
+        return Case(
+            self.name,
+            (1,) * self.batch,
+            (tokens,) * self.batch,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.page_size,
+        )
 
     @property
     def bytes(self) -> int:
@@ -92,15 +104,22 @@ RAGGED = 0  # where a page size is asked for
 
 def _name(kind: str, lens: str, case: Case) -> str:
     form = "ragged" if case.ragged else f"p{case.page_size}"
-    return f"{kind} bs{len(case.kv_lens)} {lens} h{case.num_qo_heads}/{case.num_kv_heads} d{case.head_dim} {form}"
+    return (
+        f"{kind} bs{len(case.kv_lens)} {lens} h{case.num_qo_heads}/{case.num_kv_heads} d{case.head_dim} "
+        f"{form}"
+    )
 
 
-def _decode(batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128) -> Case:
+def _decode(
+    batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128
+) -> Case:
     case = Case("", (1,) * batch, lengths(distribution, batch, mean), qo, kv, head_dim, page_size)
     return replace(case, name=_name("decode", f"{distribution}{mean}", case))
 
 
-def _prefill(batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128) -> Case:
+def _prefill(
+    batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128
+) -> Case:
     lens = lengths(distribution, batch, mean)
     case = Case("", lens, lens, qo, kv, head_dim, page_size or 1, page_size == RAGGED)
     return replace(case, name=_name("prefill", f"{distribution}{mean}", case))
@@ -111,12 +130,31 @@ def _in_order(case: Case) -> Case:
 
 
 def decode_cases() -> list[Case]:
-    cases = [_decode(16, distribution, 1024, qo, kv) for qo, kv in ((32, 32), (32, 8), (64, 8)) for distribution in DISTRIBUTIONS]
-    cases += [_decode(1, "const", 8192, 32, 8), _decode(1, "const", 131072, 32, 8), _decode(8, "const", 32768, 32, 8)]
+    cases = [
+        _decode(16, distribution, 1024, qo, kv)
+        for qo, kv in ((32, 32), (32, 8), (64, 8))
+        for distribution in DISTRIBUTIONS
+    ]
+    cases += [
+        _decode(1, "const", 8192, 32, 8),
+        _decode(1, "const", 131072, 32, 8),
+        _decode(8, "const", 32768, 32, 8),
+    ]
     cases += [_decode(64, "const", 4096, 32, 8, page_size) for page_size in (16, 64, 1)]
-    cases += [_in_order(_decode(64, "const", 4096, 32, 8, 1)), *(_decode(8, "const", 1200, 32, 8, page_size) for page_size in (16, 1))]
-    cases += [_decode(128, "const", 2048, 32, 8), _decode(256, "const", 1024, 32, 8, 1), _decode(64, "zipf", 4096, 32, 8)]
-    return [*cases, _decode(64, "const", 4096, 32, 8, head_dim=64), _decode(64, "const", 4096, 16, 4, head_dim=256)]
+    cases += [
+        _in_order(_decode(64, "const", 4096, 32, 8, 1)),
+        *(_decode(8, "const", 1200, 32, 8, page_size) for page_size in (16, 1)),
+    ]
+    cases += [
+        _decode(128, "const", 2048, 32, 8),
+        _decode(256, "const", 1024, 32, 8, 1),
+        _decode(64, "zipf", 4096, 32, 8),
+    ]
+    return [
+        *cases,
+        _decode(64, "const", 4096, 32, 8, head_dim=64),
+        _decode(64, "const", 4096, 16, 4, head_dim=256),
+    ]
 
 
 def prefill_cases() -> list[Case]:
@@ -125,19 +163,47 @@ def prefill_cases() -> list[Case]:
     for qo, kv in ((32, 8), (32, 32)):
         cases += [_prefill(32, distribution, 512, qo, kv, RAGGED) for distribution in DISTRIBUTIONS]
         cases.append(_prefill(32, "const", 512, qo, kv))
-        cases += [_prefill(16, "const", 1024, qo, kv, page_size) for page_size in ((RAGGED, 16, 64) if kv == 8 else (RAGGED, 16))]
-        cases += [_prefill(16, distribution, 1024, qo, kv, page_size) for distribution in DISTRIBUTIONS[1:] for page_size in (RAGGED, 16)]
+        cases += [
+            _prefill(16, "const", 1024, qo, kv, page_size)
+            for page_size in ((RAGGED, 16, 64) if kv == 8 else (RAGGED, 16))
+        ]
+        cases += [
+            _prefill(16, distribution, 1024, qo, kv, page_size)
+            for distribution in DISTRIBUTIONS[1:]
+            for page_size in (RAGGED, 16)
+        ]
     cases += [_prefill(8, "const", 2048, 32, 8, page_size) for page_size in (RAGGED, 16)]
     cases += [_prefill(4, "const", 4096, 32, 8, page_size) for page_size in (RAGGED, 16, 64, 1)]
-    cases += [_in_order(cases[-1]), *(_prefill(1, "const", tokens, 32, 8, page_size) for tokens in (220, 700, 2048) for page_size in (RAGGED, 16))]
-    cases += [_prefill(batch, "const", mean, 32, 8, page_size) for batch, mean in ((2, 8192), (1, 16384)) for page_size in (RAGGED, 16)]
-    return [*cases, _prefill(4, "const", 4096, 32, 8, head_dim=64), _prefill(4, "const", 4096, 16, 4, head_dim=256)]
+    cases += [
+        _in_order(cases[-1]),
+        *(
+            _prefill(1, "const", tokens, 32, 8, page_size)
+            for tokens in (220, 700, 2048)
+            for page_size in (RAGGED, 16)
+        ),
+    ]
+    cases += [
+        _prefill(batch, "const", mean, 32, 8, page_size)
+        for batch, mean in ((2, 8192), (1, 16384))
+        for page_size in (RAGGED, 16)
+    ]
+    return [
+        *cases,
+        _prefill(4, "const", 4096, 32, 8, head_dim=64),
+        _prefill(4, "const", 4096, 16, 4, head_dim=256),
+    ]
 
 
 def all_cases() -> list[Case | SharedCase]:
     """Every line, in the order of the table."""
     append = Case("append bs16 q128 kv4096 h32/8 d128 p16", (128,) * 16, (4096,) * 16, 32, 8)
-    mixed = Case("mixed 1x2048@6144 + 63 decode@4096 h32/8 d128 p16", (2048,) + (1,) * 63, (6144,) + (4096,) * 63, 32, 8)
+    mixed = Case(
+        "mixed 1x2048@6144 + 63 decode@4096 h32/8 d128 p16",
+        (2048,) + (1,) * 63,
+        (6144,) + (4096,) * 63,
+        32,
+        8,
+    )
     shared = [replace(case, name=f"shared prefix {case.name} h32/8 d128 p16") for case in shared_cases()]
     return [*decode_cases(), *prefill_cases(), append, mixed, *shared]
 
@@ -146,11 +212,22 @@ def shared_cases() -> list[SharedCase]:
     """The lines with shared prefixes."""
     cases = [
         SharedCase(f"{batch} x ({prefix} + {suffix})", ((1, prefix), (batch, suffix)))
-        for batch, prefix, suffix in ((16, 8192, 128), (64, 2048, 256), (128, 8192, 256), (256, 2048, 128), (16, 1024, 128))
+        for batch, prefix, suffix in (
+            (16, 8192, 128),
+            (64, 2048, 256),
+            (128, 8192, 256),
+            (256, 2048, 128),
+            (16, 1024, 128),
+        )
     ]
     return [*cases, SharedCase("8 x 16 x (1024 + 4096 + 256)", ((1, 1024), (8, 4096), (128, 256)))]
 
 
 def unshared_cases() -> list[Case]:
     """Lines on which looking for shared prefixes finds none."""
-    return [_decode(16, "const", 1024, 32, 8), _decode(64, "const", 4096, 32, 8), _decode(256, "const", 1024, 32, 8), _decode(1, "const", 8192, 32, 8)]
+    return [
+        _decode(16, "const", 1024, 32, 8),
+        _decode(64, "const", 4096, 32, 8),
+        _decode(256, "const", 1024, 32, 8),
+        _decode(1, "const", 8192, 32, 8),
+    ]

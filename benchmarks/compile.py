@@ -1,10 +1,13 @@
-"""Seconds until a variant's kernel is there: compiled with nvcc, NVRTC or the host's C++ compiler, found in the cache, in races and after accidents. No GPU.
+"""Seconds until a variant's kernel is there: compiled with nvcc, NVRTC or the host's C++ compiler, found in
+the cache, in races and after accidents. No GPU.
 
     python -m benchmarks.compile [--case TEXT ...] [--repeats N] [--nvrtc FOLDER] [--json FILE] [--markdown FILE]
 
-The variant is a soft cap, its kernel attention over heads of 128 in bfloat16: Hopper's, or the CPU's own. Each measurement is a process of its own with a cache
-of its own; seconds are those of the call that finds the kernel, without the start of Python and its imports; the smallest of all repeats, since others on the
-machine only add. --nvrtc: a folder with NVIDIA's wheel (`pip install --no-deps --target FOLDER nvidia-cuda-nvrtc`), where torch has not brought it.
+The variant is a soft cap, its kernel attention over heads of 128 in bfloat16: Hopper's, or the CPU's own.
+Each measurement is a process of its own with a cache of its own; seconds are those of the call that finds the
+kernel, without the start of Python and its imports; the smallest of all repeats, since others on the machine
+only add. --nvrtc: a folder with NVIDIA's wheel (`pip install --no-deps --target FOLDER nvidia-cuda-nvrtc`),
+where torch has not brought it.
 """
 
 from __future__ import annotations
@@ -67,13 +70,28 @@ class Found:
 class Child:
     """A process that looks for the kernel when it is told to. hidden: compilers that it does not see."""
 
-    def __init__(self, folder: Path, nvrtc: Path | None, *hidden: str, on_cpu: bool = False, as_nobody: bool = False) -> None:
-        program = CHILD.format(hidden="\n".join(HIDDEN[name] for name in hidden), on_cpu=on_cpu, as_nobody=as_nobody)
-        environment = os.environ | {"ATTN_BACKEND_CACHE": str(folder / "cache"), "TMPDIR": str(folder / "tmp"), "CUDA_CACHE_DISABLE": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), *([str(nvrtc)] if nvrtc else [])]))
+    def __init__(
+        self, folder: Path, nvrtc: Path | None, *hidden: str, on_cpu: bool = False, as_nobody: bool = False
+    ) -> None:
+        program = CHILD.format(
+            hidden="\n".join(HIDDEN[name] for name in hidden), on_cpu=on_cpu, as_nobody=as_nobody
+        )
+        environment = os.environ | {
+            "ATTN_BACKEND_CACHE": str(folder / "cache"),
+            "TMPDIR": str(folder / "tmp"),
+            "CUDA_CACHE_DISABLE": "1",
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [os.environ.get("PYTHONPATH", ""), *([str(nvrtc)] if nvrtc else [])])
+        )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-c", program],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "ready\n":
             raise RuntimeError(self.process.communicate()[1])
@@ -126,7 +144,10 @@ def warm(on_cpu: bool = False) -> Case:
     def case(folder: Path, nvrtc: Path | None) -> tuple[float, str]:
         find(folder, nvrtc, on_cpu=on_cpu)
         found = find(folder, None, "nvcc", "NVRTC", on_cpu=on_cpu)
-        return found.seconds, "compiled" if found.compiled else "found, in a new process without a CUDA compiler"
+        return (
+            found.seconds,
+            "compiled" if found.compiled else "found, in a new process without a CUDA compiler",
+        )
 
     return case
 
@@ -137,7 +158,9 @@ def race(folder: Path, nvrtc: Path | None) -> tuple[float, str]:
         child.go()
     found = [child.found() for child in children]
     same = "the same file" if len({one.place for one in found}) == 1 else "different files"
-    return max(one.seconds for one in found), f"{sum(one.compiled for one in found)} of 2 compiled; both got {same}"
+    return max(
+        one.seconds for one in found
+    ), f"{sum(one.compiled for one in found)} of 2 compiled; both got {same}"
 
 
 def killed(folder: Path, nvrtc: Path | None) -> tuple[float, str]:
@@ -159,7 +182,11 @@ def truncated(folder: Path, nvrtc: Path | None) -> tuple[float, str]:
     entry.write_bytes(whole[: len(whole) // 2])
     found = find(folder, nvrtc)
     is_whole = Path(found.place).read_bytes() == whole
-    return found.seconds, f"{'compiled again' if found.compiled else 'not compiled'}; the entry is {'whole' if is_whole else 'damaged'}"
+    return (
+        found.seconds,
+        f"{'compiled again' if found.compiled else 'not compiled'}; the entry is "
+        f"{'whole' if is_whole else 'damaged'}",
+    )
 
 
 def read_only(filled: bool) -> Case:
@@ -174,7 +201,11 @@ def read_only(filled: bool) -> Case:
         for path in parts:
             path.chmod(0o755 if path.is_dir() else 0o644)
         kept = (
-            "in the cache" if found.place.startswith(str(cache)) else "in a private folder, with a warning" if "private folder" in found.said else found.place
+            "in the cache"
+            if found.place.startswith(str(cache))
+            else "in a private folder, with a warning"
+            if "private folder" in found.said
+            else found.place
         )
         return found.seconds, f"{'compiled' if found.compiled else 'found'}; {kept}"
 
@@ -214,10 +245,18 @@ def main() -> None:
             with empty_cache() as folder:
                 results.append(case(folder, arguments.nvrtc))
         what = sorted({text for _, text in results})
-        lines.append({"case": name, "seconds": min(seconds for seconds, _ in results), "what": "; or: ".join(what)})
+        lines.append(
+            {"case": name, "seconds": min(seconds for seconds, _ in results), "what": "; or: ".join(what)}
+        )
         print(lines[-1], flush=True)
-        rows = [(str(line["case"]), number(float(str(line["seconds"])), 3), str(line["what"])) for line in lines]
-        save(arguments, table(["case", "seconds", "what happens"], rows), {"cores": os.cpu_count(), "lines": lines})
+        rows = [
+            (str(line["case"]), number(float(str(line["seconds"])), 3), str(line["what"])) for line in lines
+        ]
+        save(
+            arguments,
+            table(["case", "seconds", "what happens"], rows),
+            {"cores": os.cpu_count(), "lines": lines},
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A serving engine without a model: continuous batching, chunked prefill, and a paged KV cache in which full pages are found again by their content."""
+"""A serving engine without a model: continuous batching, chunked prefill, and a paged KV cache in which full
+pages are found again by their content.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Request:
 
     Attributes:
         input_length, output_length: tokens; both at least 1.
-        page_key: of page j of prompt and answer: what two requests have in common that can share the page, or None. Equal keys: equal keys before them.
+        page_key: of page j of prompt and answer: what two requests have in common that can share the page, or
+            None. Equal keys: equal keys before them.
         follows: what becomes ready some steps after this one has finished: the next turn of a conversation.
         pages: int32, ids of the pages of prompt and answer, from admission on.
         computed: tokens whose K and V are in the cache.
@@ -42,7 +45,11 @@ class Request:
 
 
 class PageCache:
-    """Pages with users. A full page without users keeps its content, and can be found by its key, until the page is needed: least recently used first."""
+    """Pages with users.
+
+    A full page without users keeps its content, and can be found by its key, until the page is needed: least
+    recently used first.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._empty = list(range(num_pages - 1, -1, -1))
@@ -67,7 +74,9 @@ class PageCache:
         return found
 
     def take(self, found: list[int], count: int) -> list[int] | None:
-        """Makes the caller a user of the pages `found`, and of as many new ones as make `count`; None, and nothing done, if there are too few."""
+        """Makes the caller a user of the pages `found`, and of as many new ones as make `count`; None, and
+        nothing done, if there are too few.
+        """
         if count - len(found) > self.available - sum(self._users[page] == 0 for page in found):
             return None
         for page in found:
@@ -105,8 +114,9 @@ class PageCache:
 class Engine:
     """Steps of continuous batching.
 
-    Requests are admitted in order as soon as the batch limit, the step's token budget and the cache allow it. A request gets all its pages when it is admitted:
-    none is ever preempted. A step first serves the running requests, in order of admission: one token of each that decodes, a chunk of each that prefills.
+    Requests are admitted in order as soon as the batch limit, the step's token budget and the cache allow it.
+    A request gets all its pages when it is admitted: none is ever preempted. A step first serves the running
+    requests, in order of admission: one token of each that decodes, a chunk of each that prefills.
 
     Args:
         waiting: requests in order.
@@ -114,14 +124,26 @@ class Engine:
         cache_tokens: tokens that the KV cache holds.
         page_size: tokens.
         token_budget: most tokens of a step.
-        think_steps: from the end of a request to when those that follow it are ready; they go before those that never ran.
+        think_steps: from the end of a request to when those that follow it are ready; they go before those
+            that never ran.
     """
 
     def __init__(
-        self, waiting: list[Request], batch_limit: int, cache_tokens: int, page_size: int = 16, token_budget: int = 8192, think_steps: int = 300
+        self,
+        waiting: list[Request],
+        batch_limit: int,
+        cache_tokens: int,
+        page_size: int = 16,
+        token_budget: int = 8192,
+        think_steps: int = 300,
     ) -> None:
         self.waiting = deque(waiting)
-        self.batch_limit, self.page_size, self.token_budget, self.think_steps = batch_limit, page_size, token_budget, think_steps
+        self.batch_limit, self.page_size, self.token_budget, self.think_steps = (
+            batch_limit,
+            page_size,
+            token_budget,
+            think_steps,
+        )
         self.cache = PageCache(cache_tokens // page_size)
         self.running: list[Request] = []
         self.returning: deque[tuple[int, Request]] = deque()
@@ -149,17 +171,24 @@ class Engine:
             request.computed += request.scheduled
             if request.computed == request.length:
                 self.cache.release(request.pages.tolist())
-                self.returning.extend((self.steps + self.think_steps, follower) for follower in request.follows)
+                self.returning.extend(
+                    (self.steps + self.think_steps, follower) for follower in request.follows
+                )
         self.running = [request for request in self.running if request.computed < request.length]
 
     def view(self, step: list[Request]) -> BSRView:
         """The step's BSR view, with a CSR page table."""
         kv_lens = np.array([request.computed + request.scheduled for request in step])
         counts = -(-kv_lens // self.page_size)
-        qo_indptr, kv_indptr = (torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32) for lens in ([request.scheduled for request in step], counts))
+        qo_indptr, kv_indptr = (
+            torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+            for lens in ([request.scheduled for request in step], counts)
+        )
         pages = np.concatenate([request.pages[:count] for request, count in zip(step, counts, strict=True)])
         last_page_len = torch.tensor(kv_lens - (counts - 1) * self.page_size, dtype=torch.int32)
-        return BSRView(qo_indptr, PageTable.csr(kv_indptr, torch.from_numpy(pages), last_page_len, self.page_size))
+        return BSRView(
+            qo_indptr, PageTable.csr(kv_indptr, torch.from_numpy(pages), last_page_len, self.page_size)
+        )
 
     def _admit(self) -> bool:
         returns = bool(self.returning) and self.returning[0][0] <= self.steps
@@ -171,7 +200,10 @@ class Engine:
         pages = self.cache.take(found, -(-request.length // self.page_size))
         if pages is None:
             if not self.running:
-                raise ValueError(f"cache_tokens is too small: a request of {request.length} tokens does not fit into the empty cache")
+                raise ValueError(
+                    f"cache_tokens is too small: a request of {request.length} tokens does not fit into the "
+                    f"empty cache"
+                )
             return False
         (self.returning if returns else self.waiting).popleft()
         request.pages = np.array(pages, np.int32)
@@ -182,6 +214,10 @@ class Engine:
         return True
 
     def _fill(self, request: Request) -> None:
-        """Pages that this step fills: requests that are admitted from now on can share them, also in this step."""
-        for j in range(request.computed // self.page_size, (request.computed + request.scheduled) // self.page_size):
+        """Pages that this step fills: requests that are admitted from now on can share them, also in this
+        step.
+        """
+        for j in range(
+            request.computed // self.page_size, (request.computed + request.scheduled) // self.page_size
+        ):
             self.cache.fill(int(request.pages[j]), request.page_key(j))

@@ -1,4 +1,5 @@
-"""The figures of the documentation: schedules by `attn-backend plan`, the Hopper kernel's pipeline, and the serving tables of docs/benchmarks.md as bars.
+"""The figures of the documentation: schedules by `attn-backend plan`, the Hopper kernel's pipeline, and the
+serving tables of docs/benchmarks.md as bars.
 
 python -m benchmarks.figures            # writes docs/figures/*.svg
 """
@@ -21,7 +22,9 @@ LOADS = {"ShareGPT": "16/s", "512-2048 tokens": "Prompts of", "shared prefix of 
 
 
 def serving_tables(text: str) -> dict[str, dict[str, dict[str, float]]]:
-    """ITL p50 in ms by engine, line above the table, and backend: the tables of `Beside the engines' own backends`."""
+    """ITL p50 in ms by engine, line above the table, and backend: the tables of `Beside the engines' own
+    backends`.
+    """
     section = text.partition("### Beside the engines' own backends")[2].partition("\n### ")[0]
     tables: dict[str, dict[str, dict[str, float]]] = {}
     engine = title = ""
@@ -40,11 +43,18 @@ def serving_tables(text: str) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def draw_serving(tables: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
-    """A panel for each engine: ITL p50 of each backend under three loads; without the lines that switch something off."""
+    """A panel for each engine: ITL p50 of each backend under three loads; without the lines that switch
+    something off.
+    """
     figure = new_figure(1000, 300)
     figure.set_layout_engine("constrained")
-    for axes, (engine, loads) in zip(figure.subplots(1, len(tables), sharey=True, squeeze=False)[0], tables.items(), strict=True):
-        chosen = {label: next(rows for title, rows in loads.items() if part in title) for label, part in LOADS.items()}
+    for axes, (engine, loads) in zip(
+        figure.subplots(1, len(tables), sharey=True, squeeze=False)[0], tables.items(), strict=True
+    ):
+        chosen = {
+            label: next(rows for title, rows in loads.items() if part in title)
+            for label, part in LOADS.items()
+        }
         backends = [name for name in next(iter(chosen.values())) if "," not in name]
         width = 0.8 / len(backends)
         for number, name in enumerate(backends):
@@ -60,7 +70,9 @@ def draw_serving(tables: dict[str, dict[str, dict[str, float]]], path: Path) -> 
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     folder = DOCS / "figures"
     folder.mkdir(exist_ok=True)
     for name, batch in PLANS.items():

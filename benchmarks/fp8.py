@@ -1,8 +1,9 @@
-"""Attention over an 8-bit cache (e4m3), under bf16 queries and 8-bit ones: beside our own bf16, FA3 over the same 8-bit cache (Q in 8 bits), FlashInfer over it
-under queries of both kinds, and the floor.
+"""Attention over an 8-bit cache (e4m3), under bf16 queries and 8-bit ones: beside our own bf16, FA3 over the
+same 8-bit cache (Q in 8 bits), FlashInfer over it under queries of both kinds, and the floor.
 
-One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. The floor: bytes of the 8-bit cache, Q and O at the bandwidth of a
-device copy. Errors are against float64 on the dequantised cache.
+One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. The floor: bytes
+of the 8-bit cache, Q and O at the bandwidth of a device copy. Errors are against float64 on the dequantised
+cache.
 
 python -m benchmarks.fp8 [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
@@ -36,11 +37,19 @@ LARGEST_FLOAT8_Q_ERROR = 6e-2  # probabilities and Q of 8 bits
 
 
 def cases() -> list[Case]:
-    decodes = (("decode bs1 8k", 1, 8192), ("decode bs16 1k", 16, 1024), ("decode bs64 4k", 64, 4096), ("decode bs1 128k", 1, 131072))
+    decodes = (
+        ("decode bs1 8k", 1, 8192),
+        ("decode bs16 1k", 16, 1024),
+        ("decode bs64 4k", 64, 4096),
+        ("decode bs1 128k", 1, 131072),
+    )
     made = [Case(name, (1,) * batch, (tokens,) * batch, *HEADS) for name, batch, tokens in decodes]
     prefills = (("prefill 16 x 1k", 16, 1024), ("prefill 4 x 4k", 4, 4096), ("prefill 1 x 16k", 1, 16384))
     made.append(Case("verify bs64 4k, 4 tokens each", (4,) * 64, (4096,) * 64, *HEADS))
-    return [*made, *(Case(name, (tokens,) * batch, (tokens,) * batch, *HEADS) for name, batch, tokens in prefills)]
+    return [
+        *made,
+        *(Case(name, (tokens,) * batch, (tokens,) * batch, *HEADS) for name, batch, tokens in prefills),
+    ]
 
 
 def floor_bytes(case: Case) -> int:
@@ -55,7 +64,8 @@ def quantised(batch: Batch) -> tuple[torch.Tensor, Batch]:
     cache = torch.empty_like(batch.cache, dtype=FLOAT8)
     wide = torch.empty_like(batch.cache)
     for pages, to, back in zip(batch.cache.split(1024), cache.split(1024), wide.split(1024), strict=True):
-        to.copy_((pages.float() / scales).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8))  # a larger number would become a NaN
+        # a larger number would become a NaN
+        to.copy_((pages.float() / scales).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8))
         back.copy_(to.float() * scales)
     return cache, replace(batch, cache=wide)
 
@@ -67,12 +77,24 @@ def quantised_q(batch: Batch) -> tuple[torch.Tensor, float]:
 
 
 def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False, float8_q: bool = False) -> Run:
-    """Ours over the 8-bit cache. of_heads: scales are device tensors, one for each KV head. float8_q: Q is quantised beforehand."""
+    """Ours over the 8-bit cache. of_heads: scales are device tensors, one for each KV head. float8_q: Q is
+    quantised beforehand.
+    """
     case = batch.case
-    k_scale, v_scale = (torch.full((case.num_kv_heads,), scale, device=cache.device) if of_heads else scale for scale in (K_SCALE, V_SCALE))
+    k_scale, v_scale = (
+        torch.full((case.num_kv_heads,), scale, device=cache.device) if of_heads else scale
+        for scale in (K_SCALE, V_SCALE)
+    )
     kv = KVCache.from_tensor(cache, k_scale=k_scale, v_scale=v_scale)
     room: dict[str, Any] = {"device": cache.device, "max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
-    attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, kv_dtype=FLOAT8, q_dtype=FLOAT8 if float8_q else None, **room)
+    attention = Attention(
+        case.num_qo_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        kv_dtype=FLOAT8,
+        q_dtype=FLOAT8 if float8_q else None,
+        **room,
+    )
     attention.plan(batch.view)
     out = torch.empty_like(batch.q)
     q, q_scale = quantised_q(batch) if float8_q else (batch.q, None)
@@ -129,7 +151,9 @@ def flash_attention_3(batch: Batch, cache: torch.Tensor) -> Run:
 
 
 def flashinfer(batch: Batch, cache: torch.Tensor, kernel: str) -> Run:
-    """FlashInfer under bf16 queries: "tensor cores" or "CUDA cores" of its decode, "fa2" of its prefill. It multiplies the output by V's scale afterwards."""
+    """FlashInfer under bf16 queries: "tensor cores" or "CUDA cores" of its decode, "fa2" of its prefill. It
+    multiplies the output by V's scale afterwards.
+    """
     library, case = import_module("flashinfer"), batch.case
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
     dtypes = {"q_data_type": batch.q.dtype, "kv_data_type": FLOAT8}
@@ -138,21 +162,33 @@ def flashinfer(batch: Batch, cache: torch.Tensor, kernel: str) -> Run:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace(cache.device), "NHD", backend="fa2")
         wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, causal=True, **dtypes)
     else:
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace(cache.device), "NHD", use_tensor_cores=kernel == "tensor cores")
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace(cache.device), "NHD", use_tensor_cores=kernel == "tensor cores"
+        )
         wrapper.plan(*page_table(batch), *heads, **dtypes)
     return lambda: wrapper.run(batch.q, cache, k_scale=K_SCALE, v_scale=V_SCALE, out=out)
 
 
 def flashinfer_float8_q(batch: Batch, cache: torch.Tensor) -> Run:
-    """FlashInfer's prefill for Hopper, which takes 8-bit queries with scales of heads; of its decode, too, it is the kernel for them."""
+    """FlashInfer's prefill for Hopper, which takes 8-bit queries with scales of heads; of its decode, too, it
+    is the kernel for them.
+    """
     case = batch.case
     q, q_scale = quantised_q(batch)
-    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace(q.device), "NHD", backend="fa3")
+    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
+        workspace(q.device), "NHD", backend="fa3"
+    )
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
     dtypes = {"q_data_type": FLOAT8, "kv_data_type": FLOAT8, "o_data_type": batch.q.dtype}
     wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, causal=True, **dtypes)
-    heads_and_scales = ((case.num_qo_heads, q_scale), (case.num_kv_heads, K_SCALE), (case.num_kv_heads, V_SCALE))
-    scales = [torch.full((count,), scale, dtype=torch.float32, device=q.device) for count, scale in heads_and_scales]
+    heads_and_scales = (
+        (case.num_qo_heads, q_scale),
+        (case.num_kv_heads, K_SCALE),
+        (case.num_kv_heads, V_SCALE),
+    )
+    scales = [
+        torch.full((count,), scale, dtype=torch.float32, device=q.device) for count, scale in heads_and_scales
+    ]
     out = torch.empty_like(batch.q)
     return lambda: wrapper.run(q, cache, *scales, out=out)
 
@@ -167,16 +203,25 @@ def peers_of(batch: Batch, cache: torch.Tensor) -> dict[str, Kernels]:
     }
 
 
-def measure(case: Case, timer: Timer, machine: Machine, peers: Collection[str] = tuple(PEERS)) -> dict[str, Any]:
+def measure(
+    case: Case, timer: Timer, machine: Machine, peers: Collection[str] = tuple(PEERS)
+) -> dict[str, Any]:
     """One line of the table; times in µs. peers: that are measured."""
     cache, batch = quantised(Batch.make(case))
     last = len(case.kv_lens) - 1
     expected = reference(batch, last)
     first = int(batch.qo_indptr[last])
-    runs = {"bf16": ours(batch).run, "fp8": widened(batch, cache), "fp8, scales of heads": widened(batch, cache, of_heads=True)}
+    runs = {
+        "bf16": ours(batch).run,
+        "fp8": widened(batch, cache),
+        "fp8, scales of heads": widened(batch, cache, of_heads=True),
+    }
     runs["fp8 Q"] = widened(batch, cache, float8_q=True)
     times = timer.together(list(runs.values()))
-    line: dict[str, Any] = {"case": case.name, "floor": floor_bytes(case) / machine.bandwidth * 1e6} | dict.fromkeys(PEER_COLUMNS)
+    line: dict[str, Any] = {
+        "case": case.name,
+        "floor": floor_bytes(case) / machine.bandwidth * 1e6,
+    } | dict.fromkeys(PEER_COLUMNS)
     for (name, run), time in zip(runs.items(), times, strict=True):
         line[name], line[f"{name} error"] = time, relative_error(run()[first:], expected)
         if not line[f"{name} error"] <= (LARGEST_FLOAT8_Q_ERROR if name == "fp8 Q" else LARGEST_ERROR):
@@ -184,12 +229,21 @@ def measure(case: Case, timer: Timer, machine: Machine, peers: Collection[str] =
     kernels = peers_of(batch, cache)
     for column in (column for peer in peers for column in PEERS[peer]):
         largest = LARGEST_ERROR if column == "FlashInfer fp8" else LARGEST_FLOAT8_Q_ERROR
-        line |= fastest(column, case.name, kernels[column], timer, lambda out: relative_error(out[first:], expected), largest)
+        line |= fastest(
+            column,
+            case.name,
+            kernels[column],
+            timer,
+            lambda out: relative_error(out[first:], expected),
+            largest,
+        )
     return line
 
 
 def markdown(lines: list[dict[str, Any]], header: str) -> str:
-    """A table of all lines; ratios are of ours, under queries of 16 bits and of 8, to the bf16 cache, the floor, and peers that have the same work or more."""
+    """A table of all lines; ratios are of ours, under queries of 16 bits and of 8, to the bf16 cache, the
+    floor, and peers that have the same work or more.
+    """
     rows = []
     for line in lines:
         pairs = [("bf16", "fp8"), ("floor", "fp8"), ("fp8", "FA3 fp8"), ("fp8", "FlashInfer fp8")]
@@ -198,7 +252,15 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
         shown_errors = ["" if error is None else f"{error:.1e}" for error in errors]
         ratios = [number(ratio(line[dividend], line[divisor]), 2) for dividend, divisor in pairs]
         rows.append([line["case"], *(number(line[column]) for column in COLUMNS), *ratios, *shown_errors])
-    names = ["bf16 / fp8", "floor / fp8", "fp8 / FA3", "fp8 / FlashInfer", "bf16 / fp8 Q", "fp8 Q / FA3", "fp8 Q / FlashInfer"]
+    names = [
+        "bf16 / fp8",
+        "floor / fp8",
+        "fp8 / FA3",
+        "fp8 / FlashInfer",
+        "bf16 / fp8 Q",
+        "fp8 Q / FA3",
+        "fp8 Q / FlashInfer",
+    ]
     names += ["fp8 error", "fp8 Q error", "FA3 error", "FlashInfer error", "FlashInfer Q error"]
     return f"{header}\n\n{table(['case', *COLUMNS, *names], rows)}\n"
 
@@ -208,7 +270,13 @@ def main() -> None:
     peers = asked_peers(PEERS, arguments)
     timer, machine = start(arguments.repeats)
     header = f"{machine} Times in µs, cold L2, CUDA-graph replay, median of {arguments.repeats}."
-    measure_lines(cases(), lambda case: measure(case, timer, machine, peers), lambda lines: markdown(lines, header), header, arguments)
+    measure_lines(
+        cases(),
+        lambda case: measure(case, timer, machine, peers),
+        lambda lines: markdown(lines, header),
+        header,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The lines of the head shapes' benchmark: what each must at least move and compute, its random tensors, and the same in float64."""
+"""The lines of the head shapes' benchmark: what each must at least move and compute, its random tensors, and
+the same in float64.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ CHECKED_ROWS = 16
 class ShapeCase:
     """One line: bf16, causal, lengths in tokens.
 
-    v_in_k: V is the first columns of K, in the same memory. kv: what the cache holds, of KV_BYTES. shared: so many leading tokens, of whole pages, are the same
-    for all requests. selects_from: each row attends to kv_len tokens of its own, anywhere among so many (sparse MLA); 0: to those of its request.
+    v_in_k: V is the first columns of K, in the same memory. kv: what the cache holds, of KV_BYTES. shared: so
+    many leading tokens, of whole pages, are the same for all requests. selects_from: each row attends to
+    kv_len tokens of its own, anywhere among so many (sparse MLA); 0: to those of its request.
     """
 
     kind: str
@@ -39,10 +42,15 @@ class ShapeCase:
 
     @property
     def name(self) -> str:
-        columns = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
+        columns = (
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
+        )
         form = "ragged" if self.ragged else f"p{self.page_size}"
         cache = "" if self.kv == "bf16" else f" {self.kv}"
-        return f"{self.kind} bs{len(self.kv_lens)} {self.kv_lens[0]} {columns} h{self.num_qo_heads}/{self.num_kv_heads} {form}{cache}"
+        return (
+            f"{self.kind} bs{len(self.kv_lens)} {self.kv_lens[0]} {columns} "
+            f"h{self.num_qo_heads}/{self.num_kv_heads} {form}{cache}"
+        )
 
     @property
     def bytes(self) -> int:
@@ -51,7 +59,9 @@ class ShapeCase:
         row = 656 if self.kv == "latent" else columns * KV_BYTES[self.kv]
         tokens = sum(self.kv_lens) - self.shared * (len(self.kv_lens) - 1)
         tokens = min(tokens, self.selects_from or tokens)
-        return tokens * self.num_kv_heads * row + 2 * sum(self.qo_lens) * self.num_qo_heads * (self.head_dim + self.head_dim_v)
+        return tokens * self.num_kv_heads * row + 2 * sum(self.qo_lens) * self.num_qo_heads * (
+            self.head_dim + self.head_dim_v
+        )
 
     @property
     def flops(self) -> int:
@@ -65,12 +75,18 @@ class ShapeCase:
         return 192**-0.5 if self.v_in_k else self.head_dim**-0.5
 
 
-def decode(batch: int, tokens: int, qo: int, kv: int, head_dim: int, head_dim_v: int | None = None) -> ShapeCase:
+def decode(
+    batch: int, tokens: int, qo: int, kv: int, head_dim: int, head_dim_v: int | None = None
+) -> ShapeCase:
     return ShapeCase("decode", (1,) * batch, (tokens,) * batch, qo, kv, head_dim, head_dim_v or head_dim)
 
 
-def prefill(qo: int, kv: int, head_dim: int, head_dim_v: int | None = None, ragged: bool = False) -> ShapeCase:
-    return ShapeCase("prefill", (4096,) * 4, (4096,) * 4, qo, kv, head_dim, head_dim_v or head_dim, ragged=ragged)
+def prefill(
+    qo: int, kv: int, head_dim: int, head_dim_v: int | None = None, ragged: bool = False
+) -> ShapeCase:
+    return ShapeCase(
+        "prefill", (4096,) * 4, (4096,) * 4, qo, kv, head_dim, head_dim_v or head_dim, ragged=ragged
+    )
 
 
 def mla(batch: int, tokens: int, heads: int) -> ShapeCase:
@@ -91,7 +107,13 @@ def all_cases() -> Iterator[ShapeCase]:
     yield replace(decode(64, 4096, 8, 2, 512), kv="e4m3")
     yield replace(prefill(8, 2, 512), kv="e4m3")
     for heads in (16, 128):
-        for batch, tokens in ((1, 4096), (16, 1024), (64, 4096), (128, 4096), (128, 8192) if heads == 16 else (16, 8192)):
+        for batch, tokens in (
+            (1, 4096),
+            (16, 1024),
+            (64, 4096),
+            (128, 4096),
+            (128, 8192) if heads == 16 else (16, 8192),
+        ):
             yield mla(batch, tokens, heads)
         yield replace(mla(64, 4096, heads), kind="MLA, 2 query tokens", qo_lens=(2,) * 64)
         yield replace(mla(64, 8192 + 256, heads), kind="MLA, 8192 tokens shared,", shared=8192)
@@ -100,7 +122,18 @@ def all_cases() -> Iterator[ShapeCase]:
                 yield replace(mla(batch, tokens, heads), kv=kv)
     for kv in KV_BYTES:
         for rows in (64, 2048):
-            yield ShapeCase("sparse MLA", (1,) * rows, (2048,) * rows, 128, 1, *MLA, page_size=1, v_in_k=True, kv=kv, selects_from=65536)
+            yield ShapeCase(
+                "sparse MLA",
+                (1,) * rows,
+                (2048,) * rows,
+                128,
+                1,
+                *MLA,
+                page_size=1,
+                v_in_k=True,
+                kv=kv,
+                selects_from=65536,
+            )
 
 
 def stored(k: torch.Tensor, kv: str) -> torch.Tensor:
@@ -109,7 +142,12 @@ def stored(k: torch.Tensor, kv: str) -> torch.Tensor:
         return k.to(KV_DTYPES[kv])
     rows = torch.empty(*k.shape[:2], 656, dtype=torch.uint8, device=k.device)
     tokens = k.flatten(0, 2)
-    append_mla_kv(tokens[:, : MLA[1]], tokens[:, MLA[1] :], KVCache.from_latent(rows), torch.arange(len(tokens), device=k.device))
+    append_mla_kv(
+        tokens[:, : MLA[1]],
+        tokens[:, MLA[1] :],
+        KVCache.from_latent(rows),
+        torch.arange(len(tokens), device=k.device),
+    )
     return rows.unsqueeze(2)
 
 
@@ -118,7 +156,9 @@ def numbers(rows: torch.Tensor, kv: str) -> torch.Tensor:
     if kv != "latent":
         return rows.double()
     latent, scales, rope = (part.contiguous() for part in rows.split([512, 16, 128], -1))
-    scaled = latent.view(torch.float8_e4m3fn).double() * scales.view(torch.float32).double().repeat_interleave(128, -1)
+    scaled = latent.view(torch.float8_e4m3fn).double() * scales.view(
+        torch.float32
+    ).double().repeat_interleave(128, -1)
     return torch.cat([scaled, rope.view(torch.bfloat16).double()], -1)
 
 
@@ -126,8 +166,9 @@ def numbers(rows: torch.Tensor, kv: str) -> torch.Tensor:
 class Tensors:
     """Random tensors of a case.
 
-    q: bf16 [rows, num_qo_heads, head_dim]; k, v: [pages, page_size, num_kv_heads, columns], ragged [tokens, num_kv_heads, columns]; qo_indptr,
-    kv_indptr: int32 [batch + 1]; kv_lens: int32 [batch]; block_table: int32 [batch, pages of a request], ragged [batch, 0]; selected tokens: their slots.
+    q: bf16 [rows, num_qo_heads, head_dim]; k, v: [pages, page_size, num_kv_heads, columns], ragged [tokens,
+    num_kv_heads, columns]; qo_indptr, kv_indptr: int32 [batch + 1]; kv_lens: int32 [batch]; block_table:
+    int32 [batch, pages of a request], ragged [batch, 0]; selected tokens: their slots.
     """
 
     case: ShapeCase
@@ -154,16 +195,31 @@ class Tensors:
             shape, table = (sum(case.kv_lens),), torch.zeros(batch, 0, dtype=torch.int32, device=device)
         elif case.selects_from:
             shape = (case.selects_from, 1)  # type: ignore[assignment]
-            table = torch.randint(case.selects_from, (batch, max(case.kv_lens)), device=device, generator=generator).int()
+            table = torch.randint(
+                case.selects_from, (batch, max(case.kv_lens)), device=device, generator=generator
+            ).int()
         else:
             pages = -(-max(case.kv_lens) // case.page_size)
             shape = (batch * pages, case.page_size)  # type: ignore[assignment]
             table = torch.randperm(batch * pages, device=device, generator=generator).int().view(batch, pages)
             table[:, : case.shared // case.page_size] = table[0, : case.shared // case.page_size].clone()
         k = stored(data(*shape, case.num_kv_heads, case.head_dim), case.kv)
-        v = k[..., : case.head_dim_v] if case.v_in_k else stored(data(*shape, case.num_kv_heads, case.head_dim_v), case.kv)
+        v = (
+            k[..., : case.head_dim_v]
+            if case.v_in_k
+            else stored(data(*shape, case.num_kv_heads, case.head_dim_v), case.kv)
+        )
         q = data(sum(case.qo_lens), case.num_qo_heads, case.head_dim)
-        return cls(case, q, k, v, indptr(case.qo_lens), indptr(case.kv_lens), torch.tensor(case.kv_lens, dtype=torch.int32, device=device), table)
+        return cls(
+            case,
+            q,
+            k,
+            v,
+            indptr(case.qo_lens),
+            indptr(case.kv_lens),
+            torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+            table,
+        )
 
     @property
     def kv(self) -> KVCache:
@@ -177,7 +233,9 @@ class Tensors:
             return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr))
         if self.case.selects_from:
             return BSRView.selected(self.block_table)
-        return BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size))
+        return BSRView(
+            self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, self.case.page_size)
+        )
 
     def tokens(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a request, as numbers: [kv_len, num_kv_heads, columns]."""
@@ -187,7 +245,9 @@ class Tensors:
         pages = self.block_table[request].long()
         kv_len = self.case.kv_lens[request]
         k = numbers(self.k[pages].flatten(0, 1)[:kv_len], self.case.kv)
-        return k, k[..., : self.case.head_dim_v] if self.case.v_in_k else numbers(self.v[pages].flatten(0, 1)[:kv_len], self.case.kv)
+        return k, k[..., : self.case.head_dim_v] if self.case.v_in_k else numbers(
+            self.v[pages].flatten(0, 1)[:kv_len], self.case.kv
+        )
 
     def error(self, out: torch.Tensor) -> float:
         """‖o − ref‖ / ‖ref‖ of the last rows of the first and the last request, in float64."""

@@ -11,12 +11,19 @@ import torch
 from benchmarks.head_shape_cases import Tensors
 from benchmarks.peers import Kernels, Run, page_table, workspace
 
-# K's and V's columns that FlashInfer builds ahead or dispatches to; others would be compiled for minutes, to fail or to be wrong.
-FLASHINFER_HEADS = {"fa2": ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)), "fa3": ((64, 64), (128, 128), (192, 128), (256, 256))}
+# K's and V's columns that FlashInfer builds ahead or dispatches to; others would be compiled for minutes, to
+# fail or to be wrong.
+FLASHINFER_HEADS = {
+    "fa2": ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)),
+    "fa3": ((64, 64), (128, 128), (192, 128), (256, 256)),
+}
 
 
 def flash_attention_3(tensors: Tensors) -> Run:
-    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand. MLA: the rope part is K, the latent V and q_v's keys."""
+    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand.
+
+    MLA: the rope part is K, the latent V and q_v's keys.
+    """
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     case = tensors.case
@@ -26,7 +33,12 @@ def flash_attention_3(tensors: Tensors) -> Run:
     if case.v_in_k:
         latent = case.head_dim_v
         head_dim -= latent
-        arguments = {"q": tensors.q[..., latent:].contiguous(), "q_v": tensors.q[..., :latent].contiguous(), "k": tensors.k[..., latent:], "v": tensors.v}
+        arguments = {
+            "q": tensors.q[..., latent:].contiguous(),
+            "q_v": tensors.q[..., :latent].contiguous(),
+            "k": tensors.k[..., latent:],
+            "v": tensors.v,
+        }
     arguments |= {"cu_seqlens_q": tensors.qo_indptr, "max_seqlen_q": longest_q, "max_seqlen_k": longest_kv}
     arguments |= {"softmax_scale": case.sm_scale, "causal": True, "fa_version": 3}
     if case.ragged:
@@ -56,7 +68,13 @@ def flash_mla(tensors: Tensors) -> Run:
     case = tensors.case
     rows = tensors.q.view(len(case.kv_lens), -1, case.num_qo_heads, case.head_dim)
     metadata = get_mla_metadata(tensors.kv_lens, rows.shape[1] * case.num_qo_heads, 1)
-    arguments = {"q": rows, "k_cache": tensors.k, "block_table": tensors.block_table, "cache_seqlens": tensors.kv_lens, "head_dim_v": case.head_dim_v}
+    arguments = {
+        "q": rows,
+        "k_cache": tensors.k,
+        "block_table": tensors.block_table,
+        "cache_seqlens": tensors.kv_lens,
+        "head_dim_v": case.head_dim_v,
+    }
     arguments |= {"tile_scheduler_metadata": metadata[0], "softmax_scale": case.sm_scale, "causal": True}
     if metadata[1] is not None:
         arguments["num_splits"] = metadata[1]
@@ -64,7 +82,9 @@ def flash_mla(tensors: Tensors) -> Run:
 
 
 def flash_mla_sparse(tensors: Tensors) -> Run:
-    """FlashMLA's attention to selected tokens, as vLLM builds it: that of decodes over rows of 656 bytes, that of prompts over bf16."""
+    """FlashMLA's attention to selected tokens, as vLLM builds it: that of decodes over rows of 656 bytes,
+    that of prompts over bf16.
+    """
     from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
     case, slots = tensors.case, tensors.block_table.unsqueeze(1)
@@ -72,17 +92,32 @@ def flash_mla_sparse(tensors: Tensors) -> Run:
         rows = tensors.k.squeeze(2)
         return lambda: flash_mla_sparse_fwd(tensors.q, rows, slots, case.sm_scale)[0]
     pages = tensors.k.view(-1, 64, 1, tensors.k.shape[-1])
-    arguments: dict[str, Any] = {"q": tensors.q.unsqueeze(1), "k_cache": pages, "block_table": None, "cache_seqlens": None, "head_dim_v": case.head_dim_v}
-    arguments |= {"tile_scheduler_metadata": get_mla_metadata()[0], "softmax_scale": case.sm_scale, "is_fp8_kvcache": True, "indices": slots}
+    arguments: dict[str, Any] = {
+        "q": tensors.q.unsqueeze(1),
+        "k_cache": pages,
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": case.head_dim_v,
+    }
+    arguments |= {
+        "tile_scheduler_metadata": get_mla_metadata()[0],
+        "softmax_scale": case.sm_scale,
+        "is_fp8_kvcache": True,
+        "indices": slots,
+    }
     return lambda: flash_mla_with_kvcache(**arguments)[0].flatten(0, 1)
 
 
 def flashinfer_decode(tensors: Tensors, use_tensor_cores: bool) -> Run:
     """FlashInfer's decode. Its plan copies lengths to the host and is not timed."""
     case, q = tensors.case, tensors.q
-    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace(q.device), "NHD", use_tensor_cores=use_tensor_cores)
+    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+        workspace(q.device), "NHD", use_tensor_cores=use_tensor_cores
+    )
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
-    wrapper.plan(*page_table(tensors), *heads, case.page_size, q_data_type=q.dtype, kv_data_type=tensors.k.dtype)
+    wrapper.plan(
+        *page_table(tensors), *heads, case.page_size, q_data_type=q.dtype, kv_data_type=tensors.k.dtype
+    )
     out = torch.empty_like(q)
     return lambda: wrapper.run(q, (tensors.k, tensors.v), out=out)
 
@@ -91,7 +126,12 @@ def flashinfer_prefill(tensors: Tensors, backend: str) -> Run:
     """FlashInfer's prefill, "fa2" or "fa3". Its plan copies lengths to the host and is not timed."""
     flashinfer, case, q = import_module("flashinfer"), tensors.case, tensors.q
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
-    options = {"head_dim_vo": case.head_dim_v, "causal": True, "q_data_type": q.dtype, "kv_data_type": tensors.k.dtype}
+    options = {
+        "head_dim_vo": case.head_dim_v,
+        "causal": True,
+        "q_data_type": q.dtype,
+        "kv_data_type": tensors.k.dtype,
+    }
     out = q.new_empty(*q.shape[:2], case.head_dim_v)
     if case.ragged:
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(q.device), "NHD", backend=backend)
@@ -103,9 +143,14 @@ def flashinfer_prefill(tensors: Tensors, backend: str) -> Run:
 
 
 def flashinfer_mla(tensors: Tensors) -> Run:
-    """FlashInfer's attention over latents, with the backend that it takes on Hopper. Its plan copies lengths to the host and is not timed."""
+    """FlashInfer's attention over latents, with the backend that it takes on Hopper.
+
+    Its plan copies lengths to the host and is not timed.
+    """
     case, latent = tensors.case, tensors.case.head_dim_v
-    wrapper = import_module("flashinfer").BatchMLAPagedAttentionWrapper(workspace(tensors.q.device), backend="fa3")
+    wrapper = import_module("flashinfer").BatchMLAPagedAttentionWrapper(
+        workspace(tensors.q.device), backend="fa3"
+    )
     kv_indptr, kv_indices, _ = page_table(tensors)
     wrapper.plan(
         qo_indptr=tensors.qo_indptr,
@@ -122,21 +167,41 @@ def flashinfer_mla(tensors: Tensors) -> Run:
         kv_data_type=tensors.k.dtype,
     )
     rows = tensors.k.squeeze(2)
-    arguments: dict[str, Any] = {"q_nope": tensors.q[..., :latent].contiguous(), "q_pe": tensors.q[..., latent:].contiguous()}
-    arguments |= {"ckv_cache": rows[..., :latent], "kpe_cache": rows[..., latent:], "out": tensors.q.new_empty(*tensors.q.shape[:2], latent)}
+    arguments: dict[str, Any] = {
+        "q_nope": tensors.q[..., :latent].contiguous(),
+        "q_pe": tensors.q[..., latent:].contiguous(),
+    }
+    arguments |= {
+        "ckv_cache": rows[..., :latent],
+        "kpe_cache": rows[..., latent:],
+        "out": tensors.q.new_empty(*tensors.q.shape[:2], latent),
+    }
     if case.kv == "e4m3":
         arguments |= {"ckv_scale": 1.0, "kpe_scale": 1.0}
     return lambda: wrapper.run(**arguments)
 
 
 def flashinfer_kernels(tensors: Tensors) -> Kernels:
-    """Those of FlashInfer's kernels that may be its best for a line; of 8-bit caches those that take Q of 16 bits."""
+    """Those of FlashInfer's kernels that may be its best for a line; of 8-bit caches those that take Q of 16
+    bits.
+    """
     case = tensors.case
     if case.v_in_k:
         return {"fa3": partial(flashinfer_mla, tensors)}
-    if max(case.qo_lens) == 1 and case.head_dim == case.head_dim_v and (case.head_dim,) * 2 in FLASHINFER_HEADS["fa2"]:
-        return {"tensor cores": partial(flashinfer_decode, tensors, True), "CUDA cores": partial(flashinfer_decode, tensors, False)}
-    backends = [name for name in ("fa2", "fa3") if (case.head_dim, case.head_dim_v) in FLASHINFER_HEADS[name] and (name == "fa2" or case.kv == "bf16")]
+    if (
+        max(case.qo_lens) == 1
+        and case.head_dim == case.head_dim_v
+        and (case.head_dim,) * 2 in FLASHINFER_HEADS["fa2"]
+    ):
+        return {
+            "tensor cores": partial(flashinfer_decode, tensors, True),
+            "CUDA cores": partial(flashinfer_decode, tensors, False),
+        }
+    backends = [
+        name
+        for name in ("fa2", "fa3")
+        if (case.head_dim, case.head_dim_v) in FLASHINFER_HEADS[name] and (name == "fa2" or case.kv == "bf16")
+    ]
     return {name: partial(flashinfer_prefill, tensors, name) for name in backends}
 
 

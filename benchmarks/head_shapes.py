@@ -1,9 +1,12 @@
-"""Decode and prefill of every head shape, of 512 over an 8-bit cache, too, and MLA: decode, two tokens a request, a shared prefix, 8-bit latents, selected
-tokens. Ours beside the peers that import; one process, one GPU, cold L2, CUDA-graph replay, median.
+"""Decode and prefill of every head shape, of 512 over an 8-bit cache, too, and MLA: decode, two tokens a
+request, a shared prefix, 8-bit latents, selected tokens. Ours beside the peers that import; one process, one
+GPU, cold L2, CUDA-graph replay, median.
 
-python -m benchmarks.head_shapes [--case TEXT ...] [--peer NAME ...] [--q-parts] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.head_shapes [--case TEXT ...] [--peer NAME ...] [--q-parts] [--repeats N] [--json FILE]
+[--markdown FILE]
 
-Kernels that are not in the package are compiled when their line begins. Where requests share a prefix ours finds it by itself; peers read it for every request.
+Kernels that are not in the package are compiled when their line begins. Where requests share a prefix ours
+finds it by itself; peers read it for every request.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ KERNELS = ("hopper", "generic")
 
 
 def parts_of_q(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As layers of MLA make them: the latent's columns out of a product of each head, the rotated ones after those that it has taken."""
+    """As layers of MLA make them: the latent's columns out of a product of each head, the rotated ones after
+    those that it has taken.
+    """
     latent = q[..., : MLA[1]].transpose(0, 1).contiguous().transpose(0, 1)
     projected = q.new_empty(*q.shape[:2], 192)
     projected[..., 128:] = q[..., MLA[1] :]
@@ -39,12 +44,21 @@ def parts_of_q(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def ours(tensors: Tensors, q_parts: bool = False, **changes: Any) -> tuple[Callable[[], None], Run]:
     """What plans, and what runs. q_parts: MLA's Q is two tensors. changes: to arguments of Attention."""
     case, view, kv = tensors.case, tensors.view, tensors.kv
-    room: dict[str, Any] = {"max_rows": len(tensors.q), "max_batch": len(case.kv_lens), "device": tensors.q.device, "kv_dtype": KV_DTYPES[case.kv]}
-    attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, head_dim_v=case.head_dim_v, **(room | changes))
+    room: dict[str, Any] = {
+        "max_rows": len(tensors.q),
+        "max_batch": len(case.kv_lens),
+        "device": tensors.q.device,
+        "kv_dtype": KV_DTYPES[case.kv],
+    }
+    attention = Attention(
+        case.num_qo_heads, case.num_kv_heads, case.head_dim, head_dim_v=case.head_dim_v, **(room | changes)
+    )
     out = tensors.q.new_empty(*tensors.q.shape[:2], case.head_dim_v)
     attention.plan(view)
     q, q_rope = parts_of_q(tensors.q) if q_parts and case.v_in_k else (tensors.q, None)
-    return lambda: attention.plan(view), lambda: attention.run(q, kv, q_rope=q_rope, out=out, sm_scale=case.sm_scale)
+    return lambda: attention.plan(view), lambda: attention.run(
+        q, kv, q_rope=q_rope, out=out, sm_scale=case.sm_scale
+    )
 
 
 def measure(case: ShapeCase, timer: Timer, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -52,7 +66,12 @@ def measure(case: ShapeCase, timer: Timer, machine: Machine, arguments: argparse
     begin = time.monotonic()
     tensors = Tensors.make(case)
     floors = {"bytes": case.bytes / machine.bandwidth * 1e6, "flops": case.flops / machine.rate * 1e6}
-    line: dict[str, Any] = {"case": case.name, "floor": max(floors.values()), "bytes": case.bytes, "flops": case.flops} | dict.fromkeys(PEERS)
+    line: dict[str, Any] = {
+        "case": case.name,
+        "floor": max(floors.values()),
+        "bytes": case.bytes,
+        "flops": case.flops,
+    } | dict.fromkeys(PEERS)
     plan, run = ours(tensors, arguments.q_parts, kernel=arguments.kernel)
     line |= {"ours": timer(run), "plan": timer(plan), "error": tensors.error(run())}
     if not line["error"] <= LARGEST_ERROR:
@@ -65,10 +84,25 @@ def measure(case: ShapeCase, timer: Timer, machine: Machine, arguments: argparse
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    columns = ["case", "floor", "ours", *PEERS, "ours / best peer", "floor / ours", "GB/s", "TFLOP/s", "plan", "error"]
+    columns = [
+        "case",
+        "floor",
+        "ours",
+        *PEERS,
+        "ours / best peer",
+        "floor / ours",
+        "GB/s",
+        "TFLOP/s",
+        "plan",
+        "error",
+    ]
     rows = []
     for line in lines:
-        rates = [number(line["floor"] / line["ours"], 2), number(line["bytes"] / line["ours"] / 1e3, 0), number(line["flops"] / line["ours"] / 1e6, 0)]
+        rates = [
+            number(line["floor"] / line["ours"], 2),
+            number(line["bytes"] / line["ours"] / 1e3, 0),
+            number(line["flops"] / line["ours"] / 1e6, 0),
+        ]
         times = [number(line[column]) for column in ("floor", "ours", *PEERS)]
         to_best = number(ratio(line["ours"], fastest_of(line, PEERS)), 2)
         error = f"{line['error']:.1e}" + ("" if line["error"] <= LARGEST_ERROR else " WRONG")
@@ -79,11 +113,22 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = options(__doc__, peers=PEERS)
     parser.add_argument("--kernel", choices=KERNELS, help="of ours; default: the GPU's")
-    parser.add_argument("--q-parts", action="store_true", help="ours of MLA: Q is two tensors, as the engines' layers make it")
+    parser.add_argument(
+        "--q-parts", action="store_true", help="ours of MLA: Q is two tensors, as the engines' layers make it"
+    )
     arguments = parser.parse_args()
     timer, machine = start(arguments.repeats)
-    header = f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}. Error: some rows against float64, relative."
-    measure_lines(all_cases(), lambda case: measure(case, timer, machine, arguments), lambda lines: f"{header}\n\n{markdown(lines)}\n", header, arguments)
+    header = (
+        f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of "
+        f"{arguments.repeats}. Error: some rows against float64, relative."
+    )
+    measure_lines(
+        all_cases(),
+        lambda case: measure(case, timer, machine, arguments),
+        lambda lines: f"{header}\n\n{markdown(lines)}\n",
+        header,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What calls cost the host: the wrappers of attn_backend.flashinfer beside FlashInfer's own, and run, plan, append_kv and sample themselves. Batch 256.
+"""What calls cost the host: the wrappers of attn_backend.flashinfer beside FlashInfer's own, and run, plan,
+append_kv and sample themselves. Batch 256.
 
     python -m benchmarks.host [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
     python -m benchmarks.host --device cpu                    # without a GPU: Python's part alone
 
-On a GPU a call is timed as a whole, launches included; the batch is so short that the device keeps up. On a CPU the functions of the host library are replaced
-by one that does nothing: what is left is what Python does around them. Times are µs of a call, the smallest of all rounds: others on the machine only add.
+On a GPU a call is timed as a whole, launches included; the batch is so short that the device keeps up. On a
+CPU the functions of the host library are replaced by one that does nothing: what is left is what Python does
+around them. Times are µs of a call, the smallest of all rounds: others on the machine only add.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BATCH, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 256, 32, 8, 128, 16
 LATENT, ROTATED = 512, 64  # columns of MLA
 CALLS = 50  # of a round
 PEERS = ("FlashInfer",)  # on a GPU
-LIBRARY = ("plan_level", "run", "set_variant_params", "append_kv", "append_qkv", "sample")  # what is replaced on a CPU
+# what is replaced on a CPU
+LIBRARY = ("plan_level", "run", "set_variant_params", "append_kv", "append_qkv", "sample")
 
 Call = Callable[[], object]
 Make = Callable[[Any, "Batch"], Call]
@@ -46,22 +49,43 @@ class Batch:
         self.device = device
         self.q = randn(BATCH, NUM_QO_HEADS, HEAD_DIM)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(BATCH, NUM_QO_HEADS, device=device)
-        self.nhd, self.hnd = randn(BATCH, 2, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM), randn(BATCH, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
+        self.nhd, self.hnd = (
+            randn(BATCH, 2, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM),
+            randn(BATCH, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM),
+        )
         self.nhd_pair, self.hnd_pair = self.nhd.unbind(1), self.hnd.unbind(1)
-        self.float8, self.float8_pair = self.nhd.to(torch.float8_e4m3fn), tuple(self.hnd.to(torch.float8_e4m3fn).unbind(1))
+        self.float8, self.float8_pair = (
+            self.nhd.to(torch.float8_e4m3fn),
+            tuple(self.hnd.to(torch.float8_e4m3fn).unbind(1)),
+        )
         self.k, self.v = randn(BATCH, NUM_KV_HEADS, HEAD_DIM), randn(BATCH, NUM_KV_HEADS, HEAD_DIM)
-        self.latents, self.q_latent = randn(BATCH, PAGE_SIZE, LATENT + ROTATED), randn(BATCH, NUM_QO_HEADS, LATENT + ROTATED)
+        self.latents, self.q_latent = (
+            randn(BATCH, PAGE_SIZE, LATENT + ROTATED),
+            randn(BATCH, NUM_QO_HEADS, LATENT + ROTATED),
+        )
         self.indptr_on_host = torch.arange(BATCH + 1, dtype=torch.int32)
-        self.indptr, self.indices = self.indptr_on_host.to(device), torch.arange(BATCH, dtype=torch.int32, device=device)
+        self.indptr, self.indices = (
+            self.indptr_on_host.to(device),
+            torch.arange(BATCH, dtype=torch.int32, device=device),
+        )
         self.lengths = torch.full((BATCH,), PAGE_SIZE, dtype=torch.int32, device=device)
-        self.of_heads, self.of_requests = torch.ones(NUM_KV_HEADS, device=device), torch.ones(BATCH, device=device)
+        self.of_heads, self.of_requests = (
+            torch.ones(NUM_KV_HEADS, device=device),
+            torch.ones(BATCH, device=device),
+        )
         self.sinks = torch.zeros(NUM_QO_HEADS, device=device)
         self.workspace = torch.empty(128 << 20 if device == "cuda" else 1, dtype=torch.uint8, device=device)
-        self.logits, self.tokens = torch.randn(BATCH, 1000, device=device), torch.empty(BATCH, dtype=torch.int32, device=device)
+        self.logits, self.tokens = (
+            torch.randn(BATCH, 1000, device=device),
+            torch.empty(BATCH, dtype=torch.int32, device=device),
+        )
 
     def named(self, options: dict[str, Any]) -> dict[str, Any]:
         """Options whose values may be names of this batch's tensors."""
-        return {name: getattr(self, value, value) if isinstance(value, str) else value for name, value in options.items()}
+        return {
+            name: getattr(self, value, value) if isinstance(value, str) else value
+            for name, value in options.items()
+        }
 
 
 HEADS = (NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM)
@@ -69,7 +93,9 @@ BF16 = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
 FLOAT8 = {"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}
 
 
-def decode_plan(api: Any, batch: Batch, layout: str = "NHD", on_host: bool = False, **planned: Any) -> tuple[Any, Call]:
+def decode_plan(
+    api: Any, batch: Batch, layout: str = "NHD", on_host: bool = False, **planned: Any
+) -> tuple[Any, Call]:
     wrapper = api.BatchDecodeWithPagedKVCacheWrapper(batch.workspace, layout, use_tensor_cores=True)
     indptr = batch.indptr_on_host if on_host else batch.indptr
     plan = partial(wrapper.plan, indptr, batch.indices, batch.lengths, *HEADS, PAGE_SIZE, **(BF16 | planned))
@@ -79,20 +105,46 @@ def decode_plan(api: Any, batch: Batch, layout: str = "NHD", on_host: bool = Fal
 
 def graph_plan(api: Any, batch: Batch, is_fast: bool = False) -> Call:
     """A plan into the buffers of CUDA graphs; the fast one finds them filled."""
-    buffers = (torch.empty_like(batch.indptr), torch.empty_like(batch.indices), torch.empty_like(batch.lengths))
+    buffers = (
+        torch.empty_like(batch.indptr),
+        torch.empty_like(batch.indices),
+        torch.empty_like(batch.lengths),
+    )
     wrapper = api.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(batch.workspace, *buffers, "NHD", True)
     plan = partial(wrapper.plan, batch.indptr, batch.indices, batch.lengths, *HEADS, PAGE_SIZE, **BF16)
     plan()
     if not is_fast:
         return plan
     on_host = {"global_override_indptr_cpu": batch.indptr_on_host}
-    return partial(api.fast_decode_plan, wrapper, batch.indptr, batch.indices, batch.lengths, *HEADS, PAGE_SIZE, **BF16, **on_host)
+    return partial(
+        api.fast_decode_plan,
+        wrapper,
+        batch.indptr,
+        batch.indices,
+        batch.lengths,
+        *HEADS,
+        PAGE_SIZE,
+        **BF16,
+        **on_host,
+    )
 
 
-def prefill_plan(api: Any, batch: Batch, layout: str = "NHD", on_host: bool = False, **planned: Any) -> tuple[Any, Call]:
+def prefill_plan(
+    api: Any, batch: Batch, layout: str = "NHD", on_host: bool = False, **planned: Any
+) -> tuple[Any, Call]:
     wrapper = api.BatchPrefillWithPagedKVCacheWrapper(batch.workspace, layout)
     indptr = batch.indptr_on_host if on_host else batch.indptr
-    plan = partial(wrapper.plan, indptr, indptr, batch.indices, batch.lengths, *HEADS, PAGE_SIZE, causal=True, **(BF16 | planned))
+    plan = partial(
+        wrapper.plan,
+        indptr,
+        indptr,
+        batch.indices,
+        batch.lengths,
+        *HEADS,
+        PAGE_SIZE,
+        causal=True,
+        **(BF16 | planned),
+    )
     plan()
     return wrapper, plan
 
@@ -107,8 +159,16 @@ def ragged_plan(api: Any, batch: Batch, on_host: bool = False) -> tuple[Any, Cal
 
 def cascade_plan(api: Any, batch: Batch) -> tuple[Any, Call]:
     wrapper = api.MultiLevelCascadeAttentionWrapper(2, batch.workspace, "NHD")
-    of_all = torch.tensor([0, BATCH], dtype=torch.int32, device=batch.device), torch.tensor([0, 1], dtype=torch.int32, device=batch.device)
-    tables = ([of_all[0], batch.indptr], [of_all[1], batch.indptr], [batch.indices[:1], batch.indices], [batch.lengths[:1], batch.lengths])
+    of_all = (
+        torch.tensor([0, BATCH], dtype=torch.int32, device=batch.device),
+        torch.tensor([0, 1], dtype=torch.int32, device=batch.device),
+    )
+    tables = (
+        [of_all[0], batch.indptr],
+        [of_all[1], batch.indptr],
+        [batch.indices[:1], batch.indices],
+        [batch.lengths[:1], batch.lengths],
+    )
     plan = partial(wrapper.plan, *tables, *HEADS, PAGE_SIZE, q_data_type=torch.bfloat16)
     plan()
     return wrapper, plan
@@ -117,7 +177,18 @@ def cascade_plan(api: Any, batch: Batch) -> tuple[Any, Call]:
 def mla_plan(api: Any, batch: Batch) -> tuple[Any, Call]:
     wrapper = import_module(f"{api.__name__}.mla").BatchMLAPagedAttentionWrapper(batch.workspace)
     tables = (batch.indptr, batch.indptr, batch.indices, batch.lengths)
-    plan = partial(wrapper.plan, *tables, NUM_QO_HEADS, LATENT, ROTATED, PAGE_SIZE, False, 0.1, torch.bfloat16, torch.bfloat16)
+    plan = partial(
+        wrapper.plan,
+        *tables,
+        NUM_QO_HEADS,
+        LATENT,
+        ROTATED,
+        PAGE_SIZE,
+        False,
+        0.1,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
     plan()
     return wrapper, plan
 
@@ -170,19 +241,35 @@ WRAPPERS: dict[str, Make] = {
     "decode run: one tensor, q_scale, k_scale, v_scale as numbers": decode_run("nhd", **NUMBERS),
     "decode run: one tensor, float8, scales as numbers": decode_run("float8", planned=FLOAT8, **NUMBERS),
     "decode run: one tensor, float8, scales of heads": decode_run("float8", planned=FLOAT8, **TENSORS),
-    "decode run: (k, v), HND, float8, scales as numbers": decode_run("float8_pair", "HND", planned=FLOAT8, **NUMBERS),
-    "decode run: (k, v), HND, float8, scales of heads": decode_run("float8_pair", "HND", planned=FLOAT8, **TENSORS),
+    "decode run: (k, v), HND, float8, scales as numbers": decode_run(
+        "float8_pair", "HND", planned=FLOAT8, **NUMBERS
+    ),
+    "decode run: (k, v), HND, float8, scales of heads": decode_run(
+        "float8_pair", "HND", planned=FLOAT8, **TENSORS
+    ),
     "prefill run: one tensor, NHD": prefill_run("nhd"),
     "prefill run: (k, v), HND": prefill_run("hnd_pair", "HND"),
-    "prefill run: one tensor, out, return_lse, lse": prefill_run("nhd", return_lse=True, out="out", lse="lse"),
+    "prefill run: one tensor, out, return_lse, lse": prefill_run(
+        "nhd", return_lse=True, out="out", lse="lse"
+    ),
     "prefill run: one tensor, float8, scales as numbers": prefill_run("float8", planned=FLOAT8, **NUMBERS),
     "prefill run: one tensor, float8, scales of heads": prefill_run("float8", planned=FLOAT8, **TENSORS),
-    "prefill run: one tensor, custom mask": lambda api, batch: partial(prefill_plan(api, batch, **masked(batch))[0].run, batch.q, batch.nhd),
+    "prefill run: one tensor, custom mask": lambda api, batch: partial(
+        prefill_plan(api, batch, **masked(batch))[0].run, batch.q, batch.nhd
+    ),
     "ragged run: NHD": lambda api, batch: partial(ragged_plan(api, batch)[0].run, batch.q, batch.k, batch.v),
     "ragged run: NHD, out, return_lse, lse": lambda api, batch: partial(
-        ragged_plan(api, batch)[0].run, batch.q, batch.k, batch.v, out=batch.out, lse=batch.lse, return_lse=True
+        ragged_plan(api, batch)[0].run,
+        batch.q,
+        batch.k,
+        batch.v,
+        out=batch.out,
+        lse=batch.lse,
+        return_lse=True,
     ),
-    "cascade run: two levels": lambda api, batch: partial(cascade_plan(api, batch)[0].run, batch.q, batch.nhd),
+    "cascade run: two levels": lambda api, batch: partial(
+        cascade_plan(api, batch)[0].run, batch.q, batch.nhd
+    ),
     "MLA run": mla_run,
     "MLA run: return_lse": partial(mla_run, return_lse=True),
     "decode plan: tables on the device": lambda api, batch: decode_plan(api, batch)[1],
@@ -206,7 +293,10 @@ def own(batch: Batch) -> dict[str, Call]:
     view, kv = BSRView(batch.indptr, pages), KVCache.from_tensor(batch.nhd)
     attention.plan(view)
     slots, seed = torch.arange(BATCH, device=batch.device), torch.arange(BATCH, device=batch.device)
-    workspace, rotary = attn_backend.sampling_workspace(batch.device), attn_backend.Rotary(torch.ones(HEAD_DIM // 2, device=batch.device))
+    workspace, rotary = (
+        attn_backend.sampling_workspace(batch.device),
+        attn_backend.Rotary(torch.ones(HEAD_DIM // 2, device=batch.device)),
+    )
     draw = partial(attn_backend.sample, batch.logits, workspace=workspace, out=batch.tokens)
     return {
         "Attention.run": partial(attention.run, batch.q, kv),
@@ -217,9 +307,21 @@ def own(batch: Batch) -> dict[str, Call]:
             BSRView(batch.indptr, PageTable.csr(batch.indptr, batch.indices, batch.lengths, PAGE_SIZE))
         ),
         "append_kv": partial(attn_backend.append_kv, batch.k, batch.v, kv, slots),
-        "append_qkv: rotary embedding": partial(attn_backend.append_qkv, batch.q, batch.k, batch.v, kv, slots, rotary=rotary, positions=slots, out=batch.out),
+        "append_qkv: rotary embedding": partial(
+            attn_backend.append_qkv,
+            batch.q,
+            batch.k,
+            batch.v,
+            kv,
+            slots,
+            rotary=rotary,
+            positions=slots,
+            out=batch.out,
+        ),
         "sample: seeds of requests": partial(draw, seed=seed, position=seed),
-        "sample: top_k, top_p and seeds of requests": partial(draw, seed=seed, position=seed, top_k=seed, top_p=batch.of_requests),
+        "sample: top_k, top_p and seeds of requests": partial(
+            draw, seed=seed, position=seed, top_k=seed, top_p=batch.of_requests
+        ),
         "sample: numbers": partial(draw, seed=1, position=2, temperature=0.6, top_k=50, top_p=0.9),
     }
 
@@ -257,7 +359,10 @@ def main() -> None:
             setattr(library(), name, lambda *_: 0)
     batch = Batch(arguments.device)
     if on_gpu:
-        header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of a call on the host, launches included"
+        header = (
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of a call on the host, "
+            f"launches included"
+        )
     else:
         header = f"torch {torch.__version__}: µs of Python's part of a call; the host library does nothing"
     header += f"; batch {BATCH}, smallest of {arguments.repeats} rounds of {CALLS}."
@@ -269,11 +374,21 @@ def main() -> None:
         for name in (*makes, *calls):
             if not wanted(name, arguments):
                 continue
-            line: dict[str, Any] = {"case": name, "µs": time_of(makes[name]() if name in makes else calls[name], arguments.repeats)}
-            line["FlashInfer"] = time_of_flashinfer(WRAPPERS[name], batch, arguments.repeats) if has_peer and name in WRAPPERS else None
+            line: dict[str, Any] = {
+                "case": name,
+                "µs": time_of(makes[name]() if name in makes else calls[name], arguments.repeats),
+            }
+            line["FlashInfer"] = (
+                time_of_flashinfer(WRAPPERS[name], batch, arguments.repeats)
+                if has_peer and name in WRAPPERS
+                else None
+            )
             lines.append(line)
             print(f"{name:65} {line['µs']:8.2f} {number(line['FlashInfer']):>8}", flush=True)
-    text = table(["case", "µs", "FlashInfer"], [[line["case"], number(line["µs"]), number(line["FlashInfer"])] for line in lines])
+    text = table(
+        ["case", "µs", "FlashInfer"],
+        [[line["case"], number(line["µs"]), number(line["FlashInfer"])] for line in lines],
+    )
     save(arguments, f"{header}\n\n{text}\n", {"header": header, "lines": lines})
 
 

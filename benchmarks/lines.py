@@ -13,8 +13,16 @@ from benchmarks.report import brief, save, wanted
 Line = dict[str, Any]
 
 
-def measure_lines(cases: Iterable[Any], measure: Callable[[Any], Line], text: Callable[[list[Line]], str], header: str, arguments: argparse.Namespace) -> None:
-    """Measures the cases that --case asks for, prints each line, and at the end the whole. Files are written after every line.
+def measure_lines(
+    cases: Iterable[Any],
+    measure: Callable[[Any], Line],
+    text: Callable[[list[Line]], str],
+    header: str,
+    arguments: argparse.Namespace,
+) -> None:
+    """Measures the cases that --case asks for, prints each line, and at the end the whole.
+
+    Files are written after every line.
 
     Args:
         measure: makes the line of a case, which has a `name`.

@@ -1,5 +1,6 @@
-"""The peers that import: each a function that launches attention of a prepared batch, or what comes before it. Raises ImportError where the peer is not
-installed."""
+"""The peers that import: each a function that launches attention of a prepared batch, or what comes before
+it. Raises ImportError where the peer is not installed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Paged(Protocol):
     def kv_lens(self) -> torch.Tensor: ...
 
 
-def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tuple[float | None, torch.Tensor | None]:
+def time_of(
+    name: str, case: str, make: Callable[[], Run], timer: Timer
+) -> tuple[float | None, torch.Tensor | None]:
     """(µs, output) of a peer, or (None, None): a peer that fails says why and stops nothing."""
     try:
         run = make()
@@ -46,8 +49,16 @@ def time_of(name: str, case: str, make: Callable[[], Run], timer: Timer) -> tupl
         return None, None
 
 
-def fastest(peer: str, case: str, kernels: Kernels, timer: Timer, error: Callable[[torch.Tensor], float | None], largest: float) -> dict[str, Any]:
-    """What a line has of a peer: µs of its fastest kernel whose output is right, that kernel's name and error; None where no kernel ran and was right.
+def fastest(
+    peer: str,
+    case: str,
+    kernels: Kernels,
+    timer: Timer,
+    error: Callable[[torch.Tensor], float | None],
+    largest: float,
+) -> dict[str, Any]:
+    """What a line has of a peer: µs of its fastest kernel whose output is right, that kernel's name and
+    error; None where no kernel ran and was right.
 
     error: of an output; None: there is nothing to compare it with, and it counts as right.
     """
@@ -65,8 +76,12 @@ def fastest(peer: str, case: str, kernels: Kernels, timer: Timer, error: Callabl
     return line
 
 
-def flash_attention_3(batch: Batch, window_left: int = -1, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> Run:
-    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand, ragged as vLLM calls it, without. sinks: [num_qo_heads]."""
+def flash_attention_3(
+    batch: Batch, window_left: int = -1, soft_cap: float = 0.0, sinks: torch.Tensor | None = None
+) -> Run:
+    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand, ragged as
+    vLLM calls it, without. sinks: [num_qo_heads].
+    """
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     case = batch.case
@@ -83,11 +98,20 @@ def flash_attention_3(batch: Batch, window_left: int = -1, soft_cap: float = 0.0
         "fa_version": 3,
     }
     window = {"window_size": [window_left, 0]} if window_left >= 0 else {}
-    arguments |= window | ({"softcap": soft_cap} if soft_cap else {}) | ({} if sinks is None else {"s_aux": sinks.bfloat16()})
+    arguments |= (
+        window
+        | ({"softcap": soft_cap} if soft_cap else {})
+        | ({} if sinks is None else {"s_aux": sinks.bfloat16()})
+    )
     if case.ragged:
         arguments |= {"k": batch.cache[0], "v": batch.cache[1], "cu_seqlens_k": batch.kv_indptr}
     else:
-        arguments |= {"k": batch.cache[:, 0], "v": batch.cache[:, 1], "seqused_k": batch.kv_lens, "block_table": batch.block_table}
+        arguments |= {
+            "k": batch.cache[:, 0],
+            "v": batch.cache[:, 1],
+            "seqused_k": batch.kv_lens,
+            "block_table": batch.block_table,
+        }
         arguments["scheduler_metadata"] = get_scheduler_metadata(
             batch_size=len(case.kv_lens),
             max_seqlen_q=longest_q,
@@ -111,7 +135,10 @@ def flash_attention_3(batch: Batch, window_left: int = -1, soft_cap: float = 0.0
 
 
 def flex_attention(batch: Batch) -> Run:
-    """torch's flex_attention, compiled for this shape: the requests as documents of one sequence. For ragged prefill: every query has its own K and V."""
+    """torch's flex_attention, compiled for this shape: the requests as documents of one sequence.
+
+    For ragged prefill: every query has its own K and V.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as attend
 
@@ -119,7 +146,9 @@ def flex_attention(batch: Batch) -> Run:
     tokens = sum(case.kv_lens)
     document = torch.arange(len(case.kv_lens), device="cuda").repeat_interleave(batch.kv_lens)
 
-    def visible(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def visible(
+        _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         return (document[query] == document[key]) & (query >= key)
 
     mask = create_block_mask(visible, None, None, tokens, tokens, device="cuda")
@@ -130,10 +159,15 @@ def flex_attention(batch: Batch) -> Run:
 
 
 def flashinfer_decode(batch: Batch, use_tensor_cores: bool = True) -> Run:
-    """FlashInfer's decode; every request reads all of its pages. Its plan copies lengths to the host and is not timed."""
+    """FlashInfer's decode; every request reads all of its pages.
+
+    Its plan copies lengths to the host and is not timed.
+    """
     flashinfer = import_module("flashinfer")
     case = batch.case
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.q.device), "NHD", use_tensor_cores=use_tensor_cores)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace(batch.q.device), "NHD", use_tensor_cores=use_tensor_cores
+    )
     wrapper.plan(
         *page_table(batch),
         case.num_qo_heads,
@@ -155,16 +189,23 @@ def flashinfer_prefill(batch: Batch, backend: str) -> Run:
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     out = torch.empty_like(batch.q)
     if case.ragged:
-        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(batch.q.device), "NHD", backend=backend)
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace(batch.q.device), "NHD", backend=backend
+        )
         ragged.plan(batch.qo_indptr, batch.kv_indptr, *heads, causal=True, **dtypes)
         return lambda: ragged.run(batch.q, *batch.cache, out=out)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(batch.q.device), "NHD", backend=backend)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(batch.q.device), "NHD", backend=backend
+    )
     wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, case.page_size, causal=True, **dtypes)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
 
 def flashinfer_persistent(batch: Batch) -> Run:
-    """FlashInfer's BatchAttention: decodes and prefills in one persistent launch. Its plan copies lengths to the host and is not timed."""
+    """FlashInfer's BatchAttention: decodes and prefills in one persistent launch.
+
+    Its plan copies lengths to the host and is not timed.
+    """
     flashinfer = import_module("flashinfer")
     case = batch.case
     wrapper = flashinfer.BatchAttention("NHD")
@@ -187,13 +228,19 @@ def flashinfer_backends(batch: Batch) -> Kernels:
     if batch.case.ragged:
         return backends
     if all(length == 1 for length in batch.case.qo_lens):
-        backends = {"tensor cores": partial(flashinfer_decode, batch), "CUDA cores": partial(flashinfer_decode, batch, False)}
+        backends = {
+            "tensor cores": partial(flashinfer_decode, batch),
+            "CUDA cores": partial(flashinfer_decode, batch, False),
+        }
     return backends | {"persistent": partial(flashinfer_persistent, batch)}
 
 
 def peers_of(batch: Batch) -> dict[str, Kernels]:
     """The kernels of each peer that apply to a batch, by name; what counts for a peer is its fastest."""
-    peers: dict[str, Kernels] = {"FA3": {"FA3": partial(flash_attention_3, batch)}, "FlashInfer": flashinfer_backends(batch)}
+    peers: dict[str, Kernels] = {
+        "FA3": {"FA3": partial(flash_attention_3, batch)},
+        "FlashInfer": flashinfer_backends(batch),
+    }
     if batch.case.ragged:
         peers["flex_attention"] = {"compiled": partial(flex_attention, batch)}
     return peers
@@ -202,12 +249,18 @@ def peers_of(batch: Batch) -> dict[str, Kernels]:
 def peers_of_shared(batch: SharedBatch) -> dict[str, Kernels]:
     """The same where requests share prefixes. The peers get the requests of a prefix one after another."""
     peers = peers_of(batch.grouped)
-    peers["FlashInfer"] |= {"cascade": partial(flashinfer_cascade, batch), "cascade, fa2": partial(flashinfer_cascade, batch, "fa2")}
+    peers["FlashInfer"] |= {
+        "cascade": partial(flashinfer_cascade, batch),
+        "cascade, fa2": partial(flashinfer_cascade, batch, "fa2"),
+    }
     return peers
 
 
 def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
-    """FlashInfer's MultiLevelCascadeAttentionWrapper. On Hopper "auto" becomes fa3, which splits no KV; "fa2" does, but only the inner wrappers can be told."""
+    """FlashInfer's MultiLevelCascadeAttentionWrapper.
+
+    On Hopper "auto" becomes fa3, which splits no KV; "fa2" does, but only the inner wrappers can be told.
+    """
     flashinfer = import_module("flashinfer")
     case = batch.grouped.case
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(batch.page_tables), workspace(), "NHD")
@@ -215,9 +268,15 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
         level._backend = backend
     wrapper.plan(
         batch.qo_indptrs,
-        [torch.arange(len(table) + 1, dtype=torch.int32, device="cuda") * table.shape[1] for table in batch.page_tables],
+        [
+            torch.arange(len(table) + 1, dtype=torch.int32, device="cuda") * table.shape[1]
+            for table in batch.page_tables
+        ],
         [table.flatten() for table in batch.page_tables],
-        [torch.full((nodes,), (tokens - 1) % case.page_size + 1, dtype=torch.int32, device="cuda") for nodes, tokens in batch.shared.levels],
+        [
+            torch.full((nodes,), (tokens - 1) % case.page_size + 1, dtype=torch.int32, device="cuda")
+            for nodes, tokens in batch.shared.levels
+        ],
         case.num_qo_heads,
         case.num_kv_heads,
         case.head_dim,
@@ -229,14 +288,20 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
 
 
 def vllm_rotate(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> Launch:
-    """vLLM's rotary embedding, which rotates q and k [tokens, heads, head_dim] where they are, in halves; their heads lie one after another."""
+    """vLLM's rotary embedding, which rotates q and k [tokens, heads, head_dim] where they are, in halves;
+    their heads lie one after another.
+    """
     kernels = import_module("vllm._custom_ops")
     arguments = (positions, q.flatten(1), k.flatten(1), q.shape[2], table, True)
     return lambda: kernels.rotary_embedding(*arguments)
 
 
-def vllm_append(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> Launch:
-    """vLLM's kernel that writes K and V to a cache [pages, 2, page_size, num_kv_heads, head_dim], of their dtype or e4m3, which vLLM sees as bytes."""
+def vllm_append(
+    k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float = 1.0
+) -> Launch:
+    """vLLM's kernel that writes K and V to a cache [pages, 2, page_size, num_kv_heads, head_dim], of their
+    dtype or e4m3, which vLLM sees as bytes.
+    """
     kernels = import_module("vllm._custom_ops")
     kind, pages = ("auto", cache) if cache.dtype == k.dtype else ("fp8", cache.view(torch.uint8))
     scales = torch.full((1,), scale, dtype=torch.float32, device=k.device)
@@ -249,7 +314,11 @@ def page_table(batch: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     page_size = batch.case.page_size
     pages = (batch.kv_lens + page_size - 1) // page_size
     used = torch.arange(batch.block_table.shape[1], device=pages.device)[None] < pages[:, None]
-    return torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]), batch.block_table[used], (batch.kv_lens - 1) % page_size + 1
+    return (
+        torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]),
+        batch.block_table[used],
+        (batch.kv_lens - 1) % page_size + 1,
+    )
 
 
 def workspace(device: torch.device | str = "cuda") -> torch.Tensor:

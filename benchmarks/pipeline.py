@@ -1,7 +1,9 @@
-"""The pipeline of the Hopper kernel as a picture: which unit works on which KV tile, by the dependencies of csrc/attention/sm90/consumer.cuh.
+"""The pipeline of the Hopper kernel as a picture: which unit works on which KV tile, by the dependencies of
+csrc/attention/sm90/consumer.cuh.
 
-Times are those of a row tile of 128 rows with heads of 128 columns (docs/adr/0016): a warpgroup's product of 64 x 128 x 128 takes the tensor cores 512 cycles,
-one of a KV tile's copies about as long as the memory gives it, a softmax of 64 x 128 scores some 1,000 cycles of a warpgroup that shares its schedulers.
+Times are those of a row tile of 128 rows with heads of 128 columns (docs/adr/0016): a warpgroup's product of
+64 x 128 x 128 takes the tensor cores 512 cycles, one of a KV tile's copies about as long as the memory gives
+it, a softmax of 64 x 128 scores some 1,000 cycles of a warpgroup that shares its schedulers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ COLORS = {"K": "#9ecae1", "V": "#c7e9c0", "QK": "#6baed6", "PV": "#74c476", "sof
 class Timeline:
     """Steps by lane: (begin, end, what, number of the KV tile, consumer)."""
 
-    steps: dict[str, list[tuple[float, float, str, int, int]]] = field(default_factory=lambda: {lane: [] for lane in LANES})
+    steps: dict[str, list[tuple[float, float, str, int, int]]] = field(
+        default_factory=lambda: {lane: [] for lane in LANES}
+    )
 
     def add(self, lane: str, ready: float, cycles: float, what: str, tile: int, consumer: int = -1) -> float:
         """A step that begins when its lane is free and `ready` has come. Returns its end."""
@@ -34,7 +38,9 @@ class Timeline:
 
 
 def simulate() -> Timeline:
-    """Each consumer starts the scores of the next KV tile and the values of this one together, then turns scores into probabilities."""
+    """Each consumer starts the scores of the next KV tile and the values of this one together, then turns
+    scores into probabilities.
+    """
     timeline = Timeline()
     loaded: list[float] = []  # K0 V0 K1 V1 ...
     freed: list[float] = []
@@ -49,14 +55,19 @@ def simulate() -> Timeline:
     scores = [timeline.add("tensor cores", loaded[0], PRODUCT, "QK", 0, consumer) for consumer in (0, 1)]
     freed.append(max(scores))
     for tile in range(TILES):
-        probabilities = [timeline.add(f"consumer {consumer}", scores[consumer], SOFTMAX, "softmax", tile, consumer) for consumer in (0, 1)]
+        probabilities = [
+            timeline.add(f"consumer {consumer}", scores[consumer], SOFTMAX, "softmax", tile, consumer)
+            for consumer in (0, 1)
+        ]
         while len(loaded) < min(2 * tile + 3, 2 * TILES):
             copy_next()
         ends = []
         for consumer in (0, 1):
             ready = max(probabilities[consumer], loaded[2 * tile + 1])
             if tile + 1 < TILES:
-                scores[consumer] = timeline.add("tensor cores", max(ready, loaded[2 * tile + 2]), PRODUCT, "QK", tile + 1, consumer)
+                scores[consumer] = timeline.add(
+                    "tensor cores", max(ready, loaded[2 * tile + 2]), PRODUCT, "QK", tile + 1, consumer
+                )
             ends.append(timeline.add("tensor cores", ready, PRODUCT, "PV", tile, consumer))
         freed += [max(ends), max(scores)]
         while len(loaded) < min(len(freed) + STAGES, 2 * TILES):

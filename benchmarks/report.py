@@ -19,11 +19,19 @@ def options(description: str | None, repeats: int = 50, peers: Iterable[str] = (
         repeats: default number of timed replays.
         peers: names that --peer takes; none: there is no --peer.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", default=[], help="only lines whose name contains this; repeatable")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case", action="append", default=[], help="only lines whose name contains this; repeatable"
+    )
     if peers:
         parser.add_argument(
-            "--peer", action="append", choices=[*peers, "none"], default=[], help="only this peer, or none; repeatable; default: all that import"
+            "--peer",
+            action="append",
+            choices=[*peers, "none"],
+            default=[],
+            help="only this peer, or none; repeatable; default: all that import",
         )
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--json", type=Path)
@@ -58,7 +66,13 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table: the first column to the left, numbers to the right."""
-    return tabulate(rows, columns, tablefmt="pipe", disable_numparse=True, colalign=["left", *["right"] * (len(columns) - 1)])
+    return tabulate(
+        rows,
+        columns,
+        tablefmt="pipe",
+        disable_numparse=True,
+        colalign=["left", *["right"] * (len(columns) - 1)],
+    )
 
 
 def brief(line: dict[str, object]) -> dict[str, object]:
@@ -67,7 +81,10 @@ def brief(line: dict[str, object]) -> dict[str, object]:
 
 
 def save(arguments: argparse.Namespace, text: str, data: object) -> None:
-    """Writes the files that --markdown and --json name. Called after every line: what was measured outlives a peer that breaks the process."""
+    """Writes the files that --markdown and --json name.
+
+    Called after every line: what was measured outlives a peer that breaks the process.
+    """
     if arguments.json:
         arguments.json.write_text(json.dumps(data, indent=1))
     if arguments.markdown:

@@ -1,12 +1,15 @@
 """Samplers side by side: one token for each row, straight from float32 logits.
 
-Times in µs of replayed CUDA graphs with a cold L2, launches included. The floor is one read of the logits at the rate of a device copy and the launch of one
-element. Peers from logits too: FlashInfer by the fastest way to put its functions together, vLLM's Triton kernels (the copy that they work in taken off), torch
-with a sort. Peaked logits are randn * 4, flat ones randn, at temperature 0.6.
+Times in µs of replayed CUDA graphs with a cold L2, launches included. The floor is one read of the logits at
+the rate of a device copy and the launch of one element. Peers from logits too: FlashInfer by the fastest way
+to put its functions together, vLLM's Triton kernels (the copy that they work in taken off), torch with a
+sort. Peaked logits are randn * 4, flat ones randn, at temperature 0.6.
 
---batch and --vocab pick sizes; --add takes lines that an earlier run left with --json, so that a board can be measured in parts.
+--batch and --vocab pick sizes; --add takes lines that an earlier run left with --json, so that a board can be
+measured in parts.
 
-python -m benchmarks.sampling [--batch N ...] [--vocab N ...] [--case TEXT ...] [--peer NAME ...] [--repeats N] [--add FILE ...] [--json FILE] [--markdown FILE]
+python -m benchmarks.sampling [--batch N ...] [--vocab N ...] [--case TEXT ...] [--peer NAME ...] [--repeats
+N] [--add FILE ...] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -36,7 +39,11 @@ FILTERS = (
     Filters("greedy", temperature=0.0),
 )
 SCALES = {"flat": 1.0, "peaked": 4.0}
-PEERS: dict[str, Callable[[Requests], list[Launch]]] = {"FlashInfer": flashinfer, "vLLM": vllm, "torch sort": torch_sort}
+PEERS: dict[str, Callable[[Requests], list[Launch]]] = {
+    "FlashInfer": flashinfer,
+    "vLLM": vllm,
+    "torch sort": torch_sort,
+}
 COLUMNS = ["case", "floor", "ours", *PEERS, "ours / best peer", "ours / FlashInfer", "ours / floor"]
 SORT_REPEATS = 3  # a sort takes milliseconds, so few repeats are enough
 
@@ -51,7 +58,9 @@ def ours(requests: Requests) -> Launch:
     top_k = requests.each(f.top_k, torch.int32)
     assert temperature is not None
     draws = {"seed": seed, "position": seed, "out": out, "workspace": workspace}
-    return lambda: sample(requests.logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **draws)  # type: ignore[arg-type]
+    return lambda: sample(
+        requests.logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **draws
+    )  # type: ignore[arg-type]
 
 
 def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> float | None:
@@ -61,15 +70,25 @@ def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> floa
         if name == "torch sort" and requests.filters.temperature:
             timer = Timer(min(timer.repeats, SORT_REPEATS), timer.flush)
         times = [timer(launch) for launch in launches]
-        copied = timer(copy_time(requests)) if name == "vLLM" and requests.filters.temperature and requests.filters != FILTERS[0] else 0.0
+        copied = (
+            timer(copy_time(requests))
+            if name == "vLLM" and requests.filters.temperature and requests.filters != FILTERS[0]
+            else 0.0
+        )
         return min(times) - copied if times else None
     except Exception as problem:  # a peer may raise anything
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None
 
 
-def measure(case: str, requests: Requests, machine: Machine, timer: Timer, peers: Collection[str]) -> dict[str, Any]:
-    line: dict[str, Any] = {"case": case, "floor": requests.logits.nbytes / (machine.bandwidth * 1e-6) + machine.launch, "ours": timer(ours(requests))}
+def measure(
+    case: str, requests: Requests, machine: Machine, timer: Timer, peers: Collection[str]
+) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "case": case,
+        "floor": requests.logits.nbytes / (machine.bandwidth * 1e-6) + machine.launch,
+        "ours": timer(ours(requests)),
+    }
     for name in PEERS:
         line[name] = time_of_peer(name, case, requests, timer) if name in peers else None
     line["ours / best peer"] = ratio(line["ours"], fastest_of(line, PEERS))
@@ -83,15 +102,27 @@ def board(lines: list[dict[str, Any]], value: str, digits: int) -> str:
     of_case = {line["case"]: line.get(value) for line in lines}
     sizes = list(dict.fromkeys(line["case"].split(" flat")[0].split(" peaked")[0] for line in lines))
     rows = [
-        [size, *(" / ".join(number(of_case.get(f"{size} {shape}: {filters.name}"), digits) for shape in SCALES) for filters in FILTERS)]
+        [
+            size,
+            *(
+                " / ".join(number(of_case.get(f"{size} {shape}: {filters.name}"), digits) for shape in SCALES)
+                for filters in FILTERS
+            ),
+        ]
         for size in sorted(sizes, key=lambda size: [int(n) for n in reversed(size.split(" x "))])
     ]
     return table(["batch x vocab", *(filters.name for filters in FILTERS)], rows)
 
 
 def report(header: str, lines: list[dict[str, Any]]) -> str:
-    rows = [[line["case"], *(number(line[name], 2 if "/" in name else 1) for name in COLUMNS[1:])] for line in lines]
-    boards = [f"{name}, flat / peaked\n\n{board(lines, name, 2 if '/' in name else 1)}" for name in ("ours", "ours / best peer", "ours / floor")]
+    rows = [
+        [line["case"], *(number(line[name], 2 if "/" in name else 1) for name in COLUMNS[1:])]
+        for line in lines
+    ]
+    boards = [
+        f"{name}, flat / peaked\n\n{board(lines, name, 2 if '/' in name else 1)}"
+        for name in ("ours", "ours / best peer", "ours / floor")
+    ]
     return "\n\n".join([header, *boards, table(COLUMNS, rows)]) + "\n"
 
 
@@ -99,7 +130,9 @@ def main() -> None:
     parser = options(__doc__, repeats=20, peers=PEERS)
     parser.add_argument("--batch", type=int, action="append", help="repeatable; default: all")
     parser.add_argument("--vocab", type=int, action="append", help="repeatable; default: all")
-    parser.add_argument("--add", type=Path, action="append", default=[], help="lines of an earlier run's --json; repeatable")
+    parser.add_argument(
+        "--add", type=Path, action="append", default=[], help="lines of an earlier run's --json; repeatable"
+    )
     arguments = parser.parse_args()
     timer, machine = start(arguments.repeats)
     header = f"{machine}\n\nTimes in µs, float32 logits, median of {arguments.repeats}."
@@ -117,7 +150,9 @@ def main() -> None:
                     case = f"{batch} x {vocab} {shape}: {filters.name}"
                     if not wanted(case, arguments):
                         continue
-                    line = measure(case, Requests(logits, filters), machine, timer, asked_peers(PEERS, arguments))
+                    line = measure(
+                        case, Requests(logits, filters), machine, timer, asked_peers(PEERS, arguments)
+                    )
                     lines.append(line)
                     print(brief(line), flush=True)
                 save(arguments, report(header, lines), {"header": header, "lines": lines})

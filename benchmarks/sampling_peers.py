@@ -1,4 +1,7 @@
-"""Samplers of the peers that import: each a function of a case that returns a launch. Parameters are a tensor for each request, as engines hold them."""
+"""Samplers of the peers that import: each a function of a case that returns a launch.
+
+Parameters are a tensor for each request, as engines hold them.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,15 @@ class Requests:
     filters: Filters
 
     def each(self, value: float | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-        return None if value is None else torch.full((self.logits.shape[0],), value, dtype=dtype, device="cuda")
+        return (
+            None if value is None else torch.full((self.logits.shape[0],), value, dtype=dtype, device="cuda")
+        )
 
 
 def flashinfer(requests: Requests) -> list[Launch]:
-    """FlashInfer from logits: every way its functions can be put together for these filters, the fastest of which counts."""
+    """FlashInfer from logits: every way its functions can be put together for these filters, the fastest of
+    which counts.
+    """
     fi = import_module("flashinfer.sampling")
     f, logits = requests.filters, requests.logits
     temperature = requests.each(f.temperature)
@@ -47,14 +54,23 @@ def flashinfer(requests: Requests) -> list[Launch]:
     if f.temperature == 0.0:
         return []
     if top_k is not None and top_p is not None and min_p is not None:  # as SGLang puts them together
-        return [lambda: fi.min_p_sampling_from_probs(fi.top_p_renorm_probs(fi.top_k_renorm_probs(probs(), top_k), top_p), min_p)]
+        return [
+            lambda: fi.min_p_sampling_from_probs(
+                fi.top_p_renorm_probs(fi.top_k_renorm_probs(probs(), top_k), top_p), min_p
+            )
+        ]
     if top_k is not None and top_p is not None:
         return [
             lambda: fi.top_k_top_p_sampling_from_probs(probs(), top_k, top_p, filter_apply_order="joint"),
-            lambda: fi.top_k_top_p_sampling_from_logits(logits / column, top_k, top_p, filter_apply_order="top_k_first"),
+            lambda: fi.top_k_top_p_sampling_from_logits(
+                logits / column, top_k, top_p, filter_apply_order="top_k_first"
+            ),
         ]
     if top_k is not None:
-        return [lambda: fi.top_k_sampling_from_probs(probs(), top_k), lambda: fi.sampling_from_logits(fi.top_k_mask_logits(logits / column, top_k))]
+        return [
+            lambda: fi.top_k_sampling_from_probs(probs(), top_k),
+            lambda: fi.sampling_from_logits(fi.top_k_mask_logits(logits / column, top_k)),
+        ]
     if top_p is not None:
         return [lambda: fi.top_p_sampling_from_probs(probs(), top_p)]
     if min_p is not None:
@@ -63,15 +79,21 @@ def flashinfer(requests: Requests) -> list[Launch]:
 
 
 def vllm(requests: Requests) -> list[Launch]:
-    """vLLM's own sampler on a GPU: its Triton kernels for temperature, min-p, top-k with top-p, and the Gumbel draw. They work in place, so a copy comes first;
-    its time is taken off by the caller."""
+    """vLLM's own sampler on a GPU: its Triton kernels for temperature, min-p, top-k with top-p, and the
+    Gumbel draw. They work in place, so a copy comes first; its time is taken off by the caller.
+    """
     gumbel = import_module("vllm.v1.worker.gpu.sample.gumbel")
     apply_min_p = import_module("vllm.v1.worker.gpu.sample.min_p").apply_min_p
     apply_top_k_top_p = import_module("vllm.v1.sample.ops.topk_topp_triton").apply_top_k_top_p_triton
     f, logits = requests.filters, requests.logits
     batch = logits.shape[0]
     rows = torch.arange(batch, dtype=torch.int32, device="cuda")
-    temperature, top_k, top_p, min_p = requests.each(f.temperature), requests.each(f.top_k, torch.int32), requests.each(f.top_p), requests.each(f.min_p)
+    temperature, top_k, top_p, min_p = (
+        requests.each(f.temperature),
+        requests.each(f.top_k, torch.int32),
+        requests.each(f.top_p),
+        requests.each(f.min_p),
+    )
     seeds = torch.arange(batch, dtype=torch.int64, device="cuda")
     work = torch.empty_like(logits)
     filters = any(value is not None for value in (top_k, top_p, min_p))

@@ -1,9 +1,12 @@
-"""Decode of requests that share prefixes: levels that plan() finds, levels made by hand, no levels, and the peers, with the cost where nothing is shared.
+"""Decode of requests that share prefixes: levels that plan() finds, levels made by hand, no levels, and the
+peers, with the cost where nothing is shared.
 
-One process, one GPU, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. Where ours looks for prefixes by itself the requests lie in
-random order; hand-made levels and the peers get the requests of a prefix one after another.
+One process, one GPU, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. Where ours
+looks for prefixes by itself the requests lie in random order; hand-made levels and the peers get the requests
+of a prefix one after another.
 
-python -m benchmarks.shared_prefix [--case TEXT ...] [--peer NAME ...] [--rounds N] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.shared_prefix [--case TEXT ...] [--peer NAME ...] [--rounds N] [--repeats N] [--json
+FILE] [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -35,19 +38,32 @@ OURS = ("hand-made", "automatic", "off")
 LAYERS = 32  # that share one plan in a model's step
 
 
-def measure_shared(shared: SharedCase, timer: Timer, machine: Machine, peers: Collection[str]) -> dict[str, Any]:
+def measure_shared(
+    shared: SharedCase, timer: Timer, machine: Machine, peers: Collection[str]
+) -> dict[str, Any]:
     """One line of the table of shared prefixes; times in µs. peers: that are measured."""
     batch = SharedBatch.make(shared)
     expected = torch.cat([reference(batch.grouped, request) for request in range(shared.batch)])
-    prepared = dict(zip(OURS, (hand_made(batch), ours(batch.interleaved, cascade=True), ours(batch.interleaved, cascade=False)), strict=True))
+    prepared = dict(
+        zip(
+            OURS,
+            (hand_made(batch), ours(batch.interleaved, cascade=True), ours(batch.interleaved, cascade=False)),
+            strict=True,
+        )
+    )
     times = timer.together([of.run for of in prepared.values()])
     plans = timer.together([of.plan for of in prepared.values()])
     line: dict[str, Any] = {"case": shared.name, "floor": shared.bytes / machine.bandwidth * 1e6}
     for (name, of), time, plan in zip(prepared.items(), times, plans, strict=True):
         schedule = of.attention.schedule()
         line[name], line[f"{name} plan"] = time, plan
-        line[f"{name} balance"], line[f"{name} row groups"] = balance(schedule, shared.num_kv_heads), len(schedule.groups)
-        line[f"{name} error"] = relative_error(of.run(), expected if name == "hand-made" else expected[batch.order])
+        line[f"{name} balance"], line[f"{name} row groups"] = (
+            balance(schedule, shared.num_kv_heads),
+            len(schedule.groups),
+        )
+        line[f"{name} error"] = relative_error(
+            of.run(), expected if name == "hand-made" else expected[batch.order]
+        )
     line["prefixes taken"] = taken_prefixes(prepared["automatic"].attention.schedule())
     line |= dict.fromkeys((*PEER_COLUMNS, *(f"{name} error" for name in PEER_COLUMNS)))
     for name, make in (column for peer in peers for column in PEERS[peer].items()):
@@ -63,7 +79,10 @@ def measure_shared(shared: SharedCase, timer: Timer, machine: Machine, peers: Co
 
 
 def measure_unshared(case: Case, timer: Timer, rounds: int) -> dict[str, Any]:
-    """One line of the table of what is not shared. Differences are small: each round captures both anew, in new workspaces, and lets them take turns."""
+    """One line of the table of what is not shared.
+
+    Differences are small: each round captures both anew, in new workspaces, and lets them take turns.
+    """
     batch = Batch.make(case)
     of_rounds: list[dict[str, float]] = []
     for i in range(rounds):
@@ -84,13 +103,23 @@ def measure_unshared(case: Case, timer: Timer, rounds: int) -> dict[str, Any]:
         )
     line: dict[str, Any] = {"case": case.name}
     line |= {name: statistics.median(of_round[name] for of_round in of_rounds) for name in of_rounds[0]}
-    line["smallest"], line["largest"] = (pick(of_round["on / off"] for of_round in of_rounds) for pick in (min, max))
+    line["smallest"], line["largest"] = (
+        pick(of_round["on / off"] for of_round in of_rounds) for pick in (min, max)
+    )
     return line
 
 
 def shared_table(lines: list[dict[str, Any]]) -> str:
     """Markdown."""
-    columns = ["prefix + suffix", "floor", *OURS, *PEER_COLUMNS, *(f"plan {name}" for name in OURS), "balance hand-made", "balance automatic"]
+    columns = [
+        "prefix + suffix",
+        "floor",
+        *OURS,
+        *PEER_COLUMNS,
+        *(f"plan {name}" for name in OURS),
+        "balance hand-made",
+        "balance automatic",
+    ]
     columns += ["automatic / hand-made", "best peer / automatic", "error"]
     rows = []
     for line in lines:
@@ -110,7 +139,16 @@ def shared_table(lines: list[dict[str, Any]]) -> str:
 
 def unshared_table(lines: list[dict[str, Any]]) -> str:
     """Markdown."""
-    columns = ["nothing shared", "off", "on", "on / off", "smallest and largest", "plan off", "plan on", f"step of {LAYERS} layers, on / off"]
+    columns = [
+        "nothing shared",
+        "off",
+        "on",
+        "on / off",
+        "smallest and largest",
+        "plan off",
+        "plan on",
+        f"step of {LAYERS} layers, on / off",
+    ]
     rows = [
         [
             line["case"],
@@ -133,8 +171,10 @@ def main() -> None:
     arguments = parser.parse_args()
     timer, machine = start(arguments.repeats)
     header = (
-        f"{machine} Times in µs: decode, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median of {arguments.repeats}. "
-        "Balance: the CTA with most work ÷ the mean, in the schedule's costs. Error: the largest of ours against float64, relative, over all requests."
+        f"{machine} Times in µs: decode, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph "
+        f"replay, median of {arguments.repeats}. "
+        "Balance: the CTA with most work ÷ the mean, in the schedule's costs. Error: the largest of ours "
+        "against float64, relative, over all requests."
     )
     print(header, flush=True)
     shared: list[dict[str, Any]] = []
@@ -149,7 +189,16 @@ def main() -> None:
         else:
             unshared.append(measure_unshared(case, timer, arguments.rounds))
         print(brief((unshared or shared)[-1]), flush=True)
-        text = "\n\n".join([header, *([shared_table(shared)] if shared else []), *([unshared_table(unshared)] if unshared else [])]) + "\n"
+        text = (
+            "\n\n".join(
+                [
+                    header,
+                    *([shared_table(shared)] if shared else []),
+                    *([unshared_table(unshared)] if unshared else []),
+                ]
+            )
+            + "\n"
+        )
         save(arguments, text, {"header": header, "shared": shared, "unshared": unshared})
     print(text)
 

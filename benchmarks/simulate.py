@@ -1,10 +1,12 @@
-"""The worth of shared prefixes in serving: traces replayed through continuous batching, and some of their steps planned with and without cascade. No GPU.
+"""The worth of shared prefixes in serving: traces replayed through continuous batching, and some of their
+steps planned with and without cascade. No GPU.
 
     python -m benchmarks.simulate --out results                     # the Mooncake trace, which is in the repository
     python -m integration.sharegpt                                  # downloads ShareGPT's conversations when needed and says in which FILE they are
     python -m benchmarks.simulate --sharegpt FILE --out results
 
-Plans are the host planner's for a GPU: 132 CTAs (one for each SM of an H100), 32/8 heads, head_dim 128, page size 16.
+Plans are the host planner's for a GPU: 132 CTAs (one for each SM of an H100), 32/8 heads, head_dim 128, page
+size 16.
 """
 
 from __future__ import annotations
@@ -36,35 +38,52 @@ NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 NUM_CTAS = 132
 TOKEN_BUDGET = 8192  # of a step
 MAX_CONVERSATION = 8192  # tokens; what is longer ends before
-CHARACTERS_PER_TOKEN = 4.2  # of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within about 7 %
+# of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within about 7 %
+CHARACTERS_PER_TOKEN = 4.2
 TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl"
 
 
 def mooncake(trace: list[TraceRequest]) -> list[Request]:
-    """The trace's requests in the order of arrival; when they arrive does not matter, as the queue is never empty."""
-    return [Request(max(r.input_length, 1), max(r.output_length, 1), partial(r.page_key, page_size=PAGE_SIZE)) for r in trace]
+    """The trace's requests in the order of arrival; when they arrive does not matter, as the queue is never
+    empty.
+    """
+    return [
+        Request(max(r.input_length, 1), max(r.output_length, 1), partial(r.page_key, page_size=PAGE_SIZE))
+        for r in trace
+    ]
 
 
 def read_sharegpt(path: Path, conversations: int) -> list[list[tuple[int, int]]]:
-    """(prompt, answer) tokens of the turns of `conversations` random conversations: of each two messages the first is the prompt, whoever wrote it.
+    """(prompt, answer) tokens of the turns of `conversations` random conversations: of each two messages the
+    first is the prompt, whoever wrote it.
 
     Raises:
         ValueError: the file is not in ShareGPT's form.
     """
     try:
-        found = [[len(turn["value"]) for turn in conversation["conversations"]] for conversation in json.loads(path.read_text())]
+        found = [
+            [len(turn["value"]) for turn in conversation["conversations"]]
+            for conversation in json.loads(path.read_text())
+        ]
     except (ValueError, KeyError, TypeError) as error:
         must_be = 'a JSON list of objects {"conversations": [{"value": TEXT}, ...]}'
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}), must be {must_be}") from None
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), must be {must_be}"
+        ) from None
     random.Random(0).shuffle(found)
-    tokens = [[max(1, round(length / CHARACTERS_PER_TOKEN)) for length in lengths] for lengths in found[:conversations]]
+    tokens = [
+        [max(1, round(length / CHARACTERS_PER_TOKEN)) for length in lengths]
+        for lengths in found[:conversations]
+    ]
     pairs = [list(zip(lengths[::2], lengths[1::2], strict=False)) for lengths in tokens]
     if not any(pairs):
         raise ValueError(f"{path} holds no prompt with an answer")
     return pairs
 
 
-def sharegpt(conversations: list[list[tuple[int, int]]], system_tokens: int = 0, samples: int = 1) -> list[Request]:
+def sharegpt(
+    conversations: list[list[tuple[int, int]]], system_tokens: int = 0, samples: int = 1
+) -> list[Request]:
     """The first turns; each is followed by the next, whose input is all that was said before.
 
     Args:
@@ -79,13 +98,20 @@ def sharegpt(conversations: list[list[tuple[int, int]]], system_tokens: int = 0,
             if history + prompt + answer > MAX_CONVERSATION:
                 break
             history += prompt
-            branches = [Request(history, answer, _conversation_key(number, system_tokens, history if sample else None)) for sample in range(samples)]
+            branches = [
+                Request(
+                    history, answer, _conversation_key(number, system_tokens, history if sample else None)
+                )
+                for sample in range(samples)
+            ]
             queue += branches
             queue, history = branches[0].follows, history + answer
     return first_turns
 
 
-def _conversation_key(number: int, system_tokens: int, end: int | None) -> Callable[[int], tuple[int, int] | None]:
+def _conversation_key(
+    number: int, system_tokens: int, end: int | None
+) -> Callable[[int], tuple[int, int] | None]:
     """`end`: tokens after it are this sample's alone."""
 
     def key(page: int) -> tuple[int, int] | None:
@@ -101,7 +127,8 @@ class Measured:
 
     Attributes:
         step, requests, kv_lens: number of the step, its requests, tokens of KV that they see.
-        tokens, busiest, balance: with cascade off [0] and on [1]: tokens read for each KV head, cost of the busiest CTA, that over the mean of all CTAs.
+        tokens, busiest, balance: with cascade off [0] and on [1]: tokens read for each KV head, cost of the
+            busiest CTA, that over the mean of all CTAs.
         taken: prefixes that became row groups.
     """
 
@@ -132,7 +159,9 @@ class Measured:
 
 
 def replay(requests: list[Request], batch_limit: int, cache_tokens: int, every: int) -> Measured:
-    """Runs requests through the engine until none waits, so that the batch is as full as it can be, and plans one step of `every`."""
+    """Runs requests through the engine until none waits, so that the batch is as full as it can be, and plans
+    one step of `every`.
+    """
     planners = [
         Attention(
             NUM_QO_HEADS,
@@ -180,14 +209,19 @@ def draw(results: dict[tuple[str, int], Measured]) -> Figure:
 
     from attn_backend.cli.picture import FAINT, new_figure
 
-    names, limits = list(dict.fromkeys(name for name, _ in results)), list(dict.fromkeys(limit for _, limit in results))
+    names, limits = (
+        list(dict.fromkeys(name for name, _ in results)),
+        list(dict.fromkeys(limit for _, limit in results)),
+    )
     figure = new_figure(60 + 370 * len(limits), 70 + 190 * len(names))
     figure.set_layout_engine("constrained")
     figure.suptitle("KV tokens that a step reads for each KV head, over the steps of a replay", fontsize=11)
     panels = figure.subplots(len(names), len(limits), squeeze=False)
     for (name, limit), m in results.items():
         axes = panels[names.index(name), limits.index(limit)]
-        for tokens, color, label in zip(m.tokens, (FAINT, "#e6550d"), ("without cascade", "with cascade"), strict=True):
+        for tokens, color, label in zip(
+            m.tokens, (FAINT, "#e6550d"), ("without cascade", "with cascade"), strict=True
+        ):
             axes.plot(*zip(*_thinned(m.step, tokens, 60), strict=True), color=color, linewidth=1, label=label)
         axes.set_title(f"{name}\nbatch limit {limit}: {m.removed:.1%} removed", loc="left", fontsize=7.5)
         axes.set_xlim(left=0)
@@ -196,7 +230,13 @@ def draw(results: dict[tuple[str, int], Measured]) -> Figure:
         axes.locator_params(nbins=4)
         axes.tick_params(labelsize=6.5)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=8,
+    )
     return figure
 
 
@@ -214,13 +254,38 @@ def at_least_1(text: str) -> int:
 
 
 def new_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations in ShareGPT's JSON form (see above); default: the Mooncake trace alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sharegpt",
+        type=Path,
+        metavar="FILE",
+        help="conversations in ShareGPT's JSON form (see above); default: the Mooncake trace alone",
+    )
     parser.add_argument("--conversations", type=at_least_1, default=1000, help="taken from it (%(default)s)")
-    parser.add_argument("--batch-limits", type=at_least_1, nargs="+", default=[16, 64, 256], help="most running requests; a line of the table each (16 64 256)")
-    parser.add_argument("--cache-tokens", type=at_least_1, default=1 << 20, help="tokens in the KV cache (%(default)s: 128 GB of Llama 3.1 8B in bf16)")
-    parser.add_argument("--request-steps", type=at_least_1, default=1600, help="plan about one step in REQUEST_STEPS / batch limit (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for simulate.md, simulate.svg and simulate.png")
+    parser.add_argument(
+        "--batch-limits",
+        type=at_least_1,
+        nargs="+",
+        default=[16, 64, 256],
+        help="most running requests; a line of the table each (16 64 256)",
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=at_least_1,
+        default=1 << 20,
+        help="tokens in the KV cache (%(default)s: 128 GB of Llama 3.1 8B in bf16)",
+    )
+    parser.add_argument(
+        "--request-steps",
+        type=at_least_1,
+        default=1600,
+        help="plan about one step in REQUEST_STEPS / batch limit (%(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for simulate.md, simulate.svg and simulate.png"
+    )
     return parser
 
 
@@ -243,7 +308,9 @@ def run(arguments: argparse.Namespace) -> None:
     results: dict[tuple[str, int], Measured] = {}
     for name, make in make_workloads(arguments).items():
         for limit in arguments.batch_limits:
-            results[name, limit] = replay(make(), limit, arguments.cache_tokens, max(1, arguments.request_steps // limit))
+            results[name, limit] = replay(
+                make(), limit, arguments.cache_tokens, max(1, arguments.request_steps // limit)
+            )
             print(row(name, limit, results[name, limit]), flush=True)
     rows = [row(name, limit, measured) for (name, limit), measured in results.items()]
     text = table(list(rows[0]), [list(cells.values()) for cells in rows])

@@ -1,4 +1,6 @@
-"""Times on one GPU: launches replayed from CUDA graphs with a cold L2, and the rates that floors are computed from."""
+"""Times on one GPU: launches replayed from CUDA graphs with a cold L2, and the rates that floors are computed
+from.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ WARM_UPS = 3  # replays that are not counted
 
 
 def capture(launch: Launch) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call, which is made once before: what compiles, loads or allocates for good does so outside the capture."""
+    """A CUDA graph of one call, which is made once before: what compiles, loads or allocates for good does so
+    outside the capture.
+    """
     launch()
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream()
@@ -47,19 +51,28 @@ class Timer:
         if not torch.cuda.is_available():
             sys.exit("error: this benchmark times a CUDA GPU, and torch sees none")
         self.repeats = repeats
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255) if flush is None else flush
+        self.flush = (
+            torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
+            if flush is None
+            else flush
+        )
 
     def __call__(self, launch: Launch) -> float:
         """µs of one call."""
         return self.together([launch])[0]
 
     def together(self, launches: Sequence[Launch]) -> list[float]:
-        """µs of one call of each. They take turns, so that clocks that drift meet all of them alike; every second round is in reverse order."""
+        """µs of one call of each.
+
+        They take turns, so that clocks that drift meet all of them alike; every second round is in reverse
+        order.
+        """
         graphs = [capture(launch) for launch in launches]
         times: list[list[float]] = [[] for _ in graphs]
         for i in range(WARM_UPS + self.repeats):
             for n in range(len(graphs)) if i % 2 == 0 else reversed(range(len(graphs))):
-                self.flush.bitwise_not_()  # still runs while the host queues the replay, so that no launch is waited for
+                # still runs while the host queues the replay, so that no launch is waited for
+                self.flush.bitwise_not_()
                 times[n].append(device_time(graphs[n].replay))
         return [statistics.median(of_one[WARM_UPS:]) for of_one in times]
 
@@ -79,7 +92,9 @@ def ceilings() -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPU's rates in this process. bandwidth: bytes/s of a copy; rate: FLOP/s of a bf16 product; launch: µs of a one-element kernel, timed alike."""
+    """The GPU's rates in this process. bandwidth: bytes/s of a copy; rate: FLOP/s of a bf16 product; launch:
+    µs of a one-element kernel, timed alike.
+    """
 
     bandwidth: float
     rate: float
@@ -93,8 +108,10 @@ class Machine:
 
     def __str__(self) -> str:
         return (
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: device copy {self.bandwidth / 1e9:.0f} GB/s, "
-            f"bf16 8192³ product {self.rate / 1e12:.0f} TFLOP/s, a one-element kernel in the same harness {self.launch:.1f} µs."
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: device copy "
+            f"{self.bandwidth / 1e9:.0f} GB/s, "
+            f"bf16 8192³ product {self.rate / 1e12:.0f} TFLOP/s, a one-element kernel in the same harness "
+            f"{self.launch:.1f} µs."
         )
 
 

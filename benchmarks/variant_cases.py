@@ -1,4 +1,6 @@
-"""The lines of the variants' benchmark: what each changes, as functions in flex_attention's signatures, as this package is told, and the same in float64."""
+"""The lines of the variants' benchmark: what each changes, as functions in flex_attention's signatures, as
+this package is told, and the same in float64.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 class Meaning:
     """What attention is on a line, with its tensors.
 
-    score_mod, mask_mod: in flex_attention's signatures, of tensors that broadcast; None: unchanged, all. cap, window (tokens that a query sees, its own among
-    them), slopes, sinks (float32 [num_qo_heads]): what peers take instead of functions. made_with, run_with, variant_args: for this package.
+    score_mod, mask_mod: in flex_attention's signatures, of tensors that broadcast; None: unchanged, all. cap,
+    window (tokens that a query sees, its own among them), slopes, sinks (float32 [num_qo_heads]): what peers
+    take instead of functions. made_with, run_with, variant_args: for this package.
     """
 
     mask_mod: MaskMod
@@ -49,7 +52,8 @@ class Meaning:
     is_alibi: bool = False
     sinks: Tensor | None = None
     bias: float = 0.0  # of sigmoid
-    rotate: Callable[[Tensor, Tensor], Tensor] | None = None  # rows of Q or K [rows, heads, head_dim], and their positions
+    # rows of Q or K [rows, heads, head_dim], and their positions
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
     scales: tuple[Tensor, Tensor] | None = None  # float32 [num_kv_heads] each: what K and V are multiplied by
     made_with: dict[str, Any] = field(default_factory=dict)
     run_with: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +102,9 @@ def alibi(case: Case, device: torch.device) -> Meaning:
         return score + slopes[h] * (kv_idx - q_idx)
 
     variant = builtin.alibi() & builtin.causal()
-    return Meaning(causal, biased, is_alibi=True, made_with={"variant": variant}, variant_args={"slopes": slopes})
+    return Meaning(
+        causal, biased, is_alibi=True, made_with={"variant": variant}, variant_args={"slopes": slopes}
+    )
 
 
 def sinks(case: Case, device: torch.device) -> Meaning:
@@ -111,7 +117,13 @@ def gpt_oss(case: Case, device: torch.device) -> Meaning:
 
 def _sinks(case: Case, device: torch.device, window: int) -> Meaning:
     values = torch.randn(case.num_qo_heads, device=device).bfloat16().float()  # peers take bfloat16
-    return Meaning(within(window) if window else causal, window=window, sinks=values, made_with={"sinks": True}, run_with={"sinks": values})
+    return Meaning(
+        within(window) if window else causal,
+        window=window,
+        sinks=values,
+        made_with={"sinks": True},
+        run_with={"sinks": values},
+    )
 
 
 def sigmoid(case: Case, device: torch.device) -> Meaning:
@@ -120,7 +132,13 @@ def sigmoid(case: Case, device: torch.device) -> Meaning:
     def weights(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.sigmoid(score + bias)
 
-    return Meaning(causal, weights, uses_softmax=False, bias=bias, made_with={"variant": builtin.sigmoid(bias) & builtin.causal()})
+    return Meaning(
+        causal,
+        weights,
+        uses_softmax=False,
+        bias=bias,
+        made_with={"variant": builtin.sigmoid(bias) & builtin.causal()},
+    )
 
 
 def rope(case: Case, device: torch.device) -> Meaning:
@@ -130,7 +148,10 @@ def rope(case: Case, device: torch.device) -> Meaning:
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         angles = (positions.double()[:, None] * frequencies)[:, None]
         first, second = x.double().chunk(2, dim=-1)
-        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+        return torch.cat(
+            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()],
+            dim=-1,
+        )
 
     return Meaning(causal, rotate=rotate, made_with={"variant": builtin.rope(frequencies) & builtin.causal()})
 
@@ -138,8 +159,15 @@ def rope(case: Case, device: torch.device) -> Meaning:
 def scaled(case: Case, device: torch.device) -> Meaning:
     """Both K and V are multiplied where they are read: the cheapest transform of each."""
     k_scale, v_scale = (torch.rand(case.num_kv_heads, device=device) + 0.5 for _ in range(2))
-    variant = Variant.from_source(SCALED, {"k_scale": torch.float32, "v_scale": torch.float32}, name="scaled", causal=True)
-    return Meaning(causal, scales=(k_scale, v_scale), made_with={"variant": variant}, variant_args={"k_scale": k_scale, "v_scale": v_scale})
+    variant = Variant.from_source(
+        SCALED, {"k_scale": torch.float32, "v_scale": torch.float32}, name="scaled", causal=True
+    )
+    return Meaning(
+        causal,
+        scales=(k_scale, v_scale),
+        made_with={"variant": variant},
+        variant_args={"k_scale": k_scale, "v_scale": v_scale},
+    )
 
 
 def document(case: Case, device: torch.device) -> Meaning:
@@ -155,18 +183,28 @@ def document(case: Case, device: torch.device) -> Meaning:
         return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
 
     variant = builtin.document() & builtin.causal()
-    return Meaning(of_document, is_causal=False, made_with={"variant": variant}, variant_args={"document_ids": ids})
+    return Meaning(
+        of_document, is_causal=False, made_with={"variant": variant}, variant_args={"document_ids": ids}
+    )
 
 
 def documents_in_pieces(case: Case, device: torch.device) -> Meaning:
     """A mask with holes."""
-    ids = (torch.arange(max(case.kv_lens)) // PIECE % IN_TURN).int().expand(len(case.kv_lens), -1).contiguous().to(device)
+    ids = (
+        (torch.arange(max(case.kv_lens)) // PIECE % IN_TURN)
+        .int()
+        .expand(len(case.kv_lens), -1)
+        .contiguous()
+        .to(device)
+    )
 
     def of_document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
 
     variant = builtin.document() & builtin.causal()
-    return Meaning(of_document, is_causal=False, made_with={"variant": variant}, variant_args={"document_ids": ids})
+    return Meaning(
+        of_document, is_causal=False, made_with={"variant": variant}, variant_args={"document_ids": ids}
+    )
 
 
 def window_and_first_tokens(case: Case, device: torch.device) -> Meaning:
@@ -179,12 +217,19 @@ def window_and_first_tokens(case: Case, device: torch.device) -> Meaning:
 
 
 def prefix_lm(case: Case, device: torch.device) -> Meaning:
-    prefix_lens = torch.tensor([kv_len // PREFIX for kv_len in case.kv_lens], dtype=torch.int32, device=device)
+    prefix_lens = torch.tensor(
+        [kv_len // PREFIX for kv_len in case.kv_lens], dtype=torch.int32, device=device
+    )
 
     def in_prefix(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) | (kv_idx < prefix_lens[b])
 
-    return Meaning(in_prefix, is_causal=False, made_with={"variant": builtin.prefix_lm()}, variant_args={"prefix_lens": prefix_lens})
+    return Meaning(
+        in_prefix,
+        is_causal=False,
+        made_with={"variant": builtin.prefix_lm()},
+        variant_args={"prefix_lens": prefix_lens},
+    )
 
 
 def tree(case: Case, device: torch.device) -> Meaning:
@@ -204,7 +249,12 @@ def tree(case: Case, device: torch.device) -> Meaning:
         above = masks[b, (q_idx - first).clamp(min=0), (kv_idx - first).clamp(min=0)]
         return (kv_idx < first) | above
 
-    return Meaning(of_tree, is_causal=False, made_with={"variant": builtin.tree_mask()}, variant_args={"packed_mask": packed, "mask_indptr": byte_indptr})
+    return Meaning(
+        of_tree,
+        is_causal=False,
+        made_with={"variant": builtin.tree_mask()},
+        variant_args={"packed_mask": packed, "mask_indptr": byte_indptr},
+    )
 
 
 MEANINGS: dict[str, Callable[[Case, torch.device], Meaning]] = {
@@ -230,30 +280,65 @@ def _heads(heads: int, head_dim: int) -> str:
 
 
 def prefill(batch: int, tokens: int, heads: int = 32, head_dim: int = 128) -> Case:
-    return Case(f"prefill {batch} x {tokens}{_heads(heads, head_dim)}", (tokens,) * batch, (tokens,) * batch, heads, 8, head_dim, 1, ragged=True)
+    return Case(
+        f"prefill {batch} x {tokens}{_heads(heads, head_dim)}",
+        (tokens,) * batch,
+        (tokens,) * batch,
+        heads,
+        8,
+        head_dim,
+        1,
+        ragged=True,
+    )
 
 
 def decode(batch: int, tokens: int, heads: int = 32, head_dim: int = 128) -> Case:
-    return Case(f"decode {batch} x {tokens}{_heads(heads, head_dim)}", (1,) * batch, (tokens,) * batch, heads, 8, head_dim)
+    return Case(
+        f"decode {batch} x {tokens}{_heads(heads, head_dim)}",
+        (1,) * batch,
+        (tokens,) * batch,
+        heads,
+        8,
+        head_dim,
+    )
 
 
 def all_cases() -> list[VariantCase]:
     """The lines, those of one batch beside each other: causal first, which others are compared with."""
     batches = [prefill(4, 1024), prefill(4, 4096), prefill(1, 16384), decode(64, 4096)]
-    lines = [VariantCase(name, case) for case in batches for name in MEANINGS if name not in ("tree mask", "gpt-oss")]
+    lines = [
+        VariantCase(name, case)
+        for case in batches
+        for name in MEANINGS
+        if name not in ("tree mask", "gpt-oss")
+    ]
     trees = Case(f"16 x {TREE} over 8192", (TREE,) * 16, (8192 + TREE,) * 16, 32, 8)
     lines += [VariantCase(name, trees) for name in ("causal", "tree mask")]
-    return lines + [VariantCase(name, case) for case in (prefill(4, 4096, 64, 64), decode(64, 4096, 64, 64)) for name in ("causal", "gpt-oss")]
+    return lines + [
+        VariantCase(name, case)
+        for case in (prefill(4, 4096, 64, 64), decode(64, 4096, 64, 64))
+        for name in ("causal", "gpt-oss")
+    ]
 
 
 def ours(batch: Batch, meaning: Meaning, **changes: Any) -> Ours:
     """This package. Under a mask that takes arguments plan is given them, too."""
     case = batch.case
-    room: dict[str, Any] = {"max_rows": len(batch.q), "max_batch": len(case.kv_lens), "device": batch.q.device}
-    attention = Attention(case.num_qo_heads, case.num_kv_heads, case.head_dim, **(room | meaning.made_with | changes))
-    view = batch.view_with(causal=None if "variant" in meaning.made_with else True, window_left=meaning.window - 1)
+    room: dict[str, Any] = {
+        "max_rows": len(batch.q),
+        "max_batch": len(case.kv_lens),
+        "device": batch.q.device,
+    }
+    attention = Attention(
+        case.num_qo_heads, case.num_kv_heads, case.head_dim, **(room | meaning.made_with | changes)
+    )
+    view = batch.view_with(
+        causal=None if "variant" in meaning.made_with else True, window_left=meaning.window - 1
+    )
     kv, out = batch.kv, torch.empty_like(batch.q)
-    run_with = dict(meaning.run_with) | ({"variant_args": meaning.variant_args} if meaning.variant_args is not None else {})
+    run_with = dict(meaning.run_with) | (
+        {"variant_args": meaning.variant_args} if meaning.variant_args is not None else {}
+    )
     variant: Variant | None = meaning.made_with.get("variant")
     plan_with = {"variant_args": meaning.variant_args} if variant is not None and variant.has_mask else {}
 
@@ -268,11 +353,18 @@ def visible(meaning: Meaning, case: Case, request: int, rows: Tensor) -> Tensor:
     """bool [rows, tokens] of rows of a request; the same in all heads."""
     position = case.kv_lens[request] - case.qo_lens[request] + rows
     b = torch.tensor(request, device=rows.device)
-    return meaning.mask_mod(b, torch.zeros_like(b), position[:, None], torch.arange(case.kv_lens[request], device=rows.device)[None])
+    return meaning.mask_mod(
+        b,
+        torch.zeros_like(b),
+        position[:, None],
+        torch.arange(case.kv_lens[request], device=rows.device)[None],
+    )
 
 
 def work(meaning: Meaning, case: Case, device: torch.device) -> tuple[int, int]:
-    """(bytes, FLOPs) that are needed: Q and O, and K and V that any row sees, once; two products over all pairs that are seen."""
+    """(bytes, FLOPs) that are needed: Q and O, and K and V that any row sees, once; two products over all
+    pairs that are seen.
+    """
     pairs = tokens = 0
     for request, qo_len in enumerate(case.qo_lens):
         seen = torch.zeros(case.kv_lens[request], dtype=torch.bool, device=device)
@@ -303,7 +395,9 @@ class Expected:
         if meaning.scales is not None:
             k, v = (x * scale.double()[:, None] for x, scale in zip((k, v), meaning.scales, strict=True))
         b = torch.tensor(request, device=device)
-        self.out = torch.empty(len(rows), case.num_qo_heads, case.head_dim, dtype=torch.float64, device=device)
+        self.out = torch.empty(
+            len(rows), case.num_qo_heads, case.head_dim, dtype=torch.float64, device=device
+        )
         for head in range(case.num_qo_heads):
             kv_head = head // (case.num_qo_heads // case.num_kv_heads)
             weights = q[:, head] @ k[:, kv_head].T * case.head_dim**-0.5

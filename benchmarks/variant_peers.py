@@ -1,4 +1,7 @@
-"""The peers' ways to change attention. Raises ImportError where a peer is not installed; what a peer cannot do is not in the lists."""
+"""The peers' ways to change attention.
+
+Raises ImportError where a peer is not installed; what a peer cannot do is not in the lists.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from benchmarks.peers import Kernels, Run, flash_attention_3, page_table, worksp
 from benchmarks.variant_cases import Meaning, visible
 
 PAGE = 16  # as which K and V are seen that lie one after another, by kernels that want pages
-# FlashInfer's interface of a variant (include/flashinfer/attention/variants.cuh), for weights without softmax.
+# FlashInfer's interface of a variant (include/flashinfer/attention/variants.cuh), for weights without
+# softmax.
 SIGMOID = r"""
 struct SigmoidWeights : AttentionVariantBase {
   static constexpr bool use_softmax = false;
@@ -40,25 +44,38 @@ def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
     if meaning.scales is not None:
         return peers
     if meaning.is_causal and meaning.uses_softmax and not meaning.is_alibi and meaning.rotate is None:
-        peers["FA3"]["FA3"] = partial(flash_attention_3, batch, meaning.window - 1, meaning.cap, meaning.sinks)
+        peers["FA3"]["FA3"] = partial(
+            flash_attention_3, batch, meaning.window - 1, meaning.cap, meaning.sinks
+        )
     if meaning.uses_softmax and meaning.rotate is None:
         peers["flex_attention"]["compiled"] = partial(flex_attention, batch, meaning)
     if not meaning.uses_softmax:
         peers["FlashInfer"]["JIT, fa2"] = partial(flashinfer_sigmoid, batch, meaning)
     elif meaning.sinks is not None:
-        peers["FlashInfer"] = {backend: partial(flashinfer_sinks, batch, meaning, backend) for backend in ("fa2", "fa3")}
+        peers["FlashInfer"] = {
+            backend: partial(flashinfer_sinks, batch, meaning, backend) for backend in ("fa2", "fa3")
+        }
     elif meaning.is_causal and max(batch.case.qo_lens) == 1:
         for name, use_tensor_cores in (("tensor cores", True), ("CUDA cores", False)):
             peers["FlashInfer"][name] = partial(flashinfer_decode, batch, meaning, use_tensor_cores)
     else:
-        # FlashInfer's own choice takes no fa3 for positions in the kernel or custom masks; named, it would compile one for minutes.
-        backends = ("fa2", "fa3") if meaning.is_causal and not meaning.is_alibi and meaning.rotate is None else ("fa2",)
-        peers["FlashInfer"] = {backend: partial(flashinfer_prefill, batch, meaning, backend) for backend in backends}
+        # FlashInfer's own choice takes no fa3 for positions in the kernel or custom masks; named, it would
+        # compile one for minutes.
+        backends = (
+            ("fa2", "fa3")
+            if meaning.is_causal and not meaning.is_alibi and meaning.rotate is None
+            else ("fa2",)
+        )
+        peers["FlashInfer"] = {
+            backend: partial(flashinfer_prefill, batch, meaning, backend) for backend in backends
+        }
     return peers
 
 
 def flex_attention(batch: Batch, meaning: Meaning) -> Run:
-    """torch's flex_attention, compiled for this shape, its block mask made beforehand; requests of one length, each with K and V in one piece."""
+    """torch's flex_attention, compiled for this shape, its block mask made beforehand; requests of one
+    length, each with K and V in one piece.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as attend
 
@@ -74,7 +91,11 @@ def flex_attention(batch: Batch, meaning: Meaning) -> Run:
         return score_mod(value, b, h, q_idx + first, kv_idx)  # type: ignore[misc]
 
     block_mask = create_block_mask(mask, requests, None, qo_len, kv_len, device="cuda")
-    options: dict[str, Any] = {"score_mod": None if score_mod is None else score, "block_mask": block_mask, "enable_gqa": True}
+    options: dict[str, Any] = {
+        "score_mod": None if score_mod is None else score,
+        "block_mask": block_mask,
+        "enable_gqa": True,
+    }
 
     def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if sinks is None:
@@ -85,7 +106,10 @@ def flex_attention(batch: Batch, meaning: Meaning) -> Run:
     torch._dynamo.reset()  # a limit on recompilations would make it give up after some shapes
     compiled = torch.compile(compute, dynamic=False)
     q = batch.q.unflatten(0, (requests, qo_len)).transpose(1, 2)
-    k, v = (torch.stack(of_requests).transpose(1, 2) for of_requests in zip(*map(batch.tokens, range(requests)), strict=True))
+    k, v = (
+        torch.stack(of_requests).transpose(1, 2)
+        for of_requests in zip(*map(batch.tokens, range(requests)), strict=True)
+    )
     return lambda: compiled(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
@@ -102,7 +126,9 @@ def _heads(batch: Batch) -> tuple[int, int, int]:
 
 
 def _pages(batch: Batch) -> tuple[Any, tuple[torch.Tensor, ...], int]:
-    """(K and V, (kv_indptr, kv_indices, kv_last_page_len), page size) of a batch with pages; or ragged, in pages of PAGE tokens."""
+    """(K and V, (kv_indptr, kv_indices, kv_last_page_len), page size) of a batch with pages; or ragged, in
+    pages of PAGE tokens.
+    """
     if not batch.case.ragged:
         return batch.cache, page_table(batch), batch.case.page_size
     if any(kv_len % PAGE for kv_len in batch.case.kv_lens):
@@ -114,7 +140,9 @@ def _pages(batch: Batch) -> tuple[Any, tuple[torch.Tensor, ...], int]:
 
 def flashinfer_decode(batch: Batch, meaning: Meaning, use_tensor_cores: bool) -> Run:
     flashinfer = import_module("flashinfer")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=use_tensor_cores)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace(), "NHD", use_tensor_cores=use_tensor_cores
+    )
     cache, table, page_size = _pages(batch)
     wrapper.plan(*table, *_heads(batch), page_size, **_plan_options(batch, meaning))
     out = torch.empty_like(batch.q)
@@ -127,7 +155,10 @@ def flashinfer_prefill(batch: Batch, meaning: Meaning, backend: str) -> Run:
     case = batch.case
     options = {"causal": True} | _plan_options(batch, meaning)
     if not meaning.is_causal:
-        masks = [visible(meaning, case, i, torch.arange(qo_len, device=batch.q.device)).flatten() for i, qo_len in enumerate(case.qo_lens)]
+        masks = [
+            visible(meaning, case, i, torch.arange(qo_len, device=batch.q.device)).flatten()
+            for i, qo_len in enumerate(case.qo_lens)
+        ]
         options |= {"causal": False, "custom_mask": torch.cat(masks)}
     out = torch.empty_like(batch.q)
     if case.ragged:
@@ -145,7 +176,9 @@ def flashinfer_sinks(batch: Batch, meaning: Meaning, backend: str) -> Run:
     window = {"window_left": meaning.window - 1}
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     of_kernel = {"head_dim_qk": case.head_dim, "head_dim_vo": case.head_dim, **window, **dtypes}
-    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(), "NHD", backend=backend, **of_kernel)
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
+        workspace(), "NHD", backend=backend, **of_kernel
+    )
     cache, table, page_size = _pages(batch)
     wrapper.plan(batch.qo_indptr, *table, *_heads(batch), page_size, causal=True, **window, **dtypes)
     out = torch.empty_like(batch.q)
@@ -176,9 +209,13 @@ def flashinfer_sigmoid(batch: Batch, meaning: Meaning) -> Run:
     values = (head_dim**-0.5, meaning.bias)
     dtypes = {"q_data_type": bf16, "kv_data_type": bf16}
     if case.ragged:
-        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", backend="fa2", jit_args=jit_args)
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace(), "NHD", backend="fa2", jit_args=jit_args
+        )
         ragged.plan(batch.qo_indptr, batch.kv_indptr, *_heads(batch), causal=True, **dtypes)
         return lambda: ragged.run(batch.q, *batch.cache, *values, out=out)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", backend="fa2", jit_args=jit_args)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(), "NHD", backend="fa2", jit_args=jit_args
+    )
     wrapper.plan(batch.qo_indptr, *page_table(batch), *_heads(batch), case.page_size, causal=True, **dtypes)
     return lambda: wrapper.run(batch.q, batch.cache, *values, out=out)

@@ -1,8 +1,11 @@
-"""Variants of attention, ours beside the peers that import: one process, one GPU, cold L2, CUDA-graph replay, median.
+"""Variants of attention, ours beside the peers that import: one process, one GPU, cold L2, CUDA-graph replay,
+median.
 
-python -m benchmarks.variants [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
+python -m benchmarks.variants [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown
+FILE]
 
-Peers' plans and flex_attention's block masks are made beforehand and not timed; nor is ours, which has a column of its own.
+Peers' plans and flex_attention's block masks are made beforehand and not timed; nor is ours, which has a
+column of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from benchmarks.variant_peers import peers_of
 PEERS = ("FA3", "FlashInfer", "flex_attention")
 
 
-def measure(line_of: VariantCase, timer: Timer, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    line_of: VariantCase, timer: Timer, machine: Machine, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One line of the table; times in µs."""
     begin = time.monotonic()
     case, name = line_of.case, line_of.name
@@ -52,17 +57,36 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     columns = ["case", "floor", "ours", "plan", *PEERS, "ours / best peer", "ours / our causal", "error"]
     rows = []
     for line in lines:
-        ratios = (number(ratio(line["ours"], fastest_of(line, PEERS)), 2), number(line["ours"] / line["causal"], 2))
+        ratios = (
+            number(ratio(line["ours"], fastest_of(line, PEERS)), 2),
+            number(line["ours"] / line["causal"], 2),
+        )
         times = [number(line.get(column)) for column in columns[1:7]]
-        rows.append([line["case"], *times, *ratios, f"{line['error']:.1e}" + (" WRONG" if line["error"] > LARGEST_ERROR else "")])
+        rows.append(
+            [
+                line["case"],
+                *times,
+                *ratios,
+                f"{line['error']:.1e}" + (" WRONG" if line["error"] > LARGEST_ERROR else ""),
+            ]
+        )
     return table(columns, rows)
 
 
 def main() -> None:
     arguments = options(__doc__, peers=PEERS).parse_args()
     timer, machine = start(arguments.repeats)
-    header = f"{machine} Times in µs: bf16, 8 KV heads, cold L2, CUDA-graph replay, median of {arguments.repeats}. Error: some rows against float64, relative."
-    measure_lines(all_cases(), lambda case: measure(case, timer, machine, arguments), lambda lines: f"{header}\n\n{markdown(lines)}\n", header, arguments)
+    header = (
+        f"{machine} Times in µs: bf16, 8 KV heads, cold L2, CUDA-graph replay, median of "
+        f"{arguments.repeats}. Error: some rows against float64, relative."
+    )
+    measure_lines(
+        all_cases(),
+        lambda case: measure(case, timer, machine, arguments),
+        lambda lines: f"{header}\n\n{markdown(lines)}\n",
+        header,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""This version beside another one, in one process: attention, plans and samplers in turns on one GPU, and what calls cost the host.
+"""This version beside another one, in one process: attention, plans and samplers in turns on one GPU, and
+what calls cost the host.
 
     git worktree add /tmp/before COMMIT       # and beside its attn_backend/ its lib/ and cubins/, as an install has them
     python -m benchmarks.versions --before /tmp/before [--case TEXT ...] [--repeats N] [--markdown FILE]
 
-Device times are µs of replayed CUDA graphs with a cold L2, the smaller of two medians of which either version has the first turn; of plans those of 20 in one
-graph; in a layer those of append and attention after a product, as in benchmarks.layer. Host times are µs of a call, medians of 60 rounds that take turns.
+Device times are µs of replayed CUDA graphs with a cold L2, the smaller of two medians of which either version
+has the first turn; of plans those of 20 in one graph; in a layer those of append and attention after a
+product, as in benchmarks.layer. Host times are µs of a call, medians of 60 rounds that take turns.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 SKEWED = [128, 4000, 300, 900, 16000, 64, 2000, 700] * 2
 PLANS = 20  # in one graph
 NUM_GROUPS = 8  # of a two-level tree
-DRAWS = [(batch, 32000) for batch in (1, 8, 32, 128, 256)] + [(batch, 128256) for batch in (1, 8, 32, 128, 512)] + [(1, 4096), (1, 262144)]  # batch, vocab
+# batch, vocab
+DRAWS = (
+    [(batch, 32000) for batch in (1, 8, 32, 128, 256)]
+    + [(batch, 128256) for batch in (1, 8, 32, 128, 512)]
+    + [(1, 4096), (1, 262144)]
+)
 HOST_CALLS, HOST_ROUNDS = 60, 60
 
 
@@ -48,8 +55,13 @@ def load_before(folder: Path) -> ModuleType:
 
 
 def block_table_of(pages: list[int], shared: int, of_group: int, device: torch.device | str) -> torch.Tensor:
-    """int32 [batch, most pages]: shuffled pages. The first `shared` of a request are shared by all, the next `of_group` those of its group."""
-    ids = torch.randperm(sum(pages), device=device, generator=torch.Generator(device).manual_seed(1), dtype=torch.int32)
+    """int32 [batch, most pages]: shuffled pages.
+
+    The first `shared` of a request are shared by all, the next `of_group` those of its group.
+    """
+    ids = torch.randperm(
+        sum(pages), device=device, generator=torch.Generator(device).manual_seed(1), dtype=torch.int32
+    )
     table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
     for row, own in zip(table, ids.split(pages), strict=True):
         row[: len(own)] = own
@@ -60,7 +72,11 @@ def block_table_of(pages: list[int], shared: int, of_group: int, device: torch.d
 
 
 class Problem:
-    """A batch over a paged cache, planned. `common`: tokens that all requests share; `of_group`: those after them that each of NUM_GROUPS groups shares."""
+    """A batch over a paged cache, planned.
+
+    `common`: tokens that all requests share; `of_group`: those after them that each of NUM_GROUPS groups
+    shares.
+    """
 
     def __init__(
         self,
@@ -79,11 +95,26 @@ class Problem:
         pages = [-(-length // page_size) for length in kv_lens]
         block_table = block_table_of(pages, common // page_size, of_group // page_size, "cuda")
         rows = sum(qo_lens)
-        qo_indptr = torch.tensor(list(itertools.accumulate(qo_lens, initial=0)), dtype=torch.int32, device="cuda")
-        table = library.PageTable.block_table(block_table, torch.tensor(kv_lens, dtype=torch.int32, device="cuda"), page_size)
+        qo_indptr = torch.tensor(
+            list(itertools.accumulate(qo_lens, initial=0)), dtype=torch.int32, device="cuda"
+        )
+        table = library.PageTable.block_table(
+            block_table, torch.tensor(kv_lens, dtype=torch.int32, device="cuda"), page_size
+        )
         self.view = library.BSRView(qo_indptr, table, window_left=window)
-        self.attention = library.Attention(NUM_QO_HEADS, NUM_KV_HEADS, head_dim, max_rows=max(rows, 512), max_batch=max(len(pages), 64), **made_with)
-        self.kv = library.KVCache.from_tensor(torch.randn(sum(pages), 2, page_size, NUM_KV_HEADS, head_dim, device="cuda", generator=generator).bfloat16())
+        self.attention = library.Attention(
+            NUM_QO_HEADS,
+            NUM_KV_HEADS,
+            head_dim,
+            max_rows=max(rows, 512),
+            max_batch=max(len(pages), 64),
+            **made_with,
+        )
+        self.kv = library.KVCache.from_tensor(
+            torch.randn(
+                sum(pages), 2, page_size, NUM_KV_HEADS, head_dim, device="cuda", generator=generator
+            ).bfloat16()
+        )
         self.q = torch.randn(rows, NUM_QO_HEADS, head_dim, device="cuda", generator=generator).bfloat16()
         self.out = torch.empty_like(self.q)
         self.soft_cap = soft_cap
@@ -111,19 +142,29 @@ def plans(batch: int, **shared: int) -> Make:
 
 def draws(batch: int, vocab: int, scale: float = 1.0, **filters: float) -> Make:
     def make(library: ModuleType) -> Launch:
-        logits = torch.randn(batch, vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(2)) * scale
+        logits = (
+            torch.randn(batch, vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(2)) * scale
+        )
         seed, out = torch.arange(batch, device="cuda"), torch.empty(batch, dtype=torch.int32, device="cuda")
         workspace = library.sampling_workspace("cuda")
         dtypes = {"top_k": torch.int32}
-        tensors = {name: torch.full((batch,), value, dtype=dtypes.get(name, torch.float32), device="cuda") for name, value in filters.items()}
-        return lambda: library.sample(logits, seed=seed, position=seed, workspace=workspace, out=out, **tensors)
+        tensors = {
+            name: torch.full((batch,), value, dtype=dtypes.get(name, torch.float32), device="cuda")
+            for name, value in filters.items()
+        }
+        return lambda: library.sample(
+            logits, seed=seed, position=seed, workspace=workspace, out=out, **tensors
+        )
 
     return make
 
 
 def product(rows: int) -> Launch:
     """What stands before append and attention in a layer."""
-    x, weight = torch.randn(rows, PRODUCT[0], device="cuda").bfloat16(), torch.randn(PRODUCT, device="cuda").bfloat16()
+    x, weight = (
+        torch.randn(rows, PRODUCT[0], device="cuda").bfloat16(),
+        torch.randn(PRODUCT, device="cuda").bfloat16(),
+    )
     return lambda: torch.matmul(x, weight)
 
 
@@ -132,7 +173,10 @@ def in_layers(qo_lens: list[int], kv_lens: list[int], **options: Any) -> Make:
 
     def make(library: ModuleType) -> Launch:
         problem = Problem(library, qo_lens, kv_lens, **options)
-        k, v = problem.q[:, :NUM_KV_HEADS].contiguous(), problem.q[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS].contiguous()
+        k, v = (
+            problem.q[:, :NUM_KV_HEADS].contiguous(),
+            problem.q[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS].contiguous(),
+        )
         before = product(PRODUCT_ROWS[max(qo_lens) == 1])
 
         def attend() -> None:
@@ -154,7 +198,12 @@ def problem_of(case: SharedCase) -> dict[str, Any]:
     """Arguments of Problem."""
     (_, common), *of_groups, (batch, own) = case.levels
     of_group = sum(tokens for _, tokens in of_groups)
-    return {"qo_lens": [1] * batch, "kv_lens": [common + of_group + own] * batch, "common": common, "of_group": of_group}
+    return {
+        "qo_lens": [1] * batch,
+        "kv_lens": [common + of_group + own] * batch,
+        "common": common,
+        "of_group": of_group,
+    }
 
 
 SHARED: dict[str, dict[str, Any]] = {f"decode {case.name}": problem_of(case) for case in shared_cases()}
@@ -193,7 +242,11 @@ DEVICE: dict[str, Make] = {
     **{
         f"{PLANS} plans of {batch}: {name}": plans(batch, **shared)
         for batch in (16, 64, 256, 512)
-        for name, shared in (("nothing shared", {}), ("one prefix", {"common": 2048}), ("tree", {"common": 1024, "of_group": 1024}))
+        for name, shared in (
+            ("nothing shared", {}),
+            ("one prefix", {"common": 2048}),
+            ("tree", {"common": 1024, "of_group": 1024}),
+        )
     },
     **{
         f"draw {batch} x {vocab}, {name}, {kind}": draws(batch, vocab, scale, **filters)
@@ -249,15 +302,25 @@ def host_times(make: Make, before: ModuleType) -> tuple[float, float]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--before", type=Path, required=True, help="folder of the other version, with attn_backend/ in it")
+    parser.add_argument(
+        "--before", type=Path, required=True, help="folder of the other version, with attn_backend/ in it"
+    )
     arguments = parser.parse_args()
     before = load_before(arguments.before)
     timer = Timer(arguments.repeats)
-    header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median of {arguments.repeats}. Times in µs."
+    header = (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median of {arguments.repeats}. "
+        f"Times in µs."
+    )
     print(header, flush=True)
     lines: list[dict[str, Any]] = []
-    cases: dict[str, Callable[[], tuple[float, float]]] = {name: partial(device_times, make, before, timer) for name, make in DEVICE.items()}
-    cases |= {f"in a layer: {name}": partial(layer_times, problem, before, timer) for name, problem in IN_LAYERS.items()}
+    cases: dict[str, Callable[[], tuple[float, float]]] = {
+        name: partial(device_times, make, before, timer) for name, make in DEVICE.items()
+    }
+    cases |= {
+        f"in a layer: {name}": partial(layer_times, problem, before, timer)
+        for name, problem in IN_LAYERS.items()
+    }
     cases |= {f"host: {name}": partial(host_times, make, before) for name, make in HOST.items()}
     for name, measure in cases.items():
         if not wanted(name, arguments):
@@ -266,7 +329,13 @@ def main() -> None:
         lines.append({"case": name, "before": old, "now": new, "now / before": new / old})
         print(f"{name:50} {old:9.2f} {new:9.2f} {new / old:6.3f}", flush=True)
     columns = ["case", "before", "now", "now / before"]
-    text = table(columns, [[line["case"], number(line["before"]), number(line["now"]), f"{line['now / before']:.3f}"] for line in lines])
+    text = table(
+        columns,
+        [
+            [line["case"], number(line["before"]), number(line["now"]), f"{line['now / before']:.3f}"]
+            for line in lines
+        ],
+    )
     save(arguments, f"{header}\n\n{text}\n", {"header": header, "lines": lines})
 
 

@@ -1,9 +1,11 @@
-"""A variant of your own, from an idea to serving: attention with a learned bias for each head and distance (as T5 has it, arXiv 1910.10683).
+"""A variant of your own, from an idea to serving: attention with a learned bias for each head and distance
+(as T5 has it, arXiv 1910.10683).
 
     python examples/custom_variant.py
 
-1. The idea is two Python functions. 2. The bias is learned, by autograd through plain PyTorch. 3. The variant is compared with float64 on a CPU. 4. It is
-served: prompts of different lengths, then decodes, from a paged cache. `device` is all that changes for a GPU.
+1. The idea is two Python functions. 2. The bias is learned, by autograd through plain PyTorch. 3. The variant
+is compared with float64 on a CPU. 4. It is served: prompts of different lengths, then decodes, from a paged
+cache. `device` is all that changes for a GPU.
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ variant = Variant.from_functions(score_mod, mask_mod, tensors={"bias": (torch.fl
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """One request in plain PyTorch: q [tokens, HEADS, dim], k, v [tokens, KV_HEADS, dim], bias [HEADS, DISTANCES]; in q's dtype."""
+    """One request in plain PyTorch: q [tokens, HEADS, dim], k, v [tokens, KV_HEADS, dim], bias [HEADS,
+    DISTANCES]; in q's dtype.
+    """
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     kv_idx = torch.arange(k.shape[0], device=q.device)
     q_idx = kv_idx[k.shape[0] - q.shape[0] :, None]
-    scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5 + bias[:, (q_idx - kv_idx).clamp(0, DISTANCES - 1)]
+    scores = (
+        torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+        + bias[:, (q_idx - kv_idx).clamp(0, DISTANCES - 1)]
+    )
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(q_idx < kv_idx, -torch.inf).softmax(-1), v)
 
 
@@ -47,7 +54,10 @@ def learn(steps: int) -> Tensor:
     bias = torch.zeros(HEADS, DISTANCES, requires_grad=True)
     optimizer = torch.optim.Adam([bias], lr=0.3)
     for step in range(steps):
-        q, k, v = (torch.randn(64, heads, HEAD_DIM, generator=generator) * 0.3 for heads in (HEADS, KV_HEADS, KV_HEADS))
+        q, k, v = (
+            torch.randn(64, heads, HEAD_DIM, generator=generator) * 0.3
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
         wanted = torch.stack([v[:, h // (HEADS // KV_HEADS)].roll(h + 1, 0) for h in range(HEADS)], 1)
         loss = (dense(q, k, v, bias) - wanted)[HEADS:].square().mean()
         optimizer.zero_grad()
@@ -61,7 +71,9 @@ def learn(steps: int) -> Tensor:
 def check(bias: Tensor) -> float:
     """3. Largest difference from float64, for a chunk of 7 queries after 40 tokens, on a CPU."""
     q, k, v = torch.randn(7, HEADS, HEAD_DIM), *torch.randn(2, 47, KV_HEADS, HEAD_DIM)
-    attention = Attention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32, device="cpu", max_rows=7, max_batch=1, variant=variant)
+    attention = Attention(
+        HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32, device="cpu", max_rows=7, max_batch=1, variant=variant
+    )
     attention.plan(BSRView(torch.tensor([0, 7]), PageTable.ragged(torch.tensor([0, 47]))))
     out = attention.run(q, KVCache.from_ragged(k, v), variant_args={"bias": bias})
     return float((out - dense(q.double(), k.double(), v.double(), bias.double())).abs().max())
@@ -72,23 +84,40 @@ def serve(bias: Tensor, device: str, steps: int) -> float:
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     bias = bias.to(device)
     lengths, pages_each = [5, 33, 100], 8
-    attention = Attention(HEADS, KV_HEADS, HEAD_DIM, dtype=dtype, device=device, max_rows=256, max_batch=4, variant=variant)
-    cache = KVCache.from_tensor(torch.zeros(len(lengths) * pages_each, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, device=device))
+    attention = Attention(
+        HEADS, KV_HEADS, HEAD_DIM, dtype=dtype, device=device, max_rows=256, max_batch=4, variant=variant
+    )
+    cache = KVCache.from_tensor(
+        torch.zeros(len(lengths) * pages_each, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
+    )
     block_table = torch.randperm(len(lengths) * pages_each).int().view(len(lengths), pages_each)
     total = [length + steps for length in lengths]
-    texts = [tuple(torch.randn(n, heads, HEAD_DIM).to(device, dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)) for n in total]
+    texts = [
+        tuple(torch.randn(n, heads, HEAD_DIM).to(device, dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        for n in total
+    ]
     worst, begins, ends = 0.0, [0] * len(lengths), list(lengths)
     for _ in range(steps + 1):  # the prompts, then token by token
-        q, k, v = (torch.cat([text[part][a:b] for text, a, b in zip(texts, begins, ends, strict=True)]) for part in range(3))
-        slots = torch.cat([block_table[i, torch.arange(a, b) // PAGE_SIZE] * PAGE_SIZE + torch.arange(a, b) % PAGE_SIZE
-                           for i, (a, b) in enumerate(zip(begins, ends, strict=True))])  # fmt: skip
+        q, k, v = (
+            torch.cat([text[part][a:b] for text, a, b in zip(texts, begins, ends, strict=True)])
+            for part in range(3)
+        )
+        slots = torch.cat(
+            [
+                block_table[i, torch.arange(a, b) // PAGE_SIZE] * PAGE_SIZE + torch.arange(a, b) % PAGE_SIZE
+                for i, (a, b) in enumerate(zip(begins, ends, strict=True))
+            ]
+        )
         counts = torch.tensor([b - a for a, b in zip(begins, ends, strict=True)])
         qo_indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
         kv_lens = torch.tensor(ends, dtype=torch.int32, device=device)
         attention.plan(BSRView(qo_indptr, PageTable.block_table(block_table.to(device), kv_lens, PAGE_SIZE)))
         append_kv(k, v, cache, slots.to(device))
         out = attention.run(q, cache, variant_args={"bias": bias})
-        seen = [(text[0][a:b].float(), text[1][:b].float(), text[2][:b].float()) for text, a, b in zip(texts, begins, ends, strict=True)]
+        seen = [
+            (text[0][a:b].float(), text[1][:b].float(), text[2][:b].float())
+            for text, a, b in zip(texts, begins, ends, strict=True)
+        ]
         wanted = torch.cat([dense(its_q, its_k, its_v, bias) for its_q, its_k, its_v in seen])
         worst = max(worst, float((out.float() - wanted).abs().max()))
         begins, ends = ends, [end + 1 for end in ends]
@@ -96,7 +125,9 @@ def serve(bias: Tensor, device: str, steps: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> tuple[Tensor, float, float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--steps", type=int, default=80, help="of learning")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,7 @@
-"""For --benchmark of the other examples: a decode step of a model of a given shape, timed. The weights are random."""
+"""For --benchmark of the other examples: a decode step of a model of a given shape, timed.
+
+The weights are random.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,15 @@ VICUNA_13B = Shape(40, 5120, 13824, 40, 40, 128, 32000)
 LLAMA_31_8B = Shape(32, 4096, 14336, 32, 8, 128, 128256)
 SMALL = Shape(2, 256, 512, 8, 4, 64, 1024)  # what a CPU computes in a moment
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v of one layer -> attention output, [rows, heads, head_dim]
+# q, k, v of one layer -> attention output, [rows, heads, head_dim]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class DecodeStep:
-    """All layers of one decode step. One layer's weights and KV cache serve for all layers: they are larger than the L2 cache of a GPU at the shapes of real
-    models, so that each layer reads them from memory as it would its own.
+    """All layers of one decode step.
+
+    One layer's weights and KV cache serve for all layers: they are larger than the L2 cache of a GPU at the
+    shapes of real models, so that each layer reads them from memory as it would its own.
     """
 
     def __init__(self, shape: Shape, rows: int, dtype: torch.dtype, device: str) -> None:

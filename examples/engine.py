@@ -1,9 +1,11 @@
-"""An inference engine in some hundred lines: continuous batching, chunked prompts, a prefix cache, one plan and one launch per layer for any batch.
+"""An inference engine in some hundred lines: continuous batching, chunked prompts, a prefix cache, one plan
+and one launch per layer for any batch.
 
     python examples/engine.py                              # a small random model: shows that it runs
     python examples/engine.py --model HuggingFaceTB/SmolLM2-135M-Instruct      # or a folder with config.json, *.safetensors, tokenizer.json
 
-Requests whose prompts begin alike get the same physical pages. Nothing else is said about it: `plan` finds shared prefixes in the page tables.
+Requests whose prompts begin alike get the same physical pages. Nothing else is said about it: `plan` finds
+shared prefixes in the page tables.
 """
 
 from __future__ import annotations
@@ -40,18 +42,40 @@ class Request:
 class Engine:
     """Takes requests by `add()` and computes the next tokens of all that fit by `step()`."""
 
-    def __init__(self, model: llama.Llama, device: str, *, num_pages: int = 1024, max_batch: int = 64, max_rows: int = 512, cascade: bool = True) -> None:
+    def __init__(
+        self,
+        model: llama.Llama,
+        device: str,
+        *,
+        num_pages: int = 1024,
+        max_batch: int = 64,
+        max_rows: int = 512,
+        cascade: bool = True,
+    ) -> None:
         self.model, self.device, self.max_batch, self.max_rows = model, device, max_batch, max_rows
         num_heads, num_kv_heads, head_dim = model.heads
         dtype = model.embedding.dtype
         # page 0 belongs to no request: unused entries of the block table name it
         shape = (num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim)
-        self.caches = [KVCache.from_tensor(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.num_layers)]
-        self.attention = Attention(num_heads, num_kv_heads, head_dim, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch, cascade=cascade)
+        self.caches = [
+            KVCache.from_tensor(torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(model.num_layers)
+        ]
+        self.attention = Attention(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype=dtype,
+            device=device,
+            max_rows=max_rows,
+            max_batch=max_batch,
+            cascade=cascade,
+        )
         self.rotary = Rotary(model.frequencies.float().to(device))
         self.free_pages = list(range(num_pages - 1, 0, -1))
         self.users = [0] * num_pages  # requests that have a page
-        self.page_of_prefix: dict[tuple[int, ...], int] = {}  # all tokens up to the end of a full page -> the page
+        # all tokens up to the end of a full page -> the page
+        self.page_of_prefix: dict[tuple[int, ...], int] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -60,7 +84,9 @@ class Engine:
         return request
 
     def _admit(self, request: Request) -> bool:
-        """Gives a request all its pages: of leading tokens that the cache has, those; the last prompt token is always computed."""
+        """Gives a request all its pages: of leading tokens that the cache has, those; the last prompt token
+        is always computed.
+        """
         for end in range(PAGE_SIZE, request.num_prompt_tokens, PAGE_SIZE):
             page = self.page_of_prefix.get(tuple(request.tokens[:end]))
             if page is None:
@@ -79,8 +105,13 @@ class Engine:
     def _chunk(self, request: Request, rows: int) -> tuple[Request, int]:
         """Pages that it fills can be read by others in the same step: a layer appends before it attends."""
         count = min(len(request.tokens) - request.num_computed, rows)
-        for number in range(request.num_computed // PAGE_SIZE, min(request.num_computed + count, request.num_prompt_tokens) // PAGE_SIZE):
-            self.page_of_prefix.setdefault(tuple(request.tokens[: (number + 1) * PAGE_SIZE]), request.pages[number])
+        for number in range(
+            request.num_computed // PAGE_SIZE,
+            min(request.num_computed + count, request.num_prompt_tokens) // PAGE_SIZE,
+        ):
+            self.page_of_prefix.setdefault(
+                tuple(request.tokens[: (number + 1) * PAGE_SIZE]), request.pages[number]
+            )
         return request, count
 
     def _release(self, request: Request) -> None:
@@ -88,11 +119,19 @@ class Engine:
             self.users[page] -= 1
         unused = {page for page in request.pages if self.users[page] == 0}
         self.free_pages += unused
-        self.page_of_prefix = {prefix: page for prefix, page in self.page_of_prefix.items() if page not in unused}
+        self.page_of_prefix = {
+            prefix: page for prefix, page in self.page_of_prefix.items() if page not in unused
+        }
 
     def _schedule(self) -> list[tuple[Request, int]]:
-        """(request, tokens to compute): decodes first, then prompts under way, then new ones while there is room. A long prompt is cut into chunks."""
-        batch = [self._chunk(request, 1) for request in self.running if request.num_computed == len(request.tokens) - 1]
+        """(request, tokens to compute): decodes first, then prompts under way, then new ones while there is
+        room. A long prompt is cut into chunks.
+        """
+        batch = [
+            self._chunk(request, 1)
+            for request in self.running
+            if request.num_computed == len(request.tokens) - 1
+        ]
         rows = self.max_rows - len(batch)
         for request in self.running:
             if rows and request.num_computed < len(request.tokens) - 1:
@@ -105,24 +144,33 @@ class Engine:
         return batch
 
     def step(self) -> list[Request]:
-        """Computes the scheduled tokens of all requests in one pass; returns the requests that are done with it."""
+        """Computes the scheduled tokens of all requests in one pass; returns the requests that are done with
+        it.
+        """
         batch = self._schedule()
         if not batch:
-            raise RuntimeError("nothing can run: a request needs more pages than the cache has, or there is none")
+            raise RuntimeError(
+                "nothing can run: a request needs more pages than the cache has, or there is none"
+            )
         requests = [request for request, _ in batch]
         counts = torch.tensor([count for _, count in batch])
         starts = torch.tensor([request.num_computed for request in requests])
-        block_table = torch.nn.utils.rnn.pad_sequence([torch.tensor(request.pages, dtype=torch.int32) for request in requests], batch_first=True)
+        block_table = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(request.pages, dtype=torch.int32) for request in requests], batch_first=True
+        )
         row = torch.arange(int(counts.sum()))
         of_row = torch.arange(len(batch)).repeat_interleave(counts)
         positions = starts[of_row] + row - (counts.cumsum(0) - counts)[of_row]
         slots = block_table[of_row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
-        tokens = torch.tensor([token for request, count in batch for token in request.tokens[request.num_computed :][:count]])
+        tokens = torch.tensor(
+            [token for request, count in batch for token in request.tokens[request.num_computed :][:count]]
+        )
         qo_indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         kv_lens, last_rows = (starts + counts).int(), counts.cumsum(0) - 1
 
         qo_indptr, kv_lens, block_table, slots, positions, tokens, last_rows = (
-            tensor.to(self.device) for tensor in (qo_indptr, kv_lens, block_table, slots, positions, tokens, last_rows)
+            tensor.to(self.device)
+            for tensor in (qo_indptr, kv_lens, block_table, slots, positions, tokens, last_rows)
         )
         self.attention.plan(BSRView(qo_indptr, PageTable.block_table(block_table, kv_lens, PAGE_SIZE)))
 
@@ -152,23 +200,36 @@ class Engine:
         return [self.model.decode(request.tokens[request.num_prompt_tokens :]) for request in requests]
 
 
-SYSTEM = "Below is a list of short questions about geography, each with a short and correct answer. The answers are given by a careful assistant.\n\n"
+SYSTEM = (
+    "Below is a list of short questions about geography, each with a short and correct answer. The "
+    "answers are given by a careful assistant.\n\n"
+)
 QUESTIONS = ("What is the capital of Japan?", "What is the capital of France?", "Which ocean is the largest?")
 
 
 def main(argv: list[str] | None = None) -> list[str]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("prompts", nargs="*", default=[f"{SYSTEM}Question: {question}\nAnswer:" for question in QUESTIONS])
+    parser.add_argument(
+        "prompts", nargs="*", default=[f"{SYSTEM}Question: {question}\nAnswer:" for question in QUESTIONS]
+    )
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     model = llama.load(arguments.model, device)
     engine = Engine(model, device)
-    texts = engine.generate([Request(model.encode(prompt), arguments.max_new_tokens) for prompt in arguments.prompts])
+    texts = engine.generate(
+        [Request(model.encode(prompt), arguments.max_new_tokens) for prompt in arguments.prompts]
+    )
     for prompt, text in zip(arguments.prompts, texts, strict=True):
-        print(f"{prompt.splitlines()[-2]}\n{prompt.splitlines()[-1]}{text}\n" if prompt.startswith(SYSTEM) else f"{prompt}{text}\n")
+        print(
+            f"{prompt.splitlines()[-2]}\n{prompt.splitlines()[-1]}{text}\n"
+            if prompt.startswith(SYSTEM)
+            else f"{prompt}{text}\n"
+        )
     return texts
 
 

@@ -1,4 +1,6 @@
-"""A model of the Llama architecture in plain PyTorch: weights from a folder or from the hub, or a small random one. Attention is the caller's."""
+"""A model of the Llama architecture in plain PyTorch: weights from a folder or from the hub, or a small
+random one. Attention is the caller's.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,21 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from attn_backend.variants import builtin
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output, all [tokens, heads, head_dim]
+# (layer, q, k, v) -> attention output, all [tokens, heads, head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-TINY = {"vocab_size": 256, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256}  # fmt: skip
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+}
 
 
 @dataclass
@@ -41,7 +54,11 @@ class Llama:
         """Query heads, KV heads, head_dim."""
         config = self.config
         num_heads = config["num_attention_heads"]
-        return num_heads, config.get("num_key_value_heads") or num_heads, config.get("head_dim") or config["hidden_size"] // num_heads
+        return (
+            num_heads,
+            config.get("num_key_value_heads") or num_heads,
+            config.get("head_dim") or config["hidden_size"] // num_heads,
+        )
 
     @property
     def embedding(self) -> Tensor:
@@ -55,7 +72,9 @@ class Llama:
         for layer in range(self.num_layers):
             name = f"model.layers.{layer}."
             x = self._norm(hidden, f"{name}input_layernorm")
-            q, k, v = (self._linear(x, f"{name}self_attn.{part}_proj").unflatten(1, (-1, head_dim)) for part in "qkv")
+            q, k, v = (
+                self._linear(x, f"{name}self_attn.{part}_proj").unflatten(1, (-1, head_dim)) for part in "qkv"
+            )
             hidden = hidden + self._linear(attend(layer, q, k, v).flatten(1), f"{name}self_attn.o_proj")
             x = self._norm(hidden, f"{name}post_attention_layernorm")
             gated = silu(self._linear(x, f"{name}mlp.gate_proj")) * self._linear(x, f"{name}mlp.up_proj")
@@ -71,11 +90,19 @@ class Llama:
 
 
 def load(model: str | None, device: str) -> Llama:
-    """model: a folder with config.json, *.safetensors and tokenizer.json, or a name on the hub; None: a small random model of bytes."""
+    """model: a folder with config.json, *.safetensors and tokenizer.json, or a name on the hub; None: a small
+    random model of bytes.
+    """
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     if model is None:
         print("A small random model, whose text is noise. --model takes a real one.\n", file=sys.stderr)
-        return Llama(TINY, {name: w.to(device, dtype) for name, w in random_weights(TINY).items()}, frequencies_of(TINY), byte_tokens, byte_text)
+        return Llama(
+            TINY,
+            {name: w.to(device, dtype) for name, w in random_weights(TINY).items()},
+            frequencies_of(TINY),
+            byte_tokens,
+            byte_text,
+        )
     with needs("safetensors", "tokenizers"):
         from safetensors.torch import load_file
         from tokenizers import Tokenizer
@@ -94,7 +121,9 @@ def load(model: str | None, device: str) -> Llama:
     for file in sorted(folder.glob("*.safetensors")):
         weights |= {name: w.to(device, dtype) for name, w in load_file(file).items()}
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Llama(config, weights, frequencies_of(config), lambda text: tokenizer.encode(text).ids, tokenizer.decode)
+    return Llama(
+        config, weights, frequencies_of(config), lambda text: tokenizer.encode(text).ids, tokenizer.decode
+    )
 
 
 def frequencies_of(config: dict[str, Any]) -> Tensor:
@@ -106,27 +135,42 @@ def frequencies_of(config: dict[str, Any]) -> Tensor:
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         return builtin.llama3_frequencies(head_dim, theta, **{name: scaling[name] for name in names})
     if kind != "default":
-        raise ValueError(f"rope_type of the model's config is {kind!r}; this example knows default and llama3")
+        raise ValueError(
+            f"rope_type of the model's config is {kind!r}; this example knows default and llama3"
+        )
     return builtin.rope_frequencies(head_dim, theta)
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    q_size, kv_size = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    shapes = {"q_proj": (q_size, hidden), "k_proj": (kv_size, hidden), "v_proj": (kv_size, hidden), "o_proj": (hidden, q_size)}
+    q_size, kv_size = (
+        config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
+    )
+    shapes = {
+        "q_proj": (q_size, hidden),
+        "k_proj": (kv_size, hidden),
+        "v_proj": (kv_size, hidden),
+        "o_proj": (hidden, q_size),
+    }
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
 
-    weights = {"model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden, generator=generator), "model.norm.weight": torch.ones(hidden)}
+    weights = {
+        "model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden, generator=generator),
+        "model.norm.weight": torch.ones(hidden),
+    }
     weights["lm_head.weight"] = random(config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         weights |= {f"{name}self_attn.{part}.weight": random(*shape) for part, shape in shapes.items()}
         weights |= {f"{name}mlp.{part}.weight": random(*shape) for part, shape in mlp.items()}
-        weights |= {f"{name}{norm}.weight": torch.ones(hidden) for norm in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {
+            f"{name}{norm}.weight": torch.ones(hidden)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        }
     return weights
 
 
@@ -135,7 +179,9 @@ def byte_tokens(text: str) -> list[int]:
 
 
 def byte_text(tokens: list[int]) -> str:
-    """Letters as they are; a dot for bytes that a terminal may take for something else: a random model says any."""
+    """Letters as they are; a dot for bytes that a terminal may take for something else: a random model says
+    any.
+    """
     return "".join(chr(token) if 32 <= token < 127 else "·" for token in tokens)
 
 

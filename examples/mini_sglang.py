@@ -1,12 +1,15 @@
-"""An attention backend for mini-sglang (github.com/sgl-project/mini-sglang): what an adapter for another engine has to do, in one class.
+"""An attention backend for mini-sglang (github.com/sgl-project/mini-sglang): what an adapter for another
+engine has to do, in one class.
 
     python examples/mini_sglang.py --model Qwen/Qwen3-0.6B --attn attn_backend    # mini-sglang's server, with all of its options
 
-The server's schedulers are spawned processes, which load the main program's file once more: a program of your own calls `mini_sglang.register()` where that is
-executed, too, not behind `if __name__ == "__main__"`. `LLM(model, attention_backend="attn_backend")` runs in the process that makes it.
+The server's schedulers are spawned processes, which load the main program's file once more: a program of your
+own calls `mini_sglang.register()` where that is executed, too, not behind `if __name__ == "__main__"`.
+`LLM(model, attention_backend="attn_backend")` runs in the process that makes it.
 
-Such an engine keeps its requests' tokens in slots of a cache, and for each request a row of a table with the slot of each token. That table is the page table,
-as it is: `PageTable.token_slots`. Nothing of it is copied, and shared prefixes (equal slots, which a radix cache makes) are found by plan.
+Such an engine keeps its requests' tokens in slots of a cache, and for each request a row of a table with the
+slot of each token. That table is the page table, as it is: `PageTable.token_slots`. Nothing of it is copied,
+and shared prefixes (equal slots, which a radix cache makes) are found by plan.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Metadata:
 
 
 class AttnBackend:
-    """context: mini-sglang's, with `kv_cache`, `page_table` (int32 [requests, longest], slots of tokens) and `page_size`."""
+    """context: mini-sglang's, with `kv_cache`, `page_table` (int32 [requests, longest], slots of tokens) and
+    `page_size`.
+    """
 
     def __init__(self, context: Any, num_qo_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self.context = context
@@ -46,13 +51,19 @@ class AttnBackend:
         cache = context.kv_cache
         self.device: torch.device = cache.device
         # One object, one workspace: CUDA graphs of all batch sizes, and the steps between them.
-        self.attention = Attention(*self.heads, dtype=cache.dtype, device=self.device, max_rows=MAX_ROWS, max_batch=MAX_BATCH)
+        self.attention = Attention(
+            *self.heads, dtype=cache.dtype, device=self.device, max_rows=MAX_ROWS, max_batch=MAX_BATCH
+        )
 
     def prepare_metadata(self, batch: Any) -> None:
         """Once a step. Three small copies to the device, which nothing waits for."""
         requests = batch.padded_reqs
         ends = torch.tensor([0] + [request.extend_len for request in requests]).cumsum(0).tolist()
-        lists = (ends, [request.device_len for request in requests], [request.table_idx for request in requests])
+        lists = (
+            ends,
+            [request.device_len for request in requests],
+            [request.table_idx for request in requests],
+        )
         batch.attn_metadata = Metadata(*(self._on_device(values) for values in lists))
 
     def _on_device(self, values: list[int]) -> Tensor:
@@ -60,12 +71,17 @@ class AttnBackend:
         return torch.tensor(values, dtype=torch.int32, pin_memory=pinned).to(self.device, non_blocking=True)
 
     def _plan(self, metadata: Metadata) -> None:
-        table = PageTable.token_slots(self.context.page_table, metadata.rows, metadata.kv_lens, self.context.page_size)
+        table = PageTable.token_slots(
+            self.context.page_table, metadata.rows, metadata.kv_lens, self.context.page_size
+        )
         self.attention.plan(BSRView(metadata.qo_indptr, table, causal=True))
         metadata.is_planned = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Any) -> Tensor:
-        """A layer. q: [rows, num_qo_heads, head_dim], k, v: [rows, num_kv_heads * head_dim]. Captured in CUDA graphs, whose batches are planned before."""
+        """A layer. q: [rows, num_qo_heads, head_dim], k, v: [rows, num_kv_heads * head_dim].
+
+        Captured in CUDA graphs, whose batches are planned before.
+        """
         if not batch.attn_metadata.is_planned:
             self._plan(batch.attn_metadata)
         cache = self.context.kv_cache
@@ -75,7 +91,10 @@ class AttnBackend:
         return self.attention.run(q, kv, after_append=True)
 
     def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
-        """Nothing: graphs need no tensors of their own. A plan leaves in the workspace all that a captured run reads."""
+        """Nothing: graphs need no tensors of their own.
+
+        A plan leaves in the workspace all that a captured run reads.
+        """
 
     def prepare_for_capture(self, batch: Any) -> None:
         self.prepare_metadata(batch)
@@ -95,7 +114,11 @@ def register() -> None:
     @SUPPORTED_ATTENTION_BACKENDS.register("attn_backend")
     def create(config: Any) -> AttnBackend:
         ranks = get_tp_info().size
-        heads = (div_even(config.num_qo_heads, ranks), div_even(config.num_kv_heads, ranks, allow_replicate=True), config.head_dim)
+        heads = (
+            div_even(config.num_qo_heads, ranks),
+            div_even(config.num_kv_heads, ranks, allow_replicate=True),
+            config.head_dim,
+        )
         return AttnBackend(get_global_ctx(), *heads)
 
 

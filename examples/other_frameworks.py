@@ -2,9 +2,10 @@
 
     python examples/other_frameworks.py          # numpy, jax where it is installed; on a GPU CuPy where it is installed
 
-Whatever speaks DLPack (`__dlpack__`) becomes a torch tensor that shares its memory, and a result goes back the same way. jax's arrays may be read so, not
-written: the KV cache, which append_kv writes, is a tensor of torch, numpy or CuPy. On a GPU each from_dlpack makes the stream that reads wait for the one that
-wrote; what is written into shared memory afterwards is not waited for, unless both frameworks use the same stream.
+Whatever speaks DLPack (`__dlpack__`) becomes a torch tensor that shares its memory, and a result goes back
+the same way. jax's arrays may be read so, not written: the KV cache, which append_kv writes, is a tensor of
+torch, numpy or CuPy. On a GPU each from_dlpack makes the stream that reads wait for the one that wrote; what
+is written into shared memory afterwards is not waited for, unless both frameworks use the same stream.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def arrays() -> dict[str, numpy.ndarray[Any, Any]]:
     table = numpy.zeros((len(KV_LENS), max(pages)), numpy.int32)
     for row, (count, first) in enumerate(zip(pages, numpy.cumsum([0, *pages]), strict=False)):
         table[row, :count] = numpy.arange(first, first + count)
-    slots = [table[i, (length - 1) // PAGE_SIZE] * PAGE_SIZE + (length - 1) % PAGE_SIZE for i, length in enumerate(KV_LENS)]
+    slots = [
+        table[i, (length - 1) // PAGE_SIZE] * PAGE_SIZE + (length - 1) % PAGE_SIZE
+        for i, length in enumerate(KV_LENS)
+    ]
 
     def normal(*shape: int) -> numpy.ndarray[Any, Any]:
         return rng.standard_normal(shape).astype(numpy.float16)
@@ -52,7 +56,9 @@ def attend(given: dict[str, Any]) -> torch.Tensor:
     t = {name: torch.from_dlpack(array) for name, array in given.items()}
     kv = KVCache.from_tensor(t["cache"])
     append_kv(t["k"], t["v"], kv, t["slots"])
-    attention = Attention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float16, device=t["q"].device, max_rows=16, max_batch=8)
+    attention = Attention(
+        HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float16, device=t["q"].device, max_rows=16, max_batch=8
+    )
     attention.plan(BSRView(t["qo_indptr"], PageTable.block_table(t["table"], t["kv_lens"], PAGE_SIZE)))
     return attention.run(t["q"], kv)
 
@@ -61,7 +67,13 @@ def expected(given: dict[str, numpy.ndarray[Any, Any]]) -> numpy.ndarray[Any, An
     """float64."""
     out = numpy.empty(given["q"].shape)
     for i, length in enumerate(KV_LENS):
-        tokens = given["cache"][given["table"][i]].swapaxes(0, 1).reshape(2, -1, KV_HEADS, HEAD_DIM)[:, :length].astype(float).copy()
+        tokens = (
+            given["cache"][given["table"][i]]
+            .swapaxes(0, 1)
+            .reshape(2, -1, KV_HEADS, HEAD_DIM)[:, :length]
+            .astype(float)
+            .copy()
+        )
         tokens[:, -1] = given["k"][i], given["v"][i]
         k, v = numpy.repeat(tokens, HEADS // KV_HEADS, axis=2)
         scores = numpy.einsum("hd,thd->ht", given["q"][i].astype(float), k) * HEAD_DIM**-0.5
@@ -76,11 +88,16 @@ def framework(name: str) -> ModuleType:
 
 
 def converted(name: str, given: dict[str, numpy.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Arrays of a framework. jax's are on the host; numpy's cache and slots stand in there: jax's are not written, nor of 64 bits by default."""
+    """Arrays of a framework. jax's are on the host; numpy's cache and slots stand in there: jax's are not
+    written, nor of 64 bits by default.
+    """
     if name != "jax":
         return {key: framework(name).asarray(array) for key, array in given.items()}
     host = import_module("jax").devices("cpu")[0]
-    return {key: array if key in ("cache", "slots") else framework(name).asarray(array, device=host) for key, array in given.items()}
+    return {
+        key: array if key in ("cache", "slots") else framework(name).asarray(array, device=host)
+        for key, array in given.items()
+    }
 
 
 def on_host(array: Any) -> numpy.ndarray[Any, Any]:

@@ -13,4 +13,6 @@ def needs(*packages: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        sys.exit(f"error: {error}. This needs {' and '.join(packages)}: pip install --upgrade {' '.join(packages)}")
+        sys.exit(
+            f"error: {error}. This needs {' and '.join(packages)}: pip install --upgrade {' '.join(packages)}"
+        )

@@ -1,10 +1,13 @@
-"""Parallel generation: n answers to one prompt share its pages. The prompt is computed once, and read once a step for all n answers.
+"""Parallel generation: n answers to one prompt share its pages.
+
+The prompt is computed once, and read once a step for all n answers.
 
     python examples/parallel_generation.py                      # 4 answers by the engine of engine.py; a small random model
     python examples/parallel_generation.py --model HuggingFaceTB/SmolLM2-135M-Instruct -n 8
     python examples/parallel_generation.py --benchmark          # inter-token latency for n = 1 ... 64, with cascade and without
 
-The engine says nothing about shared prompts: the answers' page tables begin with the same pages, and `plan` decides by cost whether to read them once.
+The engine says nothing about shared prompts: the answers' page tables begin with the same pages, and `plan`
+decides by cost whether to read them once.
 """
 
 from __future__ import annotations
@@ -24,18 +27,34 @@ from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 PAGE_SIZE = 16
 
 
-def benchmark(shape: Shape, device: str, answers: list[int], in_flight: int, prompt: int, generated: int) -> list[tuple[int, float, float, int]]:
-    """(n, ITL without cascade, with, prefixes that plan took) in ms, of in_flight prompts of which each has n answers of `generated` tokens so far."""
+def benchmark(
+    shape: Shape, device: str, answers: list[int], in_flight: int, prompt: int, generated: int
+) -> list[tuple[int, float, float, int]]:
+    """(n, ITL without cascade, with, prefixes that plan took) in ms, of in_flight prompts of which each has n
+    answers of `generated` tokens so far.
+    """
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     prompt_pages, own_pages = prompt // PAGE_SIZE, generated // PAGE_SIZE + 1
     rows = []
     for n in answers:
         batch = in_flight * n
         num_pages = in_flight * prompt_pages + batch * own_pages
-        cache = KVCache.from_tensor(torch.randn(num_pages, 2, PAGE_SIZE, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device))
-        shared = torch.arange(in_flight * prompt_pages, dtype=torch.int32).view(in_flight, prompt_pages).repeat_interleave(n, 0)
-        own = in_flight * prompt_pages + torch.arange(batch * own_pages, dtype=torch.int32).view(batch, own_pages)
-        kv_lens = torch.full((batch,), prompt_pages * PAGE_SIZE + generated + 1, dtype=torch.int32, device=device)
+        cache = KVCache.from_tensor(
+            torch.randn(
+                num_pages, 2, PAGE_SIZE, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device
+            )
+        )
+        shared = (
+            torch.arange(in_flight * prompt_pages, dtype=torch.int32)
+            .view(in_flight, prompt_pages)
+            .repeat_interleave(n, 0)
+        )
+        own = in_flight * prompt_pages + torch.arange(batch * own_pages, dtype=torch.int32).view(
+            batch, own_pages
+        )
+        kv_lens = torch.full(
+            (batch,), prompt_pages * PAGE_SIZE + generated + 1, dtype=torch.int32, device=device
+        )
         slots = (own[:, generated // PAGE_SIZE] * PAGE_SIZE + generated % PAGE_SIZE).to(device)
         table = PageTable.block_table(torch.cat([shared, own], 1).to(device), kv_lens, PAGE_SIZE)
         view = BSRView(torch.arange(batch + 1, dtype=torch.int32, device=device), table)
@@ -43,7 +62,14 @@ def benchmark(shape: Shape, device: str, answers: list[int], in_flight: int, pro
         steps = []
         for cascade in (False, True):
             attention = Attention(
-                shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device, max_rows=batch, max_batch=batch, cascade=cascade
+                shape.num_qo_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                dtype=dtype,
+                device=device,
+                max_rows=batch,
+                max_batch=batch,
+                cascade=cascade,
             )
             steps.append(whole_step(step, attention, view, cache, slots))
             attention.plan(view)
@@ -53,7 +79,9 @@ def benchmark(shape: Shape, device: str, answers: list[int], in_flight: int, pro
     return rows
 
 
-def whole_step(step: DecodeStep, attention: Attention, view: BSRView, cache: KVCache, slots: Tensor) -> Callable[[], Tensor]:
+def whole_step(
+    step: DecodeStep, attention: Attention, view: BSRView, cache: KVCache, slots: Tensor
+) -> Callable[[], Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         append_kv(k, v, cache, slots)
         return attention.run(q, cache, after_append=True)
@@ -66,33 +94,48 @@ def whole_step(step: DecodeStep, attention: Attention, view: BSRView, cache: KVC
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("-n", type=int, default=4, help="answers")
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--benchmark", action="store_true")
-    parser.add_argument("--prompt", type=int, help="of --benchmark: tokens of each prompt (2048; on a CPU 512)")
+    parser.add_argument(
+        "--prompt", type=int, help="of --benchmark: tokens of each prompt (2048; on a CPU 512)"
+    )
     parser.add_argument("--in-flight", type=int, help="of --benchmark: prompts in a batch (16; on a CPU 2)")
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     if arguments.benchmark:
         on_gpu = device.startswith("cuda")
-        prompt, in_flight = arguments.prompt or (2048 if on_gpu else 512), arguments.in_flight or (16 if on_gpu else 2)
+        prompt, in_flight = (
+            arguments.prompt or (2048 if on_gpu else 512),
+            arguments.in_flight or (16 if on_gpu else 2),
+        )
         answers = [1, 2, 4, 8, 16, 32, 64] if on_gpu else [1, 4, 16]
         print(f"{in_flight} prompts of {prompt} tokens, n answers to each, 128 tokens generated")
         print(f"{'n':>4} {'no cascade, ms':>15} {'cascade, ms':>12} {'change':>8} {'prefixes read once':>19}")
-        for n, without, with_cascade, taken in benchmark(LLAMA_31_8B if on_gpu else SMALL, device, answers, in_flight, prompt, 128):
+        for n, without, with_cascade, taken in benchmark(
+            LLAMA_31_8B if on_gpu else SMALL, device, answers, in_flight, prompt, 128
+        ):
             print(f"{n:4} {without:15.2f} {with_cascade:12.2f} {with_cascade / without - 1:8.1%} {taken:19}")
         return
     model = llama.load(arguments.model, device)
     engine = Engine(model, device)
     prompt = model.encode(f"{SYSTEM}Question: Name one city that is worth a visit.\nAnswer:")
-    requests = [Request(list(prompt), arguments.max_new_tokens, temperature=0.8, seed=seed) for seed in range(arguments.n)]
+    requests = [
+        Request(list(prompt), arguments.max_new_tokens, temperature=0.8, seed=seed)
+        for seed in range(arguments.n)
+    ]
     for text in engine.generate(requests):
         print(repr(text))
     pages = sum(len(request.pages) for request in requests)
-    print(f"{arguments.n} page tables of together {pages} pages; different ones: {len({page for request in requests for page in request.pages})}")
+    print(
+        f"{arguments.n} page tables of together {pages} pages; different ones: "
+        f"{len({page for request in requests for page in request.pages})}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Streaming-LLM (arXiv 2309.17453): text without end in a cache of constant size, also past the length that a model was trained for.
+"""Streaming-LLM (arXiv 2309.17453): text without end in a cache of constant size, also past the length that a
+model was trained for.
 
     python examples/streaming_llm.py                                                       # a small random model: shows that it runs
     python examples/streaming_llm.py --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 10000      # past its context of 8192
     python examples/streaming_llm.py --benchmark            # rotation inside of attention beside rotation of the whole cache, at the shape of Vicuna-13B
 
-The cache has the first page of the text, the sinks, and the last pages of it. When it is full, the oldest page after the sinks is dropped and used again:
-the block table loses an entry, nothing is moved. Keys lie in the cache as they came from their projection; `builtin.rope` turns each by its position *in the
-cache*, where attention reads it. Dropping a page changes the positions of all later tokens, and costs nothing.
+The cache has the first page of the text, the sinks, and the last pages of it. When it is full, the oldest
+page after the sinks is dropped and used again: the block table loses an entry, nothing is moved. Keys lie in
+the cache as they came from their projection; `builtin.rope` turns each by its position *in the cache*, where
+attention reads it. Dropping a page changes the positions of all later tokens, and costs nothing.
 """
 
 from __future__ import annotations
@@ -36,14 +38,29 @@ class Stream:
         dtype = model.embedding.dtype
         self.num_pages = window // PAGE_SIZE + 2  # the sinks, the window, the page that is being filled
         shape = (self.num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim)
-        self.caches = [KVCache.from_tensor(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.num_layers)]
+        self.caches = [
+            KVCache.from_tensor(torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(model.num_layers)
+        ]
         variant = builtin.rope(model.frequencies) & builtin.causal()
-        self.attention = Attention(num_heads, num_kv_heads, head_dim, dtype=dtype, device=device, max_rows=PAGE_SIZE, max_batch=1, variant=variant)
+        self.attention = Attention(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype=dtype,
+            device=device,
+            max_rows=PAGE_SIZE,
+            max_batch=1,
+            variant=variant,
+        )
         self.pages: list[int] = []
         self.in_last_page = PAGE_SIZE
 
     def feed(self, tokens: list[int]) -> Tensor:
-        """Logits [len(tokens), vocab]. The tokens must fit into the page that is being filled, or into a new one."""
+        """Logits [len(tokens), vocab].
+
+        The tokens must fit into the page that is being filled, or into a new one.
+        """
         if self.in_last_page == PAGE_SIZE:
             full = len(self.pages) == self.num_pages
             self.pages.append(self.pages.pop(1 if self.keep_sinks else 0) if full else len(self.pages))
@@ -54,7 +71,9 @@ class Stream:
         slots = torch.arange(first_slot, first_slot + len(tokens), device=self.device)
         block_table = torch.tensor([self.pages], dtype=torch.int32, device=self.device)
         qo_indptr = torch.tensor([0, len(tokens)], dtype=torch.int32, device=self.device)
-        table = PageTable.block_table(block_table, torch.tensor([kv_len], dtype=torch.int32, device=self.device), PAGE_SIZE)
+        table = PageTable.block_table(
+            block_table, torch.tensor([kv_len], dtype=torch.int32, device=self.device), PAGE_SIZE
+        )
         self.attention.plan(BSRView(qo_indptr, table))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,14 +83,20 @@ class Stream:
         return self.model.forward(torch.tensor(tokens, device=self.device), attend)
 
 
-def losses(model: llama.Llama, device: str, tokens: list[int], window: int, keep_sinks: bool, every: int) -> list[float]:
+def losses(
+    model: llama.Llama, device: str, tokens: list[int], window: int, keep_sinks: bool, every: int
+) -> list[float]:
     """Mean negative log-likelihood of each `every` tokens of a text."""
     stream = Stream(model, device, window, keep_sinks)
     of_tokens = []
     for begin in range(0, len(tokens) - 1, PAGE_SIZE):
         piece = tokens[begin : begin + PAGE_SIZE]
         targets = torch.tensor(tokens[begin + 1 : begin + 1 + PAGE_SIZE], device=device)
-        of_tokens.append(torch.nn.functional.cross_entropy(stream.feed(piece)[: len(targets)].float(), targets, reduction="none"))
+        of_tokens.append(
+            torch.nn.functional.cross_entropy(
+                stream.feed(piece)[: len(targets)].float(), targets, reduction="none"
+            )
+        )
     return [float(part.mean()) for part in torch.cat(of_tokens).split(every)]
 
 
@@ -88,7 +113,11 @@ def generate(model: llama.Llama, device: str, prompt: list[int], window: int, co
 
 
 def benchmark(shape: Shape, device: str, windows: list[int], batch: int) -> list[tuple[int, float, float]]:
-    """(window, ITL fused, ITL unfused) in ms. Unfused: a launch turns all keys of the cache into a second one, then attention without a variant reads that."""
+    """(window, ITL fused, ITL unfused) in ms.
+
+    Unfused: a launch turns all keys of the cache into a second one, then attention without a variant reads
+    that.
+    """
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     step = DecodeStep(shape, batch, dtype, device)
     heads = (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim)
@@ -98,7 +127,17 @@ def benchmark(shape: Shape, device: str, windows: list[int], batch: int) -> list
     rows = []
     for window in windows:
         pages_each = window // PAGE_SIZE + 1
-        cache = KVCache.from_tensor(torch.randn(batch * pages_each, 2, PAGE_SIZE, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device))
+        cache = KVCache.from_tensor(
+            torch.randn(
+                batch * pages_each,
+                2,
+                PAGE_SIZE,
+                shape.num_kv_heads,
+                shape.head_dim,
+                dtype=dtype,
+                device=device,
+            )
+        )
         kv_len = pages_each * PAGE_SIZE
         keys = cache.k.flatten(0, 1) if cache.k.is_contiguous() else cache.k.reshape(-1, *cache.k.shape[2:])
         turned = KVCache.from_pair(torch.empty_like(cache.k, memory_format=torch.contiguous_format), cache.v)
@@ -106,28 +145,57 @@ def benchmark(shape: Shape, device: str, windows: list[int], batch: int) -> list
         in_cache = torch.arange(kv_len, device=device).repeat(batch)
         query_position = torch.full((batch,), kv_len - 1, device=device)
         slots = torch.arange(1, batch + 1, device=device) * kv_len - 1
-        block_table = torch.arange(batch * pages_each, dtype=torch.int32, device=device).view(batch, pages_each)
+        block_table = torch.arange(batch * pages_each, dtype=torch.int32, device=device).view(
+            batch, pages_each
+        )
         view = BSRView(
             torch.arange(batch + 1, dtype=torch.int32, device=device),
-            PageTable.block_table(block_table, torch.full((batch,), kv_len, dtype=torch.int32, device=device), PAGE_SIZE),
+            PageTable.block_table(
+                block_table, torch.full((batch,), kv_len, dtype=torch.int32, device=device), PAGE_SIZE
+            ),
         )
         variant = builtin.rope(frequencies) & builtin.causal()
-        fused_attention = Attention(*heads, dtype=dtype, device=device, max_rows=batch, max_batch=batch, variant=variant)
+        fused_attention = Attention(
+            *heads, dtype=dtype, device=device, max_rows=batch, max_batch=batch, variant=variant
+        )
         plain_attention = Attention(*heads, dtype=dtype, device=device, max_rows=batch, max_batch=batch)
         fused_attention.plan(view)
         plain_attention.plan(view)
 
-        def fused(q: Tensor, k: Tensor, v: Tensor, cache: KVCache = cache, slots: Tensor = slots, attention: Attention = fused_attention) -> Tensor:
+        def fused(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            cache: KVCache = cache,
+            slots: Tensor = slots,
+            attention: Attention = fused_attention,
+        ) -> Tensor:
             append_kv(k, v, cache, slots)
             return attention.run(q, cache)
 
         def unfused(
-            q: Tensor, k: Tensor, v: Tensor, cache: KVCache = cache, slots: Tensor = slots, attention: Attention = plain_attention,
-            keys: Tensor = keys, turned: KVCache = turned, turned_keys: Tensor = turned_keys, in_cache: Tensor = in_cache, position: Tensor = query_position,
-        ) -> Tensor:  # fmt: skip
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            cache: KVCache = cache,
+            slots: Tensor = slots,
+            attention: Attention = plain_attention,
+            keys: Tensor = keys,
+            turned: KVCache = turned,
+            turned_keys: Tensor = turned_keys,
+            in_cache: Tensor = in_cache,
+            position: Tensor = query_position,
+        ) -> Tensor:
             append_kv(k, v, cache, slots)
             rotate_qk(q, k, rotary, position)
-            rotate_qk(keys[:, :half], keys[:, half:], rotary, in_cache, q_out=turned_keys[:, :half], k_out=turned_keys[:, half:])
+            rotate_qk(
+                keys[:, :half],
+                keys[:, half:],
+                rotary,
+                in_cache,
+                q_out=turned_keys[:, :half],
+                k_out=turned_keys[:, half:],
+            )
             return attention.run(q, turned)
 
         times = decode_step.measure([partial(step, fused), partial(step, unfused)], device)
@@ -136,12 +204,19 @@ def benchmark(shape: Shape, device: str, windows: list[int], batch: int) -> list
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--tokens", type=int, default=1024, help="of text")
     parser.add_argument("--window", type=int, default=256, help="tokens that the cache keeps after the sinks")
-    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="a long text; default: a module of Python's library")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=Path(argparse.__file__),
+        help="a long text; default: a module of Python's library",
+    )
     parser.add_argument("--benchmark", action="store_true")
     parser.add_argument("--batch", type=int, default=8, help="of --benchmark")
     arguments = parser.parse_args(argv)
@@ -149,17 +224,31 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.benchmark:
         on_gpu = device.startswith("cuda")
         print(f"{'window':>8} {'fused, ms':>10} {'unfused, ms':>12} {'unfused / fused':>16}")
-        for window, fused, unfused in benchmark(VICUNA_13B if on_gpu else SMALL, device, [1024, 2048, 4096] if on_gpu else [256, 512], arguments.batch):
+        for window, fused, unfused in benchmark(
+            VICUNA_13B if on_gpu else SMALL,
+            device,
+            [1024, 2048, 4096] if on_gpu else [256, 512],
+            arguments.batch,
+        ):
             print(f"{window:8} {fused:10.2f} {unfused:12.2f} {unfused / fused:16.2f}")
         return
     model = llama.load(arguments.model, device)
     tokens = model.encode(arguments.text.read_text())[: arguments.tokens]
     every = max(len(tokens) // 8, PAGE_SIZE)
-    print(f"model's context {model.config['max_position_embeddings']} tokens; text of {len(tokens)}; cache of {PAGE_SIZE} + {arguments.window} tokens")
+    print(
+        f"model's context {model.config['max_position_embeddings']} tokens; text of {len(tokens)}; cache of "
+        f"{PAGE_SIZE} + {arguments.window} tokens"
+    )
     print(f"mean loss of each {every} tokens:")
     for name, keep_sinks in (("with sinks", True), ("window only", False)):
-        print(f"  {name:12}", *(f"{loss:6.2f}" for loss in losses(model, device, tokens, arguments.window, keep_sinks, every)))
-    print("goes on with:", repr(model.decode(generate(model, device, tokens[-2 * arguments.window :], arguments.window, 16))))
+        print(
+            f"  {name:12}",
+            *(f"{loss:6.2f}" for loss in losses(model, device, tokens, arguments.window, keep_sinks, every)),
+        )
+    print(
+        "goes on with:",
+        repr(model.decode(generate(model, device, tokens[-2 * arguments.window :], arguments.window, 16))),
+    )
 
 
 if __name__ == "__main__":

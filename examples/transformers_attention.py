@@ -2,11 +2,14 @@
 
     python examples/transformers_attention.py [--model FOLDER_OR_NAME] [--device cuda]
 
-Generates greedily with transformers' own attention and with this package's, and compares the tokens. Without --model: a small random Llama.
+Generates greedily with transformers' own attention and with this package's, and compares the tokens. Without
+--model: a small random Llama.
 
-Two functions are registered with transformers. Under the name "attn_backend" that of a model's ordinary forward pass, whose cache is a tensor for each layer:
-each request is one page of it. And one that reads the paged cache of `generate_batch` where it lies, instead of copying each request's tokens out of it for
-every layer; transformers lets only names of its own into continuous batching, so this one takes the place of "paged|eager".
+Two functions are registered with transformers. Under the name "attn_backend" that of a model's ordinary
+forward pass, whose cache is a tensor for each layer: each request is one page of it. And one that reads the
+paged cache of `generate_batch` where it lies, instead of copying each request's tokens out of it for every
+layer; transformers lets only names of its own into continuous batching, so this one takes the place of
+"paged|eager".
 """
 
 from __future__ import annotations
@@ -34,28 +37,43 @@ with needs("transformers"):
     from transformers.masking_utils import flash_attention_mask
 
 PROMPT_LENS = (5, 40, 17, 23)
-CACHE_BLOCKS, CHUNK = 64, 32  # a chunk has fewer tokens than the prompts together, so that some are read in parts
+# a chunk has fewer tokens than the prompts together, so that some are read in parts
+CACHE_BLOCKS, CHUNK = 64, 32
 
 
 @dataclass
 class Planner:
-    """The Attention of each shape of heads, and the plans of a forward pass: its layers follow one another, and those with the same window share a plan."""
+    """The Attention of each shape of heads, and the plans of a forward pass: its layers follow one another,
+    and those with the same window share a plan.
+    """
 
     attentions: dict[Any, Attention] = field(default_factory=dict)
     last_layer: int = -1
 
-    def attention(self, query: Tensor, num_kv_heads: int, window_left: int, rows: int, batch: int) -> Attention:
+    def attention(
+        self, query: Tensor, num_kv_heads: int, window_left: int, rows: int, batch: int
+    ) -> Attention:
         """One with room for a batch. query: [rows, num_qo_heads, head_dim]."""
         key = (query.shape[1:], num_kv_heads, query.dtype, query.device, window_left)
         known = self.attentions.get(key)
         if known is None or rows > known.max_rows or batch > known.max_batch:
             max_rows, max_batch = 1 << max(rows - 1, 63).bit_length(), 1 << max(batch - 1, 7).bit_length()
             heads = (query.shape[1], num_kv_heads, query.shape[2])
-            self.attentions[key] = Attention(*heads, dtype=query.dtype, device=query.device, max_rows=max_rows, max_batch=max_batch)
+            self.attentions[key] = Attention(
+                *heads, dtype=query.dtype, device=query.device, max_rows=max_rows, max_batch=max_batch
+            )
             self.last_layer = -1
         return self.attentions[key]
 
-    def run(self, module: nn.Module, query: Tensor, kv: KVCache, view: BSRView, scaling: float | None, soft_cap: float | None) -> Tensor:
+    def run(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        kv: KVCache,
+        view: BSRView,
+        scaling: float | None,
+        soft_cap: float | None,
+    ) -> Tensor:
         """query: [rows, num_qo_heads, head_dim]."""
         attention = self.attention(query, kv.num_kv_heads, view.window_left, len(query), view.batch_size)
         layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -82,15 +100,19 @@ def forward(
     softcap: float | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """query: [batch, num_qo_heads, q_len, head_dim]; key, value: [batch, num_kv_heads, kv_len, head_dim]; attention_mask: bool or int [batch, kv_len], False
-    for padding, which may be on either side. Returns [batch, q_len, num_qo_heads, head_dim].
+    """query: [batch, num_qo_heads, q_len, head_dim]; key, value: [batch, num_kv_heads, kv_len, head_dim];
+    attention_mask: bool or int [batch, kv_len], False for padding, which may be on either side. Returns
+    [batch, q_len, num_qo_heads, head_dim].
     """
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     device, int32 = query.device, torch.int32
     if attention_mask is None:
         # Request i is page i: nothing is copied.
-        kv, lens = KVCache.from_pair(key, value, layout="HND"), torch.full((batch,), kv_len, dtype=int32, device=device)
+        kv, lens = (
+            KVCache.from_pair(key, value, layout="HND"),
+            torch.full((batch,), kv_len, dtype=int32, device=device),
+        )
         table = PageTable.block_table(torch.arange(batch, dtype=int32, device=device)[:, None], lens, kv_len)
         rows = query.transpose(1, 2).flatten(0, 1)
         qo_indptr = torch.arange(0, batch * q_len + 1, q_len, dtype=int32, device=device)
@@ -100,7 +122,12 @@ def forward(
         table = PageTable.ragged(indptr_of(seen.sum(1)))
         is_query = seen[:, kv_len - q_len :]
         rows, qo_indptr = query.transpose(1, 2)[is_query], indptr_of(is_query.sum(1))
-    view = BSRView(qo_indptr, table, causal=bool(getattr(module, "is_causal", True)), window_left=-1 if sliding_window is None else sliding_window - 1)
+    view = BSRView(
+        qo_indptr,
+        table,
+        causal=bool(getattr(module, "is_causal", True)),
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+    )
     out = PLANNER.run(module, rows.contiguous(), kv, view, scaling, softcap)
     if attention_mask is None:
         return out.unflatten(0, (batch, q_len)), None
@@ -124,10 +151,12 @@ def paged_forward(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query: [1, num_qo_heads, rows, head_dim], key, value: [1, num_kv_heads, rows, head_dim], the rows of all requests one after another.
+    """query: [1, num_qo_heads, rows, head_dim], key, value: [1, num_kv_heads, rows, head_dim], the rows of
+    all requests one after another.
 
-    options: transformers' cache and its indices: `cu_seq_lens_q` [batch + 1], and by kind of layer `cu_seq_lens_k` [batch + 1], `write_index` [rows], the slots
-    of the new tokens, and `read_index`, the slots of all tokens of each request; it is empty where no request has older tokens.
+    options: transformers' cache and its indices: `cu_seq_lens_q` [batch + 1], and by kind of layer
+    `cu_seq_lens_k` [batch + 1], `write_index` [rows], the slots of the new tokens, and `read_index`, the
+    slots of all tokens of each request; it is empty where no request has older tokens.
     """
     cache = options["cache"]
     allocator = cache.layer_to_allocator[module.layer_idx]
@@ -140,37 +169,69 @@ def paged_forward(
     if len(read_index):
         ones = torch.ones(len(kv_indptr) - 1, dtype=torch.int32, device=query.device)
         slots = min(len(k_slots), len(v_slots))  # views of one tensor, one of which begins later
-        kv, table = KVCache.from_slots(k_slots[:slots], v_slots[:slots]), PageTable.csr(kv_indptr, read_index.int(), ones, 1)
+        kv, table = (
+            KVCache.from_slots(k_slots[:slots], v_slots[:slots]),
+            PageTable.csr(kv_indptr, read_index.int(), ones, 1),
+        )
     else:
         kv, table = KVCache.from_ragged(k, v), PageTable.ragged(kv_indptr)
-    view = BSRView(options["cu_seq_lens_q"].int(), table, causal=True, window_left=-1 if sliding_window is None else sliding_window - 1)
+    view = BSRView(
+        options["cu_seq_lens_q"].int(),
+        table,
+        causal=True,
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+    )
     out = PLANNER.run(module, query[0].transpose(0, 1).contiguous(), kv, view, scaling, softcap)
     return out.unsqueeze(0), None
 
 
 def register() -> None:
     AttentionInterface.register("attn_backend", forward)
-    AttentionMaskInterface.register("attn_backend", flash_attention_mask)  # which tokens are padding; the causal part needs no tensor
+    # which tokens are padding; the causal part needs no tensor
+    AttentionMaskInterface.register("attn_backend", flash_attention_mask)
     AttentionInterface.register("paged|eager", paged_forward)
 
 
 def load(model: str | None, device: str) -> Any:
     if model is not None:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device).eval()
+        return (
+            AutoModelForCausalLM.from_pretrained(
+                model, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+            )
+            .to(device)
+            .eval()
+        )
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
 
 
-def generated(model: Any, prompts: list[list[int]], attn_implementation: str, new_tokens: int) -> list[list[int]]:
+def generated(
+    model: Any, prompts: list[list[int]], attn_implementation: str, new_tokens: int
+) -> list[list[int]]:
     """Greedy tokens of a batch whose prompts are padded on the left."""
     model.set_attn_implementation(attn_implementation)
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    mask = torch.tensor(
+        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
+    )
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
     return out[:, longest:].tolist()
 
 
@@ -179,28 +240,43 @@ def generated_continuously(model: Any, prompts: list[list[int]], new_tokens: int
     model.set_attn_implementation("paged|eager")
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(num_blocks=CACHE_BLOCKS, max_batch_tokens=CHUNK)
-    results = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=batching, warmup=False)
+    results = model.generate_batch(
+        inputs=prompts, generation_config=config, continuous_batching_config=batching, warmup=False
+    )
     by_prompt = {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
     return [by_prompt[tuple(prompt)] for prompt in prompts]
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or name of a causal language model; default: a small random Llama")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="folder or name of a causal language model; default: a small random Llama"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
+    )
     parser.add_argument("--new-tokens", type=int, default=24)
     arguments = parser.parse_args()
     register()
     model = load(arguments.model, arguments.device)
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(1, model.config.vocab_size, (length,), generator=generator).tolist() for length in PROMPT_LENS]
+    prompts = [
+        torch.randint(1, model.config.vocab_size, (length,), generator=generator).tolist()
+        for length in PROMPT_LENS
+    ]
     expected = generated(model, prompts, "sdpa", arguments.new_tokens)
     for name, tokens in (
         ("generate", generated(model, prompts, "attn_backend", arguments.new_tokens)),
         ("generate_batch", generated_continuously(model, prompts, arguments.new_tokens)),
     ):
-        same = sum(a == b for mine, theirs in zip(tokens, expected, strict=True) for a, b in zip(mine, theirs, strict=True))
+        same = sum(
+            a == b
+            for mine, theirs in zip(tokens, expected, strict=True)
+            for a, b in zip(mine, theirs, strict=True)
+        )
         print(f"{name}: {same} of {arguments.new_tokens * len(prompts)} tokens as with sdpa")
 
 

@@ -1,11 +1,13 @@
-"""Speculative decoding by hand: guesses are verified as a tree (greedy), or as a chain (sampled), in one pass of the model.
+"""Speculative decoding by hand: guesses are verified as a tree (greedy), or as a chain (sampled), in one pass
+of the model.
 
     python examples/tree_speculation.py                    # a small random model
     python examples/tree_speculation.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python examples/tree_speculation.py --temperature 0.8  # a chain, verified by chain_speculative_sampling
 
-The guesses come from the text itself: what followed the last token where it stood before (prompt lookup). Several such places make a tree: its root is the last
-token of the text, and a node sees the text and the nodes above it, which `builtin.tree_mask` says in bits. The tokens of the longest path that the model would
+The guesses come from the text itself: what followed the last token where it stood before (prompt lookup).
+Several such places make a tree: its root is the last token of the text, and a node sees the text and the
+nodes above it, which `builtin.tree_mask` says in bits. The tokens of the longest path that the model would
 have chosen itself are kept, and their K and V are moved together.
 """
 
@@ -17,7 +19,17 @@ import llama
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, append_qkv, chain_speculative_sampling, sample, segment_packbits
+from attn_backend import (
+    Attention,
+    BSRView,
+    KVCache,
+    PageTable,
+    Rotary,
+    append_qkv,
+    chain_speculative_sampling,
+    sample,
+    segment_packbits,
+)
 from attn_backend.variants import builtin
 
 PAGE_SIZE = 16
@@ -34,7 +46,14 @@ class Tree:
         """A path from the root; it shares the nodes that are there."""
         node = 0
         for token in tokens:
-            child = next((c for c in range(1, len(self.tokens)) if self.parents[c] == node and self.tokens[c] == token), None)
+            child = next(
+                (
+                    c
+                    for c in range(1, len(self.tokens))
+                    if self.parents[c] == node and self.tokens[c] == token
+                ),
+                None,
+            )
             if child is None:
                 if len(self.tokens) == MAX_NODES:
                     return
@@ -69,15 +88,28 @@ class Verifier:
         num_heads, num_kv_heads, head_dim = model.heads
         dtype = model.embedding.dtype
         pages = -(-(max_tokens + MAX_NODES) // PAGE_SIZE)
-        self.kv = [torch.zeros(pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=dtype, device=device) for _ in range(model.num_layers)]
+        self.kv = [
+            torch.zeros(pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=dtype, device=device)
+            for _ in range(model.num_layers)
+        ]
         self.block_table = torch.arange(pages, dtype=torch.int32, device=device)[None]
         self.rotary = Rotary(model.frequencies.float().to(device))
         self.attention = Attention(
-            num_heads, num_kv_heads, head_dim, dtype=dtype, device=device, max_rows=pages * PAGE_SIZE, max_batch=1, variant=builtin.tree_mask()
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype=dtype,
+            device=device,
+            max_rows=pages * PAGE_SIZE,
+            max_batch=1,
+            variant=builtin.tree_mask(),
         )
 
     def logits(self, tree: Tree) -> Tensor:
-        """[nodes, vocab]. Node i's K and V go to slot length + i, rotated for the position that its depth says."""
+        """[nodes, vocab].
+
+        Node i's K and V go to slot length + i, rotated for the position that its depth says.
+        """
         count = len(tree.tokens)
         bits = tree.mask().flatten()
         packed, indptr = segment_packbits(bits, torch.tensor([0, bits.numel()], dtype=torch.int32), "little")
@@ -86,7 +118,9 @@ class Verifier:
         positions = self.length + torch.tensor(tree.depths, device=self.device)
         kv_lens = torch.tensor([self.length + count], dtype=torch.int32, device=self.device)
         qo_indptr = torch.tensor([0, count], dtype=torch.int32, device=self.device)
-        self.attention.plan(BSRView(qo_indptr, PageTable.block_table(self.block_table, kv_lens, PAGE_SIZE)), variant_args=mask)
+        self.attention.plan(
+            BSRView(qo_indptr, PageTable.block_table(self.block_table, kv_lens, PAGE_SIZE)), variant_args=mask
+        )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache = KVCache.from_tensor(self.kv[layer])
@@ -98,7 +132,11 @@ class Verifier:
     def prefill(self, tokens: list[int]) -> None:
         """A text is a tree without branches."""
         tree = Tree(tokens[0])
-        tree.tokens, tree.parents, tree.depths = tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens)))
+        tree.tokens, tree.parents, tree.depths = (
+            tokens,
+            list(range(-1, len(tokens) - 1)),
+            list(range(len(tokens))),
+        )
         self.logits(tree)
         self.length = len(tokens)
 
@@ -115,13 +153,28 @@ def accepted_path(tree: Tree, choices: list[int]) -> list[int]:
     """Nodes from the root on of which each is what the model chooses (choices[node]) after its parent."""
     path = [0]
     while True:
-        child = next((c for c in range(1, len(tree.tokens)) if tree.parents[c] == path[-1] and tree.tokens[c] == choices[path[-1]]), None)
+        child = next(
+            (
+                c
+                for c in range(1, len(tree.tokens))
+                if tree.parents[c] == path[-1] and tree.tokens[c] == choices[path[-1]]
+            ),
+            None,
+        )
         if child is None:
             return path
         path.append(child)
 
 
-def generate(model: llama.Llama, device: str, prompt: list[int], count: int, depth: int, width: int, temperature: float = 0.0) -> tuple[list[int], int]:
+def generate(
+    model: llama.Llama,
+    device: str,
+    prompt: list[int],
+    count: int,
+    depth: int,
+    width: int,
+    temperature: float = 0.0,
+) -> tuple[list[int], int]:
     """(the next tokens, how often the model was called for them). width 0: no guesses, one token a call."""
     verifier = Verifier(model, device, len(prompt) + count + depth + 1)
     text, calls = list(prompt), 0
@@ -139,7 +192,9 @@ def generate(model: llama.Llama, device: str, prompt: list[int], count: int, dep
             target = torch.softmax(logits.float() / temperature, -1)[None]
             drafted = torch.tensor([tree.tokens[1:]], dtype=torch.int64, device=device).view(1, -1)
             draft_probs = torch.nn.functional.one_hot(drafted, target.shape[-1]).float().contiguous()
-            result = chain_speculative_sampling(draft_probs, drafted, target.contiguous(), seed=1, position=len(text))
+            result = chain_speculative_sampling(
+                draft_probs, drafted, target.contiguous(), seed=1, position=len(text)
+            )
             new = [token for token in result.token_ids[0].tolist() if token >= 0]
             path = list(range(len(new)))
         verifier.keep(path)
@@ -148,7 +203,9 @@ def generate(model: llama.Llama, device: str, prompt: list[int], count: int, dep
 
 
 def main(argv: list[str] | None = None) -> tuple[list[int], int]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -160,12 +217,24 @@ def main(argv: list[str] | None = None) -> tuple[list[int], int]:
     device = llama.pick_device(arguments.device)
     model = llama.load(arguments.model, device)
     prompt = model.encode(arguments.prompt)
-    tokens, calls = generate(model, device, prompt, arguments.max_new_tokens, arguments.depth, arguments.width, arguments.temperature)
+    tokens, calls = generate(
+        model,
+        device,
+        prompt,
+        arguments.max_new_tokens,
+        arguments.depth,
+        arguments.width,
+        arguments.temperature,
+    )
     print(f"{arguments.prompt}{model.decode(tokens)}\n")
     print(f"{len(tokens)} tokens by {calls} calls of the model: {len(tokens) / calls:.2f} a call")
     if arguments.temperature == 0:
         alone, _ = generate(model, device, prompt, arguments.max_new_tokens, arguments.depth, 0)
-        print("the same text as one token at a time" if alone == tokens else "another text than one token at a time (in 16 bits, ties may fall otherwise)")
+        print(
+            "the same text as one token at a time"
+            if alone == tokens
+            else "another text than one token at a time (in 16 bits, ties may fall otherwise)"
+        )
     return tokens, calls
 
 

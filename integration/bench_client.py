@@ -1,5 +1,5 @@
-"""An engine's own benchmark client, with what neither engine's client has an option for: a seed for each request and a start on demand, and for SGLang's
-also requests in their order and a few sampling parameters.
+"""An engine's own benchmark client, with what neither engine's client has an option for: a seed for each
+request and a start on demand, and for SGLang's also requests in their order and a few sampling parameters.
 
 Run by the engine's interpreter, by path: python bench_client.py MODULE OPTIONS ARGUMENT...
 OPTIONS is JSON:
@@ -41,9 +41,15 @@ class AddSampling:
         aiohttp.ClientSession.post = post  # type: ignore[method-assign,assignment]
 
     def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body of a request for an answer, with the parameters and the next seed; other bodies as they are."""
+        """The body of a request for an answer, with the parameters and the next seed; other bodies as they
+        are.
+        """
         if "sampling_params" in body:  # SGLang's API
-            added = {"sampling_params": body["sampling_params"] | self.sampling | {"sampling_seed": next(self.seeds)}}
+            added = {
+                "sampling_params": body["sampling_params"]
+                | self.sampling
+                | {"sampling_seed": next(self.seeds)}
+            }
         elif "prompt" in body:  # OpenAI's
             added = self.sampling | {"seed": next(self.seeds)}
         else:
@@ -67,7 +73,8 @@ def wait_before_connecting(path: str) -> None:
 
 
 def main() -> None:
-    sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]  # modules here have names of the standard library's
+    # modules here have names of the standard library's
+    sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]
     module, options = sys.argv[1], json.loads(sys.argv[2])
     sys.argv = [module, *sys.argv[3:]]
     if options["keep_order"]:

@@ -1,4 +1,7 @@
-"""A benchmark of serving: what is sent to which servers, one server after another, and the report. `integration.serve_benchmark` is its command line."""
+"""A benchmark of serving: what is sent to which servers, one server after another, and the report.
+
+`integration.serve_benchmark` is its command line.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ class Load:
 
 @checked_dataclass(frozen=True)
 class Settings:
-    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each means.
+    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each
+    means.
 
     Raises:
         pydantic.ValidationError: names what is wrong.
@@ -89,12 +93,20 @@ def label(engine: Engine, backend: str, device: str) -> str:
     return engine.stock_backend(device) if backend == STOCK else backend
 
 
-def describe(workload: Workload, request_rate: float, sampling: Sampling | None = None, max_concurrency: int | None = None) -> str:
+def describe(
+    workload: Workload,
+    request_rate: float,
+    sampling: Sampling | None = None,
+    max_concurrency: int | None = None,
+) -> str:
     """The name of a load in reports."""
     together = "at once" if max_concurrency is None else f"{max_concurrency} at a time"
     speed = together if request_rate == float("inf") else f"at {request_rate:g}/s"
     answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
-    return f"{workload.description}; {workload.num_prompts} prompts {speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
+    return (
+        f"{workload.description}; {workload.num_prompts} prompts "
+        f"{speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
+    )
 
 
 def note_on(settings: Settings) -> str:
@@ -112,7 +124,8 @@ class Benchmark:
     described: dict[str, Any]
     title: str
     note: str  # above the tables
-    measured: dict[tuple[int, int], list[Metrics]] = field(default_factory=dict)  # of (index of a load, index of a backend), one for each repeat
+    # of (index of a load, index of a backend), one for each repeat
+    measured: dict[tuple[int, int], list[Metrics]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, settings: Settings) -> Benchmark:
@@ -120,14 +133,16 @@ class Benchmark:
         settings.results.mkdir(parents=True, exist_ok=True)
         model = resolve_model(settings.model, settings.python)
         machine = {"device_name": device_name(settings.device), "versions": package_versions(settings.python)}
-        loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]  # JSON has no infinity
+        # JSON has no infinity
+        loads = [{**asdict(load), "request_rate": str(load.request_rate)} for load in settings.loads]
         limit = {"time_limit_s": str(settings.time_limit_s), "turn": str(settings.turn)}
         described = {**asdict(settings), "results": str(settings.results), "loads": loads, **limit, **machine}
         gpus = "" if settings.tensor_parallel_size == 1 else f"{settings.tensor_parallel_size} x "
         title = f"{engine.name}, {model.name}, {gpus}{machine['device_name']}"
         run = cls(settings, engine, model, described, title, note_on(settings))
         for backend in settings.backends:
-            engine.server_command(run.launch(backend))  # a name that the engine refuses is known before another one has been measured
+            # a name that the engine refuses is known before another one has been measured
+            engine.server_command(run.launch(backend))
         return run
 
     @cached_property
@@ -136,14 +151,25 @@ class Benchmark:
         print(f"{self.engine.name}: the requests are chosen", flush=True)
         with status(self.engine.name, "the requests are chosen"):
             return [
-                make_workload(load.dataset, load.num_prompts, load.output_len, self.model.folder, settings.seed, load.samples, settings.max_model_len)
+                make_workload(
+                    load.dataset,
+                    load.num_prompts,
+                    load.output_len,
+                    self.model.folder,
+                    settings.seed,
+                    load.samples,
+                    settings.max_model_len,
+                )
                 for load in settings.loads
             ]
 
     @cached_property
     def warm_up_prompts(self) -> list[Prompts]:
         """The first prompts of each load. Measured runs have other prompts."""
-        return [warm_up_prompts(workload, self.settings.seed - 1 - index) for index, workload in enumerate(self.workloads)]
+        return [
+            warm_up_prompts(workload, self.settings.seed - 1 - index)
+            for index, workload in enumerate(self.workloads)
+        ]
 
     def launch(self, backend: str, cache: Path | None = None) -> Launch:
         settings = self.settings
@@ -168,7 +194,12 @@ class Benchmark:
         return self.settings.results / f"{name}.log"
 
     def load_name(self, index: int) -> str:
-        return describe(self.workloads[index], self.settings.loads[index].request_rate, self.settings.sampling, self.settings.max_concurrency)
+        return describe(
+            self.workloads[index],
+            self.settings.loads[index].request_rate,
+            self.settings.sampling,
+            self.settings.max_concurrency,
+        )
 
     def client(self, launch: Launch, index: int, repeat: int, waits: bool = False) -> Client:
         """The client of load number `index`. `waits`: it waits until it is released."""
@@ -181,7 +212,8 @@ class Benchmark:
             self.workloads[index],
             settings.loads[index].request_rate,
             settings.max_concurrency,
-            settings.seed + 1000 * index + repeat,  # other prompts in each load and run, or the prefix cache would answer them
+            # other prompts in each load and run, or the prefix cache would answer them
+            settings.seed + 1000 * index + repeat,
             settings.results / f"{name}.json",
             settings.client_arguments,
             settings.sampling,
@@ -189,16 +221,26 @@ class Benchmark:
         )
 
     def announce(self, backend: str, index: int, repeat: int) -> None:
-        print(f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of {self.settings.repeats}", flush=True)
+        print(
+            f"{self.engine.name} with {backend}: {self.load_name(index)}, run {repeat + 1} of "
+            f"{self.settings.repeats}",
+            flush=True,
+        )
 
     @property
     def rows(self) -> list[Row]:
         """The report's, load after load, in the order of the command line."""
         labels = [label(self.engine, backend, self.settings.device) for backend in self.settings.backends]
-        return [Row(labels[backend], self.load_name(load), repeats) for (load, backend), repeats in sorted(self.measured.items())]
+        return [
+            Row(labels[backend], self.load_name(load), repeats)
+            for (load, backend), repeats in sorted(self.measured.items())
+        ]
 
     def add(self, backend: str, index: int, metrics: Metrics) -> None:
-        """Add a run of the client to the report. Its tables are written at once: a run that is cut short leaves what it has measured."""
+        """Add a run of the client to the report.
+
+        Its tables are written at once: a run that is cut short leaves what it has measured.
+        """
         self.measured.setdefault((index, self.settings.backends.index(backend)), []).append(metrics)
         write_tables(self.settings.results, self.title, self.described, self.rows, self.note)
 
@@ -209,18 +251,31 @@ class Benchmark:
 
 
 def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None = None) -> list[Row]:
-    """Measure each backend of `settings`, write the report, return its rows. `when_ready(backend, url)` is called when a server first answers."""
+    """Measure each backend of `settings`, write the report, return its rows.
+
+    `when_ready(backend, url)` is called when a server first answers.
+    """
     run = Benchmark.make(settings)
     for backend in settings.backends:
         launch = run.launch(backend)
         # while the first server starts the requests are chosen, which takes seconds
-        with ready_server(run.engine, launch, run.log(f"server-{backend}"), settings.start_timeout_s, lambda: run.warm_up_prompts) as server:
+        with ready_server(
+            run.engine,
+            launch,
+            run.log(f"server-{backend}"),
+            settings.start_timeout_s,
+            lambda: run.warm_up_prompts,
+        ) as server:
             if when_ready:
                 when_ready(backend, server.url)
             prompts = run.warm_up_prompts
-            print(f"{run.engine.name} with {backend}: {sum(map(len, prompts))} requests that do not count", flush=True)
+            print(
+                f"{run.engine.name} with {backend}: {sum(map(len, prompts))} requests that do not count",
+                flush=True,
+            )
             with status(run.engine.name, "warming up") as tell:
-                warm_up(run.engine, server.url, prompts, settings.sampling, tell)  # or the first backend would pay for more than itself
+                # or the first backend would pay for more than itself
+                warm_up(run.engine, server.url, prompts, settings.sampling, tell)
             for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
                 run.add(backend, index, measure(run, launch, index, repeat))
     return run.finish()
@@ -231,6 +286,8 @@ def measure(run: Benchmark, launch: Launch, index: int, repeat: int) -> Metrics:
     run.announce(launch.name, index, repeat)
     begin = time.monotonic()
     log = run.log(f"client-{launch.name}-{index}-{repeat}")
-    metrics = run_client(run.engine, run.client(launch, index, repeat), run.settings.device, log, CLIENT_TIMEOUT_S)
+    metrics = run_client(
+        run.engine, run.client(launch, index, repeat), run.settings.device, log, CLIENT_TIMEOUT_S
+    )
     print(f"{run.engine.name} with {launch.name}: done in {time.monotonic() - begin:.0f} s", flush=True)
     return metrics

@@ -1,4 +1,6 @@
-"""Where downloaded and derived files are kept between runs, and how a folder appears there only when it is complete."""
+"""Where downloaded and derived files are kept between runs, and how a folder appears there only when it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def cache_folder() -> Path:
 def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
     """Return the cached folder `name`, calling `fill(folder)` to make it when it is not there.
 
-    It is filled under another name and renamed, so an interrupted or concurrent run never leaves half a folder behind.
+    It is filled under another name and renamed, so an interrupted or concurrent run never leaves half a
+    folder behind.
 
     Raises:
         RuntimeError: the cache cannot be written to.
@@ -30,7 +33,10 @@ def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
         final.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     except OSError as error:
-        raise RuntimeError(f"{final} cannot be made: {error.strerror}. Set ATTN_BACKEND_CACHE to a folder that you can write to") from error
+        raise RuntimeError(
+            f"{final} cannot be made: {error.strerror}. Set ATTN_BACKEND_CACHE to a folder that you can "
+            f"write to"
+        ) from error
     try:
         fill(partial)
         partial.chmod(0o755)

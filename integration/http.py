@@ -26,7 +26,9 @@ def _watch(request: httpx.Request) -> None:
 
 
 # servers under test are on this machine: a proxy set for the outside must not get in between
-CLIENT = httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None), event_hooks={"request": [_watch]})
+CLIENT = httpx.Client(
+    trust_env=False, limits=httpx.Limits(max_connections=None), event_hooks={"request": [_watch]}
+)
 
 
 @contextmanager
@@ -39,7 +41,10 @@ def _named(url: str) -> Iterator[None]:
 
 
 def post_json(url: str, body: dict[str, Any]) -> Any:
-    """POST `body`, return the parsed answer. Raises RuntimeError with the server's words when it refuses, or with what is wrong with the connection."""
+    """POST `body`, return the parsed answer.
+
+    Raises RuntimeError with the server's words when it refuses, or with what is wrong with the connection.
+    """
     with _named(url):
         answer = CLIENT.post(url, json=body, timeout=ANSWER_TIMEOUT_S)
     if not answer.is_success:
@@ -54,13 +59,24 @@ def get_text(url: str) -> str:
 
 
 def counter(base_url: str, name: str, label: str = "") -> int:
-    """A counter of a server's /metrics, over all its labels, or where it has this one (`cache_source="host"`); 0 where there is none. Raises RuntimeError."""
+    """A counter of a server's /metrics, over all its labels, or where it has this one
+    (`cache_source="host"`); 0 where there is none. Raises RuntimeError.
+    """
     lines = get_text(f"{base_url}/metrics").splitlines()
-    return round(sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line) and label in line))
+    return round(
+        sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if re.match(rf"{re.escape(name)}[{{ ]", line) and label in line
+        )
+    )
 
 
 def read_and_leave(url: str, body: dict[str, Any], num_lines: int) -> int:
-    """POST `body`, which asks for a stream, and hang up after this many lines of it. Returns how many came. Raises RuntimeError."""
+    """POST `body`, which asks for a stream, and hang up after this many lines of it.
+
+    Returns how many came. Raises RuntimeError.
+    """
     came = 0
     with _named(url), CLIENT.stream("POST", url, json=body, timeout=ANSWER_TIMEOUT_S) as answer:
         answer.raise_for_status()

@@ -1,4 +1,7 @@
-"""Runs pip with its output in a log: one line on the terminal says how far it is. Needs only the standard library, as `integration.environment` does."""
+"""Runs pip with its output in a log: one line on the terminal says how far it is.
+
+Needs only the standard library, as `integration.environment` does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ class PipError(RuntimeError):
 
 def relevant(output: str) -> str:
     """The lines of pip's output that say why it failed: its errors, or else its last lines."""
-    lines = [line.rstrip()[:LONGEST_LINE] for line in output.splitlines() if line.strip() and not re.match(r"\s*(WARNING|\[notice\])", line)]
+    lines = [
+        line.rstrip()[:LONGEST_LINE]
+        for line in output.splitlines()
+        if line.strip() and not re.match(r"\s*(WARNING|\[notice\])", line)
+    ]
     errors = [line for line in lines if re.match(r"\s*(ERROR|fatal|CMake Error|\S*Error:|.*\berror:)", line)]
     shown = errors if errors and errors[-1] != PIP_EXCEPTION else lines
     return "\n".join(f"    {line}" for line in shown[-SHOWN_LINES:])
@@ -45,7 +52,14 @@ def pip_state(log: Path) -> str | None:
     return None
 
 
-def run_pip(python: Path, arguments: list[str], log: Path, who: str, state: Callable[[Path], str | None] = pip_state, at_first: str = "pip starts") -> None:
+def run_pip(
+    python: Path,
+    arguments: list[str],
+    log: Path,
+    who: str,
+    state: Callable[[Path], str | None] = pip_state,
+    at_first: str = "pip starts",
+) -> None:
     """Runs pip and shows what it does.
 
     Args:

@@ -17,11 +17,16 @@ MIB = 2**20
 
 
 def memory_of(group: int, device: str) -> float:
-    """MiB that the processes of a group hold: on a GPU of its memory. Where the driver has other ids for processes, as in a container, all that is taken of
-    the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    """MiB that the processes of a group hold: on a GPU of its memory.
+
+    Where the driver has other ids for processes, as in a container, all that is taken of the GPUs that
+    CUDA_VISIBLE_DEVICES leaves.
+    """
     if device == "cuda":
         pids = {process.pid for process in group_members(group)}
-        return of_processes(_query("compute-apps=pid,used_memory"), pids) or sum(float(line) for line in _query("gpu=memory.used").split())
+        return of_processes(_query("compute-apps=pid,used_memory"), pids) or sum(
+            float(line) for line in _query("gpu=memory.used").split()
+        )
     held = 0
     for process in group_members(group):
         with contextlib.suppress(psutil.Error):
@@ -31,7 +36,12 @@ def memory_of(group: int, device: str) -> float:
 
 def _query(what: str) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits", *(["--id=" + visible] if visible else [])]
+    command = [
+        "nvidia-smi",
+        f"--query-{what}",
+        "--format=csv,noheader,nounits",
+        *(["--id=" + visible] if visible else []),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -69,5 +79,7 @@ def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
     kept = [value for at, value in samples if at >= warm_up_s]
     quarter = len(kept) // 4
     if quarter == 0:
-        raise ValueError(f"minutes: {len(kept)} samples of the memory after {warm_up_s:.0f} s, must be 4 or more")
+        raise ValueError(
+            f"minutes: {len(kept)} samples of the memory after {warm_up_s:.0f} s, must be 4 or more"
+        )
     return max(kept[-quarter:]) - max(kept[:quarter])

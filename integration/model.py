@@ -1,4 +1,6 @@
-"""Which model a server loads: a folder, `smollm2`, `smollm2-4-kv-heads`, or a folder that holds only a config (random weights)."""
+"""Which model a server loads: a folder, `smollm2`, `smollm2-4-kv-heads`, or a folder that holds only a config
+(random weights).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ TOKENIZER_SOURCE = REPOSITORY / "integration" / "tokenizer.py"
 
 @dataclass(frozen=True)
 class Model:
-    """A model on disk. `random_weights`: there are none in the folder, the engine makes them up (`--load-format dummy`)."""
+    """A model on disk.
+
+    `random_weights`: there are none in the folder, the engine makes them up (`--load-format dummy`).
+    """
 
     name: str
     folder: Path
@@ -30,29 +35,50 @@ class Model:
 
 
 def resolve_model(model: str, python: str) -> Model:
-    """Find or make the model `model`: `smollm2`, `smollm2-4-kv-heads`, a folder, or the name of a folder in integration/models.
+    """Find or make the model `model`: `smollm2`, `smollm2-4-kv-heads`, a folder, or the name of a folder in
+    integration/models.
 
     `python` is the engine's interpreter; it converts SmolLM2. Raises ValueError when there is no such model.
     """
     if kv_heads := SMOLLM2_KV_HEADS.get(model.lower()):
-        name = "SmolLM2-135M-Instruct" if kv_heads == KV_HEADS else f"SmolLM2-135M-Instruct, {kv_heads} KV heads"
+        name = (
+            "SmolLM2-135M-Instruct" if kv_heads == KV_HEADS else f"SmolLM2-135M-Instruct, {kv_heads} KV heads"
+        )
         return Model(name, _make_smollm2(python, kv_heads), random_weights=False)
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         folder = REPOSITORY / "integration" / "models" / model
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model: {model!r} is neither {' nor '.join(SMOLLM2_KV_HEADS)}, nor a folder with a config.json, nor one of integration/models")
+        raise ValueError(
+            f"model: {model!r} is neither {' nor '.join(SMOLLM2_KV_HEADS)}, nor a folder with a config.json, "
+            f"nor one of integration/models"
+        )
     folder = folder.resolve()
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return Model(folder.name, folder, random_weights=False)
-    return Model(folder.name, folder if (folder / "tokenizer.json").is_file() else _add_tokenizer(folder), random_weights=True)
+    return Model(
+        folder.name,
+        folder if (folder / "tokenizer.json").is_file() else _add_tokenizer(folder),
+        random_weights=True,
+    )
 
 
 def _make_smollm2(python: str, kv_heads: int) -> Path:
     folder = cache_folder() / cache_name(kv_heads)
     if not folder.is_dir():
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])), "TQDM_DISABLE": "1"}
-        if subprocess.run([python, "-m", "integration.smollm2", "--kv-heads", str(kv_heads)], check=False, cwd=REPOSITORY, env=environment).returncode != 0:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+            "TQDM_DISABLE": "1",
+        }
+        if (
+            subprocess.run(
+                [python, "-m", "integration.smollm2", "--kv-heads", str(kv_heads)],
+                check=False,
+                cwd=REPOSITORY,
+                env=environment,
+            ).returncode
+            != 0
+        ):
             raise RuntimeError("SmolLM2 could not be prepared (see above)")
     return folder
 
@@ -65,7 +91,9 @@ def _add_tokenizer(folder: Path) -> Path:
     def fill(target: Path) -> None:
         shutil.copy(folder / "config.json", target)
         eos = config.get("eos_token_id")
-        write_word_tokenizer(target, config["vocab_size"], config.get("bos_token_id"), eos[0] if isinstance(eos, list) else eos)
+        write_word_tokenizer(
+            target, config["vocab_size"], config.get("bos_token_id"), eos[0] if isinstance(eos, list) else eos
+        )
 
     recipe = text + TOKENIZER_SOURCE.read_text()  # one that an older version wrote is not used
     return cached_folder(f"models/{folder.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}", fill)

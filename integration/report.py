@@ -34,11 +34,25 @@ def _format_load(rows: list[Row]) -> str:
     for row in rows:
         metrics = row.metrics
         finished = f"{metrics.requests:.0f} of {metrics.requests + metrics.failed:.0f}"
-        lines.append([row.backend, finished, *(f"{getattr(metrics, name):.{decimals}f}" for name, (_, decimals) in columns.items())])
-    return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)])
+        lines.append(
+            [
+                row.backend,
+                finished,
+                *(f"{getattr(metrics, name):.{decimals}f}" for name, (_, decimals) in columns.items()),
+            ]
+        )
+    return tabulate(
+        lines,
+        headers,
+        tablefmt="pipe",
+        disable_numparse=True,
+        colalign=["left", *["right"] * (len(headers) - 1)],
+    )
 
 
-def write_tables(folder: Path, title: str, settings: dict[str, Any], rows: list[Row], note: str = "") -> list[Path]:
+def write_tables(
+    folder: Path, title: str, settings: dict[str, Any], rows: list[Row], note: str = ""
+) -> list[Path]:
     """Write `report.json` and `report.md` into `folder`. Returns what was written.
 
     Args:
@@ -48,12 +62,19 @@ def write_tables(folder: Path, title: str, settings: dict[str, Any], rows: list[
     report = {"title": title, "note": note, "settings": settings, "rows": described}
     written = [folder / "report.json", folder / "report.md"]
     written[0].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    written[1].write_text("\n\n".join(filter(None, [f"# {title}", note, format_table(rows)])) + "\n", encoding="utf-8")
+    written[1].write_text(
+        "\n\n".join(filter(None, [f"# {title}", note, format_table(rows)])) + "\n", encoding="utf-8"
+    )
     return written
 
 
-def write_report(folder: Path, title: str, settings: dict[str, Any], rows: list[Row], note: str = "") -> list[Path]:
-    """Write the tables and, where matplotlib is installed, `report.png` into `folder`. Returns what was written."""
+def write_report(
+    folder: Path, title: str, settings: dict[str, Any], rows: list[Row], note: str = ""
+) -> list[Path]:
+    """Write the tables and, where matplotlib is installed, `report.png` into `folder`.
+
+    Returns what was written.
+    """
     written = write_tables(folder, title, settings, rows, note)
     try:
         from integration.plot import plot_rows

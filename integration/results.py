@@ -19,10 +19,16 @@ class Row:
     @property
     def metrics(self) -> Metrics:
         """The median of each figure over the repeats."""
-        values = {field.name: statistics.median(getattr(repeat, field.name) for repeat in self.repeats) for field in fields(Metrics)}
+        values = {
+            field.name: statistics.median(getattr(repeat, field.name) for repeat in self.repeats)
+            for field in fields(Metrics)
+        }
         return Metrics(**values)
 
 
 def by_load(rows: list[Row]) -> dict[str, list[Row]]:
     """The rows of each load, in the order in which the loads were measured."""
-    return {load: [row for row in rows if row.workload == load] for load in dict.fromkeys(row.workload for row in rows)}
+    return {
+        load: [row for row in rows if row.workload == load]
+        for load in dict.fromkeys(row.workload for row in rows)
+    }

@@ -1,4 +1,5 @@
-"""Serve a model through an engine with one attention backend after another, and measure each with the engine's own client.
+"""Serve a model through an engine with one attention backend after another, and measure each with the
+engine's own client.
 
     python -m integration.serve_benchmark --engine vllm --backends attn_backend stock --model smollm2 --dataset sharegpt --num-prompts 32 --output-len 64
     python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN --model llama-3.1-8b --request-rate 16 --num-prompts 256
@@ -14,23 +15,30 @@
         --server-args='--speculative-algorithm STANDALONE --speculative-draft-model-path integration/models/llama-3.2-1b \\
         --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16'
 
-Several data sets are sent to the same server one after another. Before anything is measured every server answers a few requests of every load
-(integration/warm_up.py). With --samples N each prompt is answered N times, as parallel sampling (`n`) does; it is
-sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not answers.
+Several data sets are sent to the same server one after another. Before anything is measured every server
+answers a few requests of every load (integration/warm_up.py). With --samples N each prompt is answered N
+times, as parallel sampling (`n`) does; it is
+sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not
+answers.
 
-With --side-by-side all servers are started at once, on one device, and each load is sent to one after another before the next load has its turn: starting
-engines is most of a run, and a run that is cut short has compared what it has measured. Each server must then be told (--server-args) to take its share of
-the memory; those that wait for their turn do nothing. Each load, and each of its --repeats, begins with the next backend: none is always the first or the last.
+With --side-by-side all servers are started at once, on one device, and each load is sent to one after another
+before the next load has its turn: starting engines is most of a run, and a run that is cut short has compared
+what it has measured. Each server must then be told (--server-args) to take its share of the memory; those
+that wait for their turn do nothing. Each load, and each of its --repeats, begins with the next backend: none
+is always the first or the last.
 
-Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by ATTN_BACKEND_CASCADE=0 to read every request's pages for itself;
-`attn_backend-stock-sampler` is ours, told by ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
-name is given to the engine as it is. FLASHINFER-on-attn_backend (SGLang: flashinfer-on-attn_backend) is that backend of the engine's with the package of
-flashinfer_alias/ in FlashInfer's place. NAME@fp8_e4m3 is a backend with that --kv-cache-dtype. Prefix caching is on in both engines, as it is by default.
-With vLLM `{backend}` in --server-args is its name of the backend: a draft model runs on it with `"attention_backend": "{backend}"` in --speculative-config.
-Answers are greedy, or sampled with --sampling, and then every request brings a seed of its own. --check-seeds, side by side, then asks each server for a
-few answers one at a time, again, all at once and with other seeds, and says how many are equal (integration/compare_sampling.py; it wants --server-args
-that turn prefix caching off). All inputs may be local paths, so it runs offline. It ends with a table; the same as JSON and as a plot, and all logs, are in
---results.
+Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by
+ATTN_BACKEND_CASCADE=0 to read every request's pages for itself; `attn_backend-stock-sampler` is ours, told by
+ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
+name is given to the engine as it is. FLASHINFER-on-attn_backend (SGLang: flashinfer-on-attn_backend) is that
+backend of the engine's with the package of flashinfer_alias/ in FlashInfer's place. NAME@fp8_e4m3 is a
+backend with that --kv-cache-dtype. Prefix caching is on in both engines, as it is by default. With vLLM
+`{backend}` in --server-args is its name of the backend: a draft model runs on it with `"attention_backend":
+"{backend}"` in --speculative-config. Answers are greedy, or sampled with --sampling, and then every request
+brings a seed of its own. --check-seeds, side by side, then asks each server for a few answers one at a time,
+again, all at once and with other seeds, and says how many are equal (integration/compare_sampling.py; it
+wants --server-args that turn prefix caching off). All inputs may be local paths, so it runs offline. It ends
+with a table; the same as JSON and as a plot, and all logs, are in --results.
 `python -m integration.merge_reports` puts several runs into one report.
 """
 
@@ -51,20 +59,45 @@ from integration.report import format_table
 from integration.side_by_side import benchmark_side_by_side
 
 RECORDED = "recorded"
-SIDE_BY_SIDE_ONLY = {"--time-limit": "time_limit_s", "--check-seeds": "check_seeds", "--turn": "turn", "--leave-out": "leave_out"}
+SIDE_BY_SIDE_ONLY = {
+    "--time-limit": "time_limit_s",
+    "--check-seeds": "check_seeds",
+    "--turn": "turn",
+    "--leave-out": "leave_out",
+}
 
 
-def parse_loads(datasets: list[str], num_prompts: list[int], output_lens: list[str], request_rates: list[float], samples: list[int]) -> list[Load]:
-    """One load for each data set; an option that is given once holds for all of them. Raises ValueError when the numbers do not match."""
-    options: dict[str, list[Any]] = {"num-prompts": num_prompts, "output-len": output_lens, "request-rate": request_rates, "samples": samples}
+def parse_loads(
+    datasets: list[str],
+    num_prompts: list[int],
+    output_lens: list[str],
+    request_rates: list[float],
+    samples: list[int],
+) -> list[Load]:
+    """One load for each data set; an option that is given once holds for all of them.
+
+    Raises ValueError when the numbers do not match.
+    """
+    options: dict[str, list[Any]] = {
+        "num-prompts": num_prompts,
+        "output-len": output_lens,
+        "request-rate": request_rates,
+        "samples": samples,
+    }
     for name, values in options.items():
         if len(values) not in (1, len(datasets)):
-            raise ValueError(f"{name}: {len(values)} values, must be 1 or one for each of the {len(datasets)} data sets")
+            raise ValueError(
+                f"{name}: {len(values)} values, must be 1 or one for each of the {len(datasets)} data sets"
+            )
     columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
     loads = []
     for dataset, number, length, rate, answers in zip(datasets, *columns, strict=True):
         output_len = None if length == RECORDED else length
-        loads.append(Load(dataset=dataset, num_prompts=number, output_len=output_len, request_rate=rate, samples=answers))
+        loads.append(
+            Load(
+                dataset=dataset, num_prompts=number, output_len=output_len, request_rate=rate, samples=answers
+            )
+        )
     return loads
 
 
@@ -74,39 +107,122 @@ def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tup
     for text in texts:
         backend, _, number = text.rpartition(":")
         if backend not in backends or not number.isdigit() or not 1 <= int(number) <= num_loads:
-            raise ValueError(f"leave-out: {text!r}, must be BACKEND:N with one of the backends and N in 1 to {num_loads}")
+            raise ValueError(
+                f"leave-out: {text!r}, must be BACKEND:N with one of the backends and N in 1 to {num_loads}"
+            )
         parsed.append((backend, int(number) - 1))
     return tuple(parsed)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser = new_parser(__doc__, "ENGINE")
-    parser.add_argument("--backends", nargs="+", required=True, help="attn_backend (ours), its variants (see above), stock, or the engine's names")
     parser.add_argument(
-        "--dataset", nargs="+", default=["sharegpt"], help="sharegpt (the default), FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv"
+        "--backends",
+        nargs="+",
+        required=True,
+        help="attn_backend (ours), its variants (see above), stock, or the engine's names",
     )
-    parser.add_argument("--num-prompts", nargs="+", type=int, default=[32], help="one number, or one for each data set; default: 32")
     parser.add_argument(
-        "--output-len", nargs="+", default=[RECORDED], help=f"tokens to generate, alike: N, LOW-HIGH, or {RECORDED} (the default): what the data set says"
+        "--dataset",
+        nargs="+",
+        default=["sharegpt"],
+        help="sharegpt (the default), FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv",
     )
-    parser.add_argument("--request-rate", nargs="+", type=float, default=[float("inf")], help="prompts per second, Poisson, alike; default: all at once")
-    parser.add_argument("--samples", nargs="+", type=int, default=[1], help="answers to each prompt, alike; default: 1")
-    parser.add_argument("--sampling", type=sampling_argument, help="e.g. temperature=0.8,top_p=0.95,top_k=40; also min_p; default: greedy")
+    parser.add_argument(
+        "--num-prompts",
+        nargs="+",
+        type=int,
+        default=[32],
+        help="one number, or one for each data set; default: 32",
+    )
+    parser.add_argument(
+        "--output-len",
+        nargs="+",
+        default=[RECORDED],
+        help=f"tokens to generate, alike: N, LOW-HIGH, or {RECORDED} (the default): what the data set says",
+    )
+    parser.add_argument(
+        "--request-rate",
+        nargs="+",
+        type=float,
+        default=[float("inf")],
+        help="prompts per second, Poisson, alike; default: all at once",
+    )
+    parser.add_argument(
+        "--samples", nargs="+", type=int, default=[1], help="answers to each prompt, alike; default: 1"
+    )
+    parser.add_argument(
+        "--sampling",
+        type=sampling_argument,
+        help="e.g. temperature=0.8,top_p=0.95,top_k=40; also min_p; default: greedy",
+    )
     parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of the client for each server; the table shows medians; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn: prompts, lengths, and with --sampling the requests' seeds; default: %(default)s")
-    parser.add_argument("--dtype", help="of the model, as the engine calls it; default: float32 on a CPU without bf16 instructions, otherwise auto")
-    parser.add_argument("--max-model-len", type=int, help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU")
-    parser.add_argument("--max-num-seqs", type=int, help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU")
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="GPUs of a model (default: 1), without NVLink multicast where NCCL_NVLS_ENABLE is 0"
+        "--repeats",
+        type=int,
+        default=1,
+        help="runs of the client for each server; the table shows medians; default: %(default)s",
     )
-    parser.add_argument("--client-args", dest="client_arguments", type=split_arguments, default=[], help="more arguments for the client")
-    parser.add_argument("--side-by-side", action="store_true", help="start all servers at once, then load after load, see above")
-    parser.add_argument("--time-limit", dest="time_limit_s", type=float, help="side by side: begin no load when so many seconds have passed")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of what is drawn: prompts, lengths, and with --sampling the requests' seeds; default: "
+        "%(default)s",
+    )
+    parser.add_argument(
+        "--dtype",
+        help="of the model, as the engine calls it; default: float32 on a CPU without bf16 instructions, "
+        "otherwise auto",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="GPUs of a model (default: 1), without NVLink multicast where NCCL_NVLS_ENABLE is 0",
+    )
+    parser.add_argument(
+        "--client-args",
+        dest="client_arguments",
+        type=split_arguments,
+        default=[],
+        help="more arguments for the client",
+    )
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="start all servers at once, then load after load, see above",
+    )
+    parser.add_argument(
+        "--time-limit",
+        dest="time_limit_s",
+        type=float,
+        help="side by side: begin no load when so many seconds have passed",
+    )
     parser.add_argument("--check-seeds", action="store_true", help="side by side, with --sampling: see above")
-    parser.add_argument("--turn", type=Path, metavar="FOLDER", help="side by side: when all are warm leave FOLDER/ready, and begin when FOLDER/go is there")
-    parser.add_argument("--leave-out", nargs="+", default=[], metavar="BACKEND:N", help="side by side: do not send load number N, from 1, to this backend")
+    parser.add_argument(
+        "--turn",
+        type=Path,
+        metavar="FOLDER",
+        help="side by side: when all are warm leave FOLDER/ready, and begin when FOLDER/go is there",
+    )
+    parser.add_argument(
+        "--leave-out",
+        nargs="+",
+        default=[],
+        metavar="BACKEND:N",
+        help="side by side: do not send load number N, from 1, to this backend",
+    )
     given = parser.parse_args(arguments)
     for option, name in SIDE_BY_SIDE_ONLY.items():
         if getattr(given, name) and not given.side_by_side:
@@ -120,12 +236,20 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """Options are named as the fields of Settings; where they are silent its defaults hold, which are for a CPU."""
+    """Options are named as the fields of Settings; where they are silent its defaults hold, which are for a
+    CPU.
+    """
     values: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": 256} if given.device == "cuda" else {}
-    values |= {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__ and value is not None}
+    values |= {
+        name: value
+        for name, value in vars(given).items()
+        if name in Settings.__dataclass_fields__ and value is not None
+    }
     values["dtype"] = given.dtype or default_dtype(given.device)
     values["results"] = results_folder(given, given.engine)
-    values["loads"] = parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples)
+    values["loads"] = parse_loads(
+        given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples
+    )
     values["left_out"] = parse_left_out(given.leave_out, given.backends, len(given.dataset))
     return Settings(**values)
 

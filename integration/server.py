@@ -1,4 +1,6 @@
-"""Starts an engine's server, waits until it answers, and stops it in every case: normal end, failure, Ctrl-C, a TERM or HUP signal."""
+"""Starts an engine's server, waits until it answers, and stops it in every case: normal end, failure, Ctrl-C,
+a TERM or HUP signal.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def stop_on_signals() -> None:
         sys.exit(128 + number)
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as INT is in a program that a shell starts in the background
+        # as INT is in a program that a shell starts in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, leave)
 
 
@@ -67,21 +70,29 @@ class Server:
         self.url = f"http://127.0.0.1:{launch.port}"
         self.begin = time.monotonic()
         print(f"{self.label}: the server starts, log {log}", flush=True)
-        self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # the engines leave files in theirs
+        # the engines leave files in theirs
+        self._scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)
         environment = engine.server_environment(launch) | launch.environment | {"TMPDIR": self._scratch.name}
         self.process = start(engine.server_command(launch), log, environment, own_session=True)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises ServerError when it does not come up within `timeout_s` of its start, or without this package where it should use it."""
+        """Raises ServerError when it does not come up within `timeout_s` of its start, or without this
+        package where it should use it.
+        """
         _wait_until_ready(self.process, self.url, self.label, self.log, self.begin, timeout_s)
         if is_ours(self.launch.backend) and not library_is_loaded(self.process.pid):
             python = self.launch.python
-            raise ServerError(f"{self.label}: the server runs, but without attn_backend: `attn-backend doctor` of {python} says why, log {self.log}")
+            raise ServerError(
+                f"{self.label}: the server runs, but without attn_backend: `attn-backend doctor` of {python} "
+                f"says why, log {self.log}"
+            )
         print(f"{self.label}: server ready after {time.monotonic() - self.begin:.0f} s", flush=True)
 
     def raise_if_dead(self) -> None:
         if self.process.poll() is not None:
-            raise ServerError(f"{self.label}: the server died with exit status {self.process.returncode}, log {self.log}")
+            raise ServerError(
+                f"{self.label}: the server died with exit status {self.process.returncode}, log {self.log}"
+            )
 
     def ask_to_stop(self) -> None:
         """Does not wait: of several servers that are to stop, none waits for another."""
@@ -98,13 +109,22 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[str]:
-    """A context in which the server answers; gives its base URL. Raises ServerError when it does not come up in `timeout_s`."""
+    """A context in which the server answers; gives its base URL.
+
+    Raises ServerError when it does not come up in `timeout_s`.
+    """
     with ready_server(engine, launch, log, timeout_s) as server:
         yield server.url
 
 
 @contextlib.contextmanager
-def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> Iterator[Server]:
+def ready_server(
+    engine: Engine,
+    launch: Launch,
+    log: Path,
+    timeout_s: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Iterator[Server]:
     """As running_server; gives the server itself. `meanwhile` is called while the server starts."""
     server = Server(engine, launch, log)
     try:
@@ -120,11 +140,16 @@ def ready_server(engine: Engine, launch: Launch, log: Path, timeout_s: float, me
         server.stop()
 
 
-def _wait_until_ready(process: psutil.Popen, url: str, label: str, log: Path, begin: float, timeout_s: float) -> None:
+def _wait_until_ready(
+    process: psutil.Popen, url: str, label: str, log: Path, begin: float, timeout_s: float
+) -> None:
     with status(label, "starting"):
         while not is_ready(f"{url}/health"):
             if process.poll() is not None:
-                raise ServerError(f"{label}: the server ended with exit status {process.returncode} before it was ready, log {log}")
+                raise ServerError(
+                    f"{label}: the server ended with exit status {process.returncode} before it was ready, "
+                    f"log {log}"
+                )
             if time.monotonic() - begin > timeout_s:
                 raise ServerError(f"{label}: the server was not ready after {timeout_s:.0f} s, log {log}")
             time.sleep(POLL_S)

@@ -1,8 +1,11 @@
-"""Runs SGLang's own attention tests (sglang/test/kits/attention_unittest, in its wheel) with this backend: `python -m integration.sglang_attention_kit`.
+"""Runs SGLang's own attention tests (sglang/test/kits/attention_unittest, in its wheel) with this backend:
+`python -m integration.sglang_attention_kit`.
 
-Its cases bring their own reference. Counted: passed, skipped, failed, with the reason of each that did not pass; a skip makes the run fail too, since the kit
-skips a backend that it could not construct. Left out is what the kit has for other kinds of layers (MLA, linear attention) and for draft models, which this
-backend refuses to serve; that it refuses drafts that are trees is a case here. Without a GPU: `--device cpu`, with integration/sglang_cpu on PYTHONPATH.
+Its cases bring their own reference. Counted: passed, skipped, failed, with the reason of each that did not
+pass; a skip makes the run fail too, since the kit skips a backend that it could not construct. Left out is
+what the kit has for other kinds of layers (MLA, linear attention) and for draft models, which this backend
+refuses to serve; that it refuses drafts that are trees is a case here. Without a GPU: `--device cpu`, with
+integration/sglang_cpu on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -31,18 +34,42 @@ def dense_cases() -> tuple[dense.DenseAttentionCase, ...]:
 
 
 def window_cases() -> tuple[dense.DenseAttentionCase, ...]:
-    """The kit's extends with a window, and decode steps whose requests are shorter than, as long as and longer than it."""
+    """The kit's extends with a window, and decode steps whose requests are shorter than, as long as and
+    longer than it.
+    """
     decode = [
-        dense.DenseAttentionCase(f"swa_decode_page_{page_size}", NAME, ForwardMode.DECODE, 4, 2, page_size, (2, 3, 4, 5, 20), sliding_window_size=4)
+        dense.DenseAttentionCase(
+            f"swa_decode_page_{page_size}",
+            NAME,
+            ForwardMode.DECODE,
+            4,
+            2,
+            page_size,
+            (2, 3, 4, 5, 20),
+            sliding_window_size=4,
+        )
         for page_size in (1, 16)
     ]
-    return (*dense.make_swa_no_prefix_input_config_cases(NAME), *dense.make_swa_prefix_input_config_cases(NAME), *decode)
+    return (
+        *dense.make_swa_no_prefix_input_config_cases(NAME),
+        *dense.make_swa_prefix_input_config_cases(NAME),
+        *decode,
+    )
 
 
 def verify_cases() -> list[dense.DenseAttentionCase]:
     mode, prefix_lens, draft_lens = ForwardMode.TARGET_VERIFY, (14, 15, 3), (3, 3, 3)
     return [
-        dense.DenseAttentionCase(f"verify_page_{page_size}_heads_{num_kv_heads}", NAME, mode, 4, num_kv_heads, page_size, prefix_lens, draft_lens)
+        dense.DenseAttentionCase(
+            f"verify_page_{page_size}_heads_{num_kv_heads}",
+            NAME,
+            mode,
+            4,
+            num_kv_heads,
+            page_size,
+            prefix_lens,
+            draft_lens,
+        )
         for page_size in (1, 16)
         for num_kv_heads in (4, 2, 1)
     ]
@@ -53,30 +80,49 @@ def eager_cases(options: dict[str, object]) -> list[Case]:
     for case in (*dense_cases(), *window_cases()):
         for layout in LAYOUTS:
             if layout == "non_monotonic_extend" and case.page_size > 1:
-                continue  # tokens of a page in any order: no paged backend can read that, and no allocator makes it
+                # tokens of a page in any order: no paged backend can read that, and no allocator makes it
+                continue
             for head_dim in HEAD_DIMS:
-                run = partial(dense.run_dense_attention_case, case=case, head_dim=head_dim, loc_layout=layout, **options)
+                run = partial(
+                    dense.run_dense_attention_case, case=case, head_dim=head_dim, loc_layout=layout, **options
+                )
                 cases.append((f"eager {case.name} {layout} head_dim {head_dim}", run))
     return cases
 
 
 def graph_cases(options: dict[str, object]) -> list[Case]:
-    """The metadata protocol of captured decode steps, padded requests included (the kit runs the kernels without capturing them)."""
-    from sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner import run_dense_cuda_graph_decode_case as run
+    """The metadata protocol of captured decode steps, padded requests included (the kit runs the kernels
+    without capturing them).
+    """
+    from sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner import (
+        run_dense_cuda_graph_decode_case as run,
+    )
 
     decode = [case for case in (*dense_cases(), *window_cases()) if case.forward_mode.is_decode()]
-    return [(f"graph {case.name}", partial(run, case=case, head_dim=64, cuda_graph_capture_batch_size=6, **options)) for case in decode]
+    return [
+        (
+            f"graph {case.name}",
+            partial(run, case=case, head_dim=64, cuda_graph_capture_batch_size=6, **options),
+        )
+        for case in decode
+    ]
 
 
 def prefill_graph_cases(options: dict[str, object]) -> list[Case]:
     """Prefills whose attention runs between captured pieces, padded rows included."""
-    from sglang.test.kits.attention_unittest.runner_modes.split_op_runner import run_dense_split_op_extend_case as run
+    from sglang.test.kits.attention_unittest.runner_modes.split_op_runner import (
+        run_dense_split_op_extend_case as run,
+    )
 
     extends = [case for case in (*dense_cases(), *window_cases()) if case.forward_mode.is_extend()]
     cases: list[Case] = []
     for case in extends:
         for kind in ("breakable", "piecewise"):
-            shape = {"breakable": kind == "breakable", "head_dim": 64, "static_num_tokens": case.num_input_tokens + 5}
+            shape = {
+                "breakable": kind == "breakable",
+                "head_dim": 64,
+                "static_num_tokens": case.num_input_tokens + 5,
+            }
             cases.append((f"{kind} prefill {case.name}", partial(run, case=case, **shape, **options)))
     return cases
 
@@ -86,14 +132,26 @@ def speculative_cases(options: dict[str, object]) -> list[Case]:
 
     cases: list[Case] = []
     for case in verify_cases():
-        for run in (runner.run_dense_spec_verify_case, with_contiguous_slots(runner.run_dense_spec_verify_cuda_graph_case)):
-            cases.append((f"chain {run.__name__} {case.name}", partial(run, case=case, topk=1, head_dim=64, **options)))
-            cases.append((f"tree is refused, {run.__name__} {case.name}", partial(expect_refusal, partial(run, case=case, topk=2, head_dim=64, **options))))
+        for run in (
+            runner.run_dense_spec_verify_case,
+            with_contiguous_slots(runner.run_dense_spec_verify_cuda_graph_case),
+        ):
+            cases.append(
+                (f"chain {run.__name__} {case.name}", partial(run, case=case, topk=1, head_dim=64, **options))
+            )
+            cases.append(
+                (
+                    f"tree is refused, {run.__name__} {case.name}",
+                    partial(expect_refusal, partial(run, case=case, topk=2, head_dim=64, **options)),
+                )
+            )
     return cases
 
 
 def with_contiguous_slots(run: Callable[..., None]) -> Callable[..., None]:
-    """The kit's captured verify case shuffles the slots of its tables and then writes the prefixes to unshuffled ones, so only unshuffled tables can pass."""
+    """The kit's captured verify case shuffles the slots of its tables and then writes the prefixes to
+    unshuffled ones, so only unshuffled tables can pass.
+    """
     shuffled = dense.make_loc_fn
 
     @wraps(run)
@@ -115,21 +173,27 @@ def expect_refusal(run: Callable[[unittest.TestCase], None], testcase: unittest.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
     parser.add_argument("--filter", default="", help="only cases whose name contains this")
     args = parser.parse_args()
 
     register()
-    dense._SWA_DECODE_EXTEND_WINDOW = dense._SWA_DECODE_EXTEND_WINDOW | {NAME}  # a window of w: the query and w tokens before it
+    # a window of w: the query and w tokens before it
+    dense._SWA_DECODE_EXTEND_WINDOW = dense._SWA_DECODE_EXTEND_WINDOW | {NAME}
     outcomes: dict[str, list[str]] = {"passed": [], "skipped": [], "failed": []}
     for dtype in args.dtypes:
         options: dict[str, object] = {"device": args.device, "dtype": getattr(torch, dtype)}
         for group in (eager_cases, graph_cases, prefill_graph_cases, speculative_cases):
             try:
                 cases = group(options)
-            except (ImportError, AttributeError) as error:  # without a GPU, the kit's linear attention keeps some of its modules from being imported
+            except (
+                ImportError,
+                AttributeError,
+            ) as error:  # without a GPU, the kit's linear attention keeps some of its modules from being imported
                 outcomes["skipped"].append(f"{dtype} all of {group.__name__}: {error}")
                 continue
             for name, run in cases:
@@ -152,7 +216,11 @@ def attempt(run: Callable[[unittest.TestCase], None]) -> tuple[str, str]:
         return "skipped", str(skip)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return "failed", f"{type(error).__name__} at {where.filename}:{where.lineno}: {' '.join(str(error).split())[:300]}"
+        return (
+            "failed",
+            f"{type(error).__name__} at {where.filename}:{where.lineno}: "
+            f"{' '.join(str(error).split())[:300]}",
+        )
     return "passed", ""
 
 

@@ -1,4 +1,6 @@
-"""A benchmark with all servers running at once on one device: each load goes to one server after another before the next load has its turn."""
+"""A benchmark with all servers running at once on one device: each load goes to one server after another
+before the next load has its turn.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from integration.results import Row
 from integration.server import Server, ServerError, print_tail
 from integration.warm_up import wait_for_turn, warm_up
 
-CLIENTS_AHEAD = 8  # clients that have been started before their turn: their preparations take longer than many a load
+# clients that have been started before their turn: their preparations take longer than many a load
+CLIENTS_AHEAD = 8
 
 
 def benchmark_side_by_side(settings: Settings) -> list[Row]:
-    """Like `integration.benchmark.benchmark`, with all servers at once. A backend that fails is left out from there on."""
+    """Like `integration.benchmark.benchmark`, with all servers at once.
+
+    A backend that fails is left out from there on.
+    """
     run = Benchmark.make(settings)
     with ExitStack() as stack:
         group = SideBySide(run, stack)
@@ -68,13 +74,22 @@ class SideBySide:
                 server.wait_until_ready(self.settings.start_timeout_s)
             except ServerError as error:
                 self._leave_out(backend, error)
-        with ThreadPoolExecutor(len(self.servers)) as pool:  # all of them share the device: this is not measured
-            ready = {backend: server.url for backend, server in self.servers.items() if backend not in self.failed}
-            warmed = {backend: pool.submit(warm_up, self.run.engine, url, self._prompts, self.settings.sampling) for backend, url in ready.items()}
+        # all of them share the device: this is not measured
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            ready = {
+                backend: server.url for backend, server in self.servers.items() if backend not in self.failed
+            }
+            warmed = {
+                backend: pool.submit(warm_up, self.run.engine, url, self._prompts, self.settings.sampling)
+                for backend, url in ready.items()
+            }
         for backend, outcome in warmed.items():
             if reason := outcome.exception():
                 self._leave_out(backend, reason)
-        print(f"{self.run.engine.name}: all have been warmed up {self._seconds():.0f} s after the start", flush=True)
+        print(
+            f"{self.run.engine.name}: all have been warmed up {self._seconds():.0f} s after the start",
+            flush=True,
+        )
 
     def measure_all(self) -> None:
         """Every load of every backend that has not failed, until the time is up."""
@@ -99,7 +114,14 @@ class SideBySide:
         prompts = [tokens for tokens, _ in self._prompts[0]]
         for backend, server in self.servers.items():
             if backend not in self.failed:
-                check_seeds(self.run.engine, backend, server.url, prompts, self.settings.sampling, self.settings.results)
+                check_seeds(
+                    self.run.engine,
+                    backend,
+                    server.url,
+                    prompts,
+                    self.settings.sampling,
+                    self.settings.results,
+                )
 
     def _measure(self, client: RunningClient, index: int, backend: str, repeat: int) -> None:
         self.run.announce(backend, index, repeat)
@@ -110,7 +132,9 @@ class SideBySide:
             self.servers[backend].raise_if_dead()
         except (ClientError, ServerError) as error:
             self._leave_out(backend, error)
-        print(f"{self.run.engine.name} with {backend}: done {self._seconds():.0f} s after the start", flush=True)
+        print(
+            f"{self.run.engine.name} with {backend}: done {self._seconds():.0f} s after the start", flush=True
+        )
 
     def _start_client(self) -> None:
         """Starts the client of the next turn that has none yet; it prepares its requests and waits."""
@@ -119,7 +143,14 @@ class SideBySide:
             return
         index, backend, repeat = turn
         client = self.run.client(self.servers[backend].launch, index, repeat, waits=True)
-        self._waiting.append(RunningClient(self.run.engine, client, self.settings.device, self.run.log(f"client-{backend}-{index}-{repeat}")))
+        self._waiting.append(
+            RunningClient(
+                self.run.engine,
+                client,
+                self.settings.device,
+                self.run.log(f"client-{backend}-{index}-{repeat}"),
+            )
+        )
 
     def _leave_out(self, backend: str, error: BaseException) -> None:
         print_tail(self.servers[backend].log)
@@ -136,7 +167,9 @@ def side_by_side_turns(settings: Settings) -> list[tuple[int, str, int]]:
     for number, (index, repeat) in enumerate(product(range(len(settings.loads)), range(settings.repeats))):
         first = number % len(settings.backends)
         backends = settings.backends[first:] + settings.backends[:first]
-        turns += [(index, backend, repeat) for backend in backends if (backend, index) not in settings.left_out]
+        turns += [
+            (index, backend, repeat) for backend in backends if (backend, index) not in settings.left_out
+        ]
     return turns
 
 

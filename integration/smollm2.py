@@ -1,10 +1,12 @@
 """SmolLM2-135M-Instruct as safetensors, made from the GGUF file that a Python package ships.
 
-A real model of the Llama architecture that a laptop serves: 30 layers, 9 query heads, 3 KV heads, head_dim 64. Converting it takes
-torch, transformers and gguf, so this module is run by the engine's interpreter: `python -m integration.smollm2`.
+A real model of the Llama architecture that a laptop serves: 30 layers, 9 query heads, 3 KV heads, head_dim
+64. Converting it takes torch, transformers and gguf, so this module is run by the engine's interpreter:
+`python -m integration.smollm2`.
 
-Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads, of which the added ones change nothing. `--draft` makes one that
-lacks a layer: its most probable token is the model's seven times in ten, so as a draft model it is neither always right nor always wrong.
+Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads, of which the
+added ones change nothing. `--draft` makes one that lacks a layer: its most probable token is the model's
+seven times in ten, so as a draft model it is neither always right nor always wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def cache_name(kv_heads: int) -> str:
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Write the model in `gguf` to the folder `target` as bfloat16 safetensors, with its tokenizer and chat template."""
+    """Write the model in `gguf` to the folder `target` as bfloat16 safetensors, with its tokenizer and chat
+    template.
+    """
     import gguf as reader
     import torch
     from tokenizers import decoders
@@ -43,24 +47,35 @@ def convert(gguf: Path, target: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # transformers parses the file three times and names the tensors once for each module, which was half of the conversion's time
-    vars(reader).update(GGUFReader=cache(reader.GGUFReader), get_tensor_name_map=cache(reader.get_tensor_name_map))
+    # transformers parses the file three times and names the tensors once for each module, which was half of
+    # the conversion's time
+    vars(reader).update(
+        GGUFReader=cache(reader.GGUFReader), get_tensor_name_map=cache(reader.get_tensor_name_map)
+    )
     source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-    # transformers refuses to save a model that it loaded from GGUF: a fresh one takes the weights over. They are no longer quantized
-    config = LlamaConfig(**{name: value for name, value in source.config.to_dict().items() if name not in ("quantization_config", "dtype", "torch_dtype")})
+    # transformers refuses to save a model that it loaded from GGUF: a fresh one takes the weights over. They
+    # are no longer quantized
+    config = LlamaConfig(
+        **{
+            name: value
+            for name, value in source.config.to_dict().items()
+            if name not in ("quantization_config", "dtype", "torch_dtype")
+        }
+    )
     model = LlamaForCausalLM(config)
     model.load_state_dict(source.state_dict())
     model.bfloat16().save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    # transformers 5.12 makes a decoder of another kind of tokenizer, by which grammars take a line break for a letter, and another end
+    # transformers 5.12 makes a decoder of another kind of tokenizer, by which grammars take a line break for
+    # a letter, and another end
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.eos_token = tokenizer.pad_token = END
     tokenizer.save_pretrained(target)
 
 
 def add_heads(model: Path, target: Path, kv_heads: int) -> None:
-    """Copy a Llama of one safetensors file and give it `kv_heads` KV heads, and as many query heads for each as before. The added ones are zero, in the output
-    projection too, so its answers stay the same.
+    """Copy a Llama of one safetensors file and give it `kv_heads` KV heads, and as many query heads for each
+    as before. The added ones are zero, in the output projection too, so its answers stay the same.
 
     Raises:
         ValueError: it has more KV heads already.
@@ -99,23 +114,40 @@ def leave_out_layer(model: Path, target: Path, layer: int) -> None:
 
     config = json.loads((model / "config.json").read_text())
     shutil.copytree(model, target, dirs_exist_ok=True)
-    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}, indent=2) + "\n", encoding="utf-8")
-    weights = {renumbered(name): weight for name, weight in load_file(model / "model.safetensors").items() if f".layers.{layer}." not in name}
+    (target / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}, indent=2) + "\n",
+        encoding="utf-8",
+    )
+    weights = {
+        renumbered(name): weight
+        for name, weight in load_file(model / "model.safetensors").items()
+        if f".layers.{layer}." not in name
+    }
     save_file(weights, target / "model.safetensors", {"format": "pt"})
 
 
 def draft_folder() -> Path:
-    return cached_folder(f"{CACHE_NAME}-draft", lambda folder: leave_out_layer(smollm2_folder(), folder, LEFT_OUT))
+    return cached_folder(
+        f"{CACHE_NAME}-draft", lambda folder: leave_out_layer(smollm2_folder(), folder, LEFT_OUT)
+    )
 
 
 def smollm2_folder(kv_heads: int = KV_HEADS) -> Path:
     """Folder with the model, downloaded and converted on the first call."""
     if kv_heads != KV_HEADS:
-        return cached_folder(cache_name(kv_heads), lambda folder: add_heads(smollm2_folder(), folder, kv_heads))
+        return cached_folder(
+            cache_name(kv_heads), lambda folder: add_heads(smollm2_folder(), folder, kv_heads)
+        )
 
     def fill(folder: Path) -> None:
         gguf = folder / GGUF_NAME
-        extract_from_package(PACKAGE, ".gguf", gguf, what="SmolLM2-135M-Instruct, 93 MB", instead="pass a model folder with --model DIR (make demo MODEL=DIR)")
+        extract_from_package(
+            PACKAGE,
+            ".gguf",
+            gguf,
+            what="SmolLM2-135M-Instruct, 93 MB",
+            instead="pass a model folder with --model DIR (make demo MODEL=DIR)",
+        )
         print("Converting SmolLM2 to safetensors ...", flush=True)
         with status("SmolLM2", "converting"):
             convert(gguf, folder)
@@ -125,8 +157,16 @@ def smollm2_folder(kv_heads: int = KV_HEADS) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kv-heads", type=int, choices=[KV_HEADS, WITH_MORE_HEADS], default=KV_HEADS, help="default: %(default)s, what it was trained with")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        choices=[KV_HEADS, WITH_MORE_HEADS],
+        default=KV_HEADS,
+        help="default: %(default)s, what it was trained with",
+    )
     parser.add_argument("--draft", action="store_true", help="the copy that lacks a layer")
     given = parser.parse_args()
     try:

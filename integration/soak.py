@@ -1,5 +1,6 @@
-"""Does a server with this backend hold out? Mixed load for a while: shared prefixes that change, sampled answers with seeds, JSON by a schema, clients that
-hang up, and a KV cache so small that requests are preempted and prefixes evicted.
+"""Does a server with this backend hold out? Mixed load for a while: shared prefixes that change, sampled
+answers with seeds, JSON by a schema, clients that hang up, and a KV cache so small that requests are
+preempted and prefixes evicted.
 
     python -m integration.soak --engine vllm --minutes 20 --concurrency 64 --cache-tokens 6144
     python -m integration.soak --engine vllm --minutes 3 --concurrency 64 --batch-invariant
@@ -8,16 +9,20 @@ What must hold:
 
 - no request fails, every answer is as long as it may be, and JSON is of its schema;
 - the memory (of the GPU, or of the server's processes) does not grow after the first minute;
-- every 50th request, asked again alone after the load, gets the same text where the logits are the same: in float32, or with --batch-invariant. Elsewhere
-  differing answers are counted, with how close the two most probable tokens came in them;
-- requests were aborted, preempted and guided: a soak in which they were not says nothing of them. Where one of these is still to come after --minutes, as on a
-  slow machine, the load goes on, up to four times as long.
+- every 50th request, asked again alone after the load, gets the same text where the logits are the same: in
+  float32, or with --batch-invariant. Elsewhere differing answers are counted, with how close the two most
+  probable tokens came in them;
+- requests were aborted, preempted and guided: a soak in which they were not says nothing of them. Where one
+  of these is still to come after --minutes, as on a slow machine, the load goes on, up to four times as long.
 
---batch-invariant is the engine's own mode. Logits there depend on how many tokens of a request are computed at once, and those of a preempted request, or after
-a cached prefix, are computed at once where they came one by one before. So the same text is demanded of the requests that began without a cached prefix (the
-answer says how much of its prompt was cached) and were there while none was preempted: answers do not say that they were, but both engines count. A quarter of
-the requests at a time come in bursts of 15 seconds each minute, and the cache is too small for all and large enough for the others: it preempts in bursts, too.
-Requests after a cached prefix are asked again after the same one. These, and those that were there when one was preempted, are counted.
+--batch-invariant is the engine's own mode. Logits there depend on how many tokens of a request are computed
+at once, and those of a preempted request, or after a cached prefix, are computed at once where they came one
+by one before. So the same text is demanded of the requests that began without a cached prefix (the answer
+says how much of its prompt was cached) and were there while none was preempted: answers do not say that they
+were, but both engines count. A quarter of the requests at a time come in bursts of 15 seconds each minute,
+and the cache is too small for all and large enough for the others: it preempts in bursts, too. Requests after
+a cached prefix are asked again after the same one. These, and those that were there when one was preempted,
+are counted.
 
 Exit status: 0 when all that holds, 1 otherwise.
 """
@@ -41,14 +46,18 @@ from integration.soak_load import LONGEST, Kept, Outcome, Request, Requests, ask
 from integration.text import TextMaker
 
 SHOWN_ERRORS = 10
-# Of a cache under batch invariance, for each request at a time: too few in a burst, enough for three quarters of them. vLLM's share prefixes, SGLang's none.
+# Of a cache under batch invariance, for each request at a time: too few in a burst, enough for three quarters
+# of them. vLLM's share prefixes, SGLang's none.
 TOKENS_OF_A_REQUEST = {"vllm": 96, "sglang": 128}
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A request that was asked again alone. `smallest_gap`: natural log, between the two most probable tokens where they are closest; of greedy ones.
-    `cached_again`: as Kept.cached, of the second answer."""
+    """A request that was asked again alone.
+
+    `smallest_gap`: natural log, between the two most probable tokens where they are closest; of greedy ones.
+    `cached_again`: as Kept.cached, of the second answer.
+    """
 
     number: int
     kind: str
@@ -89,7 +98,9 @@ def replay(engine: Engine, url: str, outcome: Outcome) -> list[Replay]:
 
 
 def ask_alone(url: str, kept: Kept) -> tuple[str, int]:
-    """The text, and how many tokens of the prompt were cached: as many as the first time, where that can be had, since nothing else is read from the cache."""
+    """The text, and how many tokens of the prompt were cached: as many as the first time, where that can be
+    had, since nothing else is read from the cache.
+    """
     request = replace(kept.request, salt=f"alone {kept.request.number}")
     if kept.cached:
         ask(url, replace(request, kind="greedy", prompt=request.prompt[: kept.cached], max_tokens=1))
@@ -104,9 +115,20 @@ def smallest_gap(engine: Engine, url: str, request: Request) -> float:
     return min(first - second for first, second in (pair for pair in pairs if len(pair) == 2))
 
 
-def judge(given: argparse.Namespace, outcome: Outcome, replays: list[Replay], preempted: int, grown: float, tracebacks: int) -> list[str]:
+def judge(
+    given: argparse.Namespace,
+    outcome: Outcome,
+    replays: list[Replay],
+    preempted: int,
+    grown: float,
+    tracebacks: int,
+) -> list[str]:
     """What does not hold."""
-    exact = [played for played in replays if given.dtype == "float32" or (given.batch_invariant and played.group == UNDISTURBED)]
+    exact = [
+        played
+        for played in replays
+        if given.dtype == "float32" or (given.batch_invariant and played.group == UNDISTURBED)
+    ]
     wrong = []
     if outcome.errors:
         wrong.append(f"{len(outcome.errors)} requests failed")
@@ -121,19 +143,33 @@ def judge(given: argparse.Namespace, outcome: Outcome, replays: list[Replay], pr
 
 def not_seen(given: argparse.Namespace, outcome: Outcome, preempted: int) -> list[str]:
     """What no request has gone through, but must have."""
-    counts = {**outcome.finished, "guided to the end": outcome.complete_json, "asked again": len(outcome.kept), "preempted": preempted}
+    counts = {
+        **outcome.finished,
+        "guided to the end": outcome.complete_json,
+        "asked again": len(outcome.kept),
+        "preempted": preempted,
+    }
     if given.batch_invariant:
-        counts["kept without a cached prefix while none was preempted"] = sum(not kept.cached and not kept.preempted for kept in outcome.kept)
+        counts["kept without a cached prefix while none was preempted"] = sum(
+            not kept.cached and not kept.preempted for kept in outcome.kept
+        )
     return [what for what, count in counts.items() if not count]
 
 
 def run(given: argparse.Namespace) -> bool:
     engine, results = ENGINES[given.engine], results_folder(given, f"soak-{given.engine}")
     given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
-    given.memory_growth = (64 if given.device == "cuda" else 256) if given.memory_growth is None else given.memory_growth
-    given.cache_tokens = given.cache_tokens or (given.concurrency * TOKENS_OF_A_REQUEST[given.engine] if given.batch_invariant else 640)
+    given.memory_growth = (
+        (64 if given.device == "cuda" else 256) if given.memory_growth is None else given.memory_growth
+    )
+    given.cache_tokens = given.cache_tokens or (
+        given.concurrency * TOKENS_OF_A_REQUEST[given.engine] if given.batch_invariant else 640
+    )
     if given.cache_tokens < LONGEST + 64:
-        raise ValueError(f"cache-tokens: {given.cache_tokens}, must be {LONGEST + 64} or more: a request takes up to {LONGEST}")
+        raise ValueError(
+            f"cache-tokens: {given.cache_tokens}, must be {LONGEST + 64} or more: a request takes up to "
+            f"{LONGEST}"
+        )
     model = resolve_model(given.model, given.python)
     arguments, environment = engine.soak_settings(given.cache_tokens, given.device)
     launch = Launch(
@@ -153,7 +189,10 @@ def run(given: argparse.Namespace) -> bool:
     log = results / f"server-{given.backend}.log"
     texts = TextMaker(model.folder, given.seed)
     if not texts.reads_text:
-        raise ValueError(f"model: {given.model!r} has a tokenizer of made-up words, must be one whose tokenizer can spell JSON, such as smollm2")
+        raise ValueError(
+            f"model: {given.model!r} has a tokenizer of made-up words, must be one whose tokenizer can spell "
+            f"JSON, such as smollm2"
+        )
     requests, known = Requests(texts, given.seed), 0
 
     def preemptions() -> int:
@@ -172,19 +211,32 @@ def run(given: argparse.Namespace) -> bool:
                 60 * given.minutes,
                 given.concurrency,
                 given.replay_every,
-                is_enough=lambda outcome: not not_seen(given, outcome, 1) and not not_seen(given, outcome, preemptions()),
+                is_enough=lambda outcome: (
+                    not not_seen(given, outcome, 1) and not not_seen(given, outcome, preemptions())
+                ),
                 preemptions=preemptions,
                 resting=given.concurrency // 4 if given.batch_invariant else 0,
             )
         preempted = preemptions()
-        print(f"load done: {outcome.finished}, {len(outcome.errors)} errors, {preempted} preemptions; asking {len(outcome.kept)} again", flush=True)
+        print(
+            f"load done: {outcome.finished}, {len(outcome.errors)} errors, {preempted} preemptions; asking "
+            f"{len(outcome.kept)} again",
+            flush=True,
+        )
         replays = replay(engine, server.url, outcome)
         tracebacks = server_tracebacks(log) - before
     for error in outcome.errors[:SHOWN_ERRORS]:
         print(f"error: {error}")
     grown = growth(samples, given.warm_up)
     wrong = judge(given, outcome, replays, preempted, grown, tracebacks)
-    report(given, results, outcome, replays, samples, {"preempted": preempted, "memory_growth_mib": grown, "wrong": wrong})
+    report(
+        given,
+        results,
+        outcome,
+        replays,
+        samples,
+        {"preempted": preempted, "memory_growth_mib": grown, "wrong": wrong},
+    )
     return not wrong
 
 
@@ -193,23 +245,49 @@ def server_tracebacks(log: Path) -> int:
 
 
 def report(
-    given: argparse.Namespace, results: Path, outcome: Outcome, replays: list[Replay], samples: list[tuple[float, float]], found: dict[str, Any]
+    given: argparse.Namespace,
+    results: Path,
+    outcome: Outcome,
+    replays: list[Replay],
+    samples: list[tuple[float, float]],
+    found: dict[str, Any],
 ) -> None:
     differing = [played for played in replays if not played.is_same]
-    print(f"\n{sum(outcome.finished.values())} requests in {samples[-1][0] / 60:.1f} minutes: {outcome.finished}, {found['preempted']} preemptions")
-    print(f"{len(outcome.errors)} errors; {outcome.complete_json} answers of complete JSON, all of the schema")
+    print(
+        f"\n{sum(outcome.finished.values())} requests in {samples[-1][0] / 60:.1f} minutes: "
+        f"{outcome.finished}, {found['preempted']} preemptions"
+    )
+    print(
+        f"{len(outcome.errors)} errors; {outcome.complete_json} answers of complete JSON, all of the schema"
+    )
     held = [value for _, value in samples]
-    print(f"memory {min(held):.0f} to {max(held):.0f} MiB in {len(held)} samples, growth after {given.warm_up:g} s: {found['memory_growth_mib']:.0f} MiB")
-    print(f"{len(replays) - len(differing)} of {len(replays)} requests have the same text when asked again alone")
+    print(
+        f"memory {min(held):.0f} to {max(held):.0f} MiB in {len(held)} samples, growth after "
+        f"{given.warm_up:g} s: {found['memory_growth_mib']:.0f} MiB"
+    )
+    print(
+        f"{len(replays) - len(differing)} of {len(replays)} requests have the same text when asked again "
+        f"alone"
+    )
     for group in GROUPS:
         of_group = [played.is_same for played in replays if played.group == group]
         print(f"  {sum(of_group)} of {len(of_group)} {group}")
     for played in differing:
-        gap = "" if played.smallest_gap is None else f", its closest alternatives {played.smallest_gap:.4f} apart"
+        gap = (
+            ""
+            if played.smallest_gap is None
+            else f", its closest alternatives {played.smallest_gap:.4f} apart"
+        )
         print(f"  request {played.number} ({played.kind}) differs{gap}; {played.group}")
     print("\n".join(f"does not hold: {what}" for what in found["wrong"]) or "all holds")
     settings = {name: str(value) for name, value in vars(given).items()}
-    written = {"settings": settings, **vars(outcome), **found, "replays": [vars(played) for played in replays], "memory_mib": samples}
+    written = {
+        "settings": settings,
+        **vars(outcome),
+        **found,
+        "replays": [vars(played) for played in replays],
+        "memory_mib": samples,
+    }
     written["kept"] = [{**vars(kept), "request": vars(kept.request)} for kept in outcome.kept]
     path = results / "soak.json"
     path.write_text(json.dumps(written) + "\n", encoding="utf-8")
@@ -218,16 +296,42 @@ def report(
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, "soak-ENGINE")
-    parser.add_argument("--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows")
+    parser.add_argument(
+        "--backend", default=OURS, help="attn_backend (the default), stock, or a name that the engine knows"
+    )
     parser.add_argument("--minutes", type=float, default=20, help="of load, at least; default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time; default: %(default)s")
-    parser.add_argument("--cache-tokens", type=int, help="of the KV cache; default: 640, too few for all requests; with --batch-invariant for bursts")
+    parser.add_argument(
+        "--cache-tokens",
+        type=int,
+        help="of the KV cache; default: 640, too few for all requests; with --batch-invariant for bursts",
+    )
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--batch-invariant", action="store_true", help="have the engine compute the same logits in every batch")
-    parser.add_argument("--replay-every", type=int, default=50, help="every so many requests, one is asked again alone; default: %(default)s")
-    parser.add_argument("--sample-every", type=float, default=3, help="seconds between two looks at the memory; default: %(default)s")
-    parser.add_argument("--warm-up", type=float, default=60, help="seconds in which the memory may grow; default: %(default)s")
-    parser.add_argument("--memory-growth", type=float, help="MiB that count as none; default: 64 on a GPU, 256 on a CPU (allocators keep what they had)")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="have the engine compute the same logits in every batch",
+    )
+    parser.add_argument(
+        "--replay-every",
+        type=int,
+        default=50,
+        help="every so many requests, one is asked again alone; default: %(default)s",
+    )
+    parser.add_argument(
+        "--sample-every",
+        type=float,
+        default=3,
+        help="seconds between two looks at the memory; default: %(default)s",
+    )
+    parser.add_argument(
+        "--warm-up", type=float, default=60, help="seconds in which the memory may grow; default: %(default)s"
+    )
+    parser.add_argument(
+        "--memory-growth",
+        type=float,
+        help="MiB that count as none; default: 64 on a GPU, 256 on a CPU (allocators keep what they had)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -1,4 +1,6 @@
-"""The load of a soak: requests of several kinds, with prefixes that change, many at a time, some of whose clients hang up; and what each answer must be."""
+"""The load of a soak: requests of several kinds, with prefixes that change, many at a time, some of whose
+clients hang up; and what each answer must be.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +54,35 @@ class Request:
 
     def body(self) -> dict[str, Any]:
         """As both engines' /v1/completions take it."""
-        body: dict[str, Any] = {"model": SERVED_NAME, "prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0}
+        body: dict[str, Any] = {
+            "model": SERVED_NAME,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+        }
         if self.kind in ("sampled", "aborted"):
             body |= {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": self.seed}
         if self.kind == "guided":
-            body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}}
-        return body | ({"stream": True} if self.kind == "aborted" else {}) | ({} if self.salt is None else {"cache_salt": self.salt})
+            body |= {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "person", "schema": SCHEMA},
+                }
+            }
+        return (
+            body
+            | ({"stream": True} if self.kind == "aborted" else {})
+            | ({} if self.salt is None else {"cache_salt": self.salt})
+        )
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A request to be asked again alone, with its text. `cached`: tokens of its prompt that the server had. `preempted`: how often requests were while it was
-    there. It may be one of them, unless that is 0."""
+    """A request to be asked again alone, with its text.
+
+    `cached`: tokens of its prompt that the server had. `preempted`: how often requests were while it was
+    there. It may be one of them, unless that is 0.
+    """
 
     request: Request
     text: str
@@ -91,7 +110,9 @@ class Requests:
     def make(self, number: int) -> Request:
         draw = random.Random(f"{self._seed} {number}")
         prefix = f"{self._seed} {number // PREFIX_LASTS} {draw.randrange(NUM_PREFIXES)}"
-        prompt = self._tokens(prefix, SHORTEST, LONGEST_PREFIX) + self._tokens(f"{self._seed} end {number}", SHORTEST, LONGEST_END)
+        prompt = self._tokens(prefix, SHORTEST, LONGEST_PREFIX) + self._tokens(
+            f"{self._seed} end {number}", SHORTEST, LONGEST_END
+        )
         kind = draw.choices(KINDS, WEIGHTS)[0]
         max_tokens = LONGEST_ANSWER if kind == "guided" else draw.randint(8, LONGEST_ANSWER)
         return Request(number, kind, prompt, max_tokens, draw.getrandbits(31), draw.randint(1, 12))
@@ -106,15 +127,20 @@ class Requests:
 
 
 def ask(url: str, request: Request) -> tuple[str, bool, int]:
-    """The text of an answer, whether it ended by itself, and how many tokens of the prompt the server had. Raises RuntimeError or ValueError if the answer is
-    not what it must be."""
+    """The text of an answer, whether it ended by itself, and how many tokens of the prompt the server had.
+
+    Raises RuntimeError or ValueError if the answer is not what it must be.
+    """
     answer = post_json(f"{url}/v1/completions", request.body())
     choice = answer["choices"][0]
     text, reason = str(choice["text"]), choice["finish_reason"]
     if reason not in ("stop", "length"):
         raise ValueError(f"its answer ended with {reason!r}")
     if answer["usage"]["completion_tokens"] > request.max_tokens:
-        raise ValueError(f"its answer has {answer['usage']['completion_tokens']} tokens, asked for were {request.max_tokens}")
+        raise ValueError(
+            f"its answer has {answer['usage']['completion_tokens']} tokens, asked for were "
+            f"{request.max_tokens}"
+        )
     if request.kind == "guided" and reason == "stop":
         check_json(text)
     details = answer["usage"].get("prompt_tokens_details") or {}
@@ -128,8 +154,19 @@ def check_json(text: str) -> None:
     except json.JSONDecodeError as error:
         raise ValueError(f"its answer is not JSON ({error}): {text!r}") from None
     fits = isinstance(person, dict) and sorted(person) == ["age", "likes", "name"]
-    fits = fits and isinstance(person["name"], str) and len(person["name"]) <= 12 and isinstance(person["age"], int) and 0 <= person["age"] <= 120
-    if not (fits and isinstance(person["likes"], list) and len(person["likes"]) <= 3 and set(person["likes"]) <= {"tea", "coffee", "milk"}):
+    fits = (
+        fits
+        and isinstance(person["name"], str)
+        and len(person["name"]) <= 12
+        and isinstance(person["age"], int)
+        and 0 <= person["age"] <= 120
+    )
+    if not (
+        fits
+        and isinstance(person["likes"], list)
+        and len(person["likes"]) <= 3
+        and set(person["likes"]) <= {"tea", "coffee", "milk"}
+    ):
         raise ValueError(f"its answer is not of the schema: {text!r}")
 
 
@@ -143,12 +180,14 @@ def run_load(
     preemptions: Callable[[], int],
     resting: int = 0,
 ) -> Outcome:
-    """Sends requests for so long, and up to `PATIENCE` times as long until `is_enough`; `concurrency` at a time. Every `keep_every`th that is not aborted is
-    kept. Each minute prints a line: a load that is cut short has told what it saw.
+    """Sends requests for so long, and up to `PATIENCE` times as long until `is_enough`; `concurrency` at a
+    time. Every `keep_every`th that is not aborted is kept. Each minute prints a line: a load that is cut
+    short has told what it saw.
 
     Args:
         preemptions: how many there have been.
-        resting: so many of those at a time ask in bursts alone. A cache that is too small for all of them then preempts requests in bursts, too.
+        resting: so many of those at a time ask in bursts alone. A cache that is too small for all of them
+            then preempts requests in bursts, too.
     """
     outcome, lock, numbers = Outcome(), threading.Lock(), itertools.count()
     start = time.monotonic()
@@ -165,7 +204,10 @@ def run_load(
         minute = int(time.monotonic() - start) // 60
         if minute > minutes_told:
             minutes_told = minute
-            print(f"{minute} min: {sum(outcome.finished.values())} requests, {len(outcome.errors)} errors", flush=True)
+            print(
+                f"{minute} min: {sum(outcome.finished.values())} requests, {len(outcome.errors)} errors",
+                flush=True,
+            )
 
     def work(worker: int) -> None:
         while goes_on():
@@ -186,7 +228,9 @@ def run_load(
                 preempted = preemptions() - before if is_kept else 0
             except (RuntimeError, ValueError, KeyError) as error:
                 with lock:
-                    outcome.errors.append(f"request {request.number} ({request.kind}, {len(request.prompt)} tokens): {error}")
+                    outcome.errors.append(
+                        f"request {request.number} ({request.kind}, {len(request.prompt)} tokens): {error}"
+                    )
                 continue
             with lock:
                 outcome.finished[request.kind] += 1

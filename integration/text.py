@@ -1,4 +1,6 @@
-"""Text with an exact number of tokens under a given tokenizer, and real text for tokenizers that cannot read it."""
+"""Text with an exact number of tokens under a given tokenizer, and real text for tokenizers that cannot read
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 POOL_SIZE = 1000
-# Cuts text into about as many pieces as a trained tokenizer makes of it: on 1,500 ShareGPT exchanges 0.97 times SmolLM2's tokens, medians within 4 %.
+# Cuts text into about as many pieces as a trained tokenizer makes of it: on 1,500 ShareGPT exchanges 0.97
+# times SmolLM2's tokens, medians within 4 %.
 PIECE = re.compile(r"[A-Za-z]{1,8}|[0-9]{1,3}|\S")
 
 
@@ -20,7 +23,9 @@ def tokenizer_of(model_folder: Path) -> Any:
 
     file = model_folder / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"model: {model_folder} has no tokenizer.json, which is needed to count the tokens of prompts")
+        raise ValueError(
+            f"model: {model_folder} has no tokenizer.json, which is needed to count the tokens of prompts"
+        )
     return Tokenizer.from_file(str(file))
 
 
@@ -39,32 +44,48 @@ class TextMaker:
         words: list[str] = []
         for token_id in ids:
             word = self.tokenizer.decode([token_id]).strip()
-            if word.isascii() and word.isalnum() and self.tokenizer.encode(f" {word}", add_special_tokens=False).ids == [token_id]:
+            if (
+                word.isascii()
+                and word.isalnum()
+                and self.tokenizer.encode(f" {word}", add_special_tokens=False).ids == [token_id]
+            ):
                 words.append(word)
             if len(words) == POOL_SIZE:
                 break
         if not words:
-            raise ValueError("model: its tokenizer has no single-token words, so texts of prescribed lengths cannot be made")
+            raise ValueError(
+                "model: its tokenizer has no single-token words, so texts of prescribed lengths cannot be "
+                "made"
+            )
         return words
 
     @cached_property
     def reads_text(self) -> bool:
-        """False for the tokenizer of integration/tokenizer.py: every word of a real text is the same unknown token to it."""
-        return len(set(self.tokenizer.encode("The quick brown fox jumps over it", add_special_tokens=False).ids)) > 1
+        """False for the tokenizer of integration/tokenizer.py: every word of a real text is the same unknown
+        token to it.
+        """
+        return (
+            len(set(self.tokenizer.encode("The quick brown fox jumps over it", add_special_tokens=False).ids))
+            > 1
+        )
 
     def text(self, num_tokens: int) -> str:
         """A text that the tokenizer turns into `num_tokens` tokens, those that it adds by itself not counted."""
         return "".join(f" {self.random.choice(self.words)}" for _ in range(num_tokens))
 
     def readable(self, text: str) -> str:
-        """`text`, or for a tokenizer that cannot read it the same text in words of the tokenizer, one for each piece.
+        """`text`, or for a tokenizer that cannot read it the same text in words of the tokenizer, one for
+        each piece.
 
-        Equal pieces become equal words: two texts share a prefix as far as they did. As they are, all prompts would be one unknown token repeated, each
-        a prefix of the longer ones, and the engines' prefix caches would answer nearly all of every prompt.
+        Equal pieces become equal words: two texts share a prefix as far as they did. As they are, all prompts
+        would be one unknown token repeated, each a prefix of the longer ones, and the engines' prefix caches
+        would answer nearly all of every prompt.
         """
         if self.reads_text:
             return text
-        return "".join(f" {self.words[zlib.crc32(piece.encode()) % len(self.words)]}" for piece in PIECE.findall(text))
+        return "".join(
+            f" {self.words[zlib.crc32(piece.encode()) % len(self.words)]}" for piece in PIECE.findall(text)
+        )
 
     def count(self, text: str) -> int:
         """Number of tokens of `text`, with those that the tokenizer adds by itself."""

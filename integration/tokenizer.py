@@ -1,7 +1,9 @@
-"""A word-level tokenizer for models without one (random weights, only a config): entry i is the word `t<i>`, all of one length.
+"""A word-level tokenizer for models without one (random weights, only a config): entry i is the word `t<i>`,
+all of one length.
 
-Every token decodes to visible text, so a client that waits for text sees each one, and a text of n words has exactly n tokens. Of one length, because
-transformers looks for the special tokens inside words too: it would cut `t1234` in two where `t1` is one.
+Every token decodes to visible text, so a client that waits for text sees each one, and a text of n words has
+exactly n tokens. Of one length, because transformers looks for the special tokens inside words too: it would
+cut `t1234` in two where `t1` is one.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import json
 from pathlib import Path
 
 
-def write_word_tokenizer(folder: Path, vocab_size: int, bos_token_id: int | None = None, eos_token_id: int | None = None) -> None:
+def write_word_tokenizer(
+    folder: Path, vocab_size: int, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` with `vocab_size` entries into `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -19,7 +23,11 @@ def write_word_tokenizer(folder: Path, vocab_size: int, bos_token_id: int | None
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": words[0], "model_max_length": 131072}
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": words[0],
+        "model_max_length": 131072,
+    }
     if bos_token_id is not None:
         config["bos_token"] = words[bos_token_id]
     if eos_token_id is not None:

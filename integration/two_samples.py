@@ -13,13 +13,17 @@ PERMUTATIONS = 10_000
 
 
 def chi_square(one: Sequence[Hashable], other: Sequence[Hashable]) -> float | None:
-    """The p-value of the two-sample chi-square test over what was drawn: the probability of a difference as large if both came from one distribution.
+    """The p-value of the two-sample chi-square test over what was drawn: the probability of a difference as
+    large if both came from one distribution.
 
-    Values that are rarer than SMALLEST_CELL in both samples together share a cell. None: all are in one cell, so that nothing can be seen.
+    Values that are rarer than SMALLEST_CELL in both samples together share a cell. None: all are in one cell,
+    so that nothing can be seen.
     """
     counts, others = Counter(one), Counter(other)
     pooled = counts + others
-    cells = [(counts[value], others[value]) for value in sorted(pooled, key=repr) if pooled[value] >= SMALLEST_CELL]
+    cells = [
+        (counts[value], others[value]) for value in sorted(pooled, key=repr) if pooled[value] >= SMALLEST_CELL
+    ]
     rare = [(counts[value], others[value]) for value in pooled if pooled[value] < SMALLEST_CELL]
     rest = (sum(pair[0] for pair in rare), sum(pair[1] for pair in rare))
     if sum(rest) >= SMALLEST_CELL or not cells:
@@ -36,14 +40,23 @@ def chi_square(one: Sequence[Hashable], other: Sequence[Hashable]) -> float | No
 
 
 def same_mean(one: Sequence[float], other: Sequence[float]) -> float:
-    """The p-value of a permutation test (two-sided, seeded): how often means differ as much if the values are dealt to the two samples anew."""
+    """The p-value of a permutation test (two-sided, seeded): how often means differ as much if the values are
+    dealt to the two samples anew.
+    """
     values = torch.tensor([*one, *other], dtype=torch.float64)
-    dealt = values[torch.rand(PERMUTATIONS, len(values), generator=torch.Generator().manual_seed(0)).argsort(1)]
-    return _share(dealt[:, : len(one)].mean(1) - dealt[:, len(one) :].mean(1), values[: len(one)].mean() - values[len(one) :].mean())
+    dealt = values[
+        torch.rand(PERMUTATIONS, len(values), generator=torch.Generator().manual_seed(0)).argsort(1)
+    ]
+    return _share(
+        dealt[:, : len(one)].mean(1) - dealt[:, len(one) :].mean(1),
+        values[: len(one)].mean() - values[len(one) :].mean(),
+    )
 
 
 def zero_mean(differences: Sequence[float]) -> float:
-    """The p-value of a sign-flip test (two-sided, seeded) for pairs: how often the mean difference is as large if each could as well have the other sign."""
+    """The p-value of a sign-flip test (two-sided, seeded) for pairs: how often the mean difference is as
+    large if each could as well have the other sign.
+    """
     values = torch.tensor(differences, dtype=torch.float64)
     signs = 2 * torch.randint(2, (PERMUTATIONS, len(values)), generator=torch.Generator().manual_seed(0)) - 1
     return _share((signs * values).mean(1), values.mean())

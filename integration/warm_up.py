@@ -1,4 +1,6 @@
-"""Requests before the measurement: an engine compiles, tunes and allocates when it meets its first prompts of a kind, and that belongs to no figure."""
+"""Requests before the measurement: an engine compiles, tunes and allocates when it meets its first prompts of
+a kind, and that belongs to no figure.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,28 @@ Prompts = list[tuple[list[int], int]]  # token ids, and how many tokens to gener
 
 
 def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
-    """The first few requests of a load; `seed` must be another than that of its measured runs, or the prefix cache would answer those.
+    """The first few requests of a load; `seed` must be another than that of its measured runs, or the prefix
+    cache would answer those.
 
     Raises:
         ValueError: the model's folder has no tokenizer.json.
     """
     tokenizer = tokenizer_of(workload.model_folder)
-    return [(tokenizer.encode(request.text).ids, min(request.output_len, MOST_TOKENS)) for request in workload.requests(seed)[:REQUESTS]]
+    return [
+        (tokenizer.encode(request.text).ids, min(request.output_len, MOST_TOKENS))
+        for request in workload.requests(seed)[:REQUESTS]
+    ]
 
 
-def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling | None, tell: Callable[[str], None] = lambda what: None) -> None:
-    """Sends one request of each load alone, then the others at once: what they share is computed first and read from the cache afterwards.
+def warm_up(
+    engine: Engine,
+    url: str,
+    loads: list[Prompts],
+    sampling: Sampling | None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> None:
+    """Sends one request of each load alone, then the others at once: what they share is computed first and
+    read from the cache afterwards.
 
     Args:
         tell: hears how many have been answered.
@@ -50,7 +63,9 @@ def warm_up(engine: Engine, url: str, loads: list[Prompts], sampling: Sampling |
 
 
 def wait_for_turn(folder: Path | None) -> None:
-    """For engines that share a device: leaves `ready` in the folder, if there is one, and waits until `go` appears there."""
+    """For engines that share a device: leaves `ready` in the folder, if there is one, and waits until `go`
+    appears there.
+    """
     if folder is not None:
         (folder / "ready").touch()
         while not (folder / "go").exists():

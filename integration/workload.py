@@ -1,4 +1,5 @@
-"""The requests of a benchmark: ShareGPT conversations, prompts of prescribed lengths, or prompts that share one prefix.
+"""The requests of a benchmark: ShareGPT conversations, prompts of prescribed lengths, or prompts that share
+one prefix.
 
 A data set is named on the command line as
 
@@ -7,14 +8,17 @@ A data set is named on the command line as
     prefix:PREFIX+SUFFIX    every prompt is the same PREFIX tokens, then SUFFIX tokens of its own
     lengths:FILE.csv        prompt and output lengths from the first two numeric columns of a file with a header
 
-Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times, the copies one right after another. That is what both engines make
-of `n` themselves: vLLM 0.26.0 turns such a request into n requests with the same prompt (v1/engine/parallel_sampling.py), SGLang 0.5.17 too, after a first one
-that only fills the cache (managers/tokenizer_manager.py), and the n share the prompt's pages through prefix caching, which is on in both. `n` itself cannot be
-measured with their clients: the answers come interleaved in one stream, and neither client looks at whose token a piece is. vLLM's would report the gaps
-between any two answers' tokens as ITL, about 1/n of it; SGLang's compares the number of tokens of one answer with that of another, and counts only one
-answer's tokens as throughput. With copies every answer has its own stream, its own TTFT and its own ITL. What is different from `n`: the copies arrive one by
-one (at `samples` times the prompts' rate) instead of together, and copies that SGLang prefills in one step each compute the prompt before its radix tree
-folds them into the same pages; both hold for every backend alike.
+Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times, the copies one right
+after another. That is what both engines make of `n` themselves: vLLM 0.26.0 turns such a request into n
+requests with the same prompt (v1/engine/parallel_sampling.py), SGLang 0.5.17 too, after a first one that only
+fills the cache (managers/tokenizer_manager.py), and the n share the prompt's pages through prefix caching,
+which is on in both. `n` itself cannot be measured with their clients: the answers come interleaved in one
+stream, and neither client looks at whose token a piece is. vLLM's would report the gaps between any two
+answers' tokens as ITL, about 1/n of it; SGLang's compares the number of tokens of one answer with that of
+another, and counts only one answer's tokens as throughput. With copies every answer has its own stream, its
+own TTFT and its own ITL. What is different from `n`: the copies arrive one by one (at `samples` times the
+prompts' rate) instead of together, and copies that SGLang prefills in one step each compute the prompt before
+its radix tree folds them into the same pages; both hold for every backend alike.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ SHORTEST, LONGEST_PROMPT, LONGEST_TOTAL = 4, 1024, 2048
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, the number of tokens to generate, and a text of that many tokens (clients that read ShareGPT's form count them)."""
+    """One prompt, the number of tokens to generate, and a text of that many tokens (clients that read
+    ShareGPT's form count them).
+    """
 
     text: str
     output_len: int
@@ -43,7 +49,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Workload:
-    """Base of the kinds below: `num_prompts` prompts, each answered `samples` times. `description` goes into the report."""
+    """Base of the kinds below: `num_prompts` prompts, each answered `samples` times. `description` goes into
+    the report.
+    """
 
     num_prompts: int
     samples: int
@@ -65,23 +73,31 @@ class Workload:
 
     def write_vllm(self, path: Path, seed: int) -> Path:
         """Write the form of `vllm bench serve --dataset-name custom` (its reader needs pandas)."""
-        lines = [json.dumps({"prompt": request.text, "output_tokens": request.output_len}) for request in self.requests(seed)]
+        lines = [
+            json.dumps({"prompt": request.text, "output_tokens": request.output_len})
+            for request in self.requests(seed)
+        ]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
 
     def write_sharegpt(self, path: Path, seed: int) -> Path:
         """Write ShareGPT's form, in which the answer's number of tokens is the output length."""
         requests = self.requests(seed)
-        turns = [[{"from": "human", "value": request.text}, {"from": "gpt", "value": request.answer}] for request in requests]
+        turns = [
+            [{"from": "human", "value": request.text}, {"from": "gpt", "value": request.answer}]
+            for request in requests
+        ]
         path.write_text(json.dumps([{"conversations": turn} for turn in turns]), encoding="utf-8")
         return path
 
 
 @dataclass(frozen=True)
 class ShareGPT(Workload):
-    """`num_prompts` conversations of `path`, picked here so that both engines' clients send the same ones in the same order.
+    """`num_prompts` conversations of `path`, picked here so that both engines' clients send the same ones in
+    the same order.
 
-    `output_len` None: as many tokens as the recorded answer has. `max_model_len`: most tokens of prompt and answer together that the server takes.
+    `output_len` None: as many tokens as the recorded answer has. `max_model_len`: most tokens of prompt and
+    answer together that the server takes.
     """
 
     path: Path
@@ -100,11 +116,18 @@ class ShareGPT(Workload):
             text, answer_text = maker.readable(turn), maker.readable(answer)
             prompt_len, answer_len = maker.count(text), maker.count(answer_text)
             output_len = self.output_len or answer_len
-            if SHORTEST <= prompt_len <= LONGEST_PROMPT and prompt_len + output_len <= longest and answer_len >= SHORTEST:
+            if (
+                SHORTEST <= prompt_len <= LONGEST_PROMPT
+                and prompt_len + output_len <= longest
+                and answer_len >= SHORTEST
+            ):
                 picked.append(Prompt(text, output_len, answer_text))
         if len(picked) < self.num_prompts:
             limits = f"prompts of {SHORTEST} to {LONGEST_PROMPT} tokens, at most {longest} with the answer"
-            raise ValueError(f"num-prompts: {self.num_prompts}, but {self.path} holds {len(picked)} conversations that can be used ({limits})")
+            raise ValueError(
+                f"num-prompts: {self.num_prompts}, but {self.path} holds {len(picked)} conversations that "
+                f"can be used ({limits})"
+            )
         return picked
 
 
@@ -125,19 +148,32 @@ class FileWorkload(Workload):
             prompts.append(Prompt(text, output, maker.text(max(output - maker.special_tokens, 1))))
         made, wanted = maker.count(prompts[0].text), self.prompt_lens[0]
         if abs(made - wanted) > wanted // 50:
-            raise ValueError(f"model: a prompt of {wanted} tokens came out with {made}: its tokenizer joins words")
+            raise ValueError(
+                f"model: a prompt of {wanted} tokens came out with {made}: its tokenizer joins words"
+            )
         return prompts
 
 
 @dataclass(frozen=True)
 class SharedPrefix(FileWorkload):
-    """All prompts have one length, begin with the same `shared_prefix_len` tokens, and get answers of one length."""
+    """All prompts have one length, begin with the same `shared_prefix_len` tokens, and get answers of one
+    length.
+    """
 
 
 def make_workload(
-    dataset: str, num_prompts: int, output_len: str | None, model_folder: Path, seed: int, samples: int = 1, max_model_len: int = LONGEST_TOTAL
+    dataset: str,
+    num_prompts: int,
+    output_len: str | None,
+    model_folder: Path,
+    seed: int,
+    samples: int = 1,
+    max_model_len: int = LONGEST_TOTAL,
 ) -> Workload:
-    """Parse a data set's name (see above). `output_len` is `N`, `LOW-HIGH` or None; `seed` draws lengths. Raises ValueError for what it cannot use."""
+    """Parse a data set's name (see above).
+
+    `output_len` is `N`, `LOW-HIGH` or None; `seed` draws lengths. Raises ValueError for what it cannot use.
+    """
     kind, _, rest = dataset.partition(":")
     outputs = _parse_range("output-len", output_len) if output_len else None
     draw = random.Random(seed)
@@ -145,29 +181,70 @@ def make_workload(
         raise ValueError(f"num-prompts: {num_prompts}, samples: {samples}: both must be positive")
     if dataset == "sharegpt" or dataset.endswith(".json"):
         if outputs and outputs[0] != outputs[1]:
-            raise ValueError(f"output-len: {output_len!r}: ShareGPT takes one number, or none for the recorded answers' lengths")
-        description = f"ShareGPT, first turns, {f'{outputs[0]} output tokens' if outputs else 'outputs as recorded'}"
-        return ShareGPT(num_prompts, samples, description, model_folder, dataset_file(dataset), outputs[0] if outputs else None, max_model_len)
+            raise ValueError(
+                f"output-len: {output_len!r}: ShareGPT takes one number, or none for the recorded answers' "
+                f"lengths"
+            )
+        description = (
+            f"ShareGPT, first turns, {f'{outputs[0]} output tokens' if outputs else 'outputs as recorded'}"
+        )
+        return ShareGPT(
+            num_prompts,
+            samples,
+            description,
+            model_folder,
+            dataset_file(dataset),
+            outputs[0] if outputs else None,
+            max_model_len,
+        )
     if kind == "lengths":
         prompts, answers = _read_lengths(Path(rest), num_prompts)
         if outputs:
             answers = [draw.randint(*outputs) for _ in prompts]
-        return FileWorkload(len(prompts), samples, f"lengths of {Path(rest).name}", model_folder, prompts, answers)
+        return FileWorkload(
+            len(prompts), samples, f"lengths of {Path(rest).name}", model_folder, prompts, answers
+        )
     if outputs is None:
-        raise ValueError(f"output-len: missing, and the data set {dataset!r} does not say how long answers are")
+        raise ValueError(
+            f"output-len: missing, and the data set {dataset!r} does not say how long answers are"
+        )
     if kind == "uniform":
         low, high = _parse_range("dataset", rest)
         prompts = [draw.randint(low, high) for _ in range(num_prompts)]
         answers = [draw.randint(*outputs) for _ in prompts]
-        return FileWorkload(num_prompts, samples, f"prompts of {low}-{high} tokens, outputs of {output_len}", model_folder, prompts, answers)
+        return FileWorkload(
+            num_prompts,
+            samples,
+            f"prompts of {low}-{high} tokens, outputs of {output_len}",
+            model_folder,
+            prompts,
+            answers,
+        )
     if kind == "prefix":
         prefix, _, suffix = rest.partition("+")
         if not (prefix.isdigit() and suffix.isdigit() and int(suffix) > 0) or outputs[0] != outputs[1]:
-            raise ValueError(f"dataset: {dataset!r} with output-len {output_len!r}: expected prefix:PREFIX+SUFFIX, numbers of tokens, and one output length")
+            raise ValueError(
+                f"dataset: {dataset!r} with output-len {output_len!r}: expected prefix:PREFIX+SUFFIX, "
+                f"numbers of tokens, and one output length"
+            )
         total = int(prefix) + int(suffix)
-        description = f"one shared prefix of {prefix} tokens, then {suffix} of each prompt's own, {output_len} output tokens"
-        return SharedPrefix(num_prompts, samples, description, model_folder, [total] * num_prompts, [outputs[0]] * num_prompts, int(prefix))
-    raise ValueError(f"dataset: {dataset!r} is none of sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv")
+        description = (
+            f"one shared prefix of {prefix} tokens, then {suffix} of each prompt's own, "
+            f"{output_len} output tokens"
+        )
+        return SharedPrefix(
+            num_prompts,
+            samples,
+            description,
+            model_folder,
+            [total] * num_prompts,
+            [outputs[0]] * num_prompts,
+            int(prefix),
+        )
+    raise ValueError(
+        f"dataset: {dataset!r} is none of sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, "
+        f"lengths:FILE.csv"
+    )
 
 
 def _parse_range(name: str, text: str) -> tuple[int, int]:
@@ -184,5 +261,8 @@ def _read_lengths(path: Path, num_prompts: int) -> tuple[list[int], list[int]]:
         raise ValueError(f"dataset: {path} has no rows under its header")
     columns = [index for index, cell in enumerate(rows[0]) if cell.strip().isdigit()]
     if len(columns) < 2:
-        raise ValueError(f"dataset: {path} has {len(columns)} columns of whole numbers, expected two: prompt and output lengths")
+        raise ValueError(
+            f"dataset: {path} has {len(columns)} columns of whole numbers, expected two: prompt and output "
+            f"lengths"
+        )
     return [max(int(row[columns[0]]), 1) for row in rows], [max(int(row[columns[1]]), 1) for row in rows]

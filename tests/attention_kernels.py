@@ -1,5 +1,9 @@
-"""Which attention kernel the tests' objects use. A GPU of compute capability 9.0 has two, unless ATTN_BACKEND_ARCH=sm_80: a random case takes one of them by
-its seed, always the same; a test with the fixture `kernel` runs with each, and fails if it does not ask kernel_of() for it."""
+"""Which attention kernel the tests' objects use.
+
+A GPU of compute capability 9.0 has two, unless ATTN_BACKEND_ARCH=sm_80: a random case takes one of them by
+its seed, always the same; a test with the fixture `kernel` runs with each, and fails if it does not ask
+kernel_of() for it.
+"""
 
 from __future__ import annotations
 

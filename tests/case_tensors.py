@@ -1,5 +1,8 @@
-"""Tensors of a case. Unused slots of the cache, padding rows of q and what surrounds every tensor are NaN; unused entries of page tables are not valid
-pages."""
+"""Tensors of a case.
+
+Unused slots of the cache, padding rows of q and what surrounds every tensor are NaN; unused entries of page
+tables are not valid pages.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +57,25 @@ class Case:
             **(arguments | changes),
         )
 
-    def run(self, attention: Attention, out: Tensor | None = None, lse: Tensor | None = None, **options: Any) -> Tensor:
+    def run(
+        self, attention: Attention, out: Tensor | None = None, lse: Tensor | None = None, **options: Any
+    ) -> Tensor:
         """options: of Attention.run."""
         given = {"sm_scale": self.spec.sm_scale, "logits_soft_cap": self.spec.logits_soft_cap, **options}
         return attention.run(self.q, self.kv, out=out, lse=lse, **given)
 
     def on_cpu(self) -> Case:
-        """What the oracle reads of it, on the CPU: for variants whose tensors lie there. Results are the device's, as they were."""
-        return replace(self, q=self.q.cpu(), k_slots=self.k_slots.cpu(), v_slots=self.v_slots.cpu(), slots=[own.cpu() for own in self.slots])
+        """What the oracle reads of it, on the CPU: for variants whose tensors lie there.
+
+        Results are the device's, as they were.
+        """
+        return replace(
+            self,
+            q=self.q.cpu(),
+            k_slots=self.k_slots.cpu(),
+            v_slots=self.v_slots.cpu(),
+            slots=[own.cpu() for own in self.slots],
+        )
 
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """float64 o and lse of the batch's rows. changes: to what the oracle is told."""
@@ -97,7 +111,9 @@ def build(spec: cases.Spec, device: torch.device | str) -> Case:
         return torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(spec.dtype)
 
     k_slots = data(num_slots, spec.num_kv_heads, spec.head_dim).masked_fill_(~used[:, None, None], torch.nan)
-    v_slots = data(num_slots, spec.num_kv_heads, spec.columns_of_v).masked_fill_(~used[:, None, None], torch.nan)
+    v_slots = data(num_slots, spec.num_kv_heads, spec.columns_of_v).masked_fill_(
+        ~used[:, None, None], torch.nan
+    )
     if spec.v_in_k:
         v_slots = k_slots[..., : spec.columns_of_v]
     rows = sum(spec.qo_lens)
@@ -113,7 +129,9 @@ def build(spec: cases.Spec, device: torch.device | str) -> Case:
         slots=[own.to(device) for own in slots],
         kv=_make_cache(spec, rng, k_slots, v_slots),
         view=_make_view(spec, rng, pages, device),
-        out=_placed(torch.full((*shape[:2], spec.columns_of_v), torch.nan, dtype=spec.dtype, device=device), spec, rng),
+        out=_placed(
+            torch.full((*shape[:2], spec.columns_of_v), torch.nan, dtype=spec.dtype, device=device), spec, rng
+        ),
         lse=torch.full(shape[:2], torch.nan, dtype=torch.float32, device=device),
     )
 
@@ -141,7 +159,8 @@ def _slots(spec: cases.Spec, pages: list[list[int]]) -> list[Tensor]:
     """The slot of every token of each request."""
     place = torch.arange(spec.page_size)
     return [
-        (torch.tensor(own, dtype=torch.int64)[:, None] * spec.page_size + place).flatten()[:kv_len] for own, kv_len in zip(pages, spec.kv_lens, strict=True)
+        (torch.tensor(own, dtype=torch.int64)[:, None] * spec.page_size + place).flatten()[:kv_len]
+        for own, kv_len in zip(pages, spec.kv_lens, strict=True)
     ]
 
 
@@ -150,7 +169,9 @@ def _num_pages(spec: cases.Spec, rng: numpy.random.Generator, pages: list[list[i
     return max((max(own) for own in pages if own), default=0) + 1 + int(rng.integers(3))
 
 
-def _make_view(spec: cases.Spec, rng: numpy.random.Generator, pages: list[list[int]], device: torch.device) -> BSRView:
+def _make_view(
+    spec: cases.Spec, rng: numpy.random.Generator, pages: list[list[int]], device: torch.device
+) -> BSRView:
     qo64, indptr64, last64, lens64, rows64 = spec.int64
 
     def index(values: list[int], is_int64: bool = False) -> Tensor:
@@ -166,9 +187,17 @@ def _make_view(spec: cases.Spec, rng: numpy.random.Generator, pages: list[list[i
     if spec.table_form == "ragged":
         table = PageTable.ragged(index(prefix_sum(lens), indptr64))
     elif spec.table_form == "csr":
-        indices = torch.cat([torch.tensor([page for own in pages for page in own], dtype=torch.int32), garbage(3)])
-        last = [(kv_len - 1) % size + 1 if kv_len else int(rng.choice([0, -7, 10**6])) for kv_len in lens]  # not read for a request without pages
-        table = PageTable.csr(index(prefix_sum([len(own) for own in pages]), indptr64), indices.to(device), index(last, last64), size)
+        indices = torch.cat(
+            [torch.tensor([page for own in pages for page in own], dtype=torch.int32), garbage(3)]
+        )
+        # not read for a request without pages
+        last = [(kv_len - 1) % size + 1 if kv_len else int(rng.choice([0, -7, 10**6])) for kv_len in lens]
+        table = PageTable.csr(
+            index(prefix_sum([len(own) for own in pages]), indptr64),
+            indices.to(device),
+            index(last, last64),
+            size,
+        )
     elif spec.table_form == "block_table":
         width = max((len(own) for own in pages), default=0) + int(rng.integers(3))
         block_table = garbage(len(pages), width + int(rng.integers(3)))
@@ -181,8 +210,12 @@ def _make_view(spec: cases.Spec, rng: numpy.random.Generator, pages: list[list[i
         req_to_token = garbage(len(pages) + 3, width + int(rng.integers(3)))
         for row, own, kv_len in zip(rows, _slots(spec, pages), lens, strict=True):
             req_to_token[row, :kv_len] = own.to(torch.int32)
-        table = PageTable.token_slots(req_to_token.to(device)[:, :width], index(rows, rows64), index(lens, lens64), size)
-    return BSRView(index(prefix_sum(list(spec.qo_lens)), qo64), table, causal=spec.causal, window_left=spec.window_left)
+        table = PageTable.token_slots(
+            req_to_token.to(device)[:, :width], index(rows, rows64), index(lens, lens64), size
+        )
+    return BSRView(
+        index(prefix_sum(list(spec.qo_lens)), qo64), table, causal=spec.causal, window_left=spec.window_left
+    )
 
 
 def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, v_slots: Tensor) -> KVCache:
@@ -205,22 +238,31 @@ def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, 
     num_incomplete = int(rng.integers(spec.page_size))  # slots at the end that are no page
 
     def placed(slots: Tensor) -> Tensor:
-        return _placed(torch.cat([slots, slots.new_full((num_incomplete, *slots.shape[1:]), torch.nan)]), spec, rng)
+        return _placed(
+            torch.cat([slots, slots.new_full((num_incomplete, *slots.shape[1:]), torch.nan)]), spec, rng
+        )
 
     return KVCache.from_slots(placed(k_slots), placed(v_slots), spec.page_size)
 
 
 def _placed(tensor: Tensor, spec: cases.Spec, rng: numpy.random.Generator) -> Tensor:
-    """A copy of `tensor`; if the case is strided, inside a larger tensor of NaN, its dimensions in any order but for the last."""
+    """A copy of `tensor`; if the case is strided, inside a larger tensor of NaN, its dimensions in any order
+    but for the last.
+    """
     if not spec.strided:
         return tensor.contiguous()
     aligned = tensor.is_cuda or spec.aligned
-    before = [*rng.integers(0, 2, tensor.ndim - 1).tolist(), int(rng.choice([0, 8] if aligned else [0, 8, 3]))]
+    before = [
+        *rng.integers(0, 2, tensor.ndim - 1).tolist(),
+        int(rng.choice([0, 8] if aligned else [0, 8, 3])),
+    ]
     after = [*rng.integers(0, 2, tensor.ndim - 1).tolist(), int(rng.choice([0, 8] if aligned else [0, 8, 5]))]
     order = [*rng.permutation(tensor.ndim - 1).tolist(), tensor.ndim - 1]
     sizes = [b + size + a for b, size, a in zip(before, tensor.shape, after, strict=True)]
     room = torch.full([sizes[dim] for dim in order], torch.nan, dtype=tensor.dtype, device=tensor.device)
-    place = room.permute([order.index(dim) for dim in range(tensor.ndim)])[tuple(slice(b, b + size) for b, size in zip(before, tensor.shape, strict=True))]
+    place = room.permute([order.index(dim) for dim in range(tensor.ndim)])[
+        tuple(slice(b, b + size) for b, size in zip(before, tensor.shape, strict=True))
+    ]
     place.copy_(tensor)
     return place
 
@@ -240,24 +282,40 @@ def captured(case: Case, attention: Attention, variant_args: dict[str, Any]) -> 
 
 
 def check(
-    case: Case, out: Tensor, lse: Tensor | None, expected: tuple[Tensor, Tensor] | None = None, tolerance: float | None = None, lse_tolerance: float = 0.0
+    case: Case,
+    out: Tensor,
+    lse: Tensor | None,
+    expected: tuple[Tensor, Tensor] | None = None,
+    tolerance: float | None = None,
+    lse_tolerance: float = 0.0,
 ) -> None:
-    """Compares with the oracle; rows of padding must still be NaN. expected: on any device. tolerance: of the output; None: its dtype's. lse_tolerance: if
-    larger than that of all."""
+    """Compares with the oracle; rows of padding must still be NaN. expected: on any device. tolerance: of the
+    output; None: its dtype's. lse_tolerance: if larger than that of all.
+    """
     tolerance = cases.TOLERANCE[case.spec.dtype] if tolerance is None else tolerance
     o_ref, lse_ref = (of.to(out.device) for of in (case.expected() if expected is None else expected))
     rows = case.rows
     error = out[:rows].double() - o_ref
-    assert not error.isnan().any(), f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN\n{case.spec}"
-    assert error.norm() <= tolerance * o_ref.norm(), f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e} > {tolerance}\n{case.spec}"
+    assert not error.isnan().any(), (
+        f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN\n{case.spec}"
+    )
+    assert error.norm() <= tolerance * o_ref.norm(), (
+        f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e} > {tolerance}\n{case.spec}"
+    )
     relative = error.norm(dim=-1) / o_ref.norm(dim=-1).clamp_min(1e-30)
-    assert (relative <= 10 * tolerance).all(), f"||o - ref|| / ||ref|| = {float(relative.max()):.2e} in one row > {10 * tolerance}\n{case.spec}"
+    assert (relative <= 10 * tolerance).all(), (
+        f"||o - ref|| / ||ref|| = {float(relative.max()):.2e} in one row > {10 * tolerance}\n{case.spec}"
+    )
     if lse is None:
         return
     infinite = lse_ref == -torch.inf
-    assert torch.equal(lse[:rows] == -torch.inf, infinite), f"lse is -inf in other rows than it should be\n{case.spec}"
+    assert torch.equal(lse[:rows] == -torch.inf, infinite), (
+        f"lse is -inf in other rows than it should be\n{case.spec}"
+    )
     lse_error = (lse[:rows].double() - lse_ref).masked_fill(infinite, 0).abs()
-    assert (lse_error <= max(cases.LSE_TOLERANCE, lse_tolerance)).all(), f"lse is {float(lse_error.nan_to_num(torch.inf).max()):.2e} off\n{case.spec}"
+    assert (lse_error <= max(cases.LSE_TOLERANCE, lse_tolerance)).all(), (
+        f"lse is {float(lse_error.nan_to_num(torch.inf).max()):.2e} off\n{case.spec}"
+    )
 
 
 def check_padding(case: Case) -> None:

@@ -1,4 +1,6 @@
-"""Cases of attention: what one is (`Spec`), and random ones (`random_spec`). case_tensors.py makes tensors of them."""
+"""Cases of attention: what one is (`Spec`), and random ones (`random_spec`). case_tensors.py makes tensors of
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,28 @@ TABLE_FORMS = ("csr", "block_table", "token_slots", "ragged")
 CACHE_FORMS = ("tensor", "pair", "packed", "slots", "ragged")
 LAYOUTS = ("NHD", "HND")
 
-# How far from the oracle: ||o - ref|| / ||ref|| over a case; for one (row, head) ten times that; LSE absolute.
+# How far from the oracle: ||o - ref|| / ||ref|| over a case; for one (row, head) ten times that; LSE
+# absolute.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 LSE_TOLERANCE = 1e-3
 
 
 def lse_tolerance_of_transformed_q(dtype: torch.dtype, head_dim: int, sm_scale: float | None) -> float:
-    """How far lse may be off under a variant that transforms Q, whose rows are then rounded to dtype. A sine is right to some bits (2^-20 on a GPU), and an
-    element that lies near the middle of two numbers of dtype may be rounded to the other one: for an element of 2 to 4 these are 2 eps apart, which the mean
-    of K there multiplies, up to about 2. This happens to one element in many thousands.
+    """How far lse may be off under a variant that transforms Q, whose rows are then rounded to dtype.
+
+    A sine is right to some bits (2^-20 on a GPU), and an element that lies near the middle of two numbers of
+    dtype may be rounded to the other one: for an element of 2 to 4 these are 2 eps apart, which the mean of K
+    there multiplies, up to about 2. This happens to one element in many thousands.
     """
     return 4 * torch.finfo(dtype).eps * (head_dim**-0.5 if sm_scale is None else abs(sm_scale))
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A batch, how it is stored and what is computed. Everything else (data, order of pages, strides) follows from `seed`."""
+    """A batch, how it is stored and what is computed.
+
+    Everything else (data, order of pages, strides) follows from `seed`.
+    """
 
     qo_lens: tuple[int, ...] = (1,)
     kv_lens: tuple[int, ...] = (1,)
@@ -51,7 +59,8 @@ class Spec:
     padding_rows: int = 0  # rows of q and out beyond those of the batch
     strided: bool = False  # q, out, K and V are slices of larger tensors, in any order of dimensions
     aligned: bool = False  # their rows start at multiples of 16 bytes: always so on a GPU
-    int64: tuple[bool, ...] = (False,) * 5  # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
+    # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
+    int64: tuple[bool, ...] = (False,) * 5
     seed: int = 0
 
     @property
@@ -63,7 +72,10 @@ class Spec:
 
 
 def random_spec(seed: int, device_type: str) -> Spec:
-    """The case number `seed`. The same seed gives much the same case on both device types, with what CUDA does not have left out."""
+    """The case number `seed`.
+
+    The same seed gives much the same case on both device types, with what CUDA does not have left out.
+    """
     rng = numpy.random.default_rng(seed)
     on_cpu = device_type == "cpu"
     head_dims = [64, 64, 64, 128, 128, 256] + ([8, 80, 96, 192, 40] if on_cpu else [])
@@ -104,12 +116,27 @@ def random_spec(seed: int, device_type: str) -> Spec:
     )
 
 
-def _random_lengths(rng: numpy.random.Generator, row_cost: int, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query and KV lengths of one batch, most of them short; `row_cost` is num_qo_heads * head_dim. The oracle's work is bounded."""
-    batch = int(rng.choice([0, 1, 1, 2, 3, 5, 7, 8, 13, 17, 33], p=[0.01, 0.15, 0.14, 0.15, 0.1, 0.1, 0.1, 0.1, 0.07, 0.05, 0.03]))
+def _random_lengths(
+    rng: numpy.random.Generator, row_cost: int, on_cpu: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query and KV lengths of one batch, most of them short; `row_cost` is num_qo_heads * head_dim.
+
+    The oracle's work is bounded.
+    """
+    batch = int(
+        rng.choice(
+            [0, 1, 1, 2, 3, 5, 7, 8, 13, 17, 33],
+            p=[0.01, 0.15, 0.14, 0.15, 0.1, 0.1, 0.1, 0.1, 0.07, 0.05, 0.03],
+        )
+    )
     longest = int(rng.choice([40, 300, 1500, 8192], p=[0.2, 0.35, 0.25, 0.2]))
-    style = str(rng.choice(["decode", "prefill", "chunk", "verify", "mixed", "odd"], p=[0.3, 0.15, 0.2, 0.1, 0.15, 0.1]))
-    budget = (2e8 if longest < 8192 else 5e8) / (4 if on_cpu else 1)  # multiplications of q . k, of which a GPU makes more in the same time
+    style = str(
+        rng.choice(
+            ["decode", "prefill", "chunk", "verify", "mixed", "odd"], p=[0.3, 0.15, 0.2, 0.1, 0.15, 0.1]
+        )
+    )
+    # multiplications of q . k, of which a GPU makes more in the same time
+    budget = (2e8 if longest < 8192 else 5e8) / (4 if on_cpu else 1)
     qo_lens, kv_lens = [], []
     for _ in range(batch):
         kv_len = _skewed(rng, longest)
@@ -124,7 +151,14 @@ def _random_lengths(rng: numpy.random.Generator, row_cost: int, on_cpu: bool) ->
             qo_len = int(rng.integers(2, 9))
         else:  # no query, no KV, or a query longer than its KV
             qo_len, kv_len = int(rng.choice([0, 1, 5, 70])), int(rng.choice([0, 1, 3, kv_len]))
-        allowed = max(int((budget - row_cost * sum(q * n for q, n in zip(qo_lens, kv_lens, strict=True))) / row_cost / max(qo_len, 1)), 8)
+        allowed = max(
+            int(
+                (budget - row_cost * sum(q * n for q, n in zip(qo_lens, kv_lens, strict=True)))
+                / row_cost
+                / max(qo_len, 1)
+            ),
+            8,
+        )
         qo_lens.append(qo_len)
         kv_lens.append(min(kv_len, allowed))
     return tuple(qo_lens), tuple(kv_lens)

@@ -1,4 +1,6 @@
-"""What tests compile with g++, kept in the user's cache: compiled once for all workers, and again when a file that it is made of has changed."""
+"""What tests compile with g++, kept in the user's cache: compiled once for all workers, and again when a file
+that it is made of has changed.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++")
-LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # takes a quarter of the time, for 200 libraries
+# takes a quarter of the time, for 200 libraries
+LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 
 
 def compile_object(
-    target: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None = None, precompiled: Path | None = None
+    target: Path,
+    source: Path,
+    options: Sequence[str],
+    includes: Sequence[Path],
+    header: str | None = None,
+    precompiled: Path | None = None,
 ) -> Path:
     """`target`, which stays what it is if it exists.
 
@@ -26,8 +34,8 @@ def compile_object(
         options: of g++.
         includes: folders in which headers are looked for, in this order.
         header: text of a kernels.h, found after all others.
-        precompiled: a header that the source includes before anything else, as `<name>`. It is compiled once, into the folder of `target`, for all sources with
-            these options.
+        precompiled: a header that the source includes before anything else, as `<name>`. It is compiled once,
+            into the folder of `target`, for all sources with these options.
 
     Raises:
         subprocess.CalledProcessError: g++ fails; it has said why.
@@ -39,7 +47,11 @@ def compile_object(
         with (entry / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_current(entry):
-                common = None if precompiled is None else _precompiled(target.parent, precompiled, options, includes)
+                common = (
+                    None
+                    if precompiled is None
+                    else _precompiled(target.parent, precompiled, options, includes)
+                )
                 _compile(entry, source, options, includes, header, common)
             partial = _partial(target)
             shutil.copyfile(entry / "made.o", partial)
@@ -48,8 +60,10 @@ def compile_object(
 
 
 def with_intrinsics(command: Sequence[str], options: Sequence[str]) -> list[str]:
-    """A compiler's command under which <immintrin.h> is read before the source, precompiled: a fifth of what it takes to compile a variant for a CPU. The
-    precompiled header names no file of a checkout, so it is kept in the cache."""
+    """A compiler's command under which <immintrin.h> is read before the source, precompiled: a fifth of what
+    it takes to compile a variant for a CPU. The precompiled header names no file of a checkout, so it is kept
+    in the cache.
+    """
     version = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True).stdout
     made = _cache_folder() / f"intrinsics-{_sha256(json.dumps([*command, version, *options]).encode())[:32]}"
     made.mkdir(parents=True, exist_ok=True)
@@ -59,7 +73,9 @@ def with_intrinsics(command: Sequence[str], options: Sequence[str]) -> list[str]
         if not target.exists():
             header.write_text("#include <immintrin.h>\n")
             partial = _partial(target)
-            subprocess.run([*command, *options, "-x", "c++-header", str(header), "-o", str(partial)], check=True)
+            subprocess.run(
+                [*command, *options, "-x", "c++-header", str(header), "-o", str(partial)], check=True
+            )
             partial.rename(target)
     return [*command, "-include", str(header)]
 
@@ -68,7 +84,9 @@ def link(target: Path, objects: Sequence[Path]) -> Path:
     """`target`, a shared library, which stays what it is if it exists."""
     if not target.exists():
         partial = _partial(target)
-        subprocess.run([str(COMPILER), "-shared", *LINKER, *map(str, objects), "-o", str(partial)], check=True)
+        subprocess.run(
+            [str(COMPILER), "-shared", *LINKER, *map(str, objects), "-o", str(partial)], check=True
+        )
         partial.rename(target)
     return target
 
@@ -79,7 +97,10 @@ def _partial(target: Path) -> Path:
 
 
 def _precompiled(folder: Path, header: Path, options: Sequence[str], includes: Sequence[Path]) -> Path:
-    """A folder with `header`, precompiled. Not kept in the cache, since it names the files of this checkout."""
+    """A folder with `header`, precompiled.
+
+    Not kept in the cache, since it names the files of this checkout.
+    """
     made = folder / f"{header.stem}-{_sha256(json.dumps(options).encode())[:16]}"
     made.mkdir(exist_ok=True)
     target = made / f"{header.name}.gch"
@@ -89,21 +110,60 @@ def _precompiled(folder: Path, header: Path, options: Sequence[str], includes: S
             partial = _partial(target)
             folders = [f"-I{include}" for include in includes]
             dependencies = ["-MMD", "-MF", str(made / "made.d")]
-            subprocess.run([str(COMPILER), *options, *folders, "-x", "c++-header", str(header), "-o", str(partial), *dependencies], check=True)
+            subprocess.run(
+                [
+                    str(COMPILER),
+                    *options,
+                    *folders,
+                    "-x",
+                    "c++-header",
+                    str(header),
+                    "-o",
+                    str(partial),
+                    *dependencies,
+                ],
+                check=True,
+            )
             partial.rename(target)
     return made
 
 
-def _compile(entry: Path, source: Path, options: Sequence[str], includes: Sequence[Path], header: str | None, common: Path | None) -> None:
+def _compile(
+    entry: Path,
+    source: Path,
+    options: Sequence[str],
+    includes: Sequence[Path],
+    header: str | None,
+    common: Path | None,
+) -> None:
     digests = _digests()  # before the compiler reads the files
     made_of, dependencies = entry / "made_of.json", entry / "made.d"
     made_of.unlink(missing_ok=True)
     if header is not None:
         (entry / "kernels.h").write_text(header)
-    precompiled = [] if common is None else [common]  # of whose headers the compiler no longer says that it has read them
+    # of whose headers the compiler no longer says that it has read them
+    precompiled = [] if common is None else [common]
     folders = [f"-I{folder}" for folder in (*precompiled, *includes, entry)]
-    subprocess.run([str(COMPILER), *options, *folders, "-c", str(source), "-o", str(entry / "made.o"), "-MMD", "-MF", str(dependencies)], check=True)
-    read = {name for file in (dependencies, *(folder / "made.d" for folder in precompiled)) for name in _names_in(file)}
+    subprocess.run(
+        [
+            str(COMPILER),
+            *options,
+            *folders,
+            "-c",
+            str(source),
+            "-o",
+            str(entry / "made.o"),
+            "-MMD",
+            "-MF",
+            str(dependencies),
+        ],
+        check=True,
+    )
+    read = {
+        name
+        for file in (dependencies, *(folder / "made.d" for folder in precompiled))
+        for name in _names_in(file)
+    }
     made_of.write_text(json.dumps({name: digests[name] for name in read & digests.keys() | {""}}))
 
 
@@ -119,10 +179,19 @@ def _is_current(entry: Path) -> bool:
 
 @cache
 def _digests() -> dict[str, str]:
-    """Digests of the files that may be included, by their names; by "" that of these names, since a new file may be found before another one."""
+    """Digests of the files that may be included, by their names; by "" that of these names, since a new file
+    may be found before another one.
+    """
     folders = (ROOT / "csrc", ROOT / "tests" / "csrc")
-    files = {_name(path): path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in (".h", ".cuh", ".cpp", ".cu")}
-    return {"": _sha256(json.dumps(list(files)).encode())} | {name: _sha256(path.read_bytes()) for name, path in files.items()}
+    files = {
+        _name(path): path
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".h", ".cuh", ".cpp", ".cu")
+    }
+    return {"": _sha256(json.dumps(list(files)).encode())} | {
+        name: _sha256(path.read_bytes()) for name, path in files.items()
+    }
 
 
 def _sha256(content: bytes) -> str:

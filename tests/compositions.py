@@ -1,4 +1,6 @@
-"""Compositions of several levels over a paged cache (random trees and cascades), and attention over all tokens that a row sees, from its definition."""
+"""Compositions of several levels over a paged cache (random trees and cascades), and attention over all
+tokens that a row sees, from its definition.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,20 @@ class Memory:
 
     def table(self, rng: numpy.random.Generator, segments: list[int]) -> PageTable:
         """A table whose request i is the segment segments[i], in any form."""
-        return random_table(rng, self.k_slots.device, self.page_size, [self.pages[s] for s in segments], [len(self.slots[s]) for s in segments])
+        return random_table(
+            rng,
+            self.k_slots.device,
+            self.page_size,
+            [self.pages[s] for s in segments],
+            [len(self.slots[s]) for s in segments],
+        )
 
 
 @dataclass
 class Seen:
-    """What some rows of Q see: all tokens of `shared`, and of `own` all or, if causal, those up to the row's position in it and inside its window."""
+    """What some rows of Q see: all tokens of `shared`, and of `own` all or, if causal, those up to the row's
+    position in it and inside its window.
+    """
 
     rows: list[int]
     shared: Tensor  # int64: slots
@@ -77,7 +87,11 @@ class Problem:
 
     def attention(self, **changes: object) -> Attention:
         levels = self.composition.levels
-        room = {"max_rows": len(self.q) + 1, "max_batch": sum(level.batch_size for level in levels) + 1, "max_levels": max(len(levels), 2)} | changes
+        room = {
+            "max_rows": len(self.q) + 1,
+            "max_batch": sum(level.batch_size for level in levels) + 1,
+            "max_levels": max(len(levels), 2),
+        } | changes
         return make_attention(self.shape, self.q.device, **room)
 
     def run(self, attention: Attention, composition: Composition | None = None) -> None:
@@ -85,7 +99,14 @@ class Problem:
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
         shape = self.shape
-        attention.run(self.q, self.memory.kv, out=self.out, lse=self.lse, sm_scale=shape.sm_scale, logits_soft_cap=shape.logits_soft_cap)
+        attention.run(
+            self.q,
+            self.memory.kv,
+            out=self.out,
+            lse=self.lse,
+            sm_scale=shape.sm_scale,
+            logits_soft_cap=shape.logits_soft_cap,
+        )
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """float64 o and lse; NaN for rows in no level."""
@@ -95,17 +116,28 @@ class Problem:
         def attend(rows: list[int], slots: Tensor, causal: bool) -> None:
             shape, memory = self.shape, self.memory
             k, v = memory.k_slots[slots], memory.v_slots[slots]
-            o[rows], lse[rows] = oracle.attention(self.q[rows], k, v, sm_scale=shape.sm_scale, causal=causal, logits_soft_cap=shape.logits_soft_cap)
+            o[rows], lse[rows] = oracle.attention(
+                self.q[rows],
+                k,
+                v,
+                sm_scale=shape.sm_scale,
+                causal=causal,
+                logits_soft_cap=shape.logits_soft_cap,
+            )
 
         for seen in self.seen:
             rows, shared, own = seen.rows, seen.shared, seen.own
             if seen.window_left >= 0:
                 for j, row in enumerate(rows):
                     position = len(own) - len(rows) + j
-                    begin, end = max(position - seen.window_left, 0), max(position + 1, 0) if seen.causal else len(own)
+                    begin, end = (
+                        max(position - seen.window_left, 0),
+                        max(position + 1, 0) if seen.causal else len(own),
+                    )
                     attend([row], torch.cat([shared, own[begin:end]]), False)
             elif seen.causal:
-                # Rows in front of their own tokens see the shared ones only; the others stand at the end of all tokens.
+                # Rows in front of their own tokens see the shared ones only; the others stand at the end of
+                # all tokens.
                 first = max(len(rows) - len(own), 0)
                 attend(rows[:first], shared, False)
                 attend(rows[first:], torch.cat([shared, own]), True)
@@ -120,27 +152,47 @@ class Problem:
         check_states(self.shape, rows, self.out, self.lse, o_ref[rows], lse_ref[rows])
 
 
-def check_states(shape: Shape, rows: list[int], out: Tensor, lse: Tensor, o_ref: Tensor, lse_ref: Tensor) -> None:
-    """Compares the rows `rows` of `out` and `lse` with float64 states of these rows; the other rows must be NaN."""
+def check_states(
+    shape: Shape, rows: list[int], out: Tensor, lse: Tensor, o_ref: Tensor, lse_ref: Tensor
+) -> None:
+    """Compares the rows `rows` of `out` and `lse` with float64 states of these rows; the other rows must be
+    NaN.
+    """
     tolerance = cases.TOLERANCE[shape.dtype]
     absent = torch.ones(len(out), dtype=torch.bool, device=out.device)
     absent[rows] = False
     assert out[absent].isnan().all(), f"unused rows were written\n{shape}"
     assert lse[absent].isnan().all(), f"lse of unused rows was written\n{shape}"
     error = out[rows].double() - o_ref
-    assert not error.isnan().any(), f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN\n{shape}"
-    assert error.norm() <= tolerance * o_ref.norm(), f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e} > {tolerance}\n{shape}"
-    assert (error.norm(dim=-1) <= 10 * tolerance * o_ref.norm(dim=-1)).all(), f"one row is more than {10 * tolerance} off\n{shape}"
+    assert not error.isnan().any(), (
+        f"{int(error.isnan().any(-1).sum())} rows of {error.shape[:2].numel()} hold NaN\n{shape}"
+    )
+    assert error.norm() <= tolerance * o_ref.norm(), (
+        f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e} > {tolerance}\n{shape}"
+    )
+    assert (error.norm(dim=-1) <= 10 * tolerance * o_ref.norm(dim=-1)).all(), (
+        f"one row is more than {10 * tolerance} off\n{shape}"
+    )
     infinite = lse_ref == -torch.inf
-    assert torch.equal(lse[rows] == -torch.inf, infinite), f"lse is -inf in other rows than it should be\n{shape}"
+    assert torch.equal(lse[rows] == -torch.inf, infinite), (
+        f"lse is -inf in other rows than it should be\n{shape}"
+    )
     lse_error = (lse[rows].double() - lse_ref).masked_fill(infinite, 0).abs()
-    assert (lse_error <= cases.LSE_TOLERANCE).all(), f"lse is {float(lse_error.nan_to_num(torch.inf).max()):.2e} off\n{shape}"
+    assert (lse_error <= cases.LSE_TOLERANCE).all(), (
+        f"lse is {float(lse_error.nan_to_num(torch.inf).max()):.2e} off\n{shape}"
+    )
 
 
 def make_attention(shape: Shape, device: torch.device, **room: object) -> Attention:
     heads = shape.num_kv_heads * shape.group_size
-    options = {"dtype": shape.dtype, "num_ctas": shape.num_ctas, "kernel": attention_kernels.kernel_of(device, shape.seed)} | room
-    return Attention(heads, shape.num_kv_heads, shape.head_dim, device=device, head_dim_v=shape.head_dim_v, **options)
+    options = {
+        "dtype": shape.dtype,
+        "num_ctas": shape.num_ctas,
+        "kernel": attention_kernels.kernel_of(device, shape.seed),
+    } | room
+    return Attention(
+        heads, shape.num_kv_heads, shape.head_dim, device=device, head_dim_v=shape.head_dim_v, **options
+    )
 
 
 def prefix_sum(lengths: list[int]) -> list[int]:
@@ -171,7 +223,9 @@ def make_memory(rng: numpy.random.Generator, shape: Shape, device: torch.device,
     """Segments of the given lengths, their pages in any order over the cache."""
     counts = [-(-n // shape.page_size) for n in lens]
     free = rng.permutation(sum(counts) + 3).tolist()
-    return memory_of_pages(rng, shape, device, [[free.pop() for _ in range(count)] for count in counts], lens, sum(counts) + 3)
+    return memory_of_pages(
+        rng, shape, device, [[free.pop() for _ in range(count)] for count in counts], lens, sum(counts) + 3
+    )
 
 
 def memory_of_pages(
@@ -183,13 +237,23 @@ def memory_of_pages(
     num_pages: int,
     copies: Sequence[tuple[int, int, int]] = (),
 ) -> Memory:
-    """Segments whose pages are given; they may share some. `copies`: page, page that begins with a copy of it, tokens of it (all in use, or none is copied)."""
+    """Segments whose pages are given; they may share some.
+
+    `copies`: page, page that begins with a copy of it, tokens of it (all in use, or none is copied).
+    """
     size = shape.page_size
-    slots = [(torch.tensor(own, dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()[:n].to(device) for own, n in zip(pages, lens, strict=True)]
+    slots = [
+        (torch.tensor(own, dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()[:n].to(device)
+        for own, n in zip(pages, lens, strict=True)
+    ]
     used = torch.cat(slots).unique() if slots else torch.zeros(0, dtype=torch.int64, device=device)
     columns = max(shape.head_dim, shape.columns_of_v)
-    cache = torch.full((num_pages, 2, size, shape.num_kv_heads, columns), torch.nan, dtype=shape.dtype, device=device)
-    cache[used // size, :, used % size] = noise(rng, device, len(used), 2, shape.num_kv_heads, columns).to(shape.dtype)
+    cache = torch.full(
+        (num_pages, 2, size, shape.num_kv_heads, columns), torch.nan, dtype=shape.dtype, device=device
+    )
+    cache[used // size, :, used % size] = noise(rng, device, len(used), 2, shape.num_kv_heads, columns).to(
+        shape.dtype
+    )
     for source, target, tokens in copies:
         if not cache[source, :, :tokens].isnan().any():
             cache[target, :, :tokens] = cache[source, :, :tokens]
@@ -211,9 +275,17 @@ def memory_of_pages(
 
 
 def random_table(
-    rng: numpy.random.Generator, device: torch.device, page_size: int, pages: list[list[int]], lens: list[int], form: str | None = None, unused: int = -(2**31)
+    rng: numpy.random.Generator,
+    device: torch.device,
+    page_size: int,
+    pages: list[list[int]],
+    lens: list[int],
+    form: str | None = None,
+    unused: int = -(2**31),
 ) -> PageTable:
-    """The table of requests with these pages and lengths, in any form or the one that is given; entries that are not used are `unused`, no page."""
+    """The table of requests with these pages and lengths, in any form or the one that is given; entries that
+    are not used are `unused`, no page.
+    """
     size, dtype = page_size, [torch.int32, torch.int64][rng.integers(2)]
     form = str(rng.choice(["csr", "block_table", "token_slots"])) if form is None else form
 
@@ -222,7 +294,12 @@ def random_table(
 
     if form == "csr":
         indices = index([page for own in pages for page in own] + [-1, 10**6], torch.int32)
-        return PageTable.csr(index(prefix_sum([len(own) for own in pages])), indices, index([(n - 1) % size + 1 for n in lens]), size)
+        return PageTable.csr(
+            index(prefix_sum([len(own) for own in pages])),
+            indices,
+            index([(n - 1) % size + 1 for n in lens]),
+            size,
+        )
     per_entry = size if form == "token_slots" else 1
     width = max((len(own) for own in pages), default=0) + int(rng.integers(3))
     entries = numpy.full((len(pages) + 2, width * per_entry), unused, dtype=numpy.int32)
@@ -237,17 +314,28 @@ def random_table(
 
 
 def noise(rng: numpy.random.Generator, device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(device).manual_seed(int(rng.integers(2**31))), device=device)
+    return torch.randn(
+        shape, generator=torch.Generator(device).manual_seed(int(rng.integers(2**31))), device=device
+    )
 
 
-def make_problem(rng: numpy.random.Generator, shape: Shape, memory: Memory, composition: Composition, seen: list[Seen], rows: int) -> Problem:
+def make_problem(
+    rng: numpy.random.Generator,
+    shape: Shape,
+    memory: Memory,
+    composition: Composition,
+    seen: list[Seen],
+    rows: int,
+) -> Problem:
     device, heads = memory.k_slots.device, shape.num_kv_heads * shape.group_size
     q = noise(rng, device, rows, heads, shape.head_dim).to(shape.dtype)
     absent = torch.ones(rows, dtype=torch.bool, device=device)
     absent[[row for s in seen for row in s.rows]] = False
     q[absent] = torch.nan
     out = torch.full((rows, heads, shape.columns_of_v), torch.nan, dtype=shape.dtype, device=device)
-    return Problem(shape, q, memory, composition, seen, out, torch.full((rows, heads), torch.nan, device=device))
+    return Problem(
+        shape, q, memory, composition, seen, out, torch.full((rows, heads), torch.nan, device=device)
+    )
 
 
 def random_forest(rng: numpy.random.Generator, depth: int) -> list[int]:
@@ -276,7 +364,10 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 
 def random_nodes(rng: numpy.random.Generator, parents: list[int]) -> list[int]:
-    """The node of each row: requests of 1 .. 40 rows at random nodes, the rows of all requests mixed; -1 for some."""
+    """The node of each row: requests of 1 ..
+
+    40 rows at random nodes, the rows of all requests mixed; -1 for some.
+    """
     deepest = max(range(len(parents)), key=lambda node: len(path_to(parents, node)))
     nodes = [deepest]
     for _ in range(int(rng.integers(1, 25))):
@@ -286,7 +377,9 @@ def random_nodes(rng: numpy.random.Generator, parents: list[int]) -> list[int]:
     return rng.permutation(nodes).tolist() if rng.random() < 0.8 else nodes
 
 
-def tree_problem(rng: numpy.random.Generator, shape: Shape, device: torch.device, depth: int | None = None) -> Problem:
+def tree_problem(
+    rng: numpy.random.Generator, shape: Shape, device: torch.device, depth: int | None = None
+) -> Problem:
     parents = random_forest(rng, int(rng.integers(0, 7)) if depth is None else depth)
     memory = make_memory(rng, shape, device, [skewed(rng, 600, zero=0.06) for _ in parents])
     node_of_row = random_nodes(rng, parents)
@@ -299,7 +392,9 @@ def tree_problem(rng: numpy.random.Generator, shape: Shape, device: torch.device
     return make_problem(rng, shape, memory, composition, seen, len(node_of_row))
 
 
-def cascade_problem(rng: numpy.random.Generator, shape: Shape, device: torch.device, num_levels: int, window_left: int = -1) -> Problem:
+def cascade_problem(
+    rng: numpy.random.Generator, shape: Shape, device: torch.device, num_levels: int, window_left: int = -1
+) -> Problem:
     """Requests in groups with a common prefix, the groups in larger groups."""
     causal = bool(rng.random() < 0.8)
     paths: list[tuple[int, ...]] = [()]  # of each request: its segment in each level
@@ -327,13 +422,26 @@ def cascade_problem(rng: numpy.random.Generator, shape: Shape, device: torch.dev
     if window_left < 0:
         composition = Composition.cascade(qo_indptrs, tables, causal=causal)
     else:  # a window inside the last level's own KV
-        shared = [BSRView(qo_indptr, table, causal=False) for qo_indptr, table in zip(qo_indptrs[:-1], tables[:-1], strict=True)]
-        composition = Composition((*shared, BSRView(qo_indptrs[-1], tables[-1], causal=causal, window_left=window_left)))
+        shared = [
+            BSRView(qo_indptr, table, causal=False)
+            for qo_indptr, table in zip(qo_indptrs[:-1], tables[:-1], strict=True)
+        ]
+        composition = Composition(
+            (*shared, BSRView(qo_indptrs[-1], tables[-1], causal=causal, window_left=window_left))
+        )
 
     seen, begin = [], 0
     for path, qo_len in zip(paths, qo_lens, strict=True):
         shared_slots = [memory.slots[segment] for segment in path[:-1]] or [memory.slots[0][:0]]
-        seen.append(Seen(list(range(begin, begin + qo_len)), torch.cat(shared_slots), memory.slots[path[-1]], causal, window_left))
+        seen.append(
+            Seen(
+                list(range(begin, begin + qo_len)),
+                torch.cat(shared_slots),
+                memory.slots[path[-1]],
+                causal,
+                window_left,
+            )
+        )
         begin += qo_len
     return make_problem(rng, shape, memory, composition, seen, begin)
 
@@ -345,7 +453,12 @@ def views_with_row(device: torch.device, row: int) -> tuple[Memory, list[Composi
     qo_indptr = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
 
     def view(segments: list[int], rows: list[int]) -> BSRView:
-        return BSRView(qo_indptr, memory.table(rng, segments), causal=False, rows=torch.tensor(rows, dtype=torch.int32, device=device))
+        return BSRView(
+            qo_indptr,
+            memory.table(rng, segments),
+            causal=False,
+            rows=torch.tensor(rows, dtype=torch.int32, device=device),
+        )
 
     good, bad = [5, 1, 2, 0, 4, 3], [5, 1, 2, row, 4, 3]
     other = view([2, 2], good)

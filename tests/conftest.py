@@ -40,7 +40,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--progress", action="store_true", help="with -n: print how many tests are done every 10 s, instead of a dot for each")
+    parser.addoption(
+        "--progress",
+        action="store_true",
+        help="with -n: print how many tests are done every 10 s, instead of a dot for each",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,13 +53,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if line := progress_lines.skipped_line(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])):
+    if line := progress_lines.skipped_line(
+        str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])
+    ):
         terminalreporter.write_line(line, yellow=True)
 
 
 @pytest.fixture(autouse=True)
 def sys_path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs put the working folder in front (`attn-backend compile`, the wheel's), and other tests of this process must not find the source tree there."""
+    """Programs put the working folder in front (`attn-backend compile`, the wheel's), and other tests of this
+    process must not find the source tree there.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
@@ -64,7 +72,9 @@ def intrinsics_are_precompiled() -> Iterator[None]:
     """Tests compile a hundred variants for CPUs. The libraries are the same."""
     compile_library = cpp_compiler.compile_library
 
-    def with_intrinsics(command: list[str], text: str, isa: str, headers: Path, digest: str, what: str) -> tuple[bytes, str]:
+    def with_intrinsics(
+        command: list[str], text: str, isa: str, headers: Path, digest: str, what: str
+    ) -> tuple[bytes, str]:
         if cpp_compiler.ISA_FLAGS[isa]:  # others have no intrinsics
             command = compilation.with_intrinsics(command, cpp_compiler.flags(isa))
         return compile_library(command, text, isa, headers, digest, what)
@@ -81,13 +91,20 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with the fixture `device` runs on a CPU and on a GPU; if it also has the fixture `kernel`, on a GPU with each kernel."""
+    """A test with the fixture `device` runs on a CPU and on a GPU; if it also has the fixture `kernel`, on a
+    GPU with each kernel.
+    """
     each_kernel = "kernel" in metafunc.fixturenames
     if any("device" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
         return  # of its own
     if "device" in metafunc.fixturenames and each_kernel:
-        on_gpu = [pytest.param("cuda", kernel, marks=pytest.mark.gpu, id=kernel) for kernel in attention_kernels.GPU_KERNELS]
-        metafunc.parametrize(("device", "kernel"), [pytest.param("cpu", None, id="cpu"), *on_gpu], indirect=True)
+        on_gpu = [
+            pytest.param("cuda", kernel, marks=pytest.mark.gpu, id=kernel)
+            for kernel in attention_kernels.GPU_KERNELS
+        ]
+        metafunc.parametrize(
+            ("device", "kernel"), [pytest.param("cpu", None, id="cpu"), *on_gpu], indirect=True
+        )
     elif "device" in metafunc.fixturenames:
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
     elif each_kernel and metafunc.definition.get_closest_marker("gpu"):
@@ -98,7 +115,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_pyfunc_call() -> Generator[None, object, object]:
     result = yield
     if not attention_kernels.was_asked():
-        pytest.fail("the test takes the fixture `kernel`, but never asked attention_kernels.kernel_of(): its case `generic` would run the default kernel")
+        pytest.fail(
+            "the test takes the fixture `kernel`, but never asked attention_kernels.kernel_of(): its case "
+            "`generic` would run the default kernel"
+        )
     return result
 
 
@@ -115,6 +135,8 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str | None]:
         return
     name: str | None = request.param
     if name is not None and not attention_kernels.is_available(name):
-        pytest.skip(f"the {name} kernel needs a GPU of compute capability 9.0, and no ATTN_BACKEND_ARCH=sm_80")
+        pytest.skip(
+            f"the {name} kernel needs a GPU of compute capability 9.0, and no ATTN_BACKEND_ARCH=sm_80"
+        )
     with attention_kernels.forced(name):
         yield name

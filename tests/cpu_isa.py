@@ -1,4 +1,6 @@
-"""Instruction sets of the CPU kernels, and whether this machine has them: what it lacks would silently be replaced by the best that it has."""
+"""Instruction sets of the CPU kernels, and whether this machine has them: what it lacks would silently be
+replaced by the best that it has.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ int main() { return static_cast<int>(attn::cpu::current_isa()); }
 
 
 def environment(isa: str) -> dict[str, str]:
-    """The environment of a process that uses `isa`; skips the test where this CPU has no `isa`, or that cannot be known."""
+    """The environment of a process that uses `isa`; skips the test where this CPU has no `isa`, or that
+    cannot be known.
+    """
     if COMPILER is None:
         pytest.skip("needs g++, to ask for the instruction sets of this CPU")
     if ISAS.index(isa) > ISAS.index(used(ISAS[-1])):
@@ -37,7 +41,15 @@ def used(wanted: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder) / "isa.cpp", Path(folder) / "isa"
         source.write_text(PROGRAM)
-        command = [str(COMPILER), "-std=c++17", f"-I{ROOT / 'csrc'}", str(source), str(ROOT / "csrc" / "common" / "cpu" / "isa.cpp"), "-o", str(program)]
+        command = [
+            str(COMPILER),
+            "-std=c++17",
+            f"-I{ROOT / 'csrc'}",
+            str(source),
+            str(ROOT / "csrc" / "common" / "cpu" / "isa.cpp"),
+            "-o",
+            str(program),
+        ]
         subprocess.run(command, check=True)
         done = subprocess.run([str(program)], env=os.environ | {"ATTN_BACKEND_CPU_ISA": wanted}, check=False)
     return ISAS[done.returncode]

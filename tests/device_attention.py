@@ -1,4 +1,6 @@
-"""The attention kernels and merge on a CPU (tests/csrc/device_attention.cpp), in the place of the CPU's own: the schedule is what `plan` made."""
+"""The attention kernels and merge on a CPU (tests/csrc/device_attention.cpp), in the place of the CPU's own:
+the schedule is what `plan` made.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ CACHES = {
 class KvScale(ctypes.Structure):
     """The struct of this name in csrc/cache/kv_scales.h."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("value", ctypes.c_float), *((name, ctypes.c_int32) for name in ("head_stride", "request_stride", "num_requests")))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("value", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("head_stride", "request_stride", "num_requests")),
+    )
 
     @classmethod
     def of(cls, scale: Tensor | float | None) -> KvScale:
@@ -45,13 +51,25 @@ class KvScale(ctypes.Structure):
             return cls(None, 1.0 if scale is None else scale, 0, 0, 1)
         head_stride = 0 if scale.numel() == 1 or scale.shape[-1] == 1 else scale.stride(-1)
         of_requests = scale.ndim == 2 and scale.numel() > 1
-        return cls(scale.data_ptr(), 0.0, head_stride, scale.stride(0) if of_requests else 0, scale.shape[0] if of_requests else 1)
+        return cls(
+            scale.data_ptr(),
+            0.0,
+            head_stride,
+            scale.stride(0) if of_requests else 0,
+            scale.shape[0] if of_requests else 1,
+        )
 
 
 class AttentionScales(ctypes.Structure):
     """The struct of this name in csrc/cache/kv_scales.h."""
 
-    _fields_ = (("k", KvScale), ("v", KvScale), ("q", KvScale), ("element", ctypes.c_int32), ("q_element", ctypes.c_int32))
+    _fields_ = (
+        ("k", KvScale),
+        ("v", KvScale),
+        ("q", KvScale),
+        ("element", ctypes.c_int32),
+        ("q_element", ctypes.c_int32),
+    )
 
 
 class KvScales(ctypes.Structure):
@@ -85,11 +103,17 @@ class _Passed(ctypes.Structure):
 
 
 def library(
-    folder: Path, kernel: str, dtype: torch.dtype, head_dim: HeadDims, variant: str | Variant, kv_dtype: torch.dtype | None = None,
-    float8_q: bool = False, float8_out: bool = False,
-) -> ctypes.CDLL:  # fmt: skip
-    """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into `folder`, or found there. float8_q: Q has the
-    dtype of the cache. float8_out: O is of 8 bits.
+    folder: Path,
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: HeadDims,
+    variant: str | Variant,
+    kv_dtype: torch.dtype | None = None,
+    float8_q: bool = False,
+    float8_out: bool = False,
+) -> ctypes.CDLL:
+    """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into
+    `folder`, or found there. float8_q: Q has the dtype of the cache. float8_out: O is of 8 bits.
 
     Args:
         variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -110,7 +134,9 @@ def library(
     text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
     name = manifest.attention_name(design.name, shape, name)
     source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
-    made = emulation.build(folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h"))
+    made = emulation.build(
+        folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h")
+    )
     made.device_attention.restype = ctypes.c_char_p
     assert made.launched_offset() == _Passed.launched.offset
     return made
@@ -129,10 +155,20 @@ class DeviceAttention:
         launched: the attention kernel of the last run, one of manifest.Design.cubins.
     """
 
-    def __init__(self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks") -> None:
+    def __init__(
+        self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks"
+    ) -> None:
         dims = HeadDims(attention.head_dim, attention.head_dim_v)
         # Of outputs of dtype, and of those of 8 bits: compiled when the first run asks for them.
-        of_kernels = folder, kernel, attention.dtype, dims, variant, attention.kv_dtype, attention.q_dtype != attention.dtype
+        of_kernels = (
+            folder,
+            kernel,
+            attention.dtype,
+            dims,
+            variant,
+            attention.kv_dtype,
+            attention.q_dtype != attention.dtype,
+        )
         self._library = cache(lambda float8_out: library(*of_kernels, float8_out))
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
@@ -170,18 +206,38 @@ class DeviceAttention:
         attention = self._attention
         out = attention._new_out(q, out_scale) if out is None else out
         config = attention._library.schedule_config(attention._handle)
-        partial_o, partial_lse = torch.full_like(attention._partial_o, torch.nan), torch.full_like(attention._partial_lse, torch.nan)
+        partial_o, partial_lse = (
+            torch.full_like(attention._partial_o, torch.nan),
+            torch.full_like(attention._partial_lse, torch.nan),
+        )
         if isinstance(self._variant, Variant):
             params = self._variant.pack({} if variant_args is None else variant_args, torch.device("cpu"))
         else:
             params = struct.pack("f", slope if self._variant in TEST_VARIANTS else logits_soft_cap)
-        uses_softmax = self._variant.uses_softmax if isinstance(self._variant, Variant) else self._variant != "squared"
-        of_dtypes = [values_of("DataType")[(DTYPES | KV_DTYPES)[dtype]] for dtype in (attention.dtype, attention.q_dtype, attention.kv_dtype)]
+        uses_softmax = (
+            self._variant.uses_softmax if isinstance(self._variant, Variant) else self._variant != "squared"
+        )
+        of_dtypes = [
+            values_of("DataType")[(DTYPES | KV_DTYPES)[dtype]]
+            for dtype in (attention.dtype, attention.q_dtype, attention.kv_dtype)
+        ]
         passed = _Passed(
-            (ctypes.c_void_p * 7)(*(None if t is None else t.data_ptr() for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse))),
+            (ctypes.c_void_p * 7)(
+                *(
+                    None if t is None else t.data_ptr()
+                    for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse)
+                )
+            ),
             None if sinks is None else sinks.data_ptr(),
             (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
-            (ctypes.c_int64 * 6)(q.shape[0], kv.k.shape[0], attention.head_dim, self._levels[0].table.page_size, len(self._levels), kv.v.shape[3]),
+            (ctypes.c_int64 * 6)(
+                q.shape[0],
+                kv.k.shape[0],
+                attention.head_dim,
+                self._levels[0].table.page_size,
+                len(self._levels),
+                kv.v.shape[3],
+            ),
             attention.head_dim**-0.5 if sm_scale is None else sm_scale,
             *of_dtypes,
             uses_softmax,
@@ -191,11 +247,19 @@ class DeviceAttention:
             out_scale if isinstance(out_scale, float) else 0.0,
             None if q_rope is None else q_rope.data_ptr(),
             (ctypes.c_int64 * 2)(*((0, 0) if q_rope is None else q_rope.stride()[:2])),
-            AttentionScales(KvScale.of(kv.k_scale), KvScale.of(kv.v_scale), KvScale.of(q_scale), of_dtypes[2], of_dtypes[1]),
+            AttentionScales(
+                KvScale.of(kv.k_scale),
+                KvScale.of(kv.v_scale),
+                KvScale.of(q_scale),
+                of_dtypes[2],
+                of_dtypes[1],
+            ),
             -1,
         )
         workspace = ctypes.c_void_p(attention._schedule.data_ptr())
         device_attention = self._library(out_scale is not None).device_attention
-        emulation.check(device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed))
+        emulation.check(
+            device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed)
+        )
         self.launched = self._kernels[passed.launched]
         return out

@@ -13,7 +13,9 @@ TESTS = ROOT / "tests" / "csrc"
 
 
 class DeviceError(AssertionError):
-    """What the emulation found wrong with a kernel: threads that wait for ever, memory that is read too early, ..."""
+    """What the emulation found wrong with a kernel: threads that wait for ever, memory that is read too
+    early, ...
+    """
 
 
 # Without GNU's unique symbols: every library of a process has its own inline variables.
@@ -21,7 +23,15 @@ _FLAGS = ["-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-gnu-unique"]
 _INCLUDES = [TESTS / "emulated", ROOT / "csrc", TESTS]
 
 
-def build(folder: Path, name: str, source: Path, *, header: str = "", options: Sequence[str] = (), precompiled: Path | None = None) -> ctypes.CDLL:
+def build(
+    folder: Path,
+    name: str,
+    source: Path,
+    *,
+    header: str = "",
+    options: Sequence[str] = (),
+    precompiled: Path | None = None,
+) -> ctypes.CDLL:
     """A library in `folder`, compiled from `source` and the emulation unless it is there (compilation.py).
 
     Args:
@@ -36,7 +46,9 @@ def build(folder: Path, name: str, source: Path, *, header: str = "", options: S
 
 def cuda_emulation(folder: Path) -> Path:
     """What every library has of the emulation."""
-    return compile_object(folder / "cuda_emulation.o", TESTS / "emulated" / "cuda_emulation.cpp", [*_FLAGS, "-O2"], _INCLUDES)
+    return compile_object(
+        folder / "cuda_emulation.o", TESTS / "emulated" / "cuda_emulation.cpp", [*_FLAGS, "-O2"], _INCLUDES
+    )
 
 
 def check(failure: bytes | None) -> None:

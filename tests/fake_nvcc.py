@@ -13,23 +13,39 @@ FATBIN = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 8) + b"a kernel"
 
 
 def cubin(code: bytes = b"machine code") -> bytes:
-    """An ELF file for a GPU: header, one section of `code`, one of zeros that the file does not hold, the table of sections."""
+    """An ELF file for a GPU: header, one section of `code`, one of zeros that the file does not hold, the
+    table of sections.
+    """
     table = 64 + len(code)
-    header = b"\x7fELF\2\1\1" + bytes(9) + struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, table, 0, 64, 56, 0, 64, 3, 0)
-    sections = [struct.pack("<IIQQQQIIQQ", 0, kind, 0, 0, 64, size, 0, 0, 1, 0) for kind, size in ((0, 0), (1, len(code)), (8, 1 << 20))]
+    header = (
+        b"\x7fELF\2\1\1"
+        + bytes(9)
+        + struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, table, 0, 64, 56, 0, 64, 3, 0)
+    )
+    sections = [
+        struct.pack("<IIQQQQIIQQ", 0, kind, 0, 0, 64, size, 0, 0, 1, 0)
+        for kind, size in ((0, 0), (1, len(code)), (8, 1 << 20))
+    ]
     return header + code + b"".join(sections)
 
 
 def fake_nvcc(path: Path, body: str, version: str = "Build fake.1") -> Path:
-    """A shell script that answers to --version, and else does `body`, where $out is the output's path; each time it adds a line to PATH.runs."""
-    begin = f'if [ "$1" = --version ]; then echo "fake compiler"; echo "{version}"; exit; fi\necho run >> {path}.runs\nfor out; do :; done'
+    """A shell script that answers to --version, and else does `body`, where $out is the output's path; each
+    time it adds a line to PATH.runs.
+    """
+    begin = (
+        f'if [ "$1" = --version ]; then echo "fake compiler"; echo "{version}"; exit; fi\necho run >> '
+        f"{path}.runs\nfor out; do :; done"
+    )
     path.write_text(f"#!/bin/sh\n{begin}\n{body}\n")
     path.chmod(0o755)
     return path
 
 
 class FakeKernels:
-    """A folder with the source of one kernel `k`, a cache, a folder for temporary files, and a compiler that makes `cubin()` and says `a report`."""
+    """A folder with the source of one kernel `k`, a cache, a folder for temporary files, and a compiler that
+    makes `cubin()` and says `a report`.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.cache, self.temporary = folder, folder / "cache", folder / "tmp"
@@ -53,4 +69,9 @@ class FakeKernels:
 
     def files(self) -> list[str]:
         """Names of all files in the cache and among the temporary ones."""
-        return sorted(path.name for folder in (self.cache, self.temporary) for path in folder.rglob("*") if not path.is_dir())
+        return sorted(
+            path.name
+            for folder in (self.cache, self.temporary)
+            for path in folder.rglob("*")
+            if not path.is_dir()
+        )

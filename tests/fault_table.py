@@ -1,5 +1,8 @@
-"""Small realistic faults that the tests must notice. `python -m tests.faults` puts them into the sources. A fault whose text is no longer there is an error:
-give it the new text, or take it from the list."""
+"""Small realistic faults that the tests must notice.
+
+`python -m tests.faults` puts them into the sources. A fault whose text is no longer there is an error: give
+it the new text, or take it from the list.
+"""
 
 from __future__ import annotations
 
@@ -376,7 +379,8 @@ FAULTS = (
     Fault(
         "SGLang: the cache's view kept when the pool is reallocated",
         "attn_backend/adapters/sglang/layer_cache.py",
-        "if self._kv is None or self._buffers is None or k is not self._buffers[0] or (v is not self._buffers[1] and not self._makes_v_anew):",
+        "if self._kv is None or self._buffers is None or k is not self._buffers[0] or (v is not "
+        "self._buffers[1] and not self._makes_v_anew):",
         "if self._kv is None:",
         ("tests/adapters/sglang",),
     ),
@@ -394,8 +398,20 @@ FAULTS = (
         "",
         ("tests/adapters/sglang/test_sglang_float8_queries.py",),
     ),
-    Fault("SGLang: padding slots not zeroed", "attn_backend/adapters/sglang/window.py", "self._buffer[count:].zero_()", "pass", SGLANG),
-    Fault("SGLang: after_append always", "attn_backend/adapters/sglang/backend.py", "after_append=appended,", "after_append=True,", SGLANG),
+    Fault(
+        "SGLang: padding slots not zeroed",
+        "attn_backend/adapters/sglang/window.py",
+        "self._buffer[count:].zero_()",
+        "pass",
+        SGLANG,
+    ),
+    Fault(
+        "SGLang: after_append always",
+        "attn_backend/adapters/sglang/backend.py",
+        "after_append=appended,",
+        "after_append=True,",
+        SGLANG,
+    ),
     Fault(
         "SGLang: rows are Q's first dimension",
         "attn_backend/adapters/sglang/backend.py",
@@ -424,9 +440,27 @@ FAULTS = (
         "return vllm_config.speculative_config is None",
         ("tests/adapters/vllm/test_vllm_dcp.py",),
     ),
-    Fault("vLLM: after_append always", "attn_backend/adapters/vllm/impl.py", "after_append=appended,", "after_append=True,", VLLM),
-    Fault("vLLM: a window cuts the images of Gemma 3", "attn_backend/adapters/layer_variants.py", "return before | (", "return before & window >= 0 | (", VLLM),
-    Fault("vLLM: no window cuts the images of Gemma 4", "attn_backend/adapters/layer_variants.py", "key.window_left if key.cuts_spans else -1", "-1", VLLM),
+    Fault(
+        "vLLM: after_append always",
+        "attn_backend/adapters/vllm/impl.py",
+        "after_append=appended,",
+        "after_append=True,",
+        VLLM,
+    ),
+    Fault(
+        "vLLM: a window cuts the images of Gemma 3",
+        "attn_backend/adapters/layer_variants.py",
+        "return before | (",
+        "return before & window >= 0 | (",
+        VLLM,
+    ),
+    Fault(
+        "vLLM: no window cuts the images of Gemma 4",
+        "attn_backend/adapters/layer_variants.py",
+        "key.window_left if key.cuts_spans else -1",
+        "-1",
+        VLLM,
+    ),
     Fault(
         "variants: the reach of equal quotients is one short",
         "attn_backend/variants/visibility.py",
@@ -522,8 +556,20 @@ FAULTS = (
         '_SHARED = ("position", "kv_head", "kv_len")',
         ("tests/variants/test_rope.py",),
     ),
-    Fault("vLLM: images of the step before", "attn_backend/adapters/spans.py", "                self.clear()\n", "                pass\n", VLLM),
-    Fault("vLLM: sinks are loaded once", "attn_backend/adapters/vllm/impl.py", "self._float_sinks.copy_(sinks)", "pass", VLLM),
+    Fault(
+        "vLLM: images of the step before",
+        "attn_backend/adapters/spans.py",
+        "                self.clear()\n",
+        "                pass\n",
+        VLLM,
+    ),
+    Fault(
+        "vLLM: sinks are loaded once",
+        "attn_backend/adapters/vllm/impl.py",
+        "self._float_sinks.copy_(sinks)",
+        "pass",
+        VLLM,
+    ),
     Fault(
         "SGLang: no page for a window that starts within one",
         "attn_backend/adapters/sglang/window.py",
@@ -660,14 +706,17 @@ FAULTS = (
     Fault(
         "FlashInfer: top_k_top_p_sampling_from_probs ignores check_nan",
         "attn_backend/flashinfer/sampling.py",
-        "draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k, top_p=top_p, filter_order=order)",
-        "draw_from_probs(probs, indices, generator, False, seed, offset, return_valid, top_k=top_k, top_p=top_p, filter_order=order)",
+        "draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k, "
+        "top_p=top_p, filter_order=order)",
+        "draw_from_probs(probs, indices, generator, False, seed, offset, return_valid, top_k=top_k, "
+        "top_p=top_p, filter_order=order)",
         ("tests/flashinfer/test_flashinfer_sampling.py", "-k", "nan"),
     ),
     Fault(
         "FlashInfer: forward() of decodes ignores sm_scale",
         "attn_backend/flashinfer/batch_decode.py",
-        "            self._plan_logits(pos, window_left, logits_soft_cap)\n        self._sm_scale = sm_scale\n",
+        "            self._plan_logits(pos, window_left, logits_soft_cap)\n        self._sm_scale = "
+        "sm_scale\n",
         "            self._plan_logits(pos, window_left, logits_soft_cap)\n",
         ("tests/flashinfer/test_flashinfer_limits.py", "-k", "forward_and_single"),
     ),
@@ -867,7 +916,13 @@ FAULTS = (
         "return list(filter(known.__contains__, taken))",
         ("tests/integration/test_environment.py", "-k", "another_version"),
     ),
-    Fault("cache key: without code_address", "attn_backend/kernels/cubins.py", "    digest.update(code_address.recipe())\n", "", CUBINS),
+    Fault(
+        "cache key: without code_address",
+        "attn_backend/kernels/cubins.py",
+        "    digest.update(code_address.recipe())\n",
+        "",
+        CUBINS,
+    ),
     Fault(
         "8-bit products: wgmma reads a transposed V that no fence has followed",
         "csrc/attention/sm90/float8_consumer.cuh",

@@ -1,8 +1,11 @@
-"""Puts small realistic faults into the sources, one at a time, and tells which the tests notice: python -m tests.faults
+"""Puts small realistic faults into the sources, one at a time, and tells which the tests notice: python -m
+tests.faults
 
-Everything happens in a copy of the working tree, which is gone afterwards. Run it from the root of the repository, with an interpreter that can run the
-tests; cmake, ninja and g++ build the host library of the copy, 30 seconds once and a few for each fault in C++. The faults are in
-tests/fault_table.py. Exit status 0: every fault was noticed."""
+Everything happens in a copy of the working tree, which is gone afterwards. Run it from the root of the
+repository, with an interpreter that can run the tests; cmake, ninja and g++ build the host library of the
+copy, 30 seconds once and a few for each fault in C++. The faults are in tests/fault_table.py. Exit status 0:
+every fault was noticed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,13 @@ class Problem(Exception):
 @contextmanager
 def copied_tree() -> Iterator[Path]:
     """A copy of the working tree's own files, removed afterwards."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     with tempfile.TemporaryDirectory(prefix="attn_backend_faults_") as folder:
         for name in filter(None, listed.stdout.split("\0")):
             if (ROOT / name).is_file():
@@ -56,11 +65,22 @@ def fault_in(tree: Path, fault: Fault) -> Iterator[None]:
 
 
 def run(command: list[str], tree: Path, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """In the copy, in a session of its own, so that nothing is left of what waits for ever. Exit status -SIGKILL: it took too long."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}  # a fault may leave a file's size and second as they are
+    """In the copy, in a session of its own, so that nothing is left of what waits for ever.
+
+    Exit status -SIGKILL: it took too long.
+    """
+    # a fault may leave a file's size and second as they are
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("PYTHONSAFEPATH", None)
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=tree,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
@@ -94,7 +114,20 @@ def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
         Problem: no test ran, or pytest could not.
     """
     how = ["-n", str(jobs)] if jobs > 1 else ["-x"]  # with both, the first failure is an interruption
-    done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *how, *tests], tree)
+    done = run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--timeout={TEST_LIMIT_S}",
+            *how,
+            *tests,
+        ],
+        tree,
+    )
     if done.returncode == 0 and " passed" not in done.stdout.splitlines()[-1]:
         raise Problem(f"every test of {' '.join(tests)} was skipped here")
     if done.returncode > 1:
@@ -121,7 +154,9 @@ def try_fault(tree: Path, fault: Fault, good: dict[tuple[str, ...], bool], jobs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name or file contains this")
     parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
     arguments = parser.parse_args()
@@ -133,9 +168,14 @@ def main() -> None:
     good: dict[tuple[str, ...], bool] = {}
     with copied_tree() as tree:
         build(tree)
-        where = run([sys.executable, "-c", "import attn_backend; print(attn_backend.__file__)"], tree).stdout.strip()
+        where = run(
+            [sys.executable, "-c", "import attn_backend; print(attn_backend.__file__)"], tree
+        ).stdout.strip()
         if not where.startswith(str(tree.resolve())):
-            sys.exit(f"error: this interpreter finds attn_backend in {where}, not in the copy: use one without an editable install, as that of `make test`")
+            sys.exit(
+                f"error: this interpreter finds attn_backend in {where}, not in the copy: use one without an "
+                f"editable install, as that of `make test`"
+            )
         for fault in chosen:
             begin = time.monotonic()
             outcome = try_fault(tree, fault, good, arguments.jobs)

@@ -28,20 +28,32 @@ def attention(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [q_len, heads, head_dim] and lse [q_len, heads] to base 2. mask: bool [q_len, kv_len], in the place of causal. rope: (scale, theta)."""
+    """o [q_len, heads, head_dim] and lse [q_len, heads] to base 2. mask: bool [q_len, kv_len], in the place
+    of causal. rope: (scale, theta).
+    """
     q, k, v = q.cpu().double(), k.cpu().double(), v.cpu().double()
     q_len, heads, head_dim = q.shape
     kv_len = k.shape[0]
     if rope is not None:
-        q, k = rotated(q, torch.arange(q_len) + kv_len - q_len, *rope), rotated(k, torch.arange(kv_len), *rope)
+        q, k = (
+            rotated(q, torch.arange(q_len) + kv_len - q_len, *rope),
+            rotated(k, torch.arange(kv_len), *rope),
+        )
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("qhd,khd->qhk", q, k) * (head_dim**-0.5 if sm_scale is None else sm_scale)
-    distance = torch.arange(kv_len)[None, :] - (torch.arange(q_len) + kv_len - q_len)[:, None]  # of the token from the query
+    # of the token from the query
+    distance = torch.arange(kv_len)[None, :] - (torch.arange(q_len) + kv_len - q_len)[:, None]
     if alibi:
         s = s + alibi_slopes(heads).double()[None, :, None] * distance[:, None, :]
     if soft_cap:
         s = soft_cap * torch.tanh(s / soft_cap)
-    seen = mask.cpu() if mask is not None else distance <= 0 if causal else torch.ones(q_len, kv_len, dtype=torch.bool)
+    seen = (
+        mask.cpu()
+        if mask is not None
+        else distance <= 0
+        if causal
+        else torch.ones(q_len, kv_len, dtype=torch.bool)
+    )
     if window_left >= 0:
         seen = seen & (-distance <= window_left)
     s = s.masked_fill(~seen[:, None, :], -math.inf)
@@ -52,13 +64,28 @@ def attention(
     return torch.einsum("qhk,khd->qhd", p[..., :kv_len], v), lse / math.log(2)
 
 
-def rotated(x: Tensor, positions: Tensor, scale: float, theta: float, rotary_dim: int | None = None, interleave: bool = False) -> Tensor:
+def rotated(
+    x: Tensor,
+    positions: Tensor,
+    scale: float,
+    theta: float,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+) -> Tensor:
     """x [rows, heads, head_dim] in float64, turned by the angles of its rows' positions."""
     x = x.cpu().double()
     rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
-    angles = positions.cpu().double()[:, None, None] * theta ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim) / scale
+    angles = (
+        positions.cpu().double()[:, None, None]
+        * theta ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+        / scale
+    )
     turned, pairs = x.clone(), rotary_dim // 2
-    first, second = (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if interleave else (slice(pairs), slice(pairs, rotary_dim))
+    first, second = (
+        (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2))
+        if interleave
+        else (slice(pairs), slice(pairs, rotary_dim))
+    )
     turned[..., first] = x[..., first] * angles.cos() - x[..., second] * angles.sin()
     turned[..., second] = x[..., second] * angles.cos() + x[..., first] * angles.sin()
     return turned
@@ -130,8 +157,19 @@ def make_batch(
             page = int(indices[entry + i // page_size])
             cache[page, 0, i % page_size], cache[page, 1, i % page_size] = k[token + i], v[token + i]
         entry, token = entry + count, token + length
-    tensors = (randn(sum(q_lens), num_qo_heads, head_dim), k, v, cache, _indptr(q_lens), _indptr(kv_lens), _indptr(pages), indices)
-    last = torch.tensor([(length - 1) % page_size + 1 if length else 0 for length in kv_lens], dtype=torch.int32)
+    tensors = (
+        randn(sum(q_lens), num_qo_heads, head_dim),
+        k,
+        v,
+        cache,
+        _indptr(q_lens),
+        _indptr(kv_lens),
+        _indptr(pages),
+        indices,
+    )
+    last = torch.tensor(
+        [(length - 1) % page_size + 1 if length else 0 for length in kv_lens], dtype=torch.int32
+    )
     return Batch(*(tensor.to(device) for tensor in (*tensors, last)), page_size)
 
 
@@ -139,7 +177,9 @@ def _indptr(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
 
 
-def check(found: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 2e-3) -> None:
+def check(
+    found: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 2e-3
+) -> None:
     """Output, and lse if there is one."""
     o, lse = found if isinstance(found, tuple) else (found, None)
     torch.testing.assert_close(o.cpu().double(), expected[0], rtol=tolerance, atol=tolerance)

@@ -1,4 +1,6 @@
-"""Cases over 8-bit caches: those of case_tensors.py with K and V rounded to 8 bits, and scales, which change what these stand for. Unused slots are NaN."""
+"""Cases over 8-bit caches: those of case_tensors.py with K and V rounded to 8 bits, and scales, which change
+what these stand for. Unused slots are NaN.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,22 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
-# Where Q, K, V and probabilities are multiplied in e4m3: these have three bits after the first, and sums of products 14 in all.
+# Where Q, K, V and probabilities are multiplied in e4m3: these have three bits after the first, and sums of
+# products 14 in all.
 MULTIPLIED_TOLERANCE = 3.5e-2
 MULTIPLIED_LSE_TOLERANCE = 5e-3
 
 
-def random_scale(rng: numpy.random.Generator, form: str, batch: int, num_kv_heads: int, device: torch.device) -> Tensor | float:
-    shape = {"number": (), "tensor": (1,), "head": (num_kv_heads,), "request": (max(batch, 1), 1), "request and head": (max(batch, 1), num_kv_heads)}[form]
+def random_scale(
+    rng: numpy.random.Generator, form: str, batch: int, num_kv_heads: int, device: torch.device
+) -> Tensor | float:
+    shape = {
+        "number": (),
+        "tensor": (1,),
+        "head": (num_kv_heads,),
+        "request": (max(batch, 1), 1),
+        "request and head": (max(batch, 1), num_kv_heads),
+    }[form]
     values = torch.from_numpy(rng.uniform(0.2, 1.5, shape)).float().reshape(shape)
     return float(values) if form == "number" else values.to(device)
 
@@ -36,13 +47,19 @@ def scale_of(scale: Tensor | float | None, request: int, num_kv_heads: int) -> T
     if not isinstance(scale, Tensor):
         return torch.full((num_kv_heads,), 1.0 if scale is None else scale, dtype=torch.float64)
     scale = scale.double().cpu()
-    return (scale[request] if scale.ndim == 2 and scale.shape[0] > 1 else scale.flatten() if scale.ndim < 2 else scale[0]).expand(num_kv_heads)
+    return (
+        scale[request]
+        if scale.ndim == 2 and scale.shape[0] > 1
+        else scale.flatten()
+        if scale.ndim < 2
+        else scale[0]
+    ).expand(num_kv_heads)
 
 
 class Needle:
-    """A prompt of `rows` rows of 8 bits over a haystack of equal tokens with a needle, whose probability is a quarter. All numbers are e4m3's, probabilities
-    divided by the needle's, too: what differs from `expected` is lost in sums. V is VALUE, all of whose bits are set, but for the needle in every other
-    column: -VALUE.
+    """A prompt of `rows` rows of 8 bits over a haystack of equal tokens with a needle, whose probability is a
+    quarter. All numbers are e4m3's, probabilities divided by the needle's, too: what differs from `expected`
+    is lost in sums. V is VALUE, all of whose bits are set, but for the needle in every other column: -VALUE.
 
     Attributes:
         expected: float64 [head_dim], of each row, divided by VALUE.
@@ -51,7 +68,10 @@ class Needle:
     VALUE = 1.875
 
     def __init__(self, tokens: int, place: int, rows: int, head_dim: int, device: torch.device) -> None:
-        k, v = torch.zeros(tokens, 1, head_dim, device=device), torch.full((tokens, 1, head_dim), self.VALUE, device=device)
+        k, v = (
+            torch.zeros(tokens, 1, head_dim, device=device),
+            torch.full((tokens, 1, head_dim), self.VALUE, device=device),
+        )
         q = torch.zeros(rows, 1, head_dim, device=device)
         q[:, :, 0], k[place, :, 0], v[place, :, ::2] = 1, 1, -self.VALUE
         weight = (tokens - 1) / 3
@@ -62,7 +82,14 @@ class Needle:
         self.expected[::2] = (tokens - 1 - weight) / (tokens - 1 + weight)
         indptr = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (rows, tokens)]
         self.view = BSRView(indptr[0], PageTable.ragged(indptr[1]), causal=False)
-        self.options = {"kv_dtype": torch.float8_e4m3fn, "q_dtype": torch.float8_e4m3fn, "max_rows": rows, "max_batch": 1, "num_ctas": 1, "device": device}
+        self.options = {
+            "kv_dtype": torch.float8_e4m3fn,
+            "q_dtype": torch.float8_e4m3fn,
+            "max_rows": rows,
+            "max_batch": 1,
+            "num_ctas": 1,
+            "device": device,
+        }
 
     def attention(self, **options: Any) -> Attention:
         return Attention(1, 1, self.q.shape[2], **(self.options | options))
@@ -77,12 +104,15 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return storage.to(dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def rounded_cache(kv: KVCache, dtype: torch.dtype, k_scale: Tensor | float | None, v_scale: Tensor | float | None) -> KVCache:
+def rounded_cache(
+    kv: KVCache, dtype: torch.dtype, k_scale: Tensor | float | None, v_scale: Tensor | float | None
+) -> KVCache:
     return KVCache.from_pair(rounded(kv.k, dtype), rounded(kv.v, dtype), k_scale=k_scale, v_scale=v_scale)
 
 
 class Float8Case:
-    """A case whose cache has dtype `dtype`, and scales of these forms. q_form: Q has this dtype, too, and a scale of this form.
+    """A case whose cache has dtype `dtype`, and scales of these forms. q_form: Q has this dtype, too, and a
+    scale of this form.
 
     Attributes:
         case: with the 8-bit cache, and Q as it is given to kernels.
@@ -92,13 +122,24 @@ class Float8Case:
     """
 
     def __init__(
-        self, spec: cases.Spec, device: torch.device | str, dtype: torch.dtype, k_form: str = "number", v_form: str = "number", q_form: str | None = None
+        self,
+        spec: cases.Spec,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        k_form: str = "number",
+        v_form: str = "number",
+        q_form: str | None = None,
     ) -> None:
         built = case_tensors.build(spec, device)
         rng = numpy.random.default_rng([spec.seed, 8])
         self.dtype = dtype
-        self._k_scale, self._v_scale = (random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device) for form in (k_form, v_form))
-        self._q_scale = None if q_form is None else random_scale(rng, q_form, 0, spec.num_kv_heads, built.device)
+        self._k_scale, self._v_scale = (
+            random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device)
+            for form in (k_form, v_form)
+        )
+        self._q_scale = (
+            None if q_form is None else random_scale(rng, q_form, 0, spec.num_kv_heads, built.device)
+        )
         q = built.q if q_form is None else rounded(built.q, dtype)
         self.case = replace(built, kv=rounded_cache(built.kv, dtype, self._k_scale, self._v_scale), q=q)
         self.options = {"kv_dtype": dtype} | ({} if q_form is None else {"q_dtype": dtype})
@@ -107,12 +148,22 @@ class Float8Case:
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """float64 o and lse over what the 8-bit numbers stand for. changes: to what the oracle is told."""
         case, spec = self.case, self.case.spec
-        q = case.q.double().cpu() * scale_of(self._q_scale, 0, spec.num_kv_heads).repeat_interleave(spec.group_size)[:, None]
+        q = (
+            case.q.double().cpu()
+            * scale_of(self._q_scale, 0, spec.num_kv_heads).repeat_interleave(spec.group_size)[:, None]
+        )
         k_slots, v_slots = (slots.to(self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots))
         heads = case.q.shape[1]
-        outputs, sums, begin = [torch.zeros(0, heads, v_slots.shape[-1], dtype=torch.float64)], [torch.zeros(0, heads, dtype=torch.float64)], 0
+        outputs, sums, begin = (
+            [torch.zeros(0, heads, v_slots.shape[-1], dtype=torch.float64)],
+            [torch.zeros(0, heads, dtype=torch.float64)],
+            0,
+        )
         for request, (qo_len, own) in enumerate(zip(spec.qo_lens, case.slots, strict=True)):
-            k_scale, v_scale = (scale_of(scale, request, spec.num_kv_heads)[:, None] for scale in (self._k_scale, self._v_scale))
+            k_scale, v_scale = (
+                scale_of(scale, request, spec.num_kv_heads)[:, None]
+                for scale in (self._k_scale, self._v_scale)
+            )
             o, lse = oracle.attention(
                 q[begin : begin + qo_len],
                 k_slots[own.cpu()] * k_scale,
@@ -120,7 +171,12 @@ class Float8Case:
                 sm_scale=spec.sm_scale,
                 causal=spec.causal,
                 window_left=spec.window_left,
-                **{"logits_soft_cap": spec.logits_soft_cap, "request": request, "first_row": begin, **changes},
+                **{
+                    "logits_soft_cap": spec.logits_soft_cap,
+                    "request": request,
+                    "first_row": begin,
+                    **changes,
+                },
             )
             outputs.append(o)
             sums.append(lse)
@@ -130,35 +186,70 @@ class Float8Case:
     def is_multiplied(self) -> bool:
         """Whether the Hopper kernel multiplies 8-bit elements."""
         spec = self.case.spec
-        return self._q_scale is not None and self.dtype == torch.float8_e4m3fn and spec.head_dim == spec.columns_of_v and spec.head_dim in (64, 128)
+        return (
+            self._q_scale is not None
+            and self.dtype == torch.float8_e4m3fn
+            and spec.head_dim == spec.columns_of_v
+            and spec.head_dim in (64, 128)
+        )
 
-    def check(self, out: Tensor, lse: Tensor | None, kernel: str | None = None, variant: oracle.Variant | None = None) -> None:
-        """Compares with the oracle; rows of padding must still be NaN. kernel: that ran; None: the CPU's, or on a GPU any. variant: one that transforms Q, K or
-        V."""
+    def check(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        kernel: str | None = None,
+        variant: oracle.Variant | None = None,
+    ) -> None:
+        """Compares with the oracle; rows of padding must still be NaN. kernel: that ran; None: the CPU's, or
+        on a GPU any. variant: one that transforms Q, K or V.
+        """
         expected = self.expected(variant=variant)
         is_multiplied = (
-            variant is None and self.is_multiplied() and (kernel == "hopper" or (kernel is None and out.is_cuda and attention_kernels.is_available("hopper")))
+            variant is None
+            and self.is_multiplied()
+            and (
+                kernel == "hopper"
+                or (kernel is None and out.is_cuda and attention_kernels.is_available("hopper"))
+            )
         )
-        tolerance, tolerances = (MULTIPLIED_TOLERANCE, (MULTIPLIED_TOLERANCE, MULTIPLIED_LSE_TOLERANCE)) if is_multiplied else (TOLERANCE, ())
+        tolerance, tolerances = (
+            (MULTIPLIED_TOLERANCE, (MULTIPLIED_TOLERANCE, MULTIPLIED_LSE_TOLERANCE))
+            if is_multiplied
+            else (TOLERANCE, ())
+        )
         if variant is not None:
             tolerances = (None, lse_tolerance_of_transforms(self.case, variant, self.case.spec.dtype))
         case_tensors.check(self.case, out, lse, expected, *tolerances)
         error = (out[: self.case.rows].double() - expected[0]).norm()
-        assert error <= tolerance * expected[0].norm(), f"{float(error / expected[0].norm()):.2e} > {tolerance}\n{self.case.spec}"
+        assert error <= tolerance * expected[0].norm(), (
+            f"{float(error / expected[0].norm()):.2e} > {tolerance}\n{self.case.spec}"
+        )
         case_tensors.check_padding(self.case)
 
 
-def lse_tolerance_of_transforms(case: case_tensors.Case, variant: oracle.Variant, dtype: torch.dtype) -> float:
-    """How far lse may be off where `variant` transforms Q, 0 where it does not; dtype: that rows are rounded to."""
+def lse_tolerance_of_transforms(
+    case: case_tensors.Case, variant: oracle.Variant, dtype: torch.dtype
+) -> float:
+    """How far lse may be off where `variant` transforms Q, 0 where it does not; dtype: that rows are rounded
+    to.
+    """
     spec = case.spec
-    return cases.lse_tolerance_of_transformed_q(dtype, spec.head_dim, spec.sm_scale) if variant.query is not oracle.Variant.query else 0.0
+    return (
+        cases.lse_tolerance_of_transformed_q(dtype, spec.head_dim, spec.sm_scale)
+        if variant.query is not oracle.Variant.query
+        else 0.0
+    )
 
 
 def rounding(of: oracle.Variant, variant: Variant, dtype: torch.dtype) -> oracle.Variant:
-    """`of`, what `variant` means, with the rows that it transforms rounded to Q's dtype, as kernels multiply them."""
+    """`of`, what `variant` means, with the rows that it transforms rounded to Q's dtype, as kernels multiply
+    them.
+    """
 
     def rounds(hook: str) -> Any:
         transform = getattr(of, hook)
         return lambda rows, at: transform(rows, at).to(dtype).double()
 
-    return replace(of, **{hook: rounds(hook) for hook in ("query", "key", "value") if getattr(variant, f"has_{hook}")})
+    return replace(
+        of, **{hook: rounds(hook) for hook in ("query", "key", "value") if getattr(variant, f"has_{hook}")}
+    )

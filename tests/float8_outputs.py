@@ -1,4 +1,6 @@
-"""Outputs of 8 bits: what they may be, given float64 outputs, and given what a run with the same plan writes in 16 bits."""
+"""Outputs of 8 bits: what they may be, given float64 outputs, and given what a run with the same plan writes
+in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def quantised(out: Tensor, out_scale: Tensor | float) -> Tensor:
     return (out.float() / out_scale).clamp(-LARGEST, LARGEST).to(DTYPE)
 
 
-def check_rounded(out: Tensor, exact: Tensor, out_scale: Tensor | float, tolerance: float, where: Any = "") -> None:
+def check_rounded(
+    out: Tensor, exact: Tensor, out_scale: Tensor | float, tolerance: float, where: Any = ""
+) -> None:
     """exact: float64, the output before it is divided and rounded. tolerance: of its norm."""
     scale = float(out_scale)
     assert out.dtype == DTYPE
@@ -33,7 +37,9 @@ def check_rounded(out: Tensor, exact: Tensor, out_scale: Tensor | float, toleran
     assert not got.isnan().any(), where
     size = exact.cpu().norm(dim=-1, keepdim=True) / exact.shape[-1] ** 0.5 / scale  # of a number in a row
     most = limited.abs() * HALF_UNIT * 1.01 + HALF_LEAST + 20 * tolerance * size
-    assert ((got - limited).abs() <= most).all(), f"{float(((got - limited).abs() / most).max()):.2f} times as far off as allowed {where}"
+    assert ((got - limited).abs() <= most).all(), (
+        f"{float(((got - limited).abs() / most).max()):.2f} times as far off as allowed {where}"
+    )
 
 
 def check_like_unfused(out: Tensor, plain: Tensor, out_scale: Tensor | float, where: Any = "") -> None:

@@ -1,4 +1,6 @@
-"""Random prefix forests as engines' page tables: batches whose requests share leading pages, and the radix tree of such a batch from its definition."""
+"""Random prefix forests as engines' page tables: batches whose requests share leading pages, and the radix
+tree of such a batch from its definition.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from typing import Any
 import numpy
 import oracle
 import torch
-from compositions import Memory, Shape, check_states, make_attention, memory_of_pages, noise, prefix_sum, random_shape, random_table, skewed
+from compositions import (
+    Memory,
+    Shape,
+    check_states,
+    make_attention,
+    memory_of_pages,
+    noise,
+    prefix_sum,
+    random_shape,
+    random_table,
+    skewed,
+)
 from torch import Tensor
 
 from attn_backend import Attention, BSRView
@@ -30,7 +43,8 @@ class Batch:
     num_pages: int
     causal: bool = True
     window_left: int = -1
-    copies: tuple[tuple[int, int, int], ...] = ()  # copy-on-write: a page, one that begins with the same tokens, how many of them
+    # copy-on-write: a page, one that begins with the same tokens, how many of them
+    copies: tuple[tuple[int, int, int], ...] = ()
     is_tree: bool = True  # False: two requests may have a page in common after one that differs
 
     @property
@@ -39,7 +53,9 @@ class Batch:
 
     def select(self, requests: list[int]) -> Batch:
         """Some of the requests, in this order."""
-        chosen = {name: [getattr(self, name)[i] for i in requests] for name in ("qo_lens", "kv_lens", "pages")}
+        chosen = {
+            name: [getattr(self, name)[i] for i in requests] for name in ("qo_lens", "kv_lens", "pages")
+        }
         return replace(self, **chosen)
 
     def rows_of(self, requests: list[int]) -> list[int]:
@@ -48,11 +64,18 @@ class Batch:
         return [row for i in requests for row in range(begin[i], begin[i + 1])]
 
     def view(self, rng: numpy.random.Generator, device: torch.device, form: str | None = None) -> BSRView:
-        """The batch as an engine's tensors, in any form; entries that are not used are no page, or the null page."""
+        """The batch as an engine's tensors, in any form; entries that are not used are no page, or the null
+        page.
+        """
         unused = NULL_PAGE if rng.random() < 0.3 else -(2**31)
         table = random_table(rng, device, self.page_size, self.pages, self.kv_lens, form, unused)
         dtype = [torch.int32, torch.int64][rng.integers(2)]
-        return BSRView(torch.tensor(prefix_sum(self.qo_lens), dtype=dtype, device=device), table, self.causal, self.window_left)
+        return BSRView(
+            torch.tensor(prefix_sum(self.qo_lens), dtype=dtype, device=device),
+            table,
+            self.causal,
+            self.window_left,
+        )
 
 
 @dataclass
@@ -76,14 +99,31 @@ class Problem:
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
         shape = self.shape
-        attention.run(self.q, self.memory.kv, out=self.out, lse=self.lse, sm_scale=shape.sm_scale, logits_soft_cap=shape.logits_soft_cap, **options)  # type: ignore[arg-type]
+        attention.run(
+            self.q,
+            self.memory.kv,
+            out=self.out,
+            lse=self.lse,
+            sm_scale=shape.sm_scale,
+            logits_soft_cap=shape.logits_soft_cap,
+            **options,
+        )  # type: ignore[arg-type]
         return self.out.clone(), self.lse.clone()
 
     def select(self, requests: list[int]) -> Problem:
         """Some of the requests, in this order, over the same cache."""
         rows, memory = self.batch.rows_of(requests), self.memory
-        chosen = replace(memory, pages=[memory.pages[i] for i in requests], slots=[memory.slots[i] for i in requests])
-        return replace(self, batch=self.batch.select(requests), memory=chosen, q=self.q[rows], out=self.out[rows], lse=self.lse[rows])
+        chosen = replace(
+            memory, pages=[memory.pages[i] for i in requests], slots=[memory.slots[i] for i in requests]
+        )
+        return replace(
+            self,
+            batch=self.batch.select(requests),
+            memory=chosen,
+            q=self.q[rows],
+            out=self.out[rows],
+            lse=self.lse[rows],
+        )
 
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """float64 o and lse of the batch's rows. changes: to what the oracle is told."""
@@ -102,21 +142,42 @@ class Problem:
 
     def check(self, expected: tuple[Tensor, Tensor] | None = None) -> None:
         """Compares `out` and `lse` with the oracle; rows after the batch must still be NaN."""
-        check_states(self.shape, list(range(self.batch.rows)), self.out, self.lse, *(self.expected() if expected is None else expected))
+        check_states(
+            self.shape,
+            list(range(self.batch.rows)),
+            self.out,
+            self.lse,
+            *(self.expected() if expected is None else expected),
+        )
 
 
-def random_problem(rng: numpy.random.Generator, device: torch.device, shape: Shape | None = None, **kinds: object) -> Problem:
+def random_problem(
+    rng: numpy.random.Generator, device: torch.device, shape: Shape | None = None, **kinds: object
+) -> Problem:
     shape = random_shape(rng, device) if shape is None else shape
     elements = shape.num_kv_heads * shape.head_dim
     # Elements of K and V that are read for the oracle, and a fraction of its multiplications.
     budget = [4e6, 4e7][rng.random() < 0.04] if device.type == "cpu" else [3e7, 2e8][rng.random() < 0.06]
-    batch = random_batch(rng, shape.page_size, kv_cost=elements, pair_cost=shape.group_size * elements / 30, budget=budget, **kinds)
+    batch = random_batch(
+        rng,
+        shape.page_size,
+        kv_cost=elements,
+        pair_cost=shape.group_size * elements / 30,
+        budget=budget,
+        **kinds,
+    )
     return make_problem(rng, shape, batch, device)
 
 
 def make_problem(rng: numpy.random.Generator, shape: Shape, batch: Batch, device: torch.device) -> Problem:
     memory = memory_of_pages(rng, shape, device, batch.pages, batch.kv_lens, batch.num_pages, batch.copies)
-    q = noise(rng, device, batch.rows + int(rng.choice([0, 0, 1, 9])), shape.num_kv_heads * shape.group_size, shape.head_dim).to(shape.dtype)
+    q = noise(
+        rng,
+        device,
+        batch.rows + int(rng.choice([0, 0, 1, 9])),
+        shape.num_kv_heads * shape.group_size,
+        shape.head_dim,
+    ).to(shape.dtype)
     q[batch.rows :] = torch.nan
     out = torch.full((*q.shape[:2], shape.columns_of_v), torch.nan, dtype=shape.dtype, device=device)
     return Problem(shape, batch, memory, q, out, torch.full(q.shape[:2], torch.nan, device=device))
@@ -141,7 +202,11 @@ def random_batch(
         depth: most shared prefixes above a request.
         style: "decode", "mixed" or "chunks".
     """
-    max_requests = int(rng.choice([1, 2, 5, 12, 24, 64, 130], p=[0.04, 0.1, 0.2, 0.26, 0.2, 0.17, 0.03])) if max_requests is None else max_requests
+    max_requests = (
+        int(rng.choice([1, 2, 5, 12, 24, 64, 130], p=[0.04, 0.1, 0.2, 0.26, 0.2, 0.17, 0.03]))
+        if max_requests is None
+        else max_requests
+    )
     depth = int(rng.choice([0, 1, 1, 2, 2, 3, 4, 5, 6, 9])) if depth is None else depth
     parents = random_tree(rng, depth, max_requests)
     node_of = random_members(rng, parents, max_requests)
@@ -156,7 +221,10 @@ def random_batch(
     own_lens = [own + qo_len * (rng.random() < 0.7) for own, qo_len in zip(own_lens, qo_lens, strict=True)]
     while True:
         batch = place_requests(page_size, parents, lens, node_of, qo_lens, own_lens)
-        cost = sum(kv_len * (kv_cost + pair_cost * qo_len) for kv_len, qo_len in zip(batch.kv_lens, batch.qo_lens, strict=True))
+        cost = sum(
+            kv_len * (kv_cost + pair_cost * qo_len)
+            for kv_len, qo_len in zip(batch.kv_lens, batch.qo_lens, strict=True)
+        )
         if cost <= budget or max(lens + own_lens) <= 1:
             break
         lens, own_lens = [(n + 1) // 2 for n in lens], [(n + 1) // 2 if n else 0 for n in own_lens]
@@ -175,7 +243,10 @@ def random_batch(
 
 
 def random_tree(rng: numpy.random.Generator, depth: int, max_leaves: int) -> list[int]:
-    """The parent of each node, parents in front; -1: a root. One or two nodes of every depth have 1 .. 64 children."""
+    """The parent of each node, parents in front; -1: a root.
+
+    One or two nodes of every depth have 1 .. 64 children.
+    """
     if depth == 0:
         return []
     level = list(range(min(int(rng.integers(1, 4)), max_leaves)))
@@ -198,7 +269,11 @@ def random_members(rng: numpy.random.Generator, parents: list[int], max_requests
     members = list(leaves)
     for leaf in rng.permutation(leaves)[:3].tolist():
         members += [leaf] * (skewed(rng, 64) - 1)
-    members += rng.integers(-1, max(len(parents), 1), int(rng.integers(0, max_requests + 1))).tolist() if parents else [-1] * skewed(rng, max_requests)
+    members += (
+        rng.integers(-1, max(len(parents), 1), int(rng.integers(0, max_requests + 1))).tolist()
+        if parents
+        else [-1] * skewed(rng, max_requests)
+    )
     return members[: max(max_requests, len(leaves))]
 
 
@@ -211,8 +286,17 @@ def random_rows(rng: numpy.random.Generator, style: str) -> int:
     return skewed(rng, 400) if rng.random() < 0.1 else int(rng.integers(1, 41))
 
 
-def place_requests(page_size: int, parents: list[int], lens: list[int], node_of: list[int], qo_lens: list[int], own_lens: list[int]) -> Batch:
-    """Full pages of a node are shared by all below it; the page in which it ends is copied by each of them that goes on."""
+def place_requests(
+    page_size: int,
+    parents: list[int],
+    lens: list[int],
+    node_of: list[int],
+    qo_lens: list[int],
+    own_lens: list[int],
+) -> Batch:
+    """Full pages of a node are shared by all below it; the page in which it ends is copied by each of them
+    that goes on.
+    """
     num_pages = NULL_PAGE + 1
     ends: list[int] = []
     pages: list[list[int]] = []
@@ -231,7 +315,9 @@ def place_requests(page_size: int, parents: list[int], lens: list[int], node_of:
         num_pages += count - len(inherited)
         ends.append(end)
         pages.append(own)
-    return Batch(page_size, qo_lens, ends[len(parents) :], pages[len(parents) :], num_pages, copies=tuple(copies))
+    return Batch(
+        page_size, qo_lens, ends[len(parents) :], pages[len(parents) :], num_pages, copies=tuple(copies)
+    )
 
 
 def with_duplicates(rng: numpy.random.Generator, batch: Batch) -> Batch:
@@ -249,7 +335,9 @@ def with_replaced_pages(rng: numpy.random.Generator, batch: Batch) -> Batch:
     for i in rng.integers(len(pages), size=int(rng.integers(1, 4))).tolist():
         if pages[i]:
             at = int(rng.integers(len(pages[i])))
-            copies.append((pages[i][at], num_pages, min(batch.page_size, batch.kv_lens[i] - at * batch.page_size)))
+            copies.append(
+                (pages[i][at], num_pages, min(batch.page_size, batch.kv_lens[i] - at * batch.page_size))
+            )
             pages[i][at] = num_pages
             num_pages += 1
     return replace(batch, pages=pages, copies=tuple(copies), num_pages=num_pages, is_tree=False)
@@ -259,7 +347,12 @@ def with_padding(rng: numpy.random.Generator, batch: Batch, count: int) -> Batch
     """Requests that fill up a batch: no token or the first one of the null page, one row or none."""
     kv_lens = rng.integers(0, 2, count).tolist()
     pages = [[NULL_PAGE] * kv_len for kv_len in kv_lens]
-    return replace(batch, qo_lens=batch.qo_lens + rng.integers(0, 2, count).tolist(), kv_lens=batch.kv_lens + kv_lens, pages=batch.pages + pages)
+    return replace(
+        batch,
+        qo_lens=batch.qo_lens + rng.integers(0, 2, count).tolist(),
+        kv_lens=batch.kv_lens + kv_lens,
+        pages=batch.pages + pages,
+    )
 
 
 def renumbered(rng: numpy.random.Generator, batch: Batch) -> Batch:
@@ -288,7 +381,9 @@ class Node:
 
 
 def shareable_pages(batch: Batch, request: int, row_limit: float = math.inf) -> int:
-    """Leading pages of a request all of whose tokens all of its rows see; none for a request of `row_limit` rows or more."""
+    """Leading pages of a request all of whose tokens all of its rows see; none for a request of `row_limit`
+    rows or more.
+    """
     qo_len, kv_len = batch.qo_lens[request], batch.kv_lens[request]
     if qo_len == 0 or qo_len >= row_limit:
         return 0
@@ -301,7 +396,9 @@ def shareable_pages(batch: Batch, request: int, row_limit: float = math.inf) -> 
 def radix_tree(batch: Batch, row_limit: float = math.inf) -> list[Node]:
     """All prefixes that at least two requests share, parents in front."""
     shareable = [shareable_pages(batch, i, row_limit) for i in range(len(batch.pages))]
-    pages = [numpy.array(own[:count], dtype=numpy.int64) for own, count in zip(batch.pages, shareable, strict=True)]
+    pages = [
+        numpy.array(own[:count], dtype=numpy.int64) for own, count in zip(batch.pages, shareable, strict=True)
+    ]
     nodes: list[Node] = []
     left = [(tuple(range(len(pages))), 0, -1)]  # requests that share this many pages, and the node for that
     while left:
@@ -313,7 +410,9 @@ def radix_tree(batch: Batch, row_limit: float = math.inf) -> list[Node]:
         for part in parts.values():
             if len(part) > 1:
                 length = min(shareable[i] for i in part)
-                differs = (numpy.stack([pages[i][begin:length] for i in part]) != pages[part[0]][begin:length]).any(axis=0)
+                differs = (
+                    numpy.stack([pages[i][begin:length] for i in part]) != pages[part[0]][begin:length]
+                ).any(axis=0)
                 end = begin + int(differs.argmax()) if differs.any() else length
                 left.append((tuple(part), end, len(nodes)))
                 nodes.append(Node(tuple(part), end, parent))
@@ -321,11 +420,15 @@ def radix_tree(batch: Batch, row_limit: float = math.inf) -> list[Node]:
 
 
 def with_lengths(batch: Batch, qo_lens: list[int], kv_lens: list[int]) -> Batch:
-    """The batch with every length cut to one of these, which include 0: oracles that compile for every shape need few."""
+    """The batch with every length cut to one of these, which include 0: oracles that compile for every shape
+    need few.
+    """
 
     def cut(length: int, allowed: list[int]) -> int:
         return max(n for n in allowed if n <= length)
 
     cut_lens = [cut(kv_len, kv_lens) for kv_len in batch.kv_lens]
     pages = [own[: -(-kv_len // batch.page_size)] for own, kv_len in zip(batch.pages, cut_lens, strict=True)]
-    return replace(batch, qo_lens=[cut(qo_len, qo_lens) for qo_len in batch.qo_lens], kv_lens=cut_lens, pages=pages)
+    return replace(
+        batch, qo_lens=[cut(qo_len, qo_lens) for qo_len in batch.qo_lens], kv_lens=cut_lens, pages=pages
+    )

@@ -1,5 +1,6 @@
-"""The planners, compiled from their sources and called with the configuration of any Attention object: the host planner, also for one on a GPU; and the device
-planner with an emulation of what it uses of CUDA."""
+"""The planners, compiled from their sources and called with the configuration of any Attention object: the
+host planner, also for one on a GPU; and the device planner with an emulation of what it uses of CUDA.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,28 @@ from attn_backend import Attention, BSRView, Composition
 from attn_backend.kernels.schedule import Schedule
 from attn_backend.kernels.structs import dtype_of, pack, unpack
 
-__all__ = ["COMPILER", "ROOT", "Levels", "build", "plan", "plan_and_lists_rows", "plan_with_kind", "random_mask", "workspace_bytes"]
+__all__ = [
+    "COMPILER",
+    "ROOT",
+    "Levels",
+    "build",
+    "plan",
+    "plan_and_lists_rows",
+    "plan_with_kind",
+    "random_mask",
+    "workspace_bytes",
+]
 
 
 def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
-    """A library in `folder`, compiled from tests/csrc/host_planner.cpp and the planner unless it is there (compilation.py). `device`: also from
-    tests/csrc/device_planner.cpp. `one_kind`: for plan_with_kind()."""
+    """A library in `folder`, compiled from tests/csrc/host_planner.cpp and the planner unless it is there
+    (compilation.py). `device`: also from tests/csrc/device_planner.cpp. `one_kind`: for plan_with_kind().
+    """
     tests = ROOT / "tests" / "csrc"
-    sources = [tests / "host_planner.cpp", *(ROOT / "csrc" / "planner" / "host" / name for name in ("planner.cpp", "forest.cpp"))]
+    sources = [
+        tests / "host_planner.cpp",
+        *(ROOT / "csrc" / "planner" / "host" / name for name in ("planner.cpp", "forest.cpp")),
+    ]
     includes = [ROOT / "csrc"]
     if device:
         sources += [tests / "device_planner.cpp", tests / "emulated" / "cuda_emulation.cpp"]
@@ -55,14 +70,16 @@ def plan_and_lists_rows(
     max_tiles: int | None = None,
     mask: tuple[Tensor, int] | None = None,
 ) -> tuple[Schedule, bool]:
-    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order of its threads, by the device planner.
+    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order
+    of its threads, by the device planner.
 
     Args:
         workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
-        searched: the view as those CTAs of the device planner read it that search for shared prefixes: it changes before the first one plans.
+        searched: the view as those CTAs of the device planner read it that search for shared prefixes: it
+            changes before the first one plans.
         lost: a CTA of the device planner whose messages get lost.
-        order: the device planner's CTAs in the order in which they run. CTA 0 waits for the others: those that run after it are late. None: all others run
-            between the start of CTA 0 and its wait.
+        order: the device planner's CTAs in the order in which they run. CTA 0 waits for the others: those
+            that run after it are late. None: all others run between the start of CTA 0 and its wait.
         max_tiles: room for so many row tiles, instead of as many as a batch may have.
         mask: what was found of a variant's mask, as random_mask() makes it.
 
@@ -80,12 +97,16 @@ def plan_and_lists_rows(
         lists_rows = library.host_planner_plan(*passed)
     else:
         ctas = None if order is None else (ctypes.c_int32 * len(order))(*order)
-        lists_rows = library.device_planner_plan(*passed, ctypes.c_uint32(device_seed), of_search.data, lost, ctas)
+        lists_rows = library.device_planner_plan(
+            *passed, ctypes.c_uint32(device_seed), of_search.data, lost, ctas
+        )
     return Schedule.read(workspace, config, layout), bool(lists_rows)
 
 
 def random_mask(rng: numpy.random.Generator, attention: Attention) -> tuple[Tensor, int]:
-    """Row ranges that narrow nothing, with random lists of KV tiles after them (KvTileList in csrc/planner/schedule.h), and the number of lists."""
+    """Row ranges that narrow nothing, with random lists of KV tiles after them (KvTileList in
+    csrc/planner/schedule.h), and the number of lists.
+    """
     num_lists = attention.max_batch + attention.max_rows
     ranges = torch.tensor([0, 2**31 - 1, 0, 0], dtype=torch.int32).repeat(attention.max_rows, 1)
     lists = torch.zeros(num_lists, 1024, dtype=torch.int32)
@@ -103,8 +124,11 @@ def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
 
 
 def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, kind: int) -> None:
-    """Has `attention` run a schedule of `view` whose row tiles all are of one kind. `attention` must look for no prefixes, have room for so many tiles, and its
-    last plan must have been of this view. `library`: built with one_kind."""
+    """Has `attention` run a schedule of `view` whose row tiles all are of one kind.
+
+    `attention` must look for no prefixes, have room for so many tiles, and its last plan must have been of
+    this view. `library`: built with one_kind.
+    """
     config, layout = _config_and_layout(library, attention)
     workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)
     # The planner leaves the page indices to the kernel, and does not read them.
@@ -114,7 +138,9 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
     attention._schedule.copy_(workspace)
 
 
-def _config_and_layout(library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None) -> tuple[Any, Any]:
+def _config_and_layout(
+    library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None
+) -> tuple[Any, Any]:
     """ScheduleConfig of `attention`, and the ScheduleLayout that follows from it."""
     config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle)).copy()
     if max_tiles is not None:
@@ -128,9 +154,16 @@ class Levels:
     """Views as an array of PlanLevel, with the tensors that it points to."""
 
     def __init__(
-        self, views: Sequence[BSRView], max_rows: int, indices: Tensor | None = None, causal: bool | None = None, mask: tuple[Tensor, int] | None = None
+        self,
+        views: Sequence[BSRView],
+        max_rows: int,
+        indices: Tensor | None = None,
+        causal: bool | None = None,
+        mask: tuple[Tensor, int] | None = None,
     ) -> None:
-        """indices: page indices, if not those of the view copied to the CPU. causal: if not as the views say. mask: as random_mask() makes it."""
+        """indices: page indices, if not those of the view copied to the CPU. causal: if not as the views say.
+        mask: as random_mask() makes it.
+        """
         self._kept: list[Tensor] = []
         self._causal, self._mask = causal, mask
         self.data = b"".join(self._level(view, max_rows, indices) for view in views)
@@ -140,8 +173,18 @@ class Levels:
         if indices is None and table.indices is not None:
             indices = _to_cpu(table.indices)
             self._kept.append(indices)
-        num_rows, width, stride = (*indices.shape, indices.stride(0)) if indices is not None and indices.ndim == 2 else (0, 0, 0)
-        entries = 2**31 - 1 if indices is None else indices.shape[0] if indices.ndim == 1 else (num_rows - 1) * stride + width if num_rows else 0
+        num_rows, width, stride = (
+            (*indices.shape, indices.stride(0)) if indices is not None and indices.ndim == 2 else (0, 0, 0)
+        )
+        entries = (
+            2**31 - 1
+            if indices is None
+            else indices.shape[0]
+            if indices.ndim == 1
+            else (num_rows - 1) * stride + width
+            if num_rows
+            else 0
+        )
         return pack(
             "PlanLevel",
             qo_indptr=self._array(view.qo_indptr),
@@ -161,7 +204,10 @@ class Levels:
             rows=self._keep(view.rows),
             max_rows=max_rows if view.rows is None else min(max_rows, view.rows.shape[0]),
             num_groups=view.batch_size,
-            visibility={"causal": view.causal is not False if self._causal is None else self._causal, "window_left": view.window_left},
+            visibility={
+                "causal": view.causal is not False if self._causal is None else self._causal,
+                "window_left": view.window_left,
+            },
             kv_offsets=self._keep(view.kv_offsets),
             positions={
                 "positions": self._keep(view.positions),

@@ -1,4 +1,7 @@
-"""An oracle of paged attention that other people wrote: jax's reference of its TPU kernel, in float32. It knows causal attention of requests with tokens."""
+"""An oracle of paged attention that other people wrote: jax's reference of its TPU kernel, in float32.
+
+It knows causal attention of requests with tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ MODULE = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 
 @functools.cache
 def reference() -> Callable[..., Any]:
-    """jax's `ref_ragged_paged_attention` on the CPU. Skips the test that calls it where jax is not installed."""
+    """jax's `ref_ragged_paged_attention` on the CPU.
+
+    Skips the test that calls it where jax is not installed.
+    """
     jax = pytest.importorskip("jax", reason="jax is not installed: the independent oracle did not run")
     jax.config.update("jax_platforms", "cpu")
     return pytest.importorskip(MODULE).ref_ragged_paged_attention
@@ -35,18 +41,23 @@ def paged_attention(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
 ) -> Tensor:
-    """Arguments as of oracle.paged_attention, with the pages of each request; causal. Returns float32 o [sum of qo_lens, num_qo_heads, head_dim] on the CPU.
+    """Arguments as of oracle.paged_attention, with the pages of each request; causal.
 
-    Rows that see nothing (in front of the first token) are not asked for: 0. jax compiles for every shape, in about a second: cache and table are filled up to
-    powers of two, and requests go one by one.
+    Returns float32 o [sum of qo_lens, num_qo_heads, head_dim] on the CPU.
+
+    Rows that see nothing (in front of the first token) are not asked for: 0. jax compiles for every shape, in
+    about a second: cache and table are filled up to powers of two, and requests go one by one.
     """
     import jax.numpy as jnp
 
     slots, num_kv_heads, head_dim = k_slots.shape
     num_pages, width = slots // page_size, power_of_two(max([1024, *kv_lens]) // page_size)
-    cache = numpy.zeros((power_of_two(num_pages), page_size, 2 * num_kv_heads, head_dim), dtype=numpy.float32)  # K and V head by head
+    # K and V head by head
+    cache = numpy.zeros((power_of_two(num_pages), page_size, 2 * num_kv_heads, head_dim), dtype=numpy.float32)
     for first, tensor in enumerate((k_slots, v_slots)):
-        cache[:num_pages, :, first::2] = tensor.view(num_pages, page_size, num_kv_heads, head_dim).float().cpu().numpy()
+        cache[:num_pages, :, first::2] = (
+            tensor.view(num_pages, page_size, num_kv_heads, head_dim).float().cpu().numpy()
+        )
     kv_pages = jnp.asarray(cache)
     results, begin = [], 0
     for qo_len, kv_len, own in zip(qo_lens, kv_lens, pages, strict=True):

@@ -1,4 +1,6 @@
-"""MLA's latents in every format of a cache, and what their bytes stand for; batches over them against the oracle."""
+"""MLA's latents in every format of a cache, and what their bytes stand for; batches over them against the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from attn_backend import BSRView, KVCache, PageTable
 
 LATENT, WIDTH = 512, 576
 SM_SCALE = 192**-0.5
-# ||o - ref|| / ||ref|| over latents of 16 bits and of 8: numbers of 8 bits and their scales are exact, but what they become is rounded to 16 bits.
+# ||o - ref|| / ||ref|| over latents of 16 bits and of 8: numbers of 8 bits and their scales are exact, but
+# what they become is rounded to 16 bits.
 TOLERANCE, FLOAT8_TOLERANCE = 5e-3, 1e-2
 PLAIN = "plain"  # latents of Q's dtype
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "scaled": torch.uint8}
 
 
 def scaled_rows(latents: Tensor) -> Tensor:
-    """Float [..., 576] as uint8 [..., 656]: each 128 of the first 512 columns divided by their largest magnitude / 448."""
+    """Float [..., 576] as uint8 [..., 656]: each 128 of the first 512 columns divided by their largest
+    magnitude / 448.
+    """
     groups = latents[..., :LATENT].float().unflatten(-1, (4, 128))
     scales = (groups.abs().amax(-1) / 448).clamp_min(torch.finfo(torch.float32).tiny)
     numbers = (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
@@ -38,25 +43,31 @@ def numbers_of(rows: Tensor, scale: float) -> Tensor:
     return torch.cat([latent * scales.repeat_interleave(128, -1), rope], -1)
 
 
-# How the two parts of Q may lie, by the layer of an engine that makes them: strides of rows and heads in any order; rows that TMA cannot load, of tensors
-# whose rows overlap, in one tensor; one of the two such.
+# How the two parts of Q may lie, by the layer of an engine that makes them: strides of rows and heads in any
+# order; rows that TMA cannot load, of tensors whose rows overlap, in one tensor; one of the two such.
 FORMS_OF_Q = ("engine", "dense", "one tensor", "expanded", "expanded rope")
 
 
 def parts_of_q(q: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """[rows, heads, 512] and [rows, heads, 64] of q [rows, heads, 576], in one of FORMS_OF_Q. What lies between rows and heads is NaN. "expanded": all rows are
-    those of the first."""
+    """[rows, heads, 512] and [rows, heads, 64] of q [rows, heads, 576], in one of FORMS_OF_Q.
+
+    What lies between rows and heads is NaN. "expanded": all rows are those of the first.
+    """
     rows, heads, _ = q.shape
     latent, rope = q[..., :LATENT], q[..., LATENT:]
     if form == "one tensor":
         return latent, rope
     if form.startswith("expanded"):
-        return latent[:1].expand(rows, -1, -1) if form == "expanded" else latent.contiguous(), rope[:1].expand(rows, -1, -1)
+        return latent[:1].expand(rows, -1, -1) if form == "expanded" else latent.contiguous(), rope[
+            :1
+        ].expand(rows, -1, -1)
     if form == "dense":
         return latent.contiguous(), rope.contiguous()
-    by_head = q.new_full((heads + 2, rows + 1, LATENT), torch.nan)  # a product's output, turned; rows of padded heads
+    # a product's output, turned; rows of padded heads
+    by_head = q.new_full((heads + 2, rows + 1, LATENT), torch.nan)
     by_head[:heads, :rows] = latent.transpose(0, 1)
-    projected = q.new_full((rows, heads, 192), torch.nan)  # what a layer projects: 128 columns that are absorbed, 64 that are rotated
+    # what a layer projects: 128 columns that are absorbed, 64 that are rotated
+    projected = q.new_full((rows, heads, 192), torch.nan)
     projected[..., 128:] = rope
     return by_head[:heads, :rows].transpose(0, 1), projected[..., 128:]
 
@@ -86,7 +97,16 @@ class Batch:
         for i, own in enumerate(self.rows):
             keys, of_request = own[:, None], slice(indptr[i], indptr[i + 1])
             mask = {} if self.trees is None else {"variant": _sees_tree(self.trees[i], len(own))}
-            parts.append(oracle.attention(self.q[of_request].double().cpu(), keys, keys[..., :LATENT], causal=self.causal, sm_scale=SM_SCALE, **mask))
+            parts.append(
+                oracle.attention(
+                    self.q[of_request].double().cpu(),
+                    keys,
+                    keys[..., :LATENT],
+                    causal=self.causal,
+                    sm_scale=SM_SCALE,
+                    **mask,
+                )
+            )
         o, lse = zip(*parts, strict=True)
         return torch.cat(o), torch.cat(lse)
 
@@ -96,13 +116,17 @@ class Batch:
         packed = [np.packbits(tree.numpy().flatten(), bitorder="little") for tree in self.trees]
         begins = torch.tensor([0, *(len(one) for one in packed)]).cumsum(0).int()
         device = self.q.device
-        return {"packed_mask": torch.from_numpy(np.concatenate(packed)).to(device), "mask_indptr": begins.to(device)}
+        return {
+            "packed_mask": torch.from_numpy(np.concatenate(packed)).to(device),
+            "mask_indptr": begins.to(device),
+        }
 
     def check(self, out: Tensor, lse: Tensor) -> None:
         expected, expected_lse = self.expected()
         tolerance = FLOAT8_TOLERANCE if self.kv.k.element_size() == 1 else TOLERANCE
         error, size = float((out.double().cpu() - expected).norm()), float(expected.norm())
-        assert error <= tolerance * size, f"{error:.2e} > {tolerance} * {size:.2e}"  # 0 where no row sees anything
+        # 0 where no row sees anything
+        assert error <= tolerance * size, f"{error:.2e} > {tolerance} * {size:.2e}"
         empty = expected_lse.isneginf()
         assert lse.cpu()[empty].isneginf().all()
         torch.testing.assert_close(lse.double().cpu()[~empty], expected_lse[~empty], rtol=5e-3, atol=1e-2)
@@ -111,7 +135,9 @@ class Batch:
 def _sees_tree(tree: Tensor, kv_len: int) -> oracle.Variant:
     """All tokens before a request's queries, and of these what the tree says."""
     first = kv_len - len(tree)
-    return oracle.Variant(mask=lambda pairs: (pairs.token < first) | tree[pairs.index, (pairs.token - first).clamp(min=0)])
+    return oracle.Variant(
+        mask=lambda pairs: (pairs.token < first) | tree[pairs.index, (pairs.token - first).clamp(min=0)]
+    )
 
 
 def make_tree_batch(form: str, nodes: list[int], kv_lens: list[int], **options: object) -> Batch:
@@ -128,14 +154,28 @@ def make_tree_batch(form: str, nodes: list[int], kv_lens: list[int], **options: 
 
 
 def make_batch(
-    form: str, qo_lens: list[int], kv_lens: list[int], *, heads: int = 16, page_size: int = 16, scale: float | Tensor | None = None, causal: bool = True,
-    dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", seed: int = 0, row_bytes: int = 0,
-) -> Batch:  # fmt: skip
+    form: str,
+    qo_lens: list[int],
+    kv_lens: list[int],
+    *,
+    heads: int = 16,
+    page_size: int = 16,
+    scale: float | Tensor | None = None,
+    causal: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    row_bytes: int = 0,
+) -> Batch:
     """form: of FORMATS, or PLAIN. row_bytes: from one row to the next; 0: they are contiguous."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-length // page_size) for length in kv_lens]
     num_pages = sum(pages) + 2
-    numbers = torch.randn(num_pages, page_size, WIDTH, generator=generator) * torch.rand(num_pages, page_size, 1, generator=generator) * 4
+    numbers = (
+        torch.randn(num_pages, page_size, WIDTH, generator=generator)
+        * torch.rand(num_pages, page_size, 1, generator=generator)
+        * 4
+    )
     numbers[..., 128:256] *= 8  # other scales for other columns
     order = torch.randperm(num_pages, generator=generator).int()
     table = torch.zeros(len(kv_lens), max(pages, default=0) + 1, dtype=torch.int32)
@@ -164,4 +204,10 @@ def make_batch(
     indptr = torch.tensor([0, *qo_lens]).cumsum(0).int().to(device)
     lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
     view = BSRView(indptr, PageTable.block_table(table.to(device), lens, page_size), causal=causal)
-    return Batch(q, KVCache.from_latent(cache, scale=scale.to(device) if isinstance(scale, Tensor) else scale), view, rows, causal)
+    return Batch(
+        q,
+        KVCache.from_latent(cache, scale=scale.to(device) if isinstance(scale, Tensor) else scale),
+        view,
+        rows,
+        causal,
+    )

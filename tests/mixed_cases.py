@@ -1,4 +1,6 @@
-"""Cases whose cache has another 16-bit type than Q and the output: those of case_tensors.py, with K and V rounded to it."""
+"""Cases whose cache has another 16-bit type than Q and the output: those of case_tensors.py, with K and V
+rounded to it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from attn_backend import KVCache
 
 # dtype, kv_dtype
 MIXTURES = ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16))
-# ||o - ref|| / ||ref|| over a case, ref with Q in the cache's type: probabilities are rounded to that, the output to its own.
+# ||o - ref|| / ||ref|| over a case, ref with Q in the cache's type: probabilities are rounded to that, the
+# output to its own.
 TOLERANCE = 3e-3
 
 
@@ -29,7 +32,9 @@ def build(spec: cases.Spec, device: torch.device | str) -> case_tensors.Case:
     kv_dtype = other(spec.dtype)
     k = rounded(case.kv.k, kv_dtype)
     v = k[..., : spec.columns_of_v] if spec.v_in_k else rounded(case.kv.v, kv_dtype)
-    return replace(case, kv=KVCache.from_pair(k, v), k_slots=case.k_slots.to(kv_dtype), v_slots=case.v_slots.to(kv_dtype))
+    return replace(
+        case, kv=KVCache.from_pair(k, v), k_slots=case.k_slots.to(kv_dtype), v_slots=case.v_slots.to(kv_dtype)
+    )
 
 
 def as_multiplied(case: case_tensors.Case) -> case_tensors.Case:
@@ -38,14 +43,23 @@ def as_multiplied(case: case_tensors.Case) -> case_tensors.Case:
     return replace(case, q=case.q.double().clamp(-limit, limit).to(case.kv.dtype))
 
 
-def check(case: case_tensors.Case, out: torch.Tensor, lse: torch.Tensor | None, variant: oracle.Variant | None = None, **changes: Any) -> None:
-    """Compares with float64: closely where Q is rounded to the cache's type first, as kernels do, and with Q as it is. variant: its tensors are on the CPU.
-    changes: to what the oracle is told."""
+def check(
+    case: case_tensors.Case,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    variant: oracle.Variant | None = None,
+    **changes: Any,
+) -> None:
+    """Compares with float64: closely where Q is rounded to the cache's type first, as kernels do, and with Q
+    as it is. variant: its tensors are on the CPU. changes: to what the oracle is told.
+    """
     multiplied = as_multiplied(case)
     if variant is None:
         case_tensors.check(case, out, lse, multiplied.expected(**changes), TOLERANCE)
         case_tensors.check(case, out, None, case.expected(**changes), cases.TOLERANCE[torch.bfloat16])
     else:  # which may enlarge what rounding changes
         expected = multiplied.on_cpu().expected(variant=variant, **changes)
-        case_tensors.check(case, out, lse, expected, TOLERANCE, lse_tolerance_of_transforms(case, variant, case.kv.dtype))
+        case_tensors.check(
+            case, out, lse, expected, TOLERANCE, lse_tolerance_of_transforms(case, variant, case.kv.dtype)
+        )
     case_tensors.check_padding(case)

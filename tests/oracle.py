@@ -1,4 +1,7 @@
-"""Attention in float64 from its definition. It shares nothing with the package: tokens are gathered by plain slot numbers, and masks are whole matrices."""
+"""Attention in float64 from its definition.
+
+It shares nothing with the package: tokens are gathered by plain slot numbers, and masks are whole matrices.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """Coordinates of scores, as variants see them (csrc/attention/variants.h): int64 tensors that broadcast to [heads, rows, tokens], or numbers."""
+    """Coordinates of scores, as variants see them (csrc/attention/variants.h): int64 tensors that broadcast
+    to [heads, rows, tokens], or numbers.
+    """
 
     request: int
     row: Tensor  # of Q
@@ -51,11 +56,12 @@ def attention(
     request: int = 0,
     first_row: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One request: q [rows, num_qo_heads, head_dim] over k [tokens, num_kv_heads, head_dim] and v [tokens, num_kv_heads, head_dim_v], on any device, in any
-    float dtype.
+    """One request: q [rows, num_qo_heads, head_dim] over k [tokens, num_kv_heads, head_dim] and v [tokens,
+    num_kv_heads, head_dim_v], on any device, in any float dtype.
 
-    Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim_v] and lse [rows, num_qo_heads] (natural logarithm); a row
-    that sees no token has o = 0 and lse = -inf. sinks: [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what
+    Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim_v] and lse
+    [rows, num_qo_heads] (natural logarithm); a row that sees no token has o = 0 and lse = -inf. sinks:
+    [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what
     variants are told.
     """
     variant = variant or Variant()
@@ -63,14 +69,27 @@ def attention(
     tokens, num_kv_heads, _ = k.shape
     group_size = num_qo_heads // num_kv_heads
     if rows == 0:
-        return q.new_zeros((*q.shape[:2], v.shape[2]), dtype=torch.float64), q.new_full((rows, num_qo_heads), -torch.inf, dtype=torch.float64)
+        return q.new_zeros((*q.shape[:2], v.shape[2]), dtype=torch.float64), q.new_full(
+            (rows, num_qo_heads), -torch.inf, dtype=torch.float64
+        )
 
-    index, head = torch.arange(rows, device=q.device)[None, :, None], torch.arange(num_qo_heads, device=q.device)[:, None, None]
+    index, head = (
+        torch.arange(rows, device=q.device)[None, :, None],
+        torch.arange(num_qo_heads, device=q.device)[:, None, None],
+    )
     token = torch.arange(tokens, device=q.device)
-    pairs = Pairs(request, first_row + index, index, tokens - rows + index, head, head // group_size, token, tokens)
-    # Heads in front, the query heads of one KV head as rows of one matrix: [num_kv_heads, group_size * rows, head_dim].
-    queries = _rounded(variant.query, q.transpose(0, 1), pairs).view(num_kv_heads, group_size * rows, head_dim)
-    keys, values = _rounded(variant.key, k.transpose(0, 1), pairs), _rounded(variant.value, v.transpose(0, 1), pairs)
+    pairs = Pairs(
+        request, first_row + index, index, tokens - rows + index, head, head // group_size, token, tokens
+    )
+    # Heads in front, the query heads of one KV head as rows of one matrix: [num_kv_heads, group_size * rows,
+    # head_dim].
+    queries = _rounded(variant.query, q.transpose(0, 1), pairs).view(
+        num_kv_heads, group_size * rows, head_dim
+    )
+    keys, values = (
+        _rounded(variant.key, k.transpose(0, 1), pairs),
+        _rounded(variant.value, v.transpose(0, 1), pairs),
+    )
     logits = (queries * (head_dim**-0.5 if sm_scale is None else sm_scale)) @ keys.transpose(1, 2)
     if logits_soft_cap > 0:
         logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
@@ -81,7 +100,11 @@ def attention(
         hidden = hidden | ~torch.as_tensor(seen, device=q.device)
     if variant.uses_softmax:
         logits = logits.masked_fill(hidden, -torch.inf)
-        sink = torch.full((num_qo_heads, 1, 1), -torch.inf, dtype=torch.float64, device=q.device) if sinks is None else sinks.double().view(-1, 1, 1)
+        sink = (
+            torch.full((num_qo_heads, 1, 1), -torch.inf, dtype=torch.float64, device=q.device)
+            if sinks is None
+            else sinks.double().view(-1, 1, 1)
+        )
         peak = torch.maximum(logits.amax(dim=-1, keepdim=True), sink) if tokens else sink.expand(-1, rows, 1)
         finite_peak = peak.clamp_min(torch.finfo(torch.float64).min)
         weights = logits.sub_(finite_peak).exp_()  # a row that sees nothing: exp(-inf) = 0
@@ -93,11 +116,15 @@ def attention(
         lse = torch.zeros(num_qo_heads, rows, dtype=torch.float64, device=q.device)
     o = weights.view(num_kv_heads, group_size * rows, tokens) @ values
     o = variant.output(o.view(num_qo_heads, rows, v.shape[2]) / total.clamp_min(1e-300), pairs)
-    return o.permute(1, 0, 2).reshape(rows, num_qo_heads, v.shape[2]), lse.permute(1, 0).reshape(rows, num_qo_heads)
+    return o.permute(1, 0, 2).reshape(rows, num_qo_heads, v.shape[2]), lse.permute(1, 0).reshape(
+        rows, num_qo_heads
+    )
 
 
 def _rounded(transform: Callable[[Tensor, Pairs], Tensor], x: Tensor, pairs: Pairs) -> Tensor:
-    """Rows [heads, rows, head_dim], transformed in float64 and rounded to their dtype, as kernels multiply them; float64 again."""
+    """Rows [heads, rows, head_dim], transformed in float64 and rounded to their dtype, as kernels multiply
+    them; float64 again.
+    """
     given = x.contiguous().double()
     made = transform(given, pairs)
     return made if made is given else made.to(x.dtype).double().contiguous()
@@ -129,7 +156,8 @@ def paged_attention(
     variant: Variant | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A batch: request i has the next qo_lens[i] rows of q; its tokens are in the slots slots[i] (int64) of k_slots, v_slots [slots, num_kv_heads, head_dim].
+    """A batch: request i has the next qo_lens[i] rows of q; its tokens are in the slots slots[i] (int64) of
+    k_slots, v_slots [slots, num_kv_heads, head_dim].
 
     Returns float64 o [sum of qo_lens, num_qo_heads, head_dim_v] and lse [sum of qo_lens, num_qo_heads].
     """
@@ -152,5 +180,7 @@ def paged_attention(
         sums.append(lse)
         begin += qo_len
     if not outputs:
-        return q.new_zeros((0, *q.shape[1:]), dtype=torch.float64), q.new_zeros((0, q.shape[1]), dtype=torch.float64)
+        return q.new_zeros((0, *q.shape[1:]), dtype=torch.float64), q.new_zeros(
+            (0, q.shape[1]), dtype=torch.float64
+        )
     return torch.cat(outputs), torch.cat(sums)

@@ -15,7 +15,10 @@ MAX_REASONS = 6
 
 
 class Progress:
-    """Lines instead of dots: in a log, dots are one line that grows for minutes. For the process that deals tests out: its output is not captured."""
+    """Lines instead of dots: in a log, dots are one line that grows for minutes.
+
+    For the process that deals tests out: its output is not captured.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

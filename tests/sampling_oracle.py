@@ -1,4 +1,6 @@
-"""Sampling in float64, from its definition: which tokens survive the filters, with which probabilities; and the statistics of draws."""
+"""Sampling in float64, from its definition: which tokens survive the filters, with which probabilities; and
+the statistics of draws.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def keeps(
         values = x[kept].sort(descending=True).values
         kept &= x >= values[min(top_k, len(values)) - 1]
     if top_p is not None and top_p < 1:
-        counted = torch.ones_like(kept) if filter_order == "joint" or bool((kept == (x > -math.inf)).all()) else kept
+        counted = (
+            torch.ones_like(kept)
+            if filter_order == "joint" or bool((kept == (x > -math.inf)).all())
+            else kept
+        )
         ordered, order = torch.where(counted, x, -math.inf).sort(descending=True)
         mass = torch.where(ordered > -math.inf, p[order], 0.0)
         mass = mass / mass.sum()
@@ -56,7 +62,9 @@ def probabilities(logits: torch.Tensor, kept: torch.Tensor, temperature: float =
 
 
 def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """The chance of counts [vocab] at least as far from `probs` as these; tokens that are expected fewer than 5 times are taken together."""
+    """The chance of counts [vocab] at least as far from `probs` as these; tokens that are expected fewer than
+    5 times are taken together.
+    """
     expected = probs * counts.sum()
     rare = expected < 5
     observed = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
@@ -70,13 +78,18 @@ def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 def uniformity_p_value(p_values: list[float]) -> float:
-    """Kolmogorov and Smirnov: the chance of values at least as far from uniform (asymptotic, Stephens' correction)."""
+    """Kolmogorov and Smirnov: the chance of values at least as far from uniform (asymptotic, Stephens'
+    correction).
+    """
     x = torch.tensor(sorted(p_values), dtype=torch.float64)
     n = len(x)
     steps = torch.arange(n + 1, dtype=torch.float64) / n
     distance = float(torch.maximum((steps[1:] - x).max(), (x - steps[:-1]).max()))
     scaled = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * distance
-    return min(1.0, max(0.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * scaled * scaled) for k in range(1, 101))))
+    return min(
+        1.0,
+        max(0.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * scaled * scaled) for k in range(1, 101))),
+    )
 
 
 def philox4x32(counter: list[int], key: list[int]) -> list[int]:
@@ -90,13 +103,20 @@ def philox4x32(counter: list[int], key: list[int]) -> list[int]:
 
 
 def race_values(logits: torch.Tensor, seed: int, position: int, temperature: float = 1.0) -> torch.Tensor:
-    """float64 [vocab]: where the tokens of one row [vocab] end in the race of a request's draw. The survivor with the largest value is drawn."""
+    """float64 [vocab]: where the tokens of one row [vocab] end in the race of a request's draw.
+
+    The survivor with the largest value is drawn.
+    """
     mask = 0xFFFFFFFF
     counter, key = [position & mask, position >> 32 & mask], [seed & mask, seed >> 32 & mask]
 
     def bits(token: int) -> int:
-        block = token // 512 * 64 + token // 4 % 32 * 2 + token // 256 % 2  # of eight tokens: four in a row, and four 128 after them
-        first = philox4x32([*counter, block, 0], key)[token // 2 % 2 + token // 128 % 2 * 2] >> 16 * (token % 2) & 0xFFFF
+        # of eight tokens: four in a row, and four 128 after them
+        block = token // 512 * 64 + token // 4 % 32 * 2 + token // 256 % 2
+        first = (
+            philox4x32([*counter, block, 0], key)[token // 2 % 2 + token // 128 % 2 * 2] >> 16 * (token % 2)
+            & 0xFFFF
+        )
         return first << 32 | philox4x32([*counter, token, 2], key)[0]
 
     x = (torch.tensor([bits(token) for token in range(len(logits))], dtype=torch.float64) + 0.5) / 2**48

@@ -36,11 +36,22 @@ def random_logits(choose: random.Random, batch: int, vocab: int, generator: torc
         bad = normal * 3
         bad[::2, choose.randrange(vocab)] = choose.choice([torch.nan, torch.inf])
         return bad
-    return [normal * 2, normal * 6, normal * 0.01, torch.full_like(normal, 1.5), normal, normal, normal, (normal * 2).round()][kind]
+    return [
+        normal * 2,
+        normal * 6,
+        normal * 0.01,
+        torch.full_like(normal, 1.5),
+        normal,
+        normal,
+        normal,
+        (normal * 2).round(),
+    ][kind]
 
 
 def row_about_its_threshold(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows in which a survey of some segments tells something, nothing, or what is wrong, about where the threshold of top-p is."""
+    """Rows in which a survey of some segments tells something, nothing, or what is wrong, about where the
+    threshold of top-p is.
+    """
     logits = torch.randn(batch, vocab, generator=generator)
     places = torch.randint(0, vocab, (batch, 1), generator=generator)
     return {
@@ -51,7 +62,9 @@ def row_about_its_threshold(kind: str, batch: int, vocab: int, generator: torch.
         "few values": (logits * 2).round(),
         "ascending": torch.linspace(-5, 5, vocab).repeat(batch, 1),
         "descending": torch.linspace(5, -5, vocab).repeat(batch, 1),
-        "mostly excluded": logits.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.95, -float("inf")),
+        "mostly excluded": logits.masked_fill(
+            torch.rand(batch, vocab, generator=generator) < 0.95, -float("inf")
+        ),
         "one far above": logits.scatter(1, places, 40.0),
         "one beyond float32's powers": logits.scatter(1, places, 1000.0),
         "one not a number": logits.scatter(1, places, float("nan")),
@@ -86,7 +99,9 @@ def rows_of(kind: str, batch: int, vocab: int, generator: torch.Generator) -> to
         "largest at one end": ascending,
         "equal": torch.full((batch, vocab), 2.5),
         "few values": (logits * 2).round(),
-        "mostly excluded": logits.masked_fill(torch.rand(batch, vocab, generator=generator) < 0.995, -torch.inf),
+        "mostly excluded": logits.masked_fill(
+            torch.rand(batch, vocab, generator=generator) < 0.995, -torch.inf
+        ),
         "far below zero": logits - 100,
         "about zero": logits * 1e-30,
         "next to zero": logits * 1e-38,
@@ -96,16 +111,32 @@ def rows_of(kind: str, batch: int, vocab: int, generator: torch.Generator) -> to
     }[kind]
 
 
-ROW_KINDS = ["flat", "peaked", "largest at low ids", "largest at one end", "equal", "few values", "mostly excluded", "far below zero", "about zero"]
+ROW_KINDS = [
+    "flat",
+    "peaked",
+    "largest at low ids",
+    "largest at one end",
+    "equal",
+    "few values",
+    "mostly excluded",
+    "far below zero",
+    "about zero",
+]
 ROW_KINDS += ["next to zero", "far apart", "bad", "nothing allowed"]
 
 
-def draw_settings(choose: random.Random, batch: int, vocab: int, generator: torch.Generator) -> dict[str, Any]:
+def draw_settings(
+    choose: random.Random, batch: int, vocab: int, generator: torch.Generator
+) -> dict[str, Any]:
     settings = {
-        "temperature": torch.tensor([choose.choice([0.0, 0.6, 1.0, 1.0, 5.0, 1e-7, 1e30, -1.0, float("nan")]) for _ in range(batch)]),
+        "temperature": torch.tensor(
+            [choose.choice([0.0, 0.6, 1.0, 1.0, 5.0, 1e-7, 1e30, -1.0, float("nan")]) for _ in range(batch)]
+        ),
         "seed": torch.randint(0, 2**62, (batch,), generator=generator),
         "position": torch.randint(0, 2**31, (batch,), generator=generator),
     }
     if choose.random() < 0.3:
-        settings["token_mask"] = bits(torch.rand(batch, vocab, generator=generator) < choose.choice([0.5, 2 / vocab]))
+        settings["token_mask"] = bits(
+            torch.rand(batch, vocab, generator=generator) < choose.choice([0.5, 2 / vocab])
+        )
     return settings

@@ -1,6 +1,8 @@
-"""The schedule worked out from its definition (csrc/planner/schedule.h) with plain integers and whole arrays: what both planners are compared with.
+"""The schedule worked out from its definition (csrc/planner/schedule.h) with plain integers and whole arrays:
+what both planners are compared with.
 
-Without a prefix forest and KV chunks: those are compared between the planners, and with the forest of tests/forests.py.
+Without a prefix forest and KV chunks: those are compared between the planners, and with the forest of
+tests/forests.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Model:
     has_largest_tiles: bool
 
 
-def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int) -> Model:
+def plan(
+    composition: BSRView | Composition, config: Schedule, num_kv_heads: int, group_size: int, max_rows: int
+) -> Model:
     """`config`: any schedule of the same Attention object; only its fixed fields are read."""
     levels = composition.levels if isinstance(composition, Composition) else (composition,)
     groups: list[list[int]] = []
@@ -47,7 +51,10 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
         errors |= wrong
         rows = None if view.rows is None else view.rows.tolist()
         for request, (qo_begin, qo_len, kv_len) in enumerate(of_level):
-            kind = next((kind for kind in range(config.max_kind) if 16 << kind >= qo_len * group_size), config.max_kind)
+            kind = next(
+                (kind for kind in range(config.max_kind) if 16 << kind >= qo_len * group_size),
+                config.max_kind,
+            )
             tile_begin = len(tiles)
             tiles += _row_tiles(view, config, group_size, len(groups), kind, qo_len, kv_len)
             for index in range(qo_len if links or rows is not None else 0):
@@ -58,16 +65,41 @@ def plan(composition: BSRView | Composition, config: Schedule, num_kv_heads: int
                     links[number][row] = [len(groups), index]
                     num_merge_rows = max(num_merge_rows, row + 1)
             state_begin = number * max_rows + qo_begin if links else -1
-            offset = 0 if view.kv_offsets is None else _clamp(int(view.kv_offsets[request]), 0, 2**31 - 1 - kv_len)
-            groups.append([qo_begin, qo_len, kv_len, tile_begin, number, kind, state_begin, offset, offset + kv_len - qo_len, request])
+            offset = (
+                0 if view.kv_offsets is None else _clamp(int(view.kv_offsets[request]), 0, 2**31 - 1 - kv_len)
+            )
+            groups.append(
+                [
+                    qo_begin,
+                    qo_len,
+                    kv_len,
+                    tile_begin,
+                    number,
+                    kind,
+                    state_begin,
+                    offset,
+                    offset + kv_len - qo_len,
+                    request,
+                ]
+            )
     has_largest_tiles = any(kind == config.max_kind for _, kind, *_ in tiles)
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
         tiles = tiles[: config.max_tiles]
-    longest = max(((_pair_cost(config, kind + 4 * (groups[group][6] >= 0), count), kind) for group, kind, _, _, _, count in tiles), default=(0, 0))
-    cost_begin, positions, uses_queue = _positions(config, num_kv_heads, groups, tiles, longest, num_merge_rows > 0)
+    longest = max(
+        (
+            (_pair_cost(config, kind + 4 * (groups[group][6] >= 0), count), kind)
+            for group, kind, _, _, _, count in tiles
+        ),
+        default=(0, 0),
+    )
+    cost_begin, positions, uses_queue = _positions(
+        config, num_kv_heads, groups, tiles, longest, num_merge_rows > 0
+    )
     used = [of_level[:num_merge_rows] for of_level in links] if num_merge_rows else []
-    return Model(groups, table_begin, tiles, cost_begin, positions, used, errors, uses_queue, has_largest_tiles)
+    return Model(
+        groups, table_begin, tiles, cost_begin, positions, used, errors, uses_queue, has_largest_tiles
+    )
 
 
 def _clamp(value: int, low: int, high: int) -> int:
@@ -114,7 +146,9 @@ def _read_groups(view: BSRView, max_rows: int) -> tuple[list[tuple[int, int, int
     return groups, table_begin, errors
 
 
-def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, kind: int, qo_len: int, kv_len: int) -> list[list[int]]:
+def _row_tiles(
+    view: BSRView, config: Schedule, group_size: int, group: int, kind: int, qo_len: int, kv_len: int
+) -> list[list[int]]:
     packed_rows = qo_len * group_size
     tiles = []
     for begin in range(0, packed_rows, 16 << kind):
@@ -124,7 +158,9 @@ def _row_tiles(view: BSRView, config: Schedule, group_size: int, group: int, kin
         kv_end = max(min(kv_len, last + 1) if view.causal is not False else kv_len, 0)
         kv_begin = max(first - view.window_left, 0) if view.window_left >= 0 else 0
         kv_begin = min(kv_begin, kv_end) // config.kv_tile * config.kv_tile
-        tiles.append([group, kind, begin, kv_begin, kv_end, max(-(-(kv_end - kv_begin) // config.kv_tile), 1)])
+        tiles.append(
+            [group, kind, begin, kv_begin, kv_end, max(-(-(kv_end - kv_begin) // config.kv_tile), 1)]
+        )
     return tiles
 
 
@@ -133,13 +169,23 @@ def _pair_cost(config: Schedule, kind: int, num_kv_tiles: int) -> int:
 
 
 def _positions(
-    config: Schedule, num_kv_heads: int, groups: list[list[int]], tiles: list[list[int]], longest: tuple[int, int], merges: bool
+    config: Schedule,
+    num_kv_heads: int,
+    groups: list[list[int]],
+    tiles: list[list[int]],
+    longest: tuple[int, int],
+    merges: bool,
 ) -> tuple[list[int], list[list[int]], bool]:
-    """Lays every (row tile, head) in the list of work, and looks up the first KV tile that begins at or after the begin of each share and that an interval may
-    start with, or the first pair. `longest`: cost and kind of the longest pair. `merges`: some row is in several row groups."""
+    """Lays every (row tile, head) in the list of work, and looks up the first KV tile that begins at or after
+    the begin of each share and that an interval may start with, or the first pair. `longest`: cost and kind
+    of the longest pair. `merges`: some row is in several row groups.
+    """
 
     def distribute_pairs(share: int, total: int) -> tuple[bool, bool]:
-        """Whether pairs are whole, and whether there is a work queue. Cutting costs a merge, for which five KV tiles stand, and a pair's own cost."""
+        """Whether pairs are whole, and whether there is a work queue.
+
+        Cutting costs a merge, for which five KV tiles stand, and a pair's own cost.
+        """
         cost, kind = longest
         if config.min_queue_pairs == 0 or kind != config.max_kind:
             return False, False
@@ -147,14 +193,19 @@ def _positions(
         most, slack = -(-pairs // config.num_ctas), share + own + 5 * weight
         even, uncut = cost <= slack and most * total <= slack * pairs, cost <= min(share, 2 * own + weight)
         whole = not merges and even and (not uncut or 2 * cost <= share)
-        uses_queue = len(tiles) >= 2 * len(groups) and (cost * config.min_queue_pairs <= share or (whole and most > 1))
+        uses_queue = len(tiles) >= 2 * len(groups) and (
+            cost * config.min_queue_pairs <= share or (whole and most > 1)
+        )
         return uses_queue or (whole and most == 1), uses_queue
 
     if not tiles:
         return [], [[0, 0, 0]] * (config.num_ctas + 1), distribute_pairs(config.min_share, 0)[1]
     counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
     kinds = numpy.array([kind + (4 if groups[group][6] >= 0 else 0) for group, kind, *_ in tiles])
-    weights, pair_costs = (numpy.repeat(numpy.array(costs)[kinds], num_kv_heads) for costs in (config.kv_tile_cost, config.pair_cost))
+    weights, pair_costs = (
+        numpy.repeat(numpy.array(costs)[kinds], num_kv_heads)
+        for costs in (config.kv_tile_cost, config.pair_cost)
+    )
     ends = numpy.cumsum(pair_costs + counts * weights)
     starts, total = ends - pair_costs - counts * weights, int(ends[-1])
 
@@ -169,8 +220,11 @@ def _positions(
         if pair < len(ends):
             own, weight = int(pair_costs[pair]), int(weights[pair])
             kv_tile = -(-max(cost - int(starts[pair]) - own, 0) // weight)
-            cut_saves = (int(counts[pair]) - 1) * weight  # to leave all KV tiles but the first to another CTA, which then loads Q, too
-            uncut = whole or (counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share)
+            # to leave all KV tiles but the first to another CTA, which then loads Q, too
+            cut_saves = (int(counts[pair]) - 1) * weight
+            uncut = whole or (
+                counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share
+            )
             if kv_tile == counts[pair] or (uncut and kv_tile > 0):
                 pair, kv_tile = pair + 1, 0
         points.append([*divmod(pair, num_kv_heads), kv_tile])
@@ -181,12 +235,19 @@ def differences(schedule: Schedule, model: Model) -> list[str]:
     """Names of the fields in which they differ."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "links"]
     different = [name for name in names if getattr(schedule, name).tolist() != getattr(model, name)]
-    return different + [name for name in ("errors", "uses_queue", "has_largest_tiles") if getattr(schedule, name) != getattr(model, name)]
+    return different + [
+        name
+        for name in ("errors", "uses_queue", "has_largest_tiles")
+        if getattr(schedule, name) != getattr(model, name)
+    ]
 
 
 def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
     """Whether two schedules are equal bit for bit; without `links` but for those."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "rows"] + ["links"] * links
-    if any(getattr(a, name) != getattr(b, name) for name in ("errors", "forest", "uses_queue", "has_largest_tiles")):
+    if any(
+        getattr(a, name) != getattr(b, name)
+        for name in ("errors", "forest", "uses_queue", "has_largest_tiles")
+    ):
         return False
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)

@@ -34,18 +34,28 @@ class Case:
                     slots.append(token)
                     continue
                 page, place = divmod(token, self.page_size)
-                if 0 <= request < self.block_table.shape[0] and page < self.block_table.shape[1] and self.block_table[request, page] >= 0:
-                    slots.append(min(int(self.block_table[request, page]) * self.page_stride + place, 2**31 - 1))
+                if (
+                    0 <= request < self.block_table.shape[0]
+                    and page < self.block_table.shape[1]
+                    and self.block_table[request, page] >= 0
+                ):
+                    slots.append(
+                        min(int(self.block_table[request, page]) * self.page_stride + place, 2**31 - 1)
+                    )
             found.append(slots)
         return found
 
     def padded(self) -> Tensor:
         """As `selected_slots` returns it."""
-        return torch.tensor([row + [-1] * (self.indices.shape[1] - len(row)) for row in self.expected()], dtype=torch.int32).view(self.indices.shape)
+        return torch.tensor(
+            [row + [-1] * (self.indices.shape[1] - len(row)) for row in self.expected()], dtype=torch.int32
+        ).view(self.indices.shape)
 
 
 def random_case(seed: int, device: torch.device, most_topk: int = 3000) -> Case:
-    """Entries that are none in the middle, duplicates, empty rows; pages that are missing, requests that do not exist, rows further apart than wide."""
+    """Entries that are none in the middle, duplicates, empty rows; pages that are missing, requests that do
+    not exist, rows further apart than wide.
+    """
     rng = numpy.random.default_rng([seed, 61])
     rows, batch, columns = (int(rng.integers(1, most)) for most in (9, 5, 30))
     topk = int(rng.choice([1, 7, 33, 512, 2047, 2048, 2049, most_topk]))
@@ -59,8 +69,16 @@ def random_case(seed: int, device: torch.device, most_topk: int = 3000) -> Case:
     table = rng.integers(0, 1000, [rows if own_rows else batch, columns + 2])
     table[rng.random(table.shape) < 0.1] = -1
     table[0, 0] = 2**31 - 1
-    requests = torch.from_numpy(rng.integers(-1, batch + 1, rows)).to([torch.int32, torch.int64][seed % 2]).to(device)
-    lens = torch.from_numpy(rng.integers(-1, columns * page_size, rows)).to([torch.int64, torch.int32][seed % 2]).to(device)
+    requests = (
+        torch.from_numpy(rng.integers(-1, batch + 1, rows))
+        .to([torch.int32, torch.int64][seed % 2])
+        .to(device)
+    )
+    lens = (
+        torch.from_numpy(rng.integers(-1, columns * page_size, rows))
+        .to([torch.int64, torch.int32][seed % 2])
+        .to(device)
+    )
     return Case(
         wide.to(device)[:, :topk],
         torch.from_numpy(table).int().to(device)[:, :columns] if has_table else None,

@@ -16,8 +16,15 @@ AVX512 = ["fpu", "avx2", "avx512f", "avx512bw"]
 def test_servers_run_in_float32_where_a_cpu_has_no_bf16_instructions(
     avx512_bf16: bool, amx_bf16: bool, similar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = AVX512 + ["avx512_bf16"] * avx512_bf16 + ["amx_bf16"] * amx_bf16 + ["amx_tile", "avx512_fp16", "bf16"] * similar
-    core = f"processor\t: 0\nmodel name\t: x\nvmx flags\t: avx512_bf16 amx_bf16\nflags\t\t: {' '.join(flags)}\n"
+    flags = (
+        AVX512
+        + ["avx512_bf16"] * avx512_bf16
+        + ["amx_bf16"] * amx_bf16
+        + ["amx_tile", "avx512_fp16", "bf16"] * similar
+    )
+    core = (
+        f"processor\t: 0\nmodel name\t: x\nvmx flags\t: avx512_bf16 amx_bf16\nflags\t\t: {' '.join(flags)}\n"
+    )
     (tmp_path / "cpuinfo").write_text(core + core)
     monkeypatch.setattr(cpu_features, "CPUINFO", tmp_path / "cpuinfo")
     assert cpu_features.cpu_flags() == set(flags)
@@ -31,7 +38,9 @@ def test_servers_run_in_float32_where_a_cpu_has_no_bf16_instructions(
 
 
 @pytest.mark.parametrize("text", [None, "", "processor : 0\nFeatures : fp asimd\n"])
-def test_a_cpu_that_lists_no_flags_has_none(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_lists_no_flags_has_none(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(cpu_features, "CPUINFO", tmp_path / "cpuinfo")

@@ -82,7 +82,11 @@ SCRIPT = [
 
 
 def test_everything_is_found() -> None:
-    """Each call is a scenario. After those that end their process the next ones are made, by another process; so are those after a scenario that fails."""
+    """Each call is a scenario.
+
+    After those that end their process the next ones are made, by another process; so are those after a
+    scenario that fails.
+    """
 
     def calls(scenario: int) -> Iterator[Call]:
         yield SCRIPT[scenario][1] if scenario < len(SCRIPT) else SCRIPT[1000][1]
@@ -90,7 +94,9 @@ def test_everything_is_found() -> None:
     runner = Runner(calls, 10, on_cuda=False, jobs=2, scenarios=7, limit=2.0)
     tally = runner.run(0, len(SCRIPT) + 2, None)
     kinds = [kind for kind, _ in SCRIPT] + [BROKEN] * 2
-    assert {kind: count for (_, kind), count in tally.counts.items()} == {kind: kinds.count(kind) for kind in kinds}
+    assert {kind: count for (_, kind), count in tally.counts.items()} == {
+        kind: kinds.count(kind) for kind in kinds
+    }
     for finding in tally.findings.values():
         assert kinds[finding.call // 10] == finding.kind
     assert tally.findings[CRASH, "f"].count == 2
@@ -98,7 +104,14 @@ def test_everything_is_found() -> None:
 
 
 def test_no_call_begins_after_the_last_second() -> None:
-    runner = Runner(lambda scenario: iter([call_of(lambda n: time.sleep(0.01))]), 10, on_cuda=False, jobs=2, scenarios=50, limit=60.0)
+    runner = Runner(
+        lambda scenario: iter([call_of(lambda n: time.sleep(0.01))]),
+        10,
+        on_cuda=False,
+        jobs=2,
+        scenarios=50,
+        limit=60.0,
+    )
     begin = time.monotonic()
     assert runner.run(0, None, 1.0).calls > 10
     assert time.monotonic() - begin < 30
@@ -136,17 +149,32 @@ def test_all_kinds_of_calls_are_made() -> None:
     assert len(calls) == 400 * CALLS
     ways = {call.wrong.how for call in calls if call.wrong}
     of_values = {"high bits", "decreases", "a page id outside", "a slot outside", "beyond K"}
-    assert ways >= {*OF_TENSORS, *of_values, "bool", "out of range", "another type", "NaN", "missing", "unknown"}
+    assert ways >= {
+        *OF_TENSORS,
+        *of_values,
+        "bool",
+        "out of range",
+        "another type",
+        "NaN",
+        "missing",
+        "unknown",
+    }
     surfaces = {call.surface for call in calls} | {call.blamed for call in calls if call.wrong}
     results = {"Samples", "SpeculativeSamples"}
-    of_variants = {"Param", "Variant", "packbits", "segment_packbits"}  # tests/variants and tests/variant_fuzz
-    of_projections = {"Rotary", "append_qkv", "rotate_qk", "append_mla_kv"}  # tests/kernels/test_append_qkv, test_append_mla
+    # tests/variants and tests/variant_fuzz
+    of_variants = {"Param", "Variant", "packbits", "segment_packbits"}
+    # tests/kernels/test_append_qkv, test_append_mla
+    of_projections = {"Rotary", "append_qkv", "rotate_qk", "append_mla_kv"}
     of_states = {"merge_state", "merge_states"}  # tests/kernels/test_merge_states
     of_selections = {"SelectedTokens"}  # tests/kernels/test_sparse_mla
     assert {
-        name for name in attn_backend.__all__ if not any(surface.split(".")[0] == name for surface in surfaces)
+        name
+        for name in attn_backend.__all__
+        if not any(surface.split(".")[0] == name for surface in surfaces)
     } == results | of_variants | of_projections | of_states | of_selections
-    assert surfaces >= {f"PageTable.{form}" for form in cases.TABLE_FORMS} | {f"KVCache.from_{form}" for form in cases.CACHE_FORMS}
+    assert surfaces >= {f"PageTable.{form}" for form in cases.TABLE_FORMS} | {
+        f"KVCache.from_{form}" for form in cases.CACHE_FORMS
+    }
 
 
 def spoiled(call: Call) -> Call:
@@ -176,7 +204,14 @@ def test_wrong_results_are_noticed(scenario: Callable[..., Iterator[Call]]) -> N
     seen = 0
     for call in itertools.islice(scenario(numpy.random.default_rng(1), CPU), 30):
         given = call.arguments
-        computed = next((len(given[name]) for name in ("q", "logits", "probs", "draft_probs") if isinstance(given.get(name), torch.Tensor)), 1)
+        computed = next(
+            (
+                len(given[name])
+                for name in ("q", "logits", "probs", "draft_probs")
+                if isinstance(given.get(name), torch.Tensor)
+            ),
+            1,
+        )
         if call.wrong is not None or call.variant or computed == 0 or judge(call).kind != RIGHT:
             continue
         outcome = judge(spoiled(call))
@@ -190,8 +225,23 @@ def test_wrong_results_are_noticed(scenario: Callable[..., Iterator[Call]]) -> N
 def test_as_a_program() -> None:
     """With processes that begin anew; those of `make fuzz` are forked."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    command = [sys.executable, "-m", "tests.fuzz", "--calls", "20", "--jobs", "1", "--seed", "0", "--fresh", "--scenario", "sampling"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz",
+        "--calls",
+        "20",
+        "--jobs",
+        "1",
+        "--seed",
+        "0",
+        "--fresh",
+        "--scenario",
+        "sampling",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout.startswith("seed 0, 1 processes"), done.stderr
     assert "20 calls in" in done.stdout, done.stdout + done.stderr
     assert ": 0 findings" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""What an engine pays for loading the plugin: nothing heavy is imported, and neither is the library of kernels before it is needed."""
+"""What an engine pays for loading the plugin: nothing heavy is imported, and neither is the library of
+kernels before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,42 @@ import pytest
 
 import attn_backend
 
-HEAVY = {"elftools", "httpx", "matplotlib", "numpy.testing", "psutil", "rich", "scipy", "sglang", "tabulate", "transformers", "triton", "tvm_ffi", "vllm"}
-IMPORTED = "import json, sys, torch; before = set(sys.modules); import {module}; print(json.dumps(sorted(set(sys.modules) - before)))"
+HEAVY = {
+    "elftools",
+    "httpx",
+    "matplotlib",
+    "numpy.testing",
+    "psutil",
+    "rich",
+    "scipy",
+    "sglang",
+    "tabulate",
+    "transformers",
+    "triton",
+    "tvm_ffi",
+    "vllm",
+}
+IMPORTED = (
+    "import json, sys, torch; before = set(sys.modules); import {module}; "
+    "print(json.dumps(sorted(set(sys.modules) - before)))"
+)
 
 
-@pytest.mark.parametrize("module", ["attn_backend", "attn_backend.adapters.vllm", "attn_backend.adapters.sglang"])
+@pytest.mark.parametrize(
+    "module", ["attn_backend", "attn_backend.adapters.vllm", "attn_backend.adapters.sglang"]
+)
 def test_an_engine_that_loads_the_plugin_imports_nothing_heavy(module):
-    process = subprocess.run([sys.executable, "-c", IMPORTED.format(module=module)], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", IMPORTED.format(module=module)], capture_output=True, text=True, check=True
+    )
     imported = set(json.loads(process.stdout))
     assert module in imported
     assert not imported & HEAVY
-    assert not {name for name in imported if name.startswith(("attn_backend.cli", "attn_backend.flashinfer", "attn_backend.kernels"))}
+    assert not {
+        name
+        for name in imported
+        if name.startswith(("attn_backend.cli", "attn_backend.flashinfer", "attn_backend.kernels"))
+    }
 
 
 def test_the_package_tells_its_version_and_what_attention_is_made_of() -> None:

@@ -17,7 +17,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Parts of the package that each part may import, besides itself.
 MAY_IMPORT = {
-    "attn_backend": {"cache_folder", "kernels", "metadata", "variants"},  # attn_backend/__init__.py: the public names; preflight.py
+    # attn_backend/__init__.py: the public names; preflight.py
+    "attn_backend": {"cache_folder", "kernels", "metadata", "variants"},
     "cache_folder": set(),
     "settings": {"cache_folder"},
     "metadata": set(),
@@ -30,7 +31,9 @@ MAY_IMPORT = {
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute name) of everything that a file imports, also by importlib.import_module("name"); relative imports resolved."""
+    """(line, absolute name) of everything that a file imports, also by importlib.import_module("name");
+    relative imports resolved.
+    """
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
@@ -41,8 +44,15 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
             # `from .. import kernels` imports a part by its name.
             yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and isinstance(node.args[0].value, str)
+        ):
+            function = (
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            )
             if function in ("import_module", "__import__"):
                 yield node.lineno, node.args[0].value
 
@@ -67,14 +77,20 @@ def ids(path: Path) -> str:
 
 def test_finds_files() -> None:
     assert {part_of(path) for path in FILES} >= {"attn_backend", "metadata", "kernels"}
-    assert "attn_backend.metadata.page_table" in {name for _, name in imported(PACKAGE / "metadata" / "composition.py")}
+    assert "attn_backend.metadata.page_table" in {
+        name for _, name in imported(PACKAGE / "metadata" / "composition.py")
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_arrows_point_one_way(path: Path) -> None:
     part = part_of(path)
     allowed = MAY_IMPORT[part] | {part}
-    wrong = [(line, name) for line, name in imported(path) if part_of_name(name) is not None and part_of_name(name) not in allowed]
+    wrong = [
+        (line, name)
+        for line, name in imported(path)
+        if part_of_name(name) is not None and part_of_name(name) not in allowed
+    ]
     assert not wrong, f"{ids(path)} ({part}) may import {sorted(allowed)}"
 
 
@@ -83,9 +99,17 @@ def test_engines_are_imported_by_their_adapter_only(path: Path) -> None:
     inside = path.relative_to(PACKAGE).parts
     own = inside[1] if inside[0] == "adapters" and len(inside) > 2 else None
     engines = {name.split(".")[0] for _, name in imported(path)} & ENGINES
-    assert engines <= ({own} | ({"sgl_kernel"} if own == "sglang" else set())), f"{ids(path)} imports {engines}"
-    others = {name for _, name in imported(path) if name.startswith("attn_backend.adapters.") and own and name.split(".")[2] not in (own, "__init__")}
-    assert not {name for name in others if (PACKAGE / "adapters" / name.split(".")[2]).is_dir()}, "one adapter imports the other"
+    assert engines <= ({own} | ({"sgl_kernel"} if own == "sglang" else set())), (
+        f"{ids(path)} imports {engines}"
+    )
+    others = {
+        name
+        for _, name in imported(path)
+        if name.startswith("attn_backend.adapters.") and own and name.split(".")[2] not in (own, "__init__")
+    }
+    assert not {name for name in others if (PACKAGE / "adapters" / name.split(".")[2]).is_dir()}, (
+        "one adapter imports the other"
+    )
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "adapters").rglob("*.py")), ids=ids)
@@ -94,18 +118,25 @@ def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
         return
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     versions = [node.lineno for node in attributes if node.attr in ("__version__", "__version_tuple__")]
-    reads = [(line, name) for line, name in imported(path) if re.search(r"importlib[._]metadata|packaging\.version|__version__|(vllm|sglang)\.version", name)]
+    reads = [
+        (line, name)
+        for line, name in imported(path)
+        if re.search(r"importlib[._]metadata|packaging\.version|__version__|(vllm|sglang)\.version", name)
+    ]
     assert not versions, f"lines {versions}"
     assert not reads
 
 
 @pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=ids)
 def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
-    foreign = {name for name in ("integration", "benchmarks") if ROOT / "tests" / name not in path.parents}  # but by their own tests
+    # but by their own tests
+    foreign = {name for name in ("integration", "benchmarks") if ROOT / "tests" / name not in path.parents}
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in foreign]
 
 
-@pytest.mark.parametrize("path", sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()), ids=ids)
+@pytest.mark.parametrize(
+    "path", sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()), ids=ids
+)
 def test_no_torch_header(path: Path) -> None:
     assert not re.findall(r'#\s*include\s*[<"](?:torch|ATen|c10|caffe2|pybind11)[/.].*', path.read_text())
 
@@ -137,7 +168,9 @@ def test_subjects_include_one_way(path: Path) -> None:
     assert not wrong, f"{ids(path)} may include {sorted(MAY_INCLUDE[subject])}"
 
 
-@pytest.mark.parametrize("path", [path for path in sources(".h") if not HOST_FOLDERS & set(path.relative_to(CSRC).parts)], ids=ids)
+@pytest.mark.parametrize(
+    "path", [path for path in sources(".h") if not HOST_FOLDERS & set(path.relative_to(CSRC).parts)], ids=ids
+)
 def test_shared_headers_include_shared_headers_only(path: Path) -> None:
     """They compile with nvcc and g++, for host and device."""
     wrong = [str(name) for name in included(path) if name.suffix != ".h" or HOST_FOLDERS & set(name.parts)]

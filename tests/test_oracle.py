@@ -17,11 +17,18 @@ def randn(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("group_size", [1, 3, 4])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 37), (5, 37), (37, 37)])
-@pytest.mark.parametrize(("causal", "window_left"), [(False, -1), (True, -1), (True, 6), (False, 6), (True, 0)])
+@pytest.mark.parametrize(
+    ("causal", "window_left"), [(False, -1), (True, -1), (True, 6), (False, 6), (True, 0)]
+)
 def test_agrees_with_sdpa(rows: int, tokens: int, group_size: int, causal: bool, window_left: int) -> None:
     q, k, v = randn(rows, 2 * group_size, 16), randn(tokens, 2, 16), randn(tokens, 2, 16)
     positions = range(tokens - rows, tokens)
-    visible = torch.tensor([[(not causal or t <= p) and (window_left < 0 or p - t <= window_left) for t in range(tokens)] for p in positions])
+    visible = torch.tensor(
+        [
+            [(not causal or t <= p) and (window_left < 0 or p - t <= window_left) for t in range(tokens)]
+            for p in positions
+        ]
+    )
     expected = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=visible, scale=0.3, enable_gqa=True
     ).transpose(0, 1)

@@ -18,10 +18,14 @@ from attn_backend.preflight import Problem, Space
 from attn_backend.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement torch (from versions: none)\nERROR: No matching distribution found for torch"
+NOT_FOUND = (
+    "ERROR: Could not find a version that satisfies the requirement torch (from versions: "
+    "none)\nERROR: No matching distribution found for torch"
+)
 FOUND = "torch (2.13.0)\nAvailable versions: 2.13.0, 0.32, 2.12.0\n"
 BROKEN = (
-    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<connection object at 0x1>: no route')': /simple/vllm/\n"
+    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by "
+    "'NewConnectionError('<connection object at 0x1>: no route')': /simple/vllm/\n"
 )
 
 
@@ -47,7 +51,9 @@ def problems(**arguments: object) -> list[str]:
 
 
 def test_a_machine_that_is_ready_passes(tmp_path: Path) -> None:
-    preflight.check(environment=tmp_path / "venv", needs=[Space(tmp_path, 1, "x", "y")], requirements=["torch"])
+    preflight.check(
+        environment=tmp_path / "venv", needs=[Space(tmp_path, 1, "x", "y")], requirements=["torch"]
+    )
 
 
 def test_all_problems_are_listed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +68,33 @@ def test_all_problems_are_listed_together(tmp_path: Path, monkeypatch: pytest.Mo
     folder.mkdir()
     monkeypatch.chdir(folder)
     needs = [Space(tmp_path, 1 << 60, "the environment", "use another disk")]
-    found = problems(environment=tmp_path / "file" / "venv", needs=needs, requirements=["torch"], needs_nvcc=True)
-    assert found == ["path", "cache", "Python", "virtual environments", "environment", "C++ compiler", "nvcc", "disk", "network"]
+    found = problems(
+        environment=tmp_path / "file" / "venv", needs=needs, requirements=["torch"], needs_nvcc=True
+    )
+    assert found == [
+        "path",
+        "cache",
+        "Python",
+        "virtual environments",
+        "environment",
+        "C++ compiler",
+        "nvcc",
+        "disk",
+        "network",
+    ]
 
 
-@pytest.mark.parametrize("name", ["a b", "it's", "a$b", "a#b", "a:b", 'a"b', "a%b", "a;b", "a(b", "a*b", "a\\b", "a\tb", "a\nb", "a&b"])
+@pytest.mark.parametrize(
+    "name",
+    ["a b", "it's", "a$b", "a#b", "a:b", 'a"b', "a%b", "a;b", "a(b", "a*b", "a\\b", "a\tb", "a\nb", "a&b"],
+)
 def test_a_path_that_make_or_a_shell_splits_is_refused(name: str, tmp_path: Path) -> None:
     (problem,) = filter(None, [preflight.path_problem([tmp_path, tmp_path / name])])
-    unusable = next(character for character in name if not character.isalnum() and character not in "'") if name != "it's" else "'"
+    unusable = (
+        next(character for character in name if not character.isalnum() and character not in "'")
+        if name != "it's"
+        else "'"
+    )
     assert repr(unusable) in problem.text
     assert repr(str(tmp_path / name)) in problem.text
 
@@ -79,7 +104,9 @@ def test_other_paths_are_fine(name: str, tmp_path: Path) -> None:
     assert preflight.path_problem([Path("/home") / name]) is None
 
 
-def test_disk_problems_give_the_numbers_of_each_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_problems_give_the_numbers_of_each_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     devices = {one: 1, other: 2}
     free = {one: 5 * 10**9, other: 10**9}
@@ -89,7 +116,9 @@ def test_disk_problems_give_the_numbers_of_each_file_system(tmp_path: Path, monk
         return SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=devices[root]), root=root)
 
     monkeypatch.setattr(preflight, "existing_parent", parent)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder.root]))
+    monkeypatch.setattr(
+        preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder.root])
+    )
     environment = Space(one / "venv", 4 * 10**9, "the environment", "set VENV")
     temporary = Space(one / "tmp", 900_000_000, "temporary files", "set TMPDIR")
     cache = Space(other / "cache", 900_000_000, "pip's cache", "set PIP_CACHE_DIR")
@@ -107,19 +136,27 @@ def test_disk_problems_give_the_numbers_of_each_file_system(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("answers", "asked", "text"),
     [
-        ({"torch": (0, FOUND), "vllm": (1, NOT_FOUND)}, ["torch"], None),  # the index answers: the rest is pip's
-        ({"torch": (0, BROKEN + FOUND), "vllm": (0, BROKEN + FOUND)}, ["torch", "vllm"], None),  # all are on this machine
+        # the index answers: the rest is pip's
+        ({"torch": (0, FOUND), "vllm": (1, NOT_FOUND)}, ["torch"], None),
+        # all are on this machine
+        ({"torch": (0, BROKEN + FOUND), "vllm": (0, BROKEN + FOUND)}, ["torch", "vllm"], None),
         (
             {"torch": (0, BROKEN + FOUND), "vllm": (0, BROKEN + "Available versions: 0.3.1, 0.32.1")},
             ["torch", "vllm"],
             "vllm==0.32, only other versions (no route)",
         ),
-        ({"torch": (0, BROKEN + FOUND), "vllm": (1, BROKEN + NOT_FOUND)}, ["torch", "vllm"], "pip does not find vllm==0.32 (no route)"),
+        (
+            {"torch": (0, BROKEN + FOUND), "vllm": (1, BROKEN + NOT_FOUND)},
+            ["torch", "vllm"],
+            "pip does not find vllm==0.32 (no route)",
+        ),
         ({"torch": (1, NOT_FOUND)}, ["torch"], "pip does not find torch>=2 (Could not find a version"),
         ({"torch": (1, "pip did not answer in 120 s")}, ["torch"], "(pip did not answer in 120 s)"),
     ],
 )
-def test_the_network_is_what_pip_reaches(answers: dict[str, tuple[int, str]], asked: list[str], text: str | None) -> None:
+def test_the_network_is_what_pip_reaches(
+    answers: dict[str, tuple[int, str]], asked: list[str], text: str | None
+) -> None:
     calls: list[str] = []
 
     def ask(*arguments: str) -> tuple[int, str]:
@@ -160,12 +197,16 @@ def test_the_cache_names_its_variable(blocked: str, tmp_path: Path, monkeypatch:
     problem = preflight.cache_problem()
     assert problem is not None
     assert "ATTN_BACKEND_CACHE" in problem.remedy
-    assert {"file": "is not a folder", "closed": f"{folder} is not writable", "none": "no home directory"}[blocked] in problem.text
+    assert {"file": "is not a folder", "closed": f"{folder} is not writable", "none": "no home directory"}[
+        blocked
+    ] in problem.text
 
 
 @pytest.mark.parametrize("cache", [None, "", "~/elsewhere", "/somewhere"])
 @pytest.mark.parametrize("xdg", [None, "", "/xdg"])
-def test_the_checks_look_at_the_cache_that_the_settings_name(cache: str | None, xdg: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_look_at_the_cache_that_the_settings_name(
+    cache: str | None, xdg: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("ATTN_BACKEND_CACHE", cache), ("XDG_CACHE_HOME", xdg)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -175,24 +216,50 @@ def test_the_checks_look_at_the_cache_that_the_settings_name(cache: str | None, 
 
 def test_the_checks_need_only_the_standard_library(tmp_path: Path) -> None:
     """They run before anything is installed."""
-    code = "import sys; import attn_backend.preflight, integration.environment, integration.phases; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True)
+    code = (
+        "import sys; import attn_backend.preflight, integration.environment, integration.phases; "
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     roots = {name.partition(".")[0] for name in done.stdout.split()}
-    assert roots <= {*sys.stdlib_module_names, "attn_backend", "integration", "__main__", "sitecustomize", "usercustomize", "__mp_main__"}
+    assert roots <= {
+        *sys.stdlib_module_names,
+        "attn_backend",
+        "integration",
+        "__main__",
+        "sitecustomize",
+        "usercustomize",
+        "__mp_main__",
+    }
 
 
 def test_a_problem_reads_well() -> None:
-    assert str(Problem("C++ compiler", "none was found", "install g++")) == "C++ compiler: none was found\n      -> install g++"
+    assert (
+        str(Problem("C++ compiler", "none was found", "install g++"))
+        == "C++ compiler: none was found\n      -> install g++"
+    )
 
 
 def test_cmake_names_a_missing_compiler(tmp_path: Path) -> None:
     """`pip install .` without g++."""
-    tools = {name: shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])) for name in ("cmake", "ninja")}
+    tools = {
+        name: shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        for name in ("cmake", "ninja")
+    }
     if None in tools.values():
         pytest.skip("needs cmake and ninja")
     for name, path in tools.items():
         (tmp_path / name).symlink_to(str(path))
-    variables = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC")} | {"PATH": str(tmp_path)}
+    variables = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC")} | {
+        "PATH": str(tmp_path)
+    }
     command = [str(tools["cmake"]), "-S", str(ROOT), "-B", str(tmp_path / "build"), "-G", "Ninja"]
     done = subprocess.run(command, env=variables, check=False, capture_output=True, text=True)
     assert done.returncode != 0
@@ -215,10 +282,15 @@ class TestMake:
 
     @pytest.mark.parametrize("target", ["demo", "test", "check", "wheel", "docs"])
     def test_a_path_with_a_space_and_a_missing_compiler_are_named(self, target: str, checkout: Path) -> None:
-        variables = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}  # a make above this one exports its own
+        # a make above this one exports its own
+        variables = {
+            name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ
+        }
         variables |= {"CXX": "no-such-compiler", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
         command = ["make", target, f"BASE_PYTHON={sys.executable}"]
-        done = subprocess.run(command, cwd=checkout, env=variables, check=False, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=checkout, env=variables, check=False, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode != 0
         assert "path: " in done.stderr
         assert "' ', which make, shells or compilers split" in done.stderr

@@ -41,7 +41,9 @@ def test_progress_is_lines_instead_of_dots(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_some.py").write_text(TESTS)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {"PYTHONPATH": str(Path(__file__).parent)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {
+        "PYTHONPATH": str(Path(__file__).parent)
+    }
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-n", "2", "."]
     done = subprocess.run(command, cwd=tmp_path, env=variables, check=False, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -50,7 +52,9 @@ def test_progress_is_lines_instead_of_dots(tmp_path: Path) -> None:
     numbers = [int(line.partition(" ")[0]) for line in shown]
     assert numbers == sorted(numbers)
     assert any(", 1 failed (" in line for line in shown)
-    assert "FAILED test_some.py::test_fails" in lines[: lines.index(shown[-1])], "at once, not only at the end"
+    assert "FAILED test_some.py::test_fails" in lines[: lines.index(shown[-1])], (
+        "at once, not only at the end"
+    )
     assert not any(re.match(r"(\S+\.py )?[.sxFE]+( |$)", line) for line in lines)
     assert "FAILED test_some.py::test_fails - assert False" in lines
     assert "1 failed, 5 passed, 1 skipped, 1 xfailed" in lines[-1]
@@ -60,11 +64,19 @@ def test_progress_is_lines_instead_of_dots(tmp_path: Path) -> None:
     ("reasons", "line"),
     [
         ([], ""),
-        (["Skipped: needs a CUDA GPU"] * 5100 + ["Skipped: needs nvcc"] * 55, "5,155 skipped: 5,100 needs a CUDA GPU, 55 needs nvcc"),
-        ([f"reason {number}" for number in range(6)], "6 skipped: " + ", ".join(f"1 reason {number}" for number in range(6))),
+        (
+            ["Skipped: needs a CUDA GPU"] * 5100 + ["Skipped: needs nvcc"] * 55,
+            "5,155 skipped: 5,100 needs a CUDA GPU, 55 needs nvcc",
+        ),
+        (
+            [f"reason {number}" for number in range(6)],
+            "6 skipped: " + ", ".join(f"1 reason {number}" for number in range(6)),
+        ),
         (
             ["many"] * 9 + [f"reason {number}" for number in range(8)],
-            "17 skipped: 9 many, " + ", ".join(f"1 reason {number}" for number in range(5)) + ", 3 for 3 other reasons (pytest -rs lists them)",
+            "17 skipped: 9 many, "
+            + ", ".join(f"1 reason {number}" for number in range(5))
+            + ", 3 for 3 other reasons (pytest -rs lists them)",
         ),
     ],
 )

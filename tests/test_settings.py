@@ -24,11 +24,19 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     read = Settings.read()
-    assert (read.cascade, read.debug, read.prefetch_code, read.sampler, read.vllm_cpu) == (True, False, True, None, False)
+    assert (read.cascade, read.debug, read.prefetch_code, read.sampler, read.vllm_cpu) == (
+        True,
+        False,
+        True,
+        None,
+        False,
+    )
     assert (read.arch, read.cache, read.cpu_isa, read.sglang_fp8_queries) == (None, None, None, True)
 
 
-@pytest.mark.parametrize("field", ["cascade", "debug", "prefetch_code", "sampler", "sglang_fp8_queries", "vllm_cpu"])
+@pytest.mark.parametrize(
+    "field", ["cascade", "debug", "prefetch_code", "sampler", "sglang_fp8_queries", "vllm_cpu"]
+)
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("", False), ("1", True)])
 def test_switches(field: str, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + field.upper(), value)
@@ -45,7 +53,9 @@ def test_switches(field: str, value: str, expected: bool, monkeypatch: pytest.Mo
         ("CPU_ISA", "avx1024", "must be 'baseline', 'avx2', 'avx512' or 'amx'"),
     ],
 )
-def test_an_unknown_value_is_refused_by_name(name: str, value: str, must_be: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_is_refused_by_name(
+    name: str, value: str, must_be: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(PREFIX + name, value)
     with pytest.raises(ValueError, match=f"^ATTN_BACKEND_{name} is '{value}', {must_be}$"):
         Settings.read()
@@ -63,7 +73,9 @@ def test_an_unknown_value_is_refused_by_name(name: str, value: str, must_be: str
         ("ATTN_BACKEND_LOG_FORMAT", "`attn-backend doctor` lists the settings"),
     ],
 )
-def test_an_unknown_variable_is_warned_of_once(variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_variable_is_warned_of_once(
+    variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     settings._warn_of_unknown_variables.cache_clear()
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("ATTN_BACKENDS", "another program's")
@@ -79,10 +91,20 @@ def test_an_unknown_variable_is_warned_of_once(variable: str, hint: str, monkeyp
 def test_tests_and_documents_use_settings_that_exist() -> None:
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     texts = [*ROOT.glob("*.md"), ROOT / "Makefile"]
-    texts += [path for folder in ("docs", "tests", "integration", "benchmarks", "examples", "attn_backend") for path in (ROOT / folder).rglob("*")]
+    texts += [
+        path
+        for folder in ("docs", "tests", "integration", "benchmarks", "examples", "attn_backend")
+        for path in (ROOT / folder).rglob("*")
+    ]
     for path in texts:
-        if path.suffix in (".md", ".py", ".sh", ".yml", "") and path.is_file() and path not in (Path(__file__), ROOT / "tests" / "cli" / "test_doctor.py"):
-            used = set(re.findall(rf"{PREFIX}[A-Z0-9_]+", path.read_text(errors="replace"))) - {f"{PREFIX}FIELD"}
+        if (
+            path.suffix in (".md", ".py", ".sh", ".yml", "")
+            and path.is_file()
+            and path not in (Path(__file__), ROOT / "tests" / "cli" / "test_doctor.py")
+        ):
+            used = set(re.findall(rf"{PREFIX}[A-Z0-9_]+", path.read_text(errors="replace"))) - {
+                f"{PREFIX}FIELD"
+            }
             assert used <= known, path
 
 

@@ -1,4 +1,6 @@
-"""The fast tier of the tests (`make check`) and the whole (`make test`): tests that take long are marked `slow`."""
+"""The fast tier of the tests (`make check`) and the whole (`make test`): tests that take long are marked
+`slow`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch
 
 
 def mostly_slow(values: Iterable[Any], *, fast: int, without_gpu: int | None = None) -> list[Any]:
-    """The values of a parameter; all but the first `fast` are marked slow. without_gpu: so many of them where there is no GPU, whose kernels need more random
-    cases than the CPU's."""
+    """The values of a parameter; all but the first `fast` are marked slow. without_gpu: so many of them where
+    there is no GPU, whose kernels need more random cases than the CPU's.
+    """
     values = list(values)[: None if torch.cuda.is_available() else without_gpu]
-    return [value if index < fast else pytest.param(value, marks=pytest.mark.slow) for index, value in enumerate(values)]
+    return [
+        value if index < fast else pytest.param(value, marks=pytest.mark.slow)
+        for index, value in enumerate(values)
+    ]

@@ -13,7 +13,10 @@ def untried(capability: tuple[int, int]) -> str | None:
     if capability == (9, 0):
         return None
     build = "the sm_80 build" if capability[0] == 8 else "the PTX of the sm_80 build"
-    return f"attn_backend has never been run on a GPU of compute capability {capability[0]}.{capability[1]}: {build} serves there, check some answers"
+    return (
+        f"attn_backend has never been run on a GPU of compute capability {capability[0]}.{capability[1]}: "
+        f"{build} serves there, check some answers"
+    )
 
 
 def warn_if_untried(device: torch.device, logger: logging.Logger) -> None:

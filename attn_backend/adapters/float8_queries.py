@@ -10,7 +10,9 @@ from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, default_d
 
 
 def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.device) -> bool:
-    """Whether kernels multiply 8-bit queries as they are. Others would widen them: queries that were rounded would lose precision without any gain.
+    """Whether kernels multiply 8-bit queries as they are.
+
+    Others would widen them: queries that were rounded would lose precision without any gain.
 
     Args:
         float8: the cache's dtype if it has 8 bits.

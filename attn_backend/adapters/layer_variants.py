@@ -1,4 +1,6 @@
-"""The variant behind a plan key: what the layers of models ask for beyond a causal mask, a window, a soft cap and sinks."""
+"""The variant behind a plan key: what the layers of models ask for beyond a causal mask, a window, a soft cap
+and sinks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ _TREE = """
 
 @cache
 def variant_of(key: PlanKey) -> Variant | None:
-    """None: plain attention. One object for each kind of layer, so that what is compiled for it is found again."""
+    """None: plain attention.
+
+    One object for each kind of layer, so that what is compiled for it is found again.
+    """
     if not key.needs_variant:
         return None
     parts = []

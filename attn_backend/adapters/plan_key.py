@@ -13,16 +13,21 @@ class PlanKey(NamedTuple):
     Attributes:
         window_left: tokens to the left of the query that stay visible; -1: all.
         causal: whether a query sees no token after its own.
-        in_window_pool: whether K and V lie in the sliding-window half of SGLang's hybrid pool, which numbers its slots differently.
-        of_this_step: whether K and V are those of the step's own tokens, in no cache (vLLM's encoders, decompressed keys of MLA in SGLang).
+        in_window_pool: whether K and V lie in the sliding-window half of SGLang's hybrid pool, which numbers
+            its slots differently.
+        of_this_step: whether K and V are those of the step's own tokens, in no cache (vLLM's encoders,
+            decompressed keys of MLA in SGLang).
         of_encoder: whether K and V are those of the request's encoder (SGLang's cross attention).
-        window_right: tokens to the right of the query that stay visible in a step that is not causal; -1: all.
+        window_right: tokens to the right of the query that stay visible in a step that is not causal; -1:
+            all.
         chunk: tokens of the chunks that a query does not see out of (Llama 4); 0: there are none.
         has_spans: whether some tokens of a prompt see both sides, those of an image for one (Gemma 3).
         cuts_spans: whether the window also cuts what a token of a span sees of it (Gemma 4).
-        has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item scoring).
+        has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item
+            scoring).
         has_alibi: whether logits get ALiBi's slopes.
-        temperature_len: position after which logits grow with the query's position (Grok 2); 0: they never do.
+        temperature_len: position after which logits grow with the query's position (Grok 2); 0: they never
+            do.
         has_tree: whether the new tokens are a tree, not a chain (speculative drafts in SGLang).
         has_sinks: whether the softmax has a sink for each head.
         logits_soft_cap: 0: there is none.
@@ -57,6 +62,9 @@ class PlanKey(NamedTuple):
 
     @property
     def needs_variant(self) -> bool:
-        """Whether plain attention cannot serve these layers. It has a soft cap, a window to the left and sinks."""
+        """Whether plain attention cannot serve these layers.
+
+        It has a soft cap, a window to the left and sinks.
+        """
         masks = self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_tree
         return masks or self.has_alibi or self.temperature_len > 0

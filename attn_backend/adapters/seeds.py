@@ -8,8 +8,9 @@ import random
 class SeedSource:
     """Draws seeds for requests in the order in which they come.
 
-    The engine's processes that sample the same requests (the ranks of a tensor-parallel group) see them in the same order, and must come to the same seeds
-    without asking each other: so the source has a generator of its own, which nothing else advances.
+    The engine's processes that sample the same requests (the ranks of a tensor-parallel group) see them in
+    the same order, and must come to the same seeds without asking each other: so the source has a generator
+    of its own, which nothing else advances.
     """
 
     def __init__(self, *origin: object) -> None:

@@ -1,4 +1,6 @@
-"""Sparse attention over latents: each row of a step attends to the tokens that the engine's indexer has selected for it (DeepSeek V3.2, GLM 5)."""
+"""Sparse attention over latents: each row of a step attends to the tokens that the engine's indexer has
+selected for it (DeepSeek V3.2, GLM 5).
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ from attn_backend.metadata.kv_cache import KVCache
 
 
 class SelectedAttention:
-    """A plan for the rows of a step, and room for the slots that they attend to. The layers take turns: each run writes its own slots. Negative entries, and
-    tokens that a row does not see, are left out, wherever they stand.
+    """A plan for the rows of a step, and room for the slots that they attend to.
 
-    Every tensor that runs read stays where it is, so captured graphs serve later steps. A step of more rows than fit is cut: its parts are planned in each
-    layer, when they run, which no graph may capture.
+    The layers take turns: each run writes its own slots. Negative entries, and tokens that a row does not
+    see, are left out, wherever they stand.
+
+    Every tensor that runs read stays where it is, so captured graphs serve later steps. A step of more rows
+    than fit is cut: its parts are planned in each layer, when they run, which no graph may capture.
     """
 
     def __init__(
@@ -40,11 +44,20 @@ class SelectedAttention:
             max_rows: most rows of a step.
             dtype: of Q and the output.
             kv_dtype: of the latents (`Attention`); None: dtype.
-            batch_invariant: a row's bits depend on itself, on the number of tokens that it sees and on which of them are selected, in whatever order.
+            batch_invariant: a row's bits depend on itself, on the number of tokens that it sees and on which
+                of them are selected, in whatever order.
         """
         self.max_rows = min(max_rows, MAX_CUDA_INVARIANT_BATCH if batch_invariant else MAX_CUDA_BATCH)
-        options: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "max_rows": self.max_rows, "max_batch": self.max_rows}
-        self.attention = Attention(num_heads, 1, 576, head_dim_v=512, cascade=False, batch_invariant=batch_invariant, **options)
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "kv_dtype": kv_dtype,
+            "device": device,
+            "max_rows": self.max_rows,
+            "max_batch": self.max_rows,
+        }
+        self.attention = Attention(
+            num_heads, 1, 576, head_dim_v=512, cascade=False, batch_invariant=batch_invariant, **options
+        )
         self._batch_invariant = batch_invariant
         self._slots = torch.full((self.max_rows, topk), -1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max(max_rows, 1), dtype=torch.int32, device=device)
@@ -54,10 +67,12 @@ class SelectedAttention:
 
     def plan(self, lens: Tensor) -> None:
         """
-        Plans the rows of a step, on the current stream, without waiting for it; of a step that is cut, its first part.
+        Plans the rows of a step, on the current stream, without waiting for it; of a step that is cut, its
+        first part.
 
         Args:
-            lens: int32 or int64 [rows], how many tokens each row sees. A layer selects some of them, at most topk.
+            lens: int32 or int64 [rows], how many tokens each row sees. A layer selects some of them, at most
+                topk.
         """
         self._num_rows = num_rows = lens.shape[0]
         kept = self._lens[:num_rows].copy_(lens)
@@ -83,9 +98,11 @@ class SelectedAttention:
     ) -> Tensor:
         """
         Args:
-            q: [rows, num_heads, 576], the step's rows, or the first of them; [rows, num_heads, 512] with q_rope, the other columns.
+            q: [rows, num_heads, 576], the step's rows, or the first of them; [rows, num_heads, 512] with
+                q_rope, the other columns.
             kv: a layer's latents.
-            indices, block_table, requests: as `SelectedTokens` has them, with the pages of kv. Without a block_table, indices are slots.
+            indices, block_table, requests: as `SelectedTokens` has them, with the pages of kv. Without a
+                block_table, indices are slots.
             lse: float32 [rows, num_heads], written.
 
         Returns:
@@ -104,7 +121,9 @@ class SelectedAttention:
             selected = SelectedTokens(indices[part])
             if block_table is not None:
                 of_part = None if requests is None else requests[part]
-                selected = SelectedTokens(indices[part], block_table, of_part, kv.page_size, kv.page_stride, self._lens[part])
+                selected = SelectedTokens(
+                    indices[part], block_table, of_part, kv.page_size, kv.page_stride, self._lens[part]
+                )
             self.attention.run(
                 q[part],
                 slots,

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class Spans:
-    """For each row of Q the tokens of its span, where kernels read them. The tensors stay where they are, so captured graphs see every step's.
+    """For each row of Q the tokens of its span, where kernels read them.
+
+    The tensors stay where they are, so captured graphs see every step's.
 
     Attributes:
         begin, end: int32 [max_rows], the tokens [begin, end) of the request's; equal for a row in no span.

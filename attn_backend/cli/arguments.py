@@ -6,5 +6,7 @@ import shlex
 
 
 def split_arguments(text: str) -> list[str]:
-    """As a shell does outside of quotes: a line that ends with a backslash, which quotes keep, goes on with the next one."""
+    """As a shell does outside of quotes: a line that ends with a backslash, which quotes keep, goes on with
+    the next one.
+    """
     return shlex.split(text.replace("\\\n", ""))

@@ -26,7 +26,8 @@ _MAX_HASH_IDS = 1 << 24  # of a trace
 _MAX_TEXT = 1 << 28  # characters of a batch, or of a line of a trace
 _MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
 
-Costs = Literal["hopper", "generic", "cpu"]  # GPUs' kernels by the names that Attention(kernel=...) has for them
+# GPUs' kernels by the names that Attention(kernel=...) has for them
+Costs = Literal["hopper", "generic", "cpu"]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Counts = Annotated[list[Count], Field(fail_fast=True)]
 Run = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -42,7 +43,9 @@ def _check_heads(text: str) -> str:
 
 
 class PlanOptions(BaseModel):
-    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one for each SM of an H100; with the costs of a CPU 32."""
+    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one for each SM of an
+    H100; with the costs of a CPU 32.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -103,7 +106,9 @@ class Batch:
     def view(self, causal: bool = True, window_left: int = -1) -> BSRView:
         """The batch as tensors on the CPU."""
         pages = torch.cat(self.block_table)
-        last_page_len = torch.tensor([(kv_len - 1) % self.page_size + 1 for kv_len in self.kv_lens], dtype=torch.int32)
+        last_page_len = torch.tensor(
+            [(kv_len - 1) % self.page_size + 1 for kv_len in self.kv_lens], dtype=torch.int32
+        )
         table = PageTable.csr(_indptr(map(len, self.block_table)), pages, last_page_len, self.page_size)
         return BSRView(_indptr(self.qo_lens), table, causal, window_left)
 
@@ -121,7 +126,9 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
     if arguments.file is None or arguments.file.suffix != ".jsonl":
         for option, value in (("--batch", arguments.batch), ("--at", arguments.at)):
             if value is not None:
-                refuse(option, value, "left out: it says what is taken from a trace (.jsonl), and there is none")
+                refuse(
+                    option, value, "left out: it says what is taken from a trace (.jsonl), and there is none"
+                )
     page_size = arguments.page_size or 16
     if arguments.decode is not None:
         return decode(arguments.decode, page_size, arguments.seed)
@@ -155,9 +162,16 @@ def from_json(path: Path, page_size: int | None = None) -> Batch:
         block_table = []
         for i, (ids, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
             if len(ids) * page_size < kv_len:
-                refuse(f"kv_lens[{i}]", kv_len, f"at most {len(ids) * page_size}: block_table[{i}] has {len(ids)} pages of {page_size} tokens")
+                refuse(
+                    f"kv_lens[{i}]",
+                    kv_len,
+                    f"at most {len(ids) * page_size}: block_table[{i}] has {len(ids)} pages of {page_size} "
+                    f"tokens",
+                )
             block_table.append(torch.tensor(ids[: _pages(kv_len, page_size)], dtype=torch.int32))
-    settings = content.model_dump(exclude_unset=True, exclude={"qo_lens", "kv_lens", "block_table", "page_size"})
+    settings = content.model_dump(
+        exclude_unset=True, exclude={"qo_lens", "kv_lens", "block_table", "page_size"}
+    )
     return Batch(path.name, qo_lens, kv_lens, block_table, page_size, settings)
 
 
@@ -168,7 +182,8 @@ class TraceRequest:
     Attributes:
         arrival: seconds.
         input_length, output_length: tokens.
-        hash_ids: one for every TRACE_BLOCK tokens of the input, the last ones may be fewer; equal ids stand for equal tokens after equal prefixes.
+        hash_ids: one for every TRACE_BLOCK tokens of the input, the last ones may be fewer; equal ids stand
+            for equal tokens after equal prefixes.
     """
 
     arrival: float
@@ -177,7 +192,9 @@ class TraceRequest:
     hash_ids: list[int]
 
     def page_key(self, page: int, page_size: int) -> tuple[int, int] | None:
-        """A key that is equal for two requests that share this page; None for a page that the input does not fill."""
+        """A key that is equal for two requests that share this page; None for a page that the input does not
+        fill.
+        """
         if (page + 1) * page_size > self.input_length:
             return None
         pages = TRACE_BLOCK // page_size
@@ -185,7 +202,8 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Reads JSON lines of timestamp (ms), input_length, output_length and hash_ids; in hash_ids a pair [first, count] stands for a run of ids.
+    """Reads JSON lines of timestamp (ms), input_length, output_length and hash_ids; in hash_ids a pair
+    [first, count] stands for a run of ids.
 
     Raises:
         ValueError: names the line and the field.
@@ -207,17 +225,25 @@ def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
         num_blocks = -(-values.input_length // TRACE_BLOCK)
         num_ids += num_blocks
         if num_ids > _MAX_HASH_IDS:
-            refuse(f"{where}: input_length", values.input_length, f"smaller: a trace may have {_MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together")
+            refuse(
+                f"{where}: input_length",
+                values.input_length,
+                f"smaller: a trace may have {_MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together",
+            )
         runs = [(entry, 1) if isinstance(entry, int) else (entry[0], entry[1]) for entry in values.hash_ids]
         expanded = sum(count for _, count in runs)
         if expanded != num_blocks:
-            refuse(f"{where}: len(hash_ids)", expanded, f"input_length / {TRACE_BLOCK}, rounded up: {num_blocks}")
+            refuse(
+                f"{where}: len(hash_ids)", expanded, f"input_length / {TRACE_BLOCK}, rounded up: {num_blocks}"
+            )
         hash_ids = [id for first, count in runs for id in range(first, first + count)]
         yield TraceRequest(values.timestamp / 1e3, values.input_length, values.output_length, hash_ids)
 
 
 def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
-    """The `batch` requests that arrive at or after `at` seconds, each decoding in the middle of its output, with the pages of equal inputs shared."""
+    """The `batch` requests that arrive at or after `at` seconds, each decoding in the middle of its output,
+    with the pages of equal inputs shared.
+    """
     if TRACE_BLOCK % page_size:
         refuse("page_size", page_size, f"a divisor of {TRACE_BLOCK}, the tokens of a trace's hash id")
     requests = [request for request in read_trace(path) if request.arrival >= at][:batch]
@@ -225,19 +251,28 @@ def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
         refuse("--at", at, f"the time of a request in {path} or before it, in seconds")
     kv_lens = [request.input_length + -(-request.output_length // 2) for request in requests]
     _check_size("--batch", batch, len(requests), sum(kv_lens), page_size)
-    # A full page of a block has the block's number times the pages of a block, and its place in the block. What an input does not fill is the request's own.
+    # A full page of a block has the block's number times the pages of a block, and its place in the block.
+    # What an input does not fill is the request's own.
     ids = torch.tensor([id for request in requests for id in request.hash_ids], dtype=torch.int64)
     blocks, numbers = ids.unique(return_inverse=True)
     in_block = TRACE_BLOCK // page_size
     used = len(blocks) * in_block
     block_table = []
-    for request, kv_len, of_request in zip(requests, kv_lens, numbers.split([len(request.hash_ids) for request in requests]), strict=True):
+    for request, kv_len, of_request in zip(
+        requests, kv_lens, numbers.split([len(request.hash_ids) for request in requests]), strict=True
+    ):
         full = request.input_length // page_size
         own = _pages(kv_len, page_size) - full
         shared = (of_request[:, None] * in_block + torch.arange(in_block)).flatten()[:full]
         block_table.append(torch.cat([shared, torch.arange(used, used + own)]).int())
         used += own
-    return Batch(f"{path.name}, {len(requests)} requests from {at:g} s on", [1] * len(requests), kv_lens, block_table, page_size)
+    return Batch(
+        f"{path.name}, {len(requests)} requests from {at:g} s on",
+        [1] * len(requests),
+        kv_lens,
+        block_table,
+        page_size,
+    )
 
 
 def decode(text: str, page_size: int, seed: int = 0) -> Batch:
@@ -268,12 +303,17 @@ def mixed(text: str, page_size: int) -> Batch:
 
 
 def shared_prefix(text: str, page_size: int) -> Batch:
-    """`128x8192+256`: decodes with a common prefix of 8192 tokens and 256 of their own. `16x8x4096+1024+256`: all share 4096, every 8 another 1024."""
+    """`128x8192+256`: decodes with a common prefix of 8192 tokens and 256 of their own.
+
+    `16x8x4096+1024+256`: all share 4096, every 8 another 1024.
+    """
     match = re.fullmatch(r"((?:\d{1,18}x)+)(\d{1,18}(?:\+\d{1,18})+)", text)
     counts = [int(count) for count in match[1].split("x")[:-1]] if match else []
     lens = [int(length) for length in match[2].split("+")] if match else []
     if not match or len(lens) != len(counts) + 1 or len(counts) > _MAX_PREFIXES:
-        refuse("--shared-prefix", text, "REQUESTSxPREFIX+OWN, as 128x8192+256, or deeper as 16x8x4096+1024+256")
+        refuse(
+            "--shared-prefix", text, "REQUESTSxPREFIX+OWN, as 128x8192+256, or deeper as 16x8x4096+1024+256"
+        )
     _check_size("--shared-prefix", text, math.prod(counts), math.prod(counts) * sum(lens), page_size)
     block_table = [torch.empty(0, dtype=torch.int32)]
     used = tokens = 0
@@ -287,11 +327,15 @@ def shared_prefix(text: str, page_size: int) -> Batch:
             used += pages
         if depth < len(counts):
             block_table = [row for row in block_table for _ in range(counts[depth])]
-    return Batch(f"shared prefix {text}", [1] * len(block_table), [tokens] * len(block_table), block_table, page_size)
+    return Batch(
+        f"shared prefix {text}", [1] * len(block_table), [tokens] * len(block_table), block_table, page_size
+    )
 
 
 def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> list[int]:
-    """`batch` lengths: const; uniform from half of `mean` to `mean`; zipf: of that mean, a few very long ones."""
+    """`batch` lengths: const; uniform from half of `mean` to `mean`; zipf: of that mean, a few very long
+    ones.
+    """
     if distribution == "const":
         return [mean] * batch
     import numpy
@@ -316,7 +360,12 @@ def _distributed(option: str, text: str, page_size: int, seed: int) -> list[int]
 
 def _check_size(option: str, value: object, requests: int, tokens: int, page_size: int) -> None:
     if not 1 <= requests <= _MAX_REQUESTS or tokens > _MAX_PAGES * page_size:
-        refuse(option, value, f"of 1 to {_MAX_REQUESTS} requests with at most {_MAX_PAGES} pages of {page_size} tokens together")
+        refuse(
+            option,
+            value,
+            f"of 1 to {_MAX_REQUESTS} requests with at most {_MAX_PAGES} pages of {page_size} tokens "
+            f"together",
+        )
 
 
 def _pages(kv_len: int, page_size: int) -> int:

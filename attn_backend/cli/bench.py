@@ -83,15 +83,25 @@ class Batch:
         self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
         self.qo_indptr = torch.tensor([0, *case.q_lens], device=device).cumsum(0, dtype=torch.int32)
         self.q = torch.randn(sum(case.q_lens), num_qo_heads, head_dim, dtype=self.dtype, device=device)
-        self.kv = torch.randn(num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=self.dtype, device=device)
+        self.kv = torch.randn(
+            num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=self.dtype, device=device
+        )
 
 
 def ours(batch: Batch) -> tuple[Launch, Launch]:
     """(plan, run)."""
     from attn_backend import Attention, BSRView, KVCache, PageTable
 
-    attention = Attention(*batch.case.heads, dtype=batch.dtype, device=batch.device, max_rows=batch.q.shape[0], max_batch=len(batch.case.q_lens))
-    view = BSRView(batch.qo_indptr, PageTable.block_table(batch.block_table, batch.kv_lens, PAGE_SIZE), causal=True)
+    attention = Attention(
+        *batch.case.heads,
+        dtype=batch.dtype,
+        device=batch.device,
+        max_rows=batch.q.shape[0],
+        max_batch=len(batch.case.q_lens),
+    )
+    view = BSRView(
+        batch.qo_indptr, PageTable.block_table(batch.block_table, batch.kv_lens, PAGE_SIZE), causal=True
+    )
     cache = KVCache.from_tensor(batch.kv)
     attention.plan(view)
     return lambda: attention.plan(view), lambda: attention.run(batch.q, cache)
@@ -101,7 +111,15 @@ def flash_attention_3(batch: Batch) -> Launch:
     """With its scheduler's metadata computed beforehand where it is vLLM's."""
     from ..adapters.vllm.flash_attention import flash_attention_3 as launch
 
-    return launch(batch.q, batch.kv, batch.qo_indptr, batch.kv_lens, batch.block_table, max(batch.case.q_lens), max(batch.case.kv_lens))
+    return launch(
+        batch.q,
+        batch.kv,
+        batch.qo_indptr,
+        batch.kv_lens,
+        batch.block_table,
+        max(batch.case.q_lens),
+        max(batch.case.kv_lens),
+    )
 
 
 def flashinfer(batch: Batch) -> Launch:
@@ -114,7 +132,11 @@ def flashinfer(batch: Batch) -> Launch:
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=batch.device)
     pages = (batch.kv_lens + PAGE_SIZE - 1) // PAGE_SIZE
     used = torch.arange(batch.block_table.shape[1], device=batch.device)[None] < pages[:, None]
-    table = (torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]), batch.block_table[used], (batch.kv_lens - 1) % PAGE_SIZE + 1)
+    table = (
+        torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]),
+        batch.block_table[used],
+        (batch.kv_lens - 1) % PAGE_SIZE + 1,
+    )
     types = {"q_data_type": batch.dtype, "kv_data_type": batch.dtype}
     if max(batch.case.q_lens) == 1:
         decode = package.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
@@ -132,13 +154,22 @@ def torch_sdpa(batch: Batch) -> Launch:
     requests = []
     for i, (q_len, kv_len) in enumerate(zip(batch.case.q_lens, batch.case.kv_lens, strict=True)):
         pages = batch.block_table[i, : -(-kv_len // PAGE_SIZE)].long()
-        k, v = (part.flatten(0, 1)[:kv_len].transpose(0, 1)[None].contiguous() for part in batch.kv[pages].unbind(1))
+        k, v = (
+            part.flatten(0, 1)[:kv_len].transpose(0, 1)[None].contiguous()
+            for part in batch.kv[pages].unbind(1)
+        )
         q = batch.q[batch.qo_indptr[i] : batch.qo_indptr[i + 1]].transpose(0, 1)[None]
-        mask = torch.arange(kv_len, device=q.device) <= torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
+        mask = (
+            torch.arange(kv_len, device=q.device)
+            <= torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
+        )
         requests.append((q, k, v, mask))
 
     def run() -> torch.Tensor:
-        parts = [torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True) for q, k, v, mask in requests]
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+            for q, k, v, mask in requests
+        ]
         return torch.cat([part[0].transpose(0, 1) for part in parts])
 
     return run
@@ -190,7 +221,9 @@ def _replay_of(launch: Launch) -> Launch:
 
 
 def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
-    """A line of the table: name, µs of the plan, of ours and of each peer that is installed; the largest difference from a peer is checked."""
+    """A line of the table: name, µs of the plan, of ours and of each peer that is installed; the largest
+    difference from a peer is checked.
+    """
     batch = Batch(case, device)
     plan, run = ours(batch)
     out = run().float().clone()
@@ -215,7 +248,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch sees a GPU")
-    parser.add_argument("--case", action="append", default=[], metavar="TEXT", help="only cases whose names contain this; repeatable")
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only cases whose names contain this; repeatable",
+    )
     parser.add_argument("--repeats", type=int, default=30, help="timed rounds (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
@@ -232,19 +271,38 @@ def run(arguments: argparse.Namespace) -> int:
             check_matplotlib("--svg")
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device is cuda, must be cpu where torch sees no GPU; attn-backend doctor says more")
+            raise ValueError(
+                "--device is cuda, must be cpu where torch sees no GPU; attn-backend doctor says more"
+            )
         known = ON_GPU if device == "cuda" else ON_CPU
-        cases = [case for case in known if not arguments.case or any(text in case.name for text in arguments.case)]
+        cases = [
+            case for case in known if not arguments.case or any(text in case.name for text in arguments.case)
+        ]
         if not cases:
-            raise ValueError(f"--case is {' '.join(arguments.case)}, must be a part of a name: {'; '.join(case.name for case in known)}")
+            raise ValueError(
+                f"--case is {' '.join(arguments.case)}, must be a part of a name: "
+                f"{'; '.join(case.name for case in known)}"
+            )
         if arguments.repeats < 1:
             raise ValueError(f"--repeats is {arguments.repeats}, must be at least 1")
         torch.manual_seed(0)
         lines = [measure(case, device, arguments.repeats) for case in tracked(cases, "measuring")]
         columns = ["plan", "ours", *(name for name in PEERS[device] if any(name in line for line in lines))]
-        rows = [[line["case"], *(f"{line[name]:.1f}" if name in line else "-" for name in columns)] for line in lines]
-        where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        print(f"µs on {where}" + ("" if device == "cuda" else ". Small sizes, to see that it works: GPU kernels are measured where torch sees a GPU"))
+        rows = [
+            [line["case"], *(f"{line[name]:.1f}" if name in line else "-" for name in columns)]
+            for line in lines
+        ]
+        where = (
+            torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
+        print(
+            f"µs on {where}"
+            + (
+                ""
+                if device == "cuda"
+                else ". Small sizes, to see that it works: GPU kernels are measured where torch sees a GPU"
+            )
+        )
         print_table(rows, ["case", *columns], right=range(1, len(columns) + 1))
         absent = [name for name in PEERS[device] if name not in columns]
         if absent:
@@ -269,9 +327,23 @@ def draw(lines: list[dict[str, Any]], columns: list[str], where: str, path: Path
     axes = figure.subplots()
     height = 0.8 / len(columns)
     for number, name in enumerate(columns):
-        points = [(place + number * height, line["ours"] / line[name]) for place, line in enumerate(lines) if name in line]
-        axes.barh([place for place, _ in points], [value for _, value in points], height, label=name, color="C3" if name == "ours" else f"C{number + 6}")
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(lines))], [line["case"] for line in lines], fontsize=8)
+        points = [
+            (place + number * height, line["ours"] / line[name])
+            for place, line in enumerate(lines)
+            if name in line
+        ]
+        axes.barh(
+            [place for place, _ in points],
+            [value for _, value in points],
+            height,
+            label=name,
+            color="C3" if name == "ours" else f"C{number + 6}",
+        )
+    axes.set_yticks(
+        [place + 0.4 - height / 2 for place in range(len(lines))],
+        [line["case"] for line in lines],
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel(f"speed; ours is 1 ({where})", fontsize=8)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..kernels import build, cubins, manifest
 from ..kernels.archs import ARCHS, BUILDS
-from ..kernels.head_dims import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, HeadDims
+from ..kernels.head_dims import (
+    CPU_HEAD_DIMS_TEXT,
+    CUDA_HEAD_DIMS_TEXT,
+    FLOAT8_Q_TEXT,
+    LATENT_HEAD_DIMS_TEXT,
+    HeadDims,
+)
 from .console import explained
 
 if TYPE_CHECKING:
@@ -32,23 +38,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     build.add_arguments(parser, jobs=2, archs=None)
-    needs = "Compile the kernels of variants instead, for this machine's GPU or --arch (needs nvcc or NVRTC, for --arch cpu a C++ compiler)."
+    needs = (
+        "Compile the kernels of variants instead, for this machine's GPU or --arch (needs nvcc or NVRTC, "
+        "for --arch cpu a C++ compiler)."
+    )
     variant = parser.add_argument_group("variants", needs)
     variant.add_argument(
         "--variant",
         action="append",
         metavar="MODULE:OBJECT",
-        help="repeatable: a Variant that a module has when it is imported, or a function without arguments that makes one",
+        help="repeatable: a Variant that a module has when it is imported, or a function without arguments "
+        "that makes one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
-    variant.add_argument("--kv-dtype", choices=manifest.CACHE_ELEMENT_NAMES, help="of the cache; default: dtype. Also without --variant")
-    variant.add_argument("--float8-q", action="store_true", help="Q has the dtype of the cache, too. Also without --variant")
-    variant.add_argument("--float8-out", action="store_true", help="also the kernels of an Attention with float8_out=True. Also without --variant")
-    what = "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without --variant: the standard kernels for these heads"
+    variant.add_argument(
+        "--kv-dtype",
+        choices=manifest.CACHE_ELEMENT_NAMES,
+        help="of the cache; default: dtype. Also without --variant",
+    )
+    variant.add_argument(
+        "--float8-q", action="store_true", help="Q has the dtype of the cache, too. Also without --variant"
+    )
+    variant.add_argument(
+        "--float8-out",
+        action="store_true",
+        help="also the kernels of an Attention with float8_out=True. Also without --variant",
+    )
+    what = (
+        "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without "
+        "--variant: the standard kernels for these heads"
+    )
     variant.add_argument("--head-dim", action="append", type=HeadDims.parse, metavar="N[_N]", help=what)
     variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
-    variant.add_argument("--levels", action="store_true", help="of an Attention with max_levels above 1: a window is a part of the mask")
-    variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default")
+    variant.add_argument(
+        "--levels",
+        action="store_true",
+        help="of an Attention with max_levels above 1: a window is a part of the mask",
+    )
+    variant.add_argument(
+        "--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,14 +89,22 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         if "cpu" in (arguments.arch or []):
             _check_cpu(arguments)
-            print("The host library has all standard kernels of the CPU: nothing to compile. --arch cpu compiles those of a --variant.")
+            print(
+                "The host library has all standard kernels of the CPU: nothing to compile. --arch cpu "
+                "compiles those of a --variant."
+            )
             arguments.arch = [arch for arch in arguments.arch if arch != "cpu"]
             if not arguments.arch:
                 return 0
-        _check_archs(arguments.arch or [], ARCHS, " or ".join(f"{name} ({arch.gpus})" for name, arch in BUILDS.items()))
+        _check_archs(
+            arguments.arch or [], ARCHS, " or ".join(f"{name} ({arch.gpus})" for name, arch in BUILDS.items())
+        )
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
             if not arguments.arch and not arguments.out and _are_shipped():
-                print("The package has all standard kernels: nothing to compile. --arch compiles those of an arch again.")
+                print(
+                    "The package has all standard kernels: nothing to compile. --arch compiles those of an "
+                    "arch again."
+                )
                 return 0
             return build.run(arguments)
         _compile_head_dims(arguments)
@@ -90,16 +127,28 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
         raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
     if arguments.variant:
         if arguments.out:
-            raise ValueError("--out is given, must not come with --variant: its kernels are kept in the cache")
+            raise ValueError(
+                "--out is given, must not come with --variant: its kernels are kept in the cache"
+            )
         return
-    for name, value in {"--sinks": arguments.sinks, "--levels": arguments.levels, "--kernel": arguments.kernel}.items():
+    for name, value in {
+        "--sinks": arguments.sinks,
+        "--levels": arguments.levels,
+        "--kernel": arguments.kernel,
+    }.items():
         if value:
             raise ValueError(f"{name} is given, must come with --variant")
     chooses = arguments.head_dim or arguments.kv_dtype or arguments.float8_out
     if arguments.dtype and not chooses:
-        raise ValueError("--dtype is given, must come with --variant, --head-dim, --kv-dtype or --float8-out: all standard kernels are compiled without")
+        raise ValueError(
+            "--dtype is given, must come with --variant, --head-dim, --kv-dtype or --float8-out: all "
+            "standard kernels are compiled without"
+        )
     if arguments.out and chooses:
-        raise ValueError("--out is given, must not come with --head-dim, --kv-dtype or --float8-out: these kernels are kept in the cache")
+        raise ValueError(
+            "--out is given, must not come with --head-dim, --kv-dtype or --float8-out: these kernels are "
+            "kept in the cache"
+        )
 
 
 def _check_cpu(arguments: argparse.Namespace) -> None:
@@ -126,7 +175,12 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
 
     archs = arguments.arch or [_own_arch()]
     others = [arch for arch in archs if not variant_kernels.is_target(arch)]
-    _check_archs(others, ["cpu"], f"cpu, sm_90a, sm_80 (8.6 and 8.9, too), sm_100, sm_120, ... (one for each major version), or {variant_kernels.PTX_OF_SM80}")
+    _check_archs(
+        others,
+        ["cpu"],
+        f"cpu, sm_90a, sm_80 (8.6 and 8.9, too), sm_100, sm_120, ... (one for each major version), or "
+        f"{variant_kernels.PTX_OF_SM80}",
+    )
     isa = library().current_isa()
     for place in arguments.variant:
         variant = _imported(place)
@@ -135,13 +189,17 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
             for head_dim in arguments.head_dim or [HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)
                 float8 = (arguments.kv_dtype, arguments.float8_q, arguments.float8_out)
-                for entry in variant_kernels.compile_ahead(variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *float8):
+                for entry in variant_kernels.compile_ahead(
+                    variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *float8
+                ):
                     print(entry, flush=True)
 
 
 def _compile_head_dims(arguments: argparse.Namespace) -> None:
     """The standard kernels for other head dims, or caches, than those in the package."""
-    head_dims = arguments.head_dim or (manifest.SHIPPED_FLOAT8_HEAD_DIMS if arguments.kv_dtype else manifest.SHIPPED_FLOAT8_OUT_HEAD_DIMS)
+    head_dims = arguments.head_dim or (
+        manifest.SHIPPED_FLOAT8_HEAD_DIMS if arguments.kv_dtype else manifest.SHIPPED_FLOAT8_OUT_HEAD_DIMS
+    )
     kv_element = manifest.CACHE_ELEMENT_NAMES.get(arguments.kv_dtype)
     for head_dim in head_dims:
         if not head_dim.runs_on_cuda:
@@ -150,19 +208,32 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
         if arguments.float8_q and not head_dim.runs_over(kv_element, float8_q=True):
             raise ValueError(f"--float8-q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
-    elements = [manifest.ELEMENT_NAMES[dtype] for dtype in arguments.dtype or manifest.ELEMENT_NAMES if dtype in manifest.ELEMENT_NAMES]
+    elements = [
+        manifest.ELEMENT_NAMES[dtype]
+        for dtype in arguments.dtype or manifest.ELEMENT_NAMES
+        if dtype in manifest.ELEMENT_NAMES
+    ]
     elements = [element for element in elements if element != kv_element]  # a cache of another type than Q's
     if not elements:
-        others = " or ".join(name for name, element in manifest.ELEMENT_NAMES.items() if element != kv_element)
-        raise ValueError(f"--dtype is {', '.join(arguments.dtype)}, must be {others} on a GPU{f' with --kv-dtype {arguments.kv_dtype}' if kv_element else ''}")
+        others = " or ".join(
+            name for name, element in manifest.ELEMENT_NAMES.items() if element != kv_element
+        )
+        raise ValueError(
+            f"--dtype is {', '.join(arguments.dtype)}, must be {others} on a "
+            f"GPU{f' with --kv-dtype {arguments.kv_dtype}' if kv_element else ''}"
+        )
     for arch in arguments.arch or ARCHS:
         for element in elements:
             if kv_element in manifest.CUDA_ELEMENTS:
-                print(cubins.compile_kernel(manifest.append_qkv_name(element, kv_element), arch)[0], flush=True)
+                print(
+                    cubins.compile_kernel(manifest.append_qkv_name(element, kv_element), arch)[0], flush=True
+                )
         for head_dim in head_dims:
             for element in elements:
                 for float8_out in sorted({False, arguments.float8_out}):
-                    for kernel in manifest.attention_kernels(manifest.KernelShape(element, head_dim, kv_element, arguments.float8_q, float8_out)):
+                    for kernel in manifest.attention_kernels(
+                        manifest.KernelShape(element, head_dim, kv_element, arguments.float8_q, float8_out)
+                    ):
                         if arch in kernel.archs:
                             print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 
@@ -174,7 +245,10 @@ def _own_arch() -> str:
     from ..kernels.variant_kernels import target_of
 
     if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU here to compile for: say which with --arch, such as --arch sm_90a; --arch cpu compiles for this CPU")
+        raise RuntimeError(
+            "there is no GPU here to compile for: say which with --arch, such as --arch sm_90a; --arch cpu "
+            "compiles for this CPU"
+        )
     return target_of(torch.cuda.get_device_capability())
 
 
@@ -190,7 +264,9 @@ def _imported(place: str) -> Variant:
 
     module_name, _, name = place.partition(":")
     if not module_name or not name:
-        raise ValueError(f"--variant is {place!r}, must be MODULE:OBJECT, such as my_package.masks:document_mask")
+        raise ValueError(
+            f"--variant is {place!r}, must be MODULE:OBJECT, such as my_package.masks:document_mask"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -206,7 +282,10 @@ def _imported(place: str) -> Variant:
         try:
             found = found()
         except TypeError as error:
-            raise ValueError(f"--variant is {place!r}, a function that does not return a Variant without arguments: {error}") from error
+            raise ValueError(
+                f"--variant is {place!r}, a function that does not return a Variant without arguments: "
+                f"{error}"
+            ) from error
     if not isinstance(found, Variant):
         raise ValueError(f"--variant is {place!r}, which is a {type(found).__name__}, must be a Variant")
     return found

@@ -35,7 +35,9 @@ class Words:
 
 def words_of(parser: argparse.ArgumentParser) -> dict[str, Words]:
     """The words of each command."""
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
+    commands = next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ).choices
     words = {name: Words() for name in commands}
     for name, command in commands.items():
         for action in command._actions:
@@ -69,9 +71,16 @@ def _fish(words: dict[str, Words]) -> str:
 
 
 def _bash(words: dict[str, Words]) -> str:
-    cases = [(f"{command} {option}", values) for command, its in words.items() for option, values in its.values.items()]
+    cases = [
+        (f"{command} {option}", values)
+        for command, its in words.items()
+        for option, values in its.values.items()
+    ]
     lines = [f"    {shlex.quote(typed)}) words={_quoted(values)} ;;" for typed, values in cases]
-    lines += [f"    {shlex.quote(f'{command} ')}*) words={_quoted([*its.options, *its.positional])} ;;" for command, its in words.items()]
+    lines += [
+        f"    {shlex.quote(f'{command} ')}*) words={_quoted([*its.options, *its.positional])} ;;"
+        for command, its in words.items()
+    ]
     cases_text = "\n".join(lines)
     return f"""_attn_backend() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD - 1]}}" words=

@@ -9,7 +9,10 @@ from weakref import WeakSet
 
 
 class Connections:
-    """The sockets of requests. `cancel()` makes the requests in flight fail at once, and those that are sent later."""
+    """The sockets of requests.
+
+    `cancel()` makes the requests in flight fail at once, and those that are sent later.
+    """
 
     def __init__(self) -> None:
         self._sockets: WeakSet[socket.socket] = WeakSet()

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 _COLORS = {"[ok]": "green", "[--]": "yellow", "[!!]": "bold red"}  # of the doctor's marks
 
 
-def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+def print_table(
+    rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = ()
+) -> None:
     """Prints rows of equal length, with the numbers of the columns that are aligned to the right."""
     if not rows:
         return
@@ -22,7 +24,11 @@ def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), righ
         else:
             table = Table(box=None, show_header=bool(columns), pad_edge=False)
             for number, _ in enumerate(rows[0]):
-                table.add_column(columns[number] if columns else "", justify="right" if number in right else "left", overflow="fold")
+                table.add_column(
+                    columns[number] if columns else "",
+                    justify="right" if number in right else "left",
+                    overflow="fold",
+                )
             for row in rows:
                 table.add_row(*(Text(cell, style=_COLORS.get(cell, "")) for cell in row))
             Console().print(table)
@@ -30,10 +36,17 @@ def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str] = (), righ
     lines = [columns, *rows] if columns else rows
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     for line in lines:
-        cells = (cell.rjust(width) if number in right else cell.ljust(width) for number, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        cells = (
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         print("  ".join(cells).rstrip())
 
 
 def explained(error: Exception) -> str:
     """An error's text; of what cannot be imported also who knows more."""
-    return f"{error}; attn-backend doctor says what to do about it" if isinstance(error, ImportError) else str(error)
+    return (
+        f"{error}; attn-backend doctor says what to do about it"
+        if isinstance(error, ImportError)
+        else str(error)
+    )

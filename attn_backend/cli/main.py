@@ -21,7 +21,11 @@ _EPILOG = """examples:
 
 COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "doctor": (doctor, "what is installed, what works, and what to do about what is missing"),
-    "demo": (demo, "serve a small model with the installed engine: one answer, and latencies beside the engine's own backend"),
+    "demo": (
+        demo,
+        "serve a small model with the installed engine: one answer, and latencies beside the engine's own "
+        "backend",
+    ),
     "bench": (bench, "measure attention on this GPU or CPU beside the peers that are installed"),
     "plan": (plan, "plan a batch on the host and show it: row groups, shared prefixes, the CTAs' balance"),
     "compile": (compile_command, "compile the standard kernels, or a variant's, into the cache"),
@@ -31,12 +35,23 @@ COMMANDS: dict[str, tuple[ModuleType, str]] = {
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="attn-backend", description="Attention backend for vLLM and SGLang.", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="attn-backend",
+        description="Attention backend for vLLM and SGLang.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {doctor.version('attn-backend') or '(not installed)'}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"%(prog)s {doctor.version('attn-backend') or '(not installed)'}",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (module, description) in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}."))
+        module.add_arguments(
+            commands.add_parser(
+                name, help=description, description=f"{description[0].upper()}{description[1:]}."
+            )
+        )
     return parser
 
 

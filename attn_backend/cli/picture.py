@@ -1,4 +1,6 @@
-"""The parts that all pictures share: figures measured in pixels, rectangles in a few colors, and files that depend on nothing but their content."""
+"""The parts that all pictures share: figures measured in pixels, rectangles in a few colors, and files that
+depend on nothing but their content.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def new_figure(width: float, height: float) -> Figure:
 def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
     """Axes at a place in pixels from the upper left corner."""
     full_width, full_height = figure.get_size_inches() * DPI
-    axes = figure.add_axes((left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height))
+    axes = figure.add_axes(
+        (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
+    )
     axes.tick_params(labelsize=6.5, colors=FAINT, length=3)
     for spine in axes.spines.values():
         spine.set_color(FAINT)
@@ -37,7 +41,10 @@ def add_axes(figure: Figure, left: float, top: float, width: float, height: floa
 
 
 def write(figure: Figure, path: Path, form: str = "") -> None:
-    """`form`: svg, png or another that matplotlib knows; without it the path's suffix says which. Text in an SVG stays text."""
+    """`form`: svg, png or another that matplotlib knows; without it the path's suffix says which.
+
+    Text in an SVG stays text.
+    """
     form = form or path.suffix[1:]
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "attn-backend"}):
         figure.savefig(path, format=form, dpi=160, metadata={"Date": None} if form == "svg" else None)
@@ -57,5 +64,9 @@ class Rectangles:
     def draw(self) -> None:
         for color, corners in self._corners.items():
             x0, y0, x1, y1 = np.array(corners).T
-            polygons = np.stack([np.stack(point, -1) for point in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))], 1)
-            self.axes.add_patch(PathPatch(Outline.make_compound_path_from_polys(polygons), facecolor=color, **self.style))
+            polygons = np.stack(
+                [np.stack(point, -1) for point in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))], 1
+            )
+            self.axes.add_patch(
+                PathPatch(Outline.make_compound_path_from_polys(polygons), facecolor=color, **self.style)
+            )

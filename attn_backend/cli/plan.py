@@ -51,25 +51,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", nargs="?", type=Path, help="a batch (.json) or a trace (.jsonl)")
-    source.add_argument("--decode", metavar="NxDIST:TOKENS", help="N decodes; tokens of KV: const; uniform: half of TOKENS to TOKENS; zipf: of that mean")
-    source.add_argument("--prefill", metavar="NxDIST:TOKENS", help="N requests prefill their whole prompts, of such lengths")
-    source.add_argument("--shared-prefix", metavar="NxPREFIX+OWN", help="N decodes that share a prefix; AxBxP+Q+OWN: P tokens shared by all A*B, Q by every B")
-    source.add_argument("--mixed", metavar="Nx[ROWS@]TOKENS+...", help="N requests of ROWS rows of Q (1) at TOKENS tokens of KV, and so on")
+    source.add_argument(
+        "--decode",
+        metavar="NxDIST:TOKENS",
+        help="N decodes; tokens of KV: const; uniform: half of TOKENS to TOKENS; zipf: of that mean",
+    )
+    source.add_argument(
+        "--prefill", metavar="NxDIST:TOKENS", help="N requests prefill their whole prompts, of such lengths"
+    )
+    source.add_argument(
+        "--shared-prefix",
+        metavar="NxPREFIX+OWN",
+        help="N decodes that share a prefix; AxBxP+Q+OWN: P tokens shared by all A*B, Q by every B",
+    )
+    source.add_argument(
+        "--mixed",
+        metavar="Nx[ROWS@]TOKENS+...",
+        help="N requests of ROWS rows of Q (1) at TOKENS tokens of KV, and so on",
+    )
     parser.add_argument("--batch", type=int, help="requests taken from a trace (32)")
-    parser.add_argument("--at", type=float, metavar="SECONDS", help="time of the trace from which they are taken (0)")
+    parser.add_argument(
+        "--at", type=float, metavar="SECONDS", help="time of the trace from which they are taken (0)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of uniform and zipf")
     parser.add_argument("--heads", metavar="QO/KV", help="query and KV heads (32/8)")
     parser.add_argument("--head-dim", type=int, help="(128)")
     parser.add_argument("--page-size", type=int, help="tokens (16)")
-    parser.add_argument("--num-ctas", type=int, help="(132: one for each SM of an H100; with --costs cpu 32: tasks, on every CPU)")
-    parser.add_argument("--costs", choices=(*DESIGNS, "cpu"), help="whose tiles and costs: of a kernel for GPUs, or of a CPU (hopper)")
+    parser.add_argument(
+        "--num-ctas",
+        type=int,
+        help="(132: one for each SM of an H100; with --costs cpu 32: tasks, on every CPU)",
+    )
+    parser.add_argument(
+        "--costs",
+        choices=(*DESIGNS, "cpu"),
+        help="whose tiles and costs: of a kernel for GPUs, or of a CPU (hopper)",
+    )
     parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan and draws it where that is asked for; returns the exit status: 2 for a fault in the arguments or the files."""
+    """Prints the plan and draws it where that is asked for; returns the exit status: 2 for a fault in the
+    arguments or the files.
+    """
     try:
         # Here, so that `attn-backend doctor` can run where torch is missing.
         from .batches import read_batch
@@ -98,7 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     except RecursionError:
         return _refused(f"{arguments.file} is nested too deeply")
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch and C++ say it when memory is short
+        # torch and C++ say it when memory is short
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
             raise
         return _refused("there is not enough memory for this batch")
     return 0

@@ -30,7 +30,8 @@ class Target:
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    num_ctas: int | None = 132  # one for each of an H100's SMs; None: of a CPU, kCtas in csrc/attention/cpu/design.h
+    # one for each of an H100's SMs; None: of a CPU, kCtas in csrc/attention/cpu/design.h
+    num_ctas: int | None = 132
     costs: Costs = "hopper"
     cascade: bool = True
     causal: bool = True
@@ -43,19 +44,35 @@ class Target:
         Raises:
             ValueError: names what is wrong.
         """
-        given = {name: value for name, value in vars(arguments).items() if name in PlanOptions.model_fields and value is not None}
+        given = {
+            name: value
+            for name, value in vars(arguments).items()
+            if name in PlanOptions.model_fields and value is not None
+        }
         try:
             options = PlanOptions.model_validate({**batch.settings, **given, "page_size": batch.page_size})
         except ValidationError as error:
             raise ValueError(refusal(error)) from None
         num_qo_heads, num_kv_heads = map(int, options.heads.split("/"))
         if sum(batch.qo_lens) * num_qo_heads > _MOST_HEAD_ROWS:
-            refuse("sum(qo_lens)", sum(batch.qo_lens), f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads")
+            refuse(
+                "sum(qo_lens)",
+                sum(batch.qo_lens),
+                f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads",
+            )
         if options.costs != "cpu" and not HeadDims.of(options.head_dim).runs_on_cuda:
             refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")
         num_ctas = cls.num_ctas if options.num_ctas is None and options.costs != "cpu" else options.num_ctas
         heads = (num_qo_heads, num_kv_heads)
-        return cls(*heads, options.head_dim, num_ctas, options.costs, not arguments.no_cascade, options.causal, options.window_left)
+        return cls(
+            *heads,
+            options.head_dim,
+            num_ctas,
+            options.costs,
+            not arguments.no_cascade,
+            options.causal,
+            options.window_left,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +104,20 @@ class Planned:
         """
         schedule = _schedule(batch, target, target.cascade)
         costs = ScheduleCosts.of(schedule, target.num_kv_heads)
-        without = ScheduleCosts.of(_schedule(batch, target, False), target.num_kv_heads) if schedule.forest else costs
+        without = (
+            ScheduleCosts.of(_schedule(batch, target, False), target.num_kv_heads)
+            if schedule.forest
+            else costs
+        )
         return cls(batch, target, schedule, costs, without, _members(batch, target, schedule))
 
     def path(self, request: int) -> list[PrefixNode]:
         """Nodes that a request is in, from the root on."""
-        nodes = [node for node, members in zip(self.schedule.forest, self.members, strict=True) if request in members]
+        nodes = [
+            node
+            for node, members in zip(self.schedule.forest, self.members, strict=True)
+            if request in members
+        ]
         return sorted(nodes, key=lambda node: node.end_page)
 
     def pages(self, request: int) -> int:
@@ -100,8 +125,13 @@ class Planned:
 
     def order(self) -> list[int]:
         """The requests, those of a node beside each other."""
-        first = {id(node): members[0] for node, members in zip(self.schedule.forest, self.members, strict=True)}
-        return sorted(range(len(self.batch.kv_lens)), key=lambda request: [*(first[id(node)] for node in self.path(request)), request])
+        first = {
+            id(node): members[0] for node, members in zip(self.schedule.forest, self.members, strict=True)
+        }
+        return sorted(
+            range(len(self.batch.kv_lens)),
+            key=lambda request: [*(first[id(node)] for node in self.path(request)), request],
+        )
 
     def summary(self) -> list[tuple[str, str]]:
         """Lines, each with its name: the batch, the row groups and what they read, the CTAs."""
@@ -110,16 +140,40 @@ class Planned:
         kinds = Counter(schedule.of_tiles("kind").tolist())
         tiles = ", ".join(f"{number} of {16 << kind} rows" for kind, number in sorted(kinds.items()))
         ctas = costs.ctas.double()
-        shares = f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) {costs.balance:.3f}"
-        rows, tokens, nodes = count(sum(batch.qo_lens), "row"), count(sum(batch.kv_lens), "token"), count(len(schedule.forest), "node")
-        of_any_cpu = " (tasks that its threads take one after another: the same number on every CPU)" if target.num_ctas is None else ""
-        where = f"{schedule.num_ctas} CTAs{of_any_cpu}, costs of {'a CPU' if target.costs == 'cpu' else f'the {target.costs} kernel'}"
+        shares = (
+            f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) "
+            f"{costs.balance:.3f}"
+        )
+        rows, tokens, nodes = (
+            count(sum(batch.qo_lens), "row"),
+            count(sum(batch.kv_lens), "token"),
+            count(len(schedule.forest), "node"),
+        )
+        of_any_cpu = (
+            " (tasks that its threads take one after another: the same number on every CPU)"
+            if target.num_ctas is None
+            else ""
+        )
+        where = (
+            f"{schedule.num_ctas} CTAs{of_any_cpu}, costs of "
+            f"{'a CPU' if target.costs == 'cpu' else f'the {target.costs} kernel'}"
+        )
         pages = f"{count(sum(map(self.pages, range(requests))), 'page')} of {batch.page_size}"
         return [
             ("batch", f"{batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}"),
-            ("for", f"{target.num_qo_heads}/{target.num_kv_heads} heads, head_dim {target.head_dim}, {where}"),
-            ("row groups", f"{requests} of requests, {taken} of shared prefixes ({nodes} in the forest{_unsought(requests)}); row tiles: {tiles or 'none'}"),
-            ("KV read", f"{costs.kv_tokens} tokens for each KV head{_less(costs.kv_tokens, self.without.kv_tokens)}"),
+            (
+                "for",
+                f"{target.num_qo_heads}/{target.num_kv_heads} heads, head_dim {target.head_dim}, {where}",
+            ),
+            (
+                "row groups",
+                f"{requests} of requests, {taken} of shared prefixes ({nodes} in the "
+                f"forest{_unsought(requests)}); row tiles: {tiles or 'none'}",
+            ),
+            (
+                "KV read",
+                f"{costs.kv_tokens} tokens for each KV head{_less(costs.kv_tokens, self.without.kv_tokens)}",
+            ),
             ("cost", f"{costs.total} units{_less(costs.total, self.without.total)}"),
             ("CTAs", f"{int((ctas > 0).sum())} of {len(ctas)} have work; {shares}"),
         ]
@@ -129,10 +183,14 @@ class Planned:
         return sorted(self.schedule.forest, key=lambda node: (node.group < 0, node.added - node.saved))
 
     def forest_rows(self) -> list[tuple[str, ...]]:
-        """The cells of FOREST_COLUMNS for each node, each below the node above it and further in; of a large forest the first of `ranked_forest`."""
+        """The cells of FOREST_COLUMNS for each node, each below the node above it and further in; of a large
+        forest the first of `ranked_forest`.
+        """
         forest, ranked = self.schedule.forest, self.ranked_forest()
         rank = {id(node): place for place, node in enumerate(ranked)}
-        paths = []  # ranks of the listed nodes from a root to each listed node: in their order every node follows the one above it
+        # ranks of the listed nodes from a root to each listed node: in their order every node follows the one
+        # above it
+        paths = []
         for node in ranked[:_MOST_NODES]:
             path, above = [rank[id(node)]], node.parent
             while above >= 0:
@@ -144,13 +202,21 @@ class Planned:
         for path in sorted(paths):
             node = ranked[path[-1]]
             numbers = (node.num_requests, node.num_rows, node.saved, node.added)
-            rows.append((f"{2 * (len(path) - 1) * ' '}{node.begin_page} - {node.end_page}", *map(str, numbers), decision(node)))
+            rows.append(
+                (
+                    f"{2 * (len(path) - 1) * ' '}{node.begin_page} - {node.end_page}",
+                    *map(str, numbers),
+                    decision(node),
+                )
+            )
         return rows
 
     def forest_rest(self) -> str:
         """A line about the nodes that `forest_rows` leaves out; "" if there are none."""
         rest = self.ranked_forest()[_MOST_NODES:]
-        return f"... and {len(rest)} more, {sum(node.group >= 0 for node in rest)} of them taken" if rest else ""
+        return (
+            f"... and {len(rest)} more, {sum(node.group >= 0 for node in rest)} of them taken" if rest else ""
+        )
 
 
 def decision(node: PrefixNode) -> str:
@@ -178,20 +244,30 @@ def _schedule(batch: Batch, target: Target, cascade: bool) -> Schedule:
 
 
 def _members(batch: Batch, target: Target, schedule: Schedule) -> list[list[int]]:
-    """A request is in a node if it has the node's pages, all its rows see them, and, where the node was taken, it leaves them to the node's row group."""
+    """A request is in a node if it has the node's pages, all its rows see them, and, where the node was
+    taken, it leaves them to the node's row group.
+    """
     kv_lens = torch.tensor(batch.kv_lens)
     seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if target.causal else kv_lens
     shareable = (seen.clamp(min=0) // batch.page_size).tolist()
     covered = ((kv_lens - schedule.of_groups("kv_len")[: len(kv_lens)]) // batch.page_size).tolist()
     rows = [row.numpy() for row in batch.block_table]
-    have: dict[int, list[int]] = {-1: list(range(len(rows)))}  # of each node the requests that have its pages, and whose rows see them: some of its parent's
+    # of each node the requests that have its pages, and whose rows see them: some of its parent's
+    have: dict[int, list[int]] = {-1: list(range(len(rows)))}
     for i in sorted(range(len(schedule.forest)), key=lambda i: schedule.forest[i].end_page):
         node = schedule.forest[i]
         begin, end = node.begin_page, node.end_page
         pages = rows[node.request][begin:end]
-        candidates = [request for request in have[node.parent] if shareable[request] >= end and rows[request][begin] == pages[0]]
+        candidates = [
+            request
+            for request in have[node.parent]
+            if shareable[request] >= end and rows[request][begin] == pages[0]
+        ]
         have[i] = [request for request in candidates if (rows[request][begin:end] == pages).all()]
-    return [[request for request in have[i] if node.group < 0 or covered[request] >= node.end_page] for i, node in enumerate(schedule.forest)]
+    return [
+        [request for request in have[i] if node.group < 0 or covered[request] >= node.end_page]
+        for i, node in enumerate(schedule.forest)
+    ]
 
 
 def count(number: int, noun: str) -> str:
@@ -200,7 +276,11 @@ def count(number: int, noun: str) -> str:
 
 
 def _unsought(requests: int) -> str:
-    return f": it is not sought among more than {_MOST_FOREST_REQUESTS} requests" if requests > _MOST_FOREST_REQUESTS else ""
+    return (
+        f": it is not sought among more than {_MOST_FOREST_REQUESTS} requests"
+        if requests > _MOST_FOREST_REQUESTS
+        else ""
+    )
 
 
 def _less(value: int, other: int) -> str:

@@ -27,8 +27,9 @@ class ScheduleCosts:
 
     Attributes:
         total: cost of all the work, without what is done again.
-        parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for that Q again. Pairs that are taken in turn go to
-            CTAs as they would come for them, if all did what they cost.
+        parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for
+            that Q again. Pairs that are taken in turn go to CTAs as they would come for them, if all did what
+            they cost.
         ctas: int64 [num_ctas]: cost of what each CTA does.
         kv_tokens: tokens of KV that the row groups read, each group its tokens once.
     """
@@ -42,10 +43,15 @@ class ScheduleCosts:
     def of(cls, schedule: Schedule, num_kv_heads: int) -> ScheduleCosts:
         group, _, _, kv_begin, kv_end, num_kv_tiles = schedule.tiles.long().unbind(1)
         cost_kind = schedule.cost_kinds()
-        kv_tile_cost, pair_cost = torch.tensor(schedule.kv_tile_cost)[cost_kind], torch.tensor(schedule.pair_cost)[cost_kind]
+        kv_tile_cost, pair_cost = (
+            torch.tensor(schedule.kv_tile_cost)[cost_kind],
+            torch.tensor(schedule.pair_cost)[cost_kind],
+        )
         head_cost = pair_cost + num_kv_tiles * kv_tile_cost
         parts = (
-            _from_queue(schedule, num_kv_heads, head_cost) if schedule.uses_queue else _intervals(schedule, num_kv_heads, head_cost, pair_cost, kv_tile_cost)
+            _from_queue(schedule, num_kv_heads, head_cost)
+            if schedule.uses_queue
+            else _intervals(schedule, num_kv_heads, head_cost, pair_cost, kv_tile_cost)
         )
         ctas = torch.zeros(schedule.num_ctas, dtype=torch.int64)
         for part in parts:
@@ -63,13 +69,20 @@ class ScheduleCosts:
 
 
 def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
-    """The parts of CTAs that take (row tile, head) pairs from a queue: group by group, in a group the last row tile first, in a row tile head by head. The
-    first pairs go to the CTAs in order, the next ones in reverse order; then each CTA asks for the next pair when it begins one (WorkQueue in
-    csrc/attention/sm90/work_queue.cuh)."""
+    """The parts of CTAs that take (row tile, head) pairs from a queue: group by group, in a group the last
+    row tile first, in a row tile head by head. The first pairs go to the CTAs in order, the next ones in
+    reverse order; then each CTA asks for the next pair when it begins one (WorkQueue in
+    csrc/attention/sm90/work_queue.cuh).
+    """
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.of_tiles("group").tolist()):
         tiles[group].append(tile)
-    pairs = [(group, tile) for group, of_group in tiles.items() for tile in reversed(of_group) for _ in range(num_kv_heads)]
+    pairs = [
+        (group, tile)
+        for group, of_group in tiles.items()
+        for tile in reversed(of_group)
+        for _ in range(num_kv_heads)
+    ]
     costs = head_cost.tolist()
     ctas = schedule.num_ctas
     asked = 2 * ctas
@@ -89,20 +102,32 @@ def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) 
     return parts
 
 
-def _intervals(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor, pair_cost: torch.Tensor, kv_tile_cost: torch.Tensor) -> list[Part]:
+def _intervals(
+    schedule: Schedule,
+    num_kv_heads: int,
+    head_cost: torch.Tensor,
+    pair_cost: torch.Tensor,
+    kv_tile_cost: torch.Tensor,
+) -> list[Part]:
     # Positions after the last row tile are those of CTAs without work: an entry of its own for them.
     zero = torch.zeros(1, dtype=torch.int64)
     tile_begins = torch.cat([schedule.cost_begin, (head_cost * num_kv_heads).sum(0, keepdim=True)])
-    head_cost, pair_cost, kv_tile_cost = (torch.cat([cost, zero]) for cost in (head_cost, pair_cost, kv_tile_cost))
+    head_cost, pair_cost, kv_tile_cost = (
+        torch.cat([cost, zero]) for cost in (head_cost, pair_cost, kv_tile_cost)
+    )
     tile, head, kv_tile = schedule.positions.long().unbind(1)
     reloads = torch.where(kv_tile > 0, pair_cost[tile], 0)
     begins = tile_begins[tile] + head * head_cost[tile] + reloads + kv_tile * kv_tile_cost[tile]
-    first_tile = torch.searchsorted(schedule.of_tiles("group").contiguous(), torch.arange(schedule.groups.shape[0] + 1, dtype=torch.int32))
+    first_tile = torch.searchsorted(
+        schedule.of_tiles("group").contiguous(), torch.arange(schedule.groups.shape[0] + 1, dtype=torch.int32)
+    )
     group_begins = tile_begins[first_tile].tolist()
 
     parts = []
     group = 0
-    for cta, (begin, end, reload) in enumerate(zip(begins[:-1].tolist(), begins[1:].tolist(), reloads.tolist(), strict=False)):
+    for cta, (begin, end, reload) in enumerate(
+        zip(begins[:-1].tolist(), begins[1:].tolist(), reloads.tolist(), strict=False)
+    ):
         on_line, at = begin, 0
         while on_line < end:
             while group_begins[group + 1] <= on_line:  # also steps over groups without rows

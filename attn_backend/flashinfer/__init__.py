@@ -1,13 +1,30 @@
 """FlashInfer's Python API on the kernels of this package: `import attn_backend.flashinfer as flashinfer`.
 
-docs/flashinfer.md says what maps to what, what differs, and what is not there. What is not there raises NotImplementedError with its name.
+docs/flashinfer.md says what maps to what, what differs, and what is not there. What is not there raises
+NotImplementedError with its name.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import attention, cascade, decode, jit, logits_processor, mla, page, pod, prefill, quantization, rope, sampling, sparse, triton, utils
+from . import (
+    attention,
+    cascade,
+    decode,
+    jit,
+    logits_processor,
+    mla,
+    page,
+    pod,
+    prefill,
+    quantization,
+    rope,
+    sampling,
+    sparse,
+    triton,
+    utils,
+)
 from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -145,11 +162,14 @@ __all__ = [
 ]
 
 
-__version__ = "0.6.18+attn.backend"  # of FlashInfer whose API this is; flashinfer_alias/pyproject.toml has it, too
+# of FlashInfer whose API this is; flashinfer_alias/pyproject.toml has it, too
+__version__ = "0.6.18+attn.backend"
 
 
 def __getattr__(name: str) -> Any:
     """A name of FlashInfer's that is not there is found, and refuses calls."""
     if name in MISSING:
         return missing(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r} (docs/flashinfer.md lists what it has)")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r} (docs/flashinfer.md lists what it has)"
+    )

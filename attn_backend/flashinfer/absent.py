@@ -1,4 +1,5 @@
-"""Modules of FlashInfer's that engines import from when they start, for products, mixtures of experts, communication: their names are there and refuse calls.
+"""Modules of FlashInfer's that engines import from when they start, for products, mixtures of experts,
+communication: their names are there and refuse calls.
 
 A module or name that engines treat as optional is left out, so that they work without it.
 """
@@ -9,7 +10,8 @@ from typing import Any
 
 from .features import missing
 
-# module -> what engines import of it, unconditionally, where flashinfer is installed (vLLM 0.26 to 0.33, SGLang 0.5.17 to 0.5.23)
+# module -> what engines import of it, unconditionally, where flashinfer is installed (vLLM 0.26 to 0.33,
+# SGLang 0.5.17 to 0.5.23)
 NAMES = {
     "comm.mnnvl": ("CommBackend",),
     "fp4_quantization": ("block_scale_interleave",),

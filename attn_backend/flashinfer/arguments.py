@@ -35,7 +35,9 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
 
 
 class ElementTypes(NamedTuple):
-    """The types of a plan. dtype: of those of Q, K and V, and the output that have 16 bits or more. kv_dtype: of K and V where it is another one, else None."""
+    """The types of a plan. dtype: of those of Q, K and V, and the output that have 16 bits or more. kv_dtype:
+    of K and V where it is another one, else None.
+    """
 
     dtype: torch.dtype
     kv_dtype: torch.dtype | None = None
@@ -43,7 +45,9 @@ class ElementTypes(NamedTuple):
     float8_out: bool = False  # the output is float8_e4m3fn
 
 
-def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None) -> ElementTypes:
+def element_types(
+    q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None
+) -> ElementTypes:
     """What a plan says of element types.
 
     Raises:
@@ -63,7 +67,9 @@ def element_types(q_data_type: DType, kv_data_type: DType | None = None, o_data_
     if o_type != q_type and not float8_q and not float8_out:
         not_supported(f"o_data_type = {o_type} with q_data_type = {q_type}")
     dtype = q_type if not float8_q else torch.bfloat16 if float8_out else o_type
-    return ElementTypes(dtype, kv_type if is_mixed or kv_type in SCALED_DTYPES else None, float8_q, float8_out)
+    return ElementTypes(
+        dtype, kv_type if is_mixed or kv_type in SCALED_DTYPES else None, float8_q, float8_out
+    )
 
 
 def check_kv_layout(kv_layout: object) -> str:
@@ -73,7 +79,9 @@ def check_kv_layout(kv_layout: object) -> str:
 
 
 class PosEncoding(NamedTuple):
-    """How positions count. rope: (scale, theta) of a rotary embedding of Q and K, whose cache holds keys that were not rotated."""
+    """How positions count. rope: (scale, theta) of a rotary embedding of Q and K, whose cache holds keys that
+    were not rotated.
+    """
 
     alibi: bool = False
     rope: tuple[float, float] | None = None
@@ -82,19 +90,27 @@ class PosEncoding(NamedTuple):
 NO_POS_ENCODING = PosEncoding()
 
 
-def pos_encoding(mode: object, rope_scale: float | None = None, rope_theta: float | None = None) -> PosEncoding:
+def pos_encoding(
+    mode: object, rope_scale: float | None = None, rope_theta: float | None = None
+) -> PosEncoding:
     if mode == "NONE":
         return NO_POS_ENCODING
     if mode not in _POS_ENCODING_MODES:
         refuse("pos_encoding_mode", mode, f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}")
     if mode == "ROPE_LLAMA":
-        return PosEncoding(rope=(1.0 if rope_scale is None else float(rope_scale), 1e4 if rope_theta is None else float(rope_theta)))
+        return PosEncoding(
+            rope=(
+                1.0 if rope_scale is None else float(rope_scale),
+                1e4 if rope_theta is None else float(rope_theta),
+            )
+        )
     return PosEncoding(alibi=mode == "ALIBI")
 
 
 def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
-    """paged_kv_cache: (k, v), each NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages, num_kv_heads, page_size, head_dim]; or both in one tensor,
-    along its second dimension. Without page_size: pages of one token.
+    """paged_kv_cache: (k, v), each NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages,
+    num_kv_heads, page_size, head_dim]; or both in one tensor, along its second dimension. Without page_size:
+    pages of one token.
     """
     if not isinstance(paged_kv_cache, tuple):
         first, second = paged_kv_cache, None
@@ -103,7 +119,12 @@ def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
     else:
         refuse("len(paged_kv_cache)", len(paged_kv_cache), "2: K and V")
     known = _views.get(id(first))
-    if known is not None and known.layout == kv_layout and _is(first, known.first) and (known.second is second is None or _is(second, known.second)):
+    if (
+        known is not None
+        and known.layout == kv_layout
+        and _is(first, known.first)
+        and (known.second is second is None or _is(second, known.second))
+    ):
         return known.cache
     cache = _cache_of(first, second, kv_layout)
     key = id(first)
@@ -133,12 +154,17 @@ def _cache_of(first: Tensor, second: Tensor | None, kv_layout: str) -> KVCache:
     for i, tensor in enumerate((k, v)):
         if tensor.ndim != 4:
             refuse(f"paged_kv_cache[{i}]", tensor, "a tensor of 4 dimensions")
-    return KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else KVCache.unchecked(k, v)
+    return (
+        KVCache.unchecked(k.transpose(1, 2), v.transpose(1, 2))
+        if kv_layout == "HND"
+        else KVCache.unchecked(k, v)
+    )
 
 
 class _Views(NamedTuple):
-    """K and V as kernels take them, of (k, v) or of one tensor that holds both. Layers come again every step, and making views takes longer than all else in a
-    run.
+    """K and V as kernels take them, of (k, v) or of one tensor that holds both.
+
+    Layers come again every step, and making views takes longer than all else in a run.
     """
 
     layout: str
@@ -161,14 +187,24 @@ def _is(tensor: Tensor | None, seen: _Seen | None) -> bool:
     if tensor is None or seen is None:
         return False
     known, address, shape, strides, dtype = seen
-    return known() is tensor and tensor.data_ptr() == address and tensor.stride() == strides and tensor.shape == shape and tensor.dtype == dtype
+    return (
+        known() is tensor
+        and tensor.data_ptr() == address
+        and tensor.stride() == strides
+        and tensor.shape == shape
+        and tensor.dtype == dtype
+    )
 
 
 def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD", num_kv_heads: int | None = None) -> KVCache:
-    """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]. num_kv_heads: that there must be."""
+    """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]. num_kv_heads: that
+    there must be.
+    """
     if k.element_size() == 1 and k.dtype not in SCALED_DTYPES:
         not_supported(f"K and V of {k.dtype}")
-    return KVCache.as_given(_pages_of_one("k", k, kv_layout, num_kv_heads), _pages_of_one("v", v, kv_layout, num_kv_heads))
+    return KVCache.as_given(
+        _pages_of_one("k", k, kv_layout, num_kv_heads), _pages_of_one("v", v, kv_layout, num_kv_heads)
+    )
 
 
 def _pages_of_one(name: str, tensor: Tensor, kv_layout: str, num_kv_heads: int | None) -> Tensor:
@@ -176,7 +212,11 @@ def _pages_of_one(name: str, tensor: Tensor, kv_layout: str, num_kv_heads: int |
     if tensor.ndim != 3:
         refuse(name, tensor, "a tensor of 3 dimensions")
     if num_kv_heads not in (None, tensor.shape[0 if kv_layout == "HND" else 1]):
-        form = f"[num_kv_heads = {num_kv_heads}, tokens, head_dim]" if kv_layout == "HND" else f"[tokens, num_kv_heads = {num_kv_heads}, head_dim]"
+        form = (
+            f"[num_kv_heads = {num_kv_heads}, tokens, head_dim]"
+            if kv_layout == "HND"
+            else f"[tokens, num_kv_heads = {num_kv_heads}, head_dim]"
+        )
         refuse(name, tensor, f"{form}, as kv_layout = {kv_layout!r} has it")
     (tokens, heads, columns), (step, head_step, column_step) = tensor.shape, tensor.stride()
     if kv_layout == "HND":
@@ -221,7 +261,10 @@ def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tenso
 
 
 def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
-    """Where an indptr on the host starts, and the same from 0. One on a device is taken to start at 0: nothing waits for it."""
+    """Where an indptr on the host starts, and the same from 0.
+
+    One on a device is taken to start at 0: nothing waits for it.
+    """
     first = indptr.numpy().item(0) if indptr.is_cpu else 0
     return first, indptr - first if first else indptr
 
@@ -232,7 +275,9 @@ def pages_from_zero(kv_indptr: Tensor, kv_indices: Tensor) -> tuple[Tensor, Tens
     return kv_indptr, kv_indices[first:] if first else kv_indices
 
 
-def pages_on_device(kv_indptr: Tensor, kv_indices: Tensor, device: torch.device, non_blocking: bool) -> tuple[Tensor, Tensor]:
+def pages_on_device(
+    kv_indptr: Tensor, kv_indices: Tensor, device: torch.device, non_blocking: bool
+) -> tuple[Tensor, Tensor]:
     """pages_from_zero, on the device."""
     kv_indptr, kv_indices = pages_from_zero(kv_indptr, kv_indices)
     return on_device(kv_indptr, device, non_blocking), on_device(kv_indices, device, non_blocking)
@@ -258,7 +303,12 @@ def buffer_length(name: str, buffer: object) -> int:
 
 
 def csr_on_device(
-    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int, device: torch.device, non_blocking: bool = True
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    page_size: int,
+    device: torch.device,
+    non_blocking: bool = True,
 ) -> PageTable:
     """A page table whose tensors may lie on the host."""
     indptr, indices = pages_on_device(kv_indptr, kv_indices, device, non_blocking)

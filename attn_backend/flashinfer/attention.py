@@ -53,20 +53,35 @@ class BatchAttention(Wrapper):
         """Plans a batch; never waits for the device.
 
         Args:
-            qo_indptr, kv_indptr: int32 [batch_size + 1], kv_indices: int32 [pages], kv_len_arr: int32 [batch_size], tokens.
+            qo_indptr, kv_indptr: int32 [batch_size + 1], kv_indices: int32 [pages], kv_len_arr: int32
+                [batch_size], tokens.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
         """
         refuse_given(use_profiler=use_profiler)
-        device = kv_indices.device if self._device.type == "cpu" or kv_indices.device.type != "cpu" or not torch.cuda.is_available() else self._device
+        device = (
+            kv_indices.device
+            if self._device.type == "cpu" or kv_indices.device.type != "cpu" or not torch.cuda.is_available()
+            else self._device
+        )
         if self.device != device:
             self.device, self._planned = device, PlannedAttention(device)
-        self._heads = heads_of(device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type)
+        self._heads = heads_of(
+            device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type
+        )
         self._sm_scale, self._soft_cap = sm_scale, logits_soft_cap or 0.0
         qo_indptr = self._start_rows(qo_indptr)
-        table = PageTable.csr(*pages_on_device(kv_indptr, kv_indices, device, True), None, page_size, kv_lens=on_device(kv_len_arr, device, True))
-        self._plan_view(BSRView(on_device(qo_indptr, device, True), table, causal=causal), plain_logits(self._soft_cap))
+        table = PageTable.csr(
+            *pages_on_device(kv_indptr, kv_indices, device, True),
+            None,
+            page_size,
+            kv_lens=on_device(kv_len_arr, device, True),
+        )
+        self._plan_view(
+            BSRView(on_device(qo_indptr, device, True), table, causal=causal), plain_logits(self._soft_cap)
+        )
 
     def run(
         self,
@@ -91,7 +106,8 @@ class BatchAttention(Wrapper):
             The output in q's shape, and float32 [rows, num_qo_heads], to base 2.
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
+                supported, by its name.
         """
         if profiler_buffer is not None or kv_cache_sf is not None:
             refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
@@ -99,16 +115,20 @@ class BatchAttention(Wrapper):
         if logits_soft_cap > 0 and logits_soft_cap != self._soft_cap:
             refuse("logits_soft_cap", logits_soft_cap, f"0, or that of the plan: {self._soft_cap}")
         kv = paged_cache(kv_cache, self._kv_layout)
-        result = self._run(q, kv.k, kv.v, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale)
+        result = self._run(
+            q, kv.k, kv.v, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale
+        )
         assert isinstance(result, tuple)
         return result
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """BatchPrefillWithPagedKVCacheWrapper whose runs are given sinks: `run(q, paged_kv_cache, sinks, sm_scale)`, sinks float32 [num_qo_heads].
+    """BatchPrefillWithPagedKVCacheWrapper whose runs are given sinks: `run(q, paged_kv_cache, sinks,
+    sm_scale)`, sinks float32 [num_qo_heads].
 
     Args:
-        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode, window_left: not used: those of the plan count.
+        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode, window_left: not used: those
+        of the plan count.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -136,6 +156,13 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     ) -> None:
         if head_dim_vo != head_dim_qk:
             not_supported(f"head_dim_vo = {head_dim_vo} with head_dim_qk = {head_dim_qk}")
-        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf)
+        buffers = (
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+        )
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers, backend)
         self._has_sinks = True

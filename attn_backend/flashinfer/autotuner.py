@@ -1,4 +1,6 @@
-"""flashinfer.autotuner, which engines enter before they serve: there is nothing to tune, kernels are shipped and plans are made on the device."""
+"""flashinfer.autotuner, which engines enter before they serve: there is nothing to tune, kernels are shipped
+and plans are made on the device.
+"""
 
 from __future__ import annotations
 

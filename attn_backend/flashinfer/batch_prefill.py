@@ -14,25 +14,36 @@ from .wrapper import Wrapper
 
 
 class BatchPrefill(Wrapper):
-    """What the wrappers over paged and over ragged K and V have in common: a page table that `plan` makes, and the options that `forward` may change."""
+    """What the wrappers over paged and over ragged K and V have in common: a page table that `plan` makes,
+    and the options that `forward` may change.
+    """
 
     # Of the last plan.
     _table: PageTable
     _items: tuple[Tensor | None, Tensor | None]
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: list[Any] | None, qo_indptr_buf: Tensor | None,
-        custom_mask_buf: Tensor | None, mask_indptr_buf: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+        jit_args: list[Any] | None,
+        qo_indptr_buf: Tensor | None,
+        custom_mask_buf: Tensor | None,
+        mask_indptr_buf: Tensor | None,
+    ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
+        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing
+        # below sees.)
         self._qo_indptr_buf: Any = qo_indptr_buf
         self._custom_mask_buf: Any = custom_mask_buf
         self._mask_indptr_buf: Any = mask_indptr_buf
         if use_cuda_graph:
             self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
         self._rows = None
-        self._max_total_num_rows: int | None = None  # with which CUDA graphs were captured; engines read and write it
+        # with which CUDA graphs were captured; engines read and write it
+        self._max_total_num_rows: int | None = None
 
     @property
     def _cached_module(self) -> Kernels | None:
@@ -53,11 +64,17 @@ class BatchPrefill(Wrapper):
         return self._options[3] or 0.0
 
     def _check_fixed(self, batch_size: int) -> None:
-        """With CUDA graphs: the batch size is that of the buffers, and the rows are at most those of the first plan."""
+        """With CUDA graphs: the batch size is that of the buffers, and the rows are at most those of the
+        first plan.
+        """
         self._check_batch_size(batch_size)
         room = self._planned.max_rows
         if room and self._rows is not None and self._rows > room:
-            refuse("qo_indptr[-1]", self._rows, f"at most {room}, that of the first plan, with use_cuda_graph=True")
+            refuse(
+                "qo_indptr[-1]",
+                self._rows,
+                f"at most {room}, that of the first plan, with use_cuda_graph=True",
+            )
 
     def _keep_mask(self, packed: Tensor | None, mask_indptr: Tensor | None, non_blocking: bool) -> None:
         """The mask, in the buffers if there are CUDA graphs."""
@@ -67,16 +84,25 @@ class BatchPrefill(Wrapper):
             self._mask = (packed, mask_indptr)
             return
         assert mask_indptr is not None
-        for name, buffer in (("custom_mask_buf", self._custom_mask_buf), ("mask_indptr_buf", self._mask_indptr_buf)):
+        for name, buffer in (
+            ("custom_mask_buf", self._custom_mask_buf),
+            ("mask_indptr_buf", self._mask_indptr_buf),
+        ):
             if not isinstance(buffer, Tensor):
                 refuse(name, buffer, "a tensor, with use_cuda_graph=True and a custom mask")
         if len(packed) > len(self._custom_mask_buf):
-            refuse("len(custom_mask_buf)", len(self._custom_mask_buf), f"at least {len(packed)}, the bytes of the mask")
+            refuse(
+                "len(custom_mask_buf)",
+                len(self._custom_mask_buf),
+                f"at least {len(packed)}, the bytes of the mask",
+            )
         self._custom_mask_buf[: len(packed)].copy_(packed, non_blocking=non_blocking)
         self._mask_indptr_buf.copy_(mask_indptr, non_blocking=non_blocking)
         self._mask = (self._custom_mask_buf, self._mask_indptr_buf)
 
-    def _plan_logits(self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
+    def _plan_logits(
+        self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None
+    ) -> None:
         """Plans the batch that is known."""
         self._options = (causal, pos, window_left, logits_soft_cap)
         packed, mask_indptr = self._mask
@@ -85,7 +111,15 @@ class BatchPrefill(Wrapper):
             logits = plain_logits(logits_soft_cap, pos)
         else:
             logits = Logits(logits_soft_cap or 0.0, pos, packed, mask_indptr, prefix_len, token_pos_in_items)
-        self._plan_view(BSRView(self._qo_indptr_buf, self._table, causal=causal and packed is None, window_left=max(window_left, -1)), logits)
+        self._plan_view(
+            BSRView(
+                self._qo_indptr_buf,
+                self._table,
+                causal=causal and packed is None,
+                window_left=max(window_left, -1),
+            ),
+            logits,
+        )
 
     def _tensors_of_plan(self) -> dict[str, Tensor | None]:
         packed, mask_indptr = self._mask
@@ -104,7 +138,14 @@ class BatchPrefill(Wrapper):
         if self._is_planned and causal != self._options[0]:
             self._plan_logits(causal, *self._options[1:])
 
-    def _plan_as(self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None, sm_scale: Scale | None) -> None:
+    def _plan_as(
+        self,
+        causal: bool,
+        pos: PosEncoding,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: Scale | None,
+    ) -> None:
         """For `forward`, whose options replace the plan's."""
         if self._is_planned and (causal, pos, window_left, logits_soft_cap) != self._options:
             self._plan_logits(causal, pos, window_left, logits_soft_cap)
@@ -112,7 +153,9 @@ class BatchPrefill(Wrapper):
 
 
 class Kernels:
-    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the wrapper's copies to the host."""
+    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the
+    wrapper's copies to the host.
+    """
 
     def __init__(self, wrapper: BatchPrefill) -> None:
         self._wrapper = wrapper
@@ -147,10 +190,20 @@ class Kernels:
         """
         wrapper = self._wrapper
         heads = wrapper._heads
-        planned = (wrapper._fixed_batch_size or batch_size, wrapper._table.page_size, heads.num_qo_heads, heads.num_kv_heads, *heads.head_dims)
+        planned = (
+            wrapper._fixed_batch_size or batch_size,
+            wrapper._table.page_size,
+            heads.num_qo_heads,
+            heads.num_kv_heads,
+            *heads.head_dims,
+        )
         given = (batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         if given != planned:
-            refuse("(batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)", given, f"{planned}, those of the first plan")
+            refuse(
+                "(batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)",
+                given,
+                f"{planned}, those of the first plan",
+            )
         wrapper._rows = int(qo_indptr_host[-1])
         wrapper._plan_logits(causal, wrapper._options[1], window_left, wrapper._options[3])
         return []

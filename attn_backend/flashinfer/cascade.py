@@ -42,11 +42,13 @@ __all__ = [
 ]
 
 
-_ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")  # of a cascade's plan
+# of a cascade's plan
+_ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of each row over the tokens of both: v [rows, heads, head_dim], s float32 [rows, heads], to base 2.
+    """The state of each row over the tokens of both: v [rows, heads, head_dim], s float32 [rows, heads], to
+    base 2.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -54,7 +56,9 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return merge_two(v_a, s_a.float(), v_b, s_b.float(), log2=True)
 
 
-def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+def merge_state_in_place(
+    v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
+) -> None:
     """merge_state into v and s; rows whose mask (bool [rows]) is False are left alone.
 
     Raises:
@@ -64,7 +68,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of each row over the tokens of all: v [rows, states, heads, head_dim], s float32 [rows, states, heads], to base 2.
+    """The state of each row over the tokens of all: v [rows, states, heads, head_dim], s float32 [rows,
+    states, heads], to base 2.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -73,16 +78,20 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MultiLevelCascadeAttentionWrapper(Wrapper):
-    """Prefixes shared by runs of consecutive rows: a page table for each level, the most shared first. One launch for all levels.
+    """Prefixes shared by runs of consecutive rows: a page table for each level, the most shared first.
 
-    `plan` once a step, `run` once a layer. Prefixes that page tables share need no levels here: the other wrappers find them by themselves.
+    One launch for all levels.
+
+    `plan` once a step, `run` once a layer. Prefixes that page tables share need no levels here: the other
+    wrappers find them by themselves.
 
     Args:
         num_levels: at most 8.
         float_workspace_buffer: any tensor on the device.
         kv_layout: "NHD" or "HND".
         use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is.
-        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: a buffer for each level.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr:
+        a buffer for each level.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -140,14 +149,17 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         """Plans a batch.
 
         Args:
-            qo_indptr_arr: for each level int32 [batch_size of the level + 1]: the rows that see each of its prefixes. All start and end at the same rows.
-            paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level its page tables.
+            qo_indptr_arr: for each level int32 [batch_size of the level + 1]: the rows that see each of its
+                prefixes. All start and end at the same rows. paged_kv_indptr_arr, paged_kv_indices_arr,
+                paged_kv_last_page_len: for each level its page tables.
             causal: of the last level, what each request has for itself.
             sm_scale: a number or a tensor of one element; with one level also of one for each request.
-            window_left: of each level by itself, as in FlashInfer: tokens before a query's place among those of the level.
+            window_left: of each level by itself, as in FlashInfer: tokens before a query's place among those
+                of the level.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
         """
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         for name, array in zip(_ARRAYS, arrays, strict=True):
@@ -157,13 +169,24 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         if self._num_levels > 1 and pos != NO_POS_ENCODING:
             not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} with several levels")
         if self._num_levels > 1 and isinstance(sm_scale, Tensor) and sm_scale.numel() != 1:
-            way_out = "BatchPrefillWithPagedKVCacheWrapper has one for each request, and its plan finds shared prefixes"
-            refuse("sm_scale", sm_scale, f"a number or a tensor of one element with num_levels = {self._num_levels}: {way_out}")
-        self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type)
+            way_out = (
+                "BatchPrefillWithPagedKVCacheWrapper has one for each request, and its plan finds "
+                "shared prefixes"
+            )
+            refuse(
+                "sm_scale",
+                sm_scale,
+                f"a number or a tensor of one element with num_levels = {self._num_levels}: {way_out}",
+            )
+        self._heads = heads_of(
+            self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type
+        )
         self._sm_scale = sm_scale
         self._start_rows(qo_indptr_arr[-1])
         levels, window_left = [], max(window_left, -1)
-        for level, parts in enumerate([self._from_zero(level, parts) for level, parts in enumerate(zip(*arrays, strict=True))]):
+        for level, parts in enumerate(
+            [self._from_zero(level, parts) for level, parts in enumerate(zip(*arrays, strict=True))]
+        ):
             qo_indptr, kv_indptr, kv_indices, last_page_len = self._on_device(level, parts)
             table = PageTable.csr(kv_indptr, kv_indices, last_page_len, page_size)
             levels.append(BSRView(qo_indptr, table, causal and level == self._num_levels - 1, window_left))
@@ -172,7 +195,9 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     begin_forward = plan
 
     def _from_zero(self, level: int, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors of a level, whose indptrs start at 0; refused if they do not fit those of the last level or their buffers."""
+        """The tensors of a level, whose indptrs start at 0; refused if they do not fit those of the last
+        level or their buffers.
+        """
         qo_indptr, kv_indptr, kv_indices, last_page_len = parts
         first_row, qo_indptr = from_zero(qo_indptr)
         if first_row != self._first_row:
@@ -184,7 +209,11 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                 if part is kv_indices:
                     check_fits(f"{name}[{level}]", part, "its buffer", buffer)
                 elif len(part) != len(buffer):
-                    refuse(f"len({name}[{level}])", len(part), f"{len(buffer)}, that of its buffer, with use_cuda_graph=True")
+                    refuse(
+                        f"len({name}[{level}])",
+                        len(part),
+                        f"{len(buffer)}, that of its buffer, with use_cuda_graph=True",
+                    )
         return parts
 
     def _on_device(self, level: int, parts: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -196,7 +225,9 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         return self._buffers[level]
 
     def run(self, q: Tensor, paged_kv_cache: PagedKV) -> Tensor:
-        """Runs the last plan: q [rows, num_qo_heads, head_dim]. May be captured in a CUDA graph; never waits for the device.
+        """Runs the last plan: q [rows, num_qo_heads, head_dim].
+
+        May be captured in a CUDA graph; never waits for the device.
 
         Raises:
             ValueError: an argument that is wrong, or no plan yet.
@@ -211,7 +242,8 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
-    """One query of each request, whose prefix lies in tensors of its own; for code that was written before MultiLevelCascadeAttentionWrapper.
+    """One query of each request, whose prefix lies in tensors of its own; for code that was written before
+    MultiLevelCascadeAttentionWrapper.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -237,13 +269,24 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     ) -> None:
         """Plans what each request has for itself, as BatchDecodeWithPagedKVCacheWrapper.plan."""
         self._unique.plan(
-            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=None, data_type=data_type
+            unique_kv_indptr,
+            unique_kv_indices,
+            unique_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            q_data_type=None,
+            data_type=data_type,
         )
 
     def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedKV) -> Tensor:
-        """q [batch_size, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in kv_layout: attention over both, in q's shape."""
+        """q [batch_size, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in
+        kv_layout: attention over both, in q's shape.
+        """
         return _merged(
-            single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True), self._unique.run_return_lse(q, unique_kv_cache)
+            single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True),
+            self._unique.run_return_lse(q, unique_kv_cache),
         )
 
     def end_forward(self) -> None:
@@ -251,7 +294,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
-    """Queries of each request, whose prefix lies in tensors of its own; for code that was written before MultiLevelCascadeAttentionWrapper.
+    """Queries of each request, whose prefix lies in tensors of its own; for code that was written before
+    MultiLevelCascadeAttentionWrapper.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -276,9 +320,19 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         page_size: int,
         q_data_type: DType = "float16",
     ) -> None:
-        """Plans what each request has for itself, as BatchPrefillWithPagedKVCacheWrapper.plan. q_data_type: FlashInfer has float16 only."""
+        """Plans what each request has for itself, as BatchPrefillWithPagedKVCacheWrapper.plan. q_data_type:
+        FlashInfer has float16 only.
+        """
         self._unique.plan(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=q_data_type
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            q_data_type=q_data_type,
         )
 
     def forward(
@@ -293,17 +347,28 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor:
-        """q [rows, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in kv_layout: attention over both, in q's shape. causal: in
-        what each request has for itself. rope_scale, rope_theta: None or their defaults, as Q and K are not rotated.
+        """q [rows, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in
+        kv_layout: attention over both, in q's shape. causal: in what each request has for itself. rope_scale,
+        rope_theta: None or their defaults, as Q and K are not rotated.
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
+                supported, by its name.
         """
         for name, value, default in (("rope_scale", rope_scale, 1.0), ("rope_theta", rope_theta, 1e4)):
             if value is not None and value != default:
-                refuse(name, value, f"None or {default:g}: Q and K are not rotated here; apply_rope rotates them before K is cached")
-        shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True)
-        return _merged(shared, self._unique.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale))
+                refuse(
+                    name,
+                    value,
+                    f"None or {default:g}: Q and K are not rotated here; apply_rope rotates them before K is "
+                    f"cached",
+                )
+        shared = single_prefill_with_kv_cache(
+            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
+        )
+        return _merged(
+            shared, self._unique.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
+        )
 
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""

@@ -7,7 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from .arguments import Scale, check_kv_layout, pos_encoding, ragged_cache
-from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from .batch_decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
 from .features import missing
 from .heads import heads_of
 from .jit.attention import JitModule
@@ -64,12 +68,21 @@ def single_decode_with_kv_cache(
     kv = ragged_cache(k, v, kv_layout)
     heads = heads_of(q.device, q.shape[0], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
     scales = scaled(heads, 1, sm_scale, q_scale, k_scale)
-    result = single_request(q.unsqueeze(0), kv, heads, logits, True, window_left, scales, return_lse, v_scale=v_scale)
+    result = single_request(
+        q.unsqueeze(0), kv, heads, logits, True, window_left, scales, return_lse, v_scale=v_scale
+    )
     return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
 
 
 def single_decode_with_kv_cache_with_jit_module(
-    jit_module: JitModule, q: Tensor, k: Tensor, v: Tensor, *args: Any, kv_layout: str = "NHD", window_left: int = -1, return_lse: bool = False
+    jit_module: JitModule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: Any,
+    kv_layout: str = "NHD",
+    window_left: int = -1,
+    return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """single_decode_with_kv_cache under a variant of one's own; args: what its jit_args name, tensors first.
 
@@ -78,7 +91,15 @@ def single_decode_with_kv_cache_with_jit_module(
     """
     masked = MaskMode.CAUSAL.value
     result = single_prefill_with_kv_cache_with_jit_module(
-        jit_module, q.unsqueeze(0), k, v, *args, kv_layout=kv_layout, mask_mode=masked, window_left=window_left, return_lse=return_lse
+        jit_module,
+        q.unsqueeze(0),
+        k,
+        v,
+        *args,
+        kv_layout=kv_layout,
+        mask_mode=masked,
+        window_left=window_left,
+        return_lse=return_lse,
     )
     return (result[0].squeeze(0), result[1].squeeze(0)) if isinstance(result, tuple) else result.squeeze(0)
 

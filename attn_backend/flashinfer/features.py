@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NoReturn
 
-# Names that `import flashinfer` always has, and that have no counterpart here: quantised products, mixtures of experts, norms, activations, linear attention,
-# other libraries. Those that it has only beside other packages (`CuteDslMoEWrapper`), or from some release on and asks scripts to look for
+# Names that `import flashinfer` always has, and that have no counterpart here: quantised products, mixtures
+# of experts, norms, activations, linear attention, other libraries. Those that it has only beside other
+# packages (`CuteDslMoEWrapper`), or from some release on and asks scripts to look for
 # (`gdn_fused_decode_step`), do not exist: code that finds none does without.
 _MISSING = """
 ActivationType RecurrentKDAPrefillWorkspace RecurrentKDAPrefillWrapper RoutingMethodType SegmentGEMMWrapper SfLayout TopKTieBreak autotune
@@ -43,7 +44,10 @@ def refuse_given(**arguments: object) -> None:
 
 
 class _Missing(type):
-    """Of classes that are not there. An enumeration's members are not there either: whoever reads one is told so, and `hasattr` is False."""
+    """Of classes that are not there.
+
+    An enumeration's members are not there either: whoever reads one is told so, and `hasattr` is False.
+    """
 
     def __getattr__(cls, member: str) -> NoReturn:
         raise AttributeError(_refusal(f"{cls.__name__}.{member}"))
@@ -51,8 +55,8 @@ class _Missing(type):
 
 @cache
 def missing(name: str) -> Any:
-    """A function of FlashInfer's that refuses every call, or, where the name is a class's, a class that refuses to be made: it can be imported, named in
-    annotations, asked for by isinstance and derived from.
+    """A function of FlashInfer's that refuses every call, or, where the name is a class's, a class that
+    refuses to be made: it can be imported, named in annotations, asked for by isinstance and derived from.
     """
 
     def refuse(*_arguments: Any, **_options: Any) -> NoReturn:

@@ -47,16 +47,30 @@ class Heads:
 
 @lru_cache(maxsize=256)
 def heads_of(
-    device: torch.device, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int | None, q_data_type: DType,
-    kv_data_type: DType | None = None, o_data_type: DType | None = None,
-) -> Heads:  # fmt: skip
+    device: torch.device,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int | None,
+    q_data_type: DType,
+    kv_data_type: DType | None = None,
+    o_data_type: DType | None = None,
+) -> Heads:
     """What a plan says of heads. Kept: plans say the same from step to step.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
     """
-    dims, types = check_head_dims(head_dim_qk, head_dim_vo, device), element_types(q_data_type, kv_data_type, o_data_type)
-    if types.kv_dtype is not None and types.float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[types.kv_dtype], types.float8_q):
+    dims, types = (
+        check_head_dims(head_dim_qk, head_dim_vo, device),
+        element_types(q_data_type, kv_data_type, o_data_type),
+    )
+    if (
+        types.kv_dtype is not None
+        and types.float8_q
+        and device.type == "cuda"
+        and not dims.runs_over(KV_DTYPE_NAMES[types.kv_dtype], types.float8_q)
+    ):
         not_supported(f"q_data_type = {types.kv_dtype} with head_dim = {dims} on CUDA")
     return Heads(num_qo_heads, num_kv_heads, dims, *types)
 

@@ -1,8 +1,10 @@
-"""FlashInfer's variants in C++ (jit_args) as variants of this package: their text is compiled as it is, after declarations that lead to our hooks.
+"""FlashInfer's variants in C++ (jit_args) as variants of this package: their text is compiled as it is, after
+declarations that lead to our hooks.
 
-What FlashInfer promises such a struct: its constructor is given the parameters, the request and shared memory (or, on Hopper, the parameters and coordinates
-of a tile); `LogitsTransform` is given q . k, which nothing has scaled; under softmax the member sm_scale_log2 multiplies what it returns; `LogitsMask` says
-what is seen; `OutputTransform` is given the output, and divides it by the sum of exponentials, d.
+What FlashInfer promises such a struct: its constructor is given the parameters, the request and shared memory
+(or, on Hopper, the parameters and coordinates of a tile); `LogitsTransform` is given q . k, which nothing has
+scaled; under softmax the member sm_scale_log2 multiplies what it returns; `LogitsMask` says what is seen;
+`OutputTransform` is given the output, and divides it by the sum of exponentials, d.
 """
 
 from __future__ import annotations
@@ -35,11 +37,28 @@ _TENSORS = {
     **dict.fromkeys(("half", "__half"), torch.float16),
     **dict.fromkeys(("nv_bfloat16", "__nv_bfloat16"), torch.bfloat16),
 }
-_SCALARS: dict[str, type[float] | type[int]] = {"double": float, "float": float, "int": int, "int32_t": int, "int64_t": int}
-# What this package has no place for: transforms of Q and K in shared memory, sums of one's own, tiles of CuTe.
+_SCALARS: dict[str, type[float] | type[int]] = {
+    "double": float,
+    "float": float,
+    "int": int,
+    "int32_t": int,
+    "int64_t": int,
+}
+# What this package has no place for: transforms of Q and K in shared memory, sums of one's own, tiles of
+# CuTe.
 _NO_COUNTERPART = ("REGISTER_QUERY_TRANSFORM", "REGISTER_KEY_TRANSFORM", "REGISTER_M_D_UPDATE", "make_tensor")
-_GROUP_SIZE = "group_size"  # query heads of a KV head: a parameter of ours, which only variants that read the KV head have
-_BLOCK_COORD = ("q_tile_idx", "qo_head_idx", "kv_head_idx", "qo_indptr", "kv_indptr", "qo_len", "kv_len", "batch_idx")
+# query heads of a KV head: a parameter of ours, which only variants that read the KV head have
+_GROUP_SIZE = "group_size"
+_BLOCK_COORD = (
+    "q_tile_idx",
+    "qo_head_idx",
+    "kv_head_idx",
+    "qo_indptr",
+    "kv_indptr",
+    "qo_len",
+    "kv_len",
+    "batch_idx",
+)
 _NOT_KNOWN = ("q_tile_idx", "qo_indptr", "kv_indptr")  # of these
 
 _BEFORE = """
@@ -116,8 +135,11 @@ class JitVariant:
     scalars: tuple[str, ...]
     reads_kv_head: bool
 
-    def args(self, given: Sequence[Any], of_plan: Mapping[str, Tensor | None], group_size: int) -> dict[str, Tensor | float | int]:
-        """The variant's arguments. of_plan: tensors that FlashInfer fills in by itself, if the variant names them. group_size: query heads of a KV head.
+    def args(
+        self, given: Sequence[Any], of_plan: Mapping[str, Tensor | None], group_size: int
+    ) -> dict[str, Tensor | float | int]:
+        """The variant's arguments. of_plan: tensors that FlashInfer fills in by itself, if the variant names
+        them. group_size: query heads of a KV head.
 
         Raises:
             ValueError: another number of arguments.
@@ -141,29 +163,48 @@ def has_sinks(jit_args: Sequence[Any] | None) -> bool:
 
 
 def jit_variant(jit_args: Sequence[Any] | None) -> JitVariant | None:
-    """The variant that jit_args describe, as of the batch wrappers: uri, dtypes of Q, KV, O and indices, two head sizes, names and C++ types of tensors,
-    those of scalars, the struct's name and its text. None without, and for attention sinks.
+    """The variant that jit_args describe, as of the batch wrappers: uri, dtypes of Q, KV, O and indices, two
+    head sizes, names and C++ types of tensors, those of scalars, the struct's name and its text. None
+    without, and for attention sinks.
 
     Raises:
-        ValueError: arguments that are not such a list. NotImplementedError: a struct whose parts have no counterpart.
+        ValueError: arguments that are not such a list. NotImplementedError: a struct whose parts have no
+            counterpart.
     """
     if jit_args is None or has_sinks(jit_args):
         return None
     if len(jit_args) < 13:
-        refuse("len(jit_args)", len(jit_args), "13: uri, 4 dtypes, 2 head sizes, names and types of tensors and scalars, the variant's name, its C++")
+        refuse(
+            "len(jit_args)",
+            len(jit_args),
+            "13: uri, 4 dtypes, 2 head sizes, names and types of tensors and scalars, the variant's name, "
+            "its C++",
+        )
     return variant_of(*jit_args[7:13])
 
 
 def variant_of(
-    tensor_names: Sequence[str], tensor_types: Sequence[str], scalar_names: Sequence[str], scalar_types: Sequence[str], name: str, declaration: str
+    tensor_names: Sequence[str],
+    tensor_types: Sequence[str],
+    scalar_names: Sequence[str],
+    scalar_types: Sequence[str],
+    name: str,
+    declaration: str,
 ) -> JitVariant:
     """The same from its parts."""
-    return _made(tuple(tensor_names), tuple(tensor_types), tuple(scalar_names), tuple(scalar_types), name, declaration)
+    return _made(
+        tuple(tensor_names), tuple(tensor_types), tuple(scalar_names), tuple(scalar_types), name, declaration
+    )
 
 
 @lru_cache(maxsize=64)
 def _made(
-    tensor_names: tuple[str, ...], tensor_types: tuple[str, ...], scalar_names: tuple[str, ...], scalar_types: tuple[str, ...], name: str, declaration: str
+    tensor_names: tuple[str, ...],
+    tensor_types: tuple[str, ...],
+    scalar_names: tuple[str, ...],
+    scalar_types: tuple[str, ...],
+    name: str,
+    declaration: str,
 ) -> JitVariant:
     for part in _NO_COUNTERPART:
         if part in declaration:
@@ -171,7 +212,10 @@ def _made(
     bindings = _bindings(name, declaration)
     reads_kv_head = _reads_kv_head(declaration, bindings)
     params = []
-    for names, types, known, what in ((tensor_names, tensor_types, _TENSORS, "tensor"), (scalar_names, scalar_types, _SCALARS, "scalar")):
+    for names, types, known, what in (
+        (tensor_names, tensor_types, _TENSORS, "tensor"),
+        (scalar_names, scalar_types, _SCALARS, "scalar"),
+    ):
         for param, kind in zip(names, types, strict=True):
             if kind not in known:
                 not_supported(f"jit_args with a {what} of type {kind!r}")
@@ -180,7 +224,9 @@ def _made(
         params.append(Param(_GROUP_SIZE, int))
     source = _BEFORE + _struct_of_params(tensor_names, tensor_types, scalar_names, scalar_types) + declaration
     source += _hooks(name, declaration, f"row.qo_head / {_GROUP_SIZE}" if reads_kv_head else "0") + _AFTER
-    return JitVariant(Variant.from_source(source, params, name=f"jit_{name}"), tensor_names, scalar_names, reads_kv_head)
+    return JitVariant(
+        Variant.from_source(source, params, name=f"jit_{name}"), tensor_names, scalar_names, reads_kv_head
+    )
 
 
 def _bindings(name: str, declaration: str) -> list[list[str]]:
@@ -189,19 +235,33 @@ def _bindings(name: str, declaration: str) -> list[list[str]]:
     Raises:
         NotImplementedError: it reads one that is not known here, or takes something else apart.
     """
-    bindings = [re.findall(r"\w+", names) for names in re.findall(r"\bauto\s*&?\s*\[([^\]]*)\]\s*=\s*block_coord\b", declaration)]
+    bindings = [
+        re.findall(r"\w+", names)
+        for names in re.findall(r"\bauto\s*&?\s*\[([^\]]*)\]\s*=\s*block_coord\b", declaration)
+    ]
     if len(bindings) != len(re.findall(r"\bauto\s*&?\s*\[", declaration)):
-        not_supported(f"jit_args of the variant {name!r}, which has auto [...] of something else than block_coord")
+        not_supported(
+            f"jit_args of the variant {name!r}, which has auto [...] of something else than block_coord"
+        )
     for names in bindings:
         for given, meant in zip(names, _BLOCK_COORD, strict=False):
-            if meant in _NOT_KNOWN and _count(given, declaration) > sum(other.count(given) for other in bindings):
-                not_supported(f"jit_args of the variant {name!r}, which reads {meant} of block_coord, as {given}")
+            if meant in _NOT_KNOWN and _count(given, declaration) > sum(
+                other.count(given) for other in bindings
+            ):
+                not_supported(
+                    f"jit_args of the variant {name!r}, which reads {meant} of block_coord, as {given}"
+                )
     return bindings
 
 
 def _reads_kv_head(declaration: str, bindings: list[list[str]]) -> bool:
-    """Whether the name of the KV head, which is the last one of a hook, stands anywhere else than where it is declared."""
-    names = [hook.split(",")[-2].strip() for hook in re.findall(r"REGISTER_LOGITS_(?:TRANSFORM|MASK)\s*\(([^{]*)\{", declaration)]
+    """Whether the name of the KV head, which is the last one of a hook, stands anywhere else than where it is
+    declared.
+    """
+    names = [
+        hook.split(",")[-2].strip()
+        for hook in re.findall(r"REGISTER_LOGITS_(?:TRANSFORM|MASK)\s*\(([^{]*)\{", declaration)
+    ]
     names += [binding[2] for binding in bindings if len(binding) == len(_BLOCK_COORD)]
     return any(_count(name, declaration) > names.count(name) for name in set(names))
 
@@ -215,12 +275,25 @@ def _param(name: str) -> str:
     return f"jit_{name}"
 
 
-def _struct_of_params(tensor_names: Sequence[str], tensor_types: Sequence[str], scalar_names: Sequence[str], scalar_types: Sequence[str]) -> str:
+def _struct_of_params(
+    tensor_names: Sequence[str],
+    tensor_types: Sequence[str],
+    scalar_names: Sequence[str],
+    scalar_types: Sequence[str],
+) -> str:
     values = [f"    {kind}* {name};\n" for name, kind in zip(tensor_names, tensor_types, strict=True)]
     values += [f"    {kind} {name};\n" for name, kind in zip(scalar_names, scalar_types, strict=True)]
-    first = [f"const_cast<{kind}*>({_param(name)}.data)" for name, kind in zip(tensor_names, tensor_types, strict=True)]
-    first += [f"static_cast<{kind}>({_param(name)})" for name, kind in zip(scalar_names, scalar_types, strict=True)]
-    window = "    static constexpr int32_t window_left = -1;  // the plan has it: what lies outside is not visited\n"
+    first = [
+        f"const_cast<{kind}*>({_param(name)}.data)"
+        for name, kind in zip(tensor_names, tensor_types, strict=True)
+    ]
+    first += [
+        f"static_cast<{kind}>({_param(name)})" for name, kind in zip(scalar_names, scalar_types, strict=True)
+    ]
+    window = (
+        "    static constexpr int32_t window_left = -1;  // the plan has it: what lies outside is not "
+        "visited\n"
+    )
     return f"""
   struct JitValues {{
 {"".join(values)}  }};
@@ -243,14 +316,29 @@ def _struct_of_params(tensor_names: Sequence[str], tensor_types: Sequence[str], 
 
 
 def _hooks(name: str, declaration: str, kv_head: str) -> str:
-    """kv_head: an expression. Rows and tokens that do not exist are not asked about: FlashInfer's variants do not expect them."""
+    """kv_head: an expression.
+
+    Rows and tokens that do not exist are not asked about: FlashInfer's variants do not expect them.
+    """
     on_hopper = "block_coord" in declaration
-    uses_softmax = "DefaultUpdater<" not in declaration if on_hopper else not re.search(r"\buse_softmax\s*=\s*false", declaration)
+    uses_softmax = (
+        "DefaultUpdater<" not in declaration
+        if on_hopper
+        else not re.search(r"\buse_softmax\s*=\s*false", declaration)
+    )
     block = f"JitBlock{{0, row.qo_head, {kv_head}, 0, 0, params.qo_len, params.kv_len, row.request}}"
-    made = f"{name} made(params, {block});" if on_hopper else f"{name} made(params, row.request, static_cast<uint8_t*>(nullptr));"
+    made = (
+        f"{name} made(params, {block});"
+        if on_hopper
+        else f"{name} made(params, row.request, static_cast<uint8_t*>(nullptr));"
+    )
     coordinates = f"row.request, row.index, kv_position, row.qo_head, {kv_head}"
     text = "" if uses_softmax else "\n  static constexpr bool kUsesSoftmax = false;\n"
-    transformed = f"made.LogitsTransform(params, logit, {coordinates})" if "REGISTER_LOGITS_TRANSFORM" in declaration else "logit"
+    transformed = (
+        f"made.LogitsTransform(params, logit, {coordinates})"
+        if "REGISTER_LOGITS_TRANSFORM" in declaration
+        else "logit"
+    )
     text += f"""
   float logits(float logit, const ScoreRow& row, int32_t kv_position) const {{
     const JitParams params = jit_params(row);

@@ -1,4 +1,6 @@
-"""flashinfer.logits_processor: what happens to logits, as a list of steps; those in front of a draw become one launch with it."""
+"""flashinfer.logits_processor: what happens to logits, as a list of steps; those in front of a draw become
+one launch with it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from ..metadata.structure import refuse
 from . import sampling
 from .features import missing, refuse_given
 
-__all__ = ["LogitsPipe", "LogitsProcessor", "MinP", "Sample", "Softmax", "TaggedTensor", "Temperature", "TensorType", "TopK", "TopP"]
+__all__ = [
+    "LogitsPipe",
+    "LogitsProcessor",
+    "MinP",
+    "Sample",
+    "Softmax",
+    "TaggedTensor",
+    "Temperature",
+    "TensorType",
+    "TopK",
+    "TopP",
+]
 
 
 class TensorType(Enum):
@@ -87,7 +100,9 @@ class Softmax(LogitsProcessor):
 
 
 class TopK(LogitsProcessor):
-    """The top_k (of the call) most likely tokens. joint_topk_topp: a TopP that follows counts all tokens, not what TopK leaves."""
+    """The top_k (of the call) most likely tokens. joint_topk_topp: a TopP that follows counts all tokens, not
+    what TopK leaves.
+    """
 
     makes: ClassVar = {TensorType.LOGITS: TensorType.LOGITS, TensorType.PROBS: TensorType.PROBS}
     letter = "K"
@@ -97,7 +112,11 @@ class TopK(LogitsProcessor):
 
     def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
         top_k = _option(options, "top_k")
-        return sampling.top_k_mask_logits(tensor, top_k) if given_type is TensorType.LOGITS else sampling.top_k_renorm_probs(tensor, top_k)
+        return (
+            sampling.top_k_mask_logits(tensor, top_k)
+            if given_type is TensorType.LOGITS
+            else sampling.top_k_renorm_probs(tensor, top_k)
+        )
 
 
 class TopP(LogitsProcessor):
@@ -124,7 +143,9 @@ class MinP(LogitsProcessor):
 
 
 class Sample(LogitsProcessor):
-    """A token of each row. indices, generator, seed, offset: of the call, as in flashinfer.sampling. deterministic: always."""
+    """A token of each row. indices, generator, seed, offset: of the call, as in flashinfer.sampling.
+    deterministic: always.
+    """
 
     makes: ClassVar = {TensorType.LOGITS: TensorType.INDICES, TensorType.PROBS: TensorType.INDICES}
 
@@ -132,7 +153,9 @@ class Sample(LogitsProcessor):
         super().__init__(deterministic=deterministic, **params)
 
     def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
-        draw = sampling.sampling_from_logits if given_type is TensorType.LOGITS else sampling.sampling_from_probs
+        draw = (
+            sampling.sampling_from_logits if given_type is TensorType.LOGITS else sampling.sampling_from_probs
+        )
         tokens = draw(tensor, **_draw_options(options))
         assert isinstance(tokens, Tensor)
         return tokens
@@ -145,7 +168,8 @@ _FILTERS = {"K": "top_k", "P": "top_p", "M": "min_p"}
 
 
 class LogitsPipe:
-    """Steps one after another: `LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])(logits, temperature=0.8, top_p=0.9)`.
+    """Steps one after another: `LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])(logits,
+    temperature=0.8, top_p=0.9)`.
 
     Args:
         processors: at least one.
@@ -153,7 +177,8 @@ class LogitsPipe:
         input_type: what the first step is given; needed if that takes logits and probabilities.
 
     Raises:
-        ValueError: steps that do not follow on each other, or no input_type. NotImplementedError: custom rules.
+        ValueError: steps that do not follow on each other, or no input_type. NotImplementedError: custom
+            rules.
     """
 
     def __init__(
@@ -189,7 +214,11 @@ class LogitsPipe:
             return
         letters = "".join(processor.letter for processor in self.processors[:-1])
         starts = range(len(letters) + 1)
-        self._drawn_from = next(i for i in starts if self._types[i] in _TOGETHER and _TOGETHER[self._types[i]].fullmatch(letters[i:]))
+        self._drawn_from = next(
+            i
+            for i in starts
+            if self._types[i] in _TOGETHER and _TOGETHER[self._types[i]].fullmatch(letters[i:])
+        )
 
     def __call__(self, x: Tensor | TaggedTensor, **options: Any) -> Tensor:
         """Runs the steps.
@@ -209,7 +238,9 @@ class LogitsPipe:
         return self._draw(tensor, options) if self._drawn_from < len(self.processors) else tensor
 
     def _draw(self, tensor: Tensor, options: dict[str, Any]) -> Tensor:
-        """The last steps in one launch (after another one, if there is a temperature, or rows are named by indices)."""
+        """The last steps in one launch (after another one, if there is a temperature, or rows are named by
+        indices).
+        """
         steps = {processor.letter: processor for processor in self.processors[self._drawn_from : -1]}
         if "T" in steps:
             tensor = steps["T"].apply(tensor, TensorType.LOGITS, options)
@@ -217,7 +248,9 @@ class LogitsPipe:
         order: Any = "joint" if "K" in steps and steps["K"].params.get("joint_topk_topp") else "top_k_first"
         draw = _draw_options(options)
         if self._types[self._drawn_from] is TensorType.LOGITS and "M" not in steps:
-            return sampling.top_k_top_p_sampling_from_logits(tensor, filters.get("top_k", 0), filters.get("top_p", 1.0), filter_apply_order=order, **draw)
+            return sampling.top_k_top_p_sampling_from_logits(
+                tensor, filters.get("top_k", 0), filters.get("top_p", 1.0), filter_apply_order=order, **draw
+            )
         probs = sampling.softmax(tensor) if "S" in steps else tensor
         tokens = sampling.draw_from_probs(probs, filter_order=order, **filters, **draw)
         assert isinstance(tokens, Tensor)
@@ -236,7 +269,11 @@ def _option(options: dict[str, Any], name: str) -> Any:
 
 
 def _draw_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("indices", "generator", "seed", "offset") if options.get(name) is not None}
+    return {
+        name: options[name]
+        for name in ("indices", "generator", "seed", "offset")
+        if options.get(name) is not None
+    }
 
 
 Compiler = missing("logits_processor.Compiler")

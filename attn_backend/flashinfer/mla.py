@@ -1,4 +1,6 @@
-"""flashinfer.mla: attention over the latents of MLA (DeepSeek-V2, arXiv 2405.04434), with the up-projections absorbed into Q and the output."""
+"""flashinfer.mla: attention over the latents of MLA (DeepSeek-V2, arXiv 2405.04434), with the up-projections
+absorbed into Q and the output.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch import Tensor
 
 from ..metadata import BSRView, PageTable
 from ..metadata.structure import check_plain, dtype_name, refuse
-from .arguments import Scale, buffer_length, check_fits, copy_if_other, on_device, pages_from_zero, pages_on_device, rows_of
+from .arguments import (
+    Scale,
+    buffer_length,
+    check_fits,
+    copy_if_other,
+    on_device,
+    pages_from_zero,
+    pages_on_device,
+    rows_of,
+)
 from .features import missing, not_supported, refuse_given
 from .heads import heads_of
 from .planned_attention import plain_logits
@@ -26,15 +37,18 @@ __all__ = [
 
 
 class BatchMLAPagedAttentionWrapper(Wrapper):
-    """Queries of a batch over paged latents; `plan` once a step, `run` once a layer. Prefills that are not absorbed: BatchPrefillWithRaggedKVCacheWrapper.
+    """Queries of a batch over paged latents; `plan` once a step, `run` once a layer.
+
+    Prefills that are not absorbed: BatchPrefillWithRaggedKVCacheWrapper.
 
     The workspace buffer says which device is used, and nothing more. `plan` does not wait for the device.
 
     Args:
         float_workspace_buffer: any tensor on the device.
-        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is, so that captured runs serve every later plan.
-        qo_indptr, kv_indptr: int32 [batch_size + 1], kv_indices: int32 [most pages], kv_len_arr: int32 [batch_size]: where plans are copied to if
-            use_cuda_graph.
+        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is, so that captured
+            runs serve every later plan.
+        qo_indptr, kv_indptr: int32 [batch_size + 1], kv_indices: int32 [most pages], kv_len_arr: int32
+            [batch_size]: where plans are copied to if use_cuda_graph.
         backend: "auto", "fa2" or "fa3": all the same here.
 
     Raises:
@@ -52,7 +66,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, use_cuda_graph=use_cuda_graph, backend=backend)
-        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing below sees.)
+        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing
+        # below sees.)
         self._qo_indptr_buf: Any = qo_indptr
         self._kv_indptr_buf: Any = kv_indptr
         self._kv_indices_buf: Any = kv_indices
@@ -60,9 +75,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if use_cuda_graph:
             batch_size = buffer_length("qo_indptr", qo_indptr) - 1
             buffer_length("kv_indices", kv_indices)
-            for name, buffer, length in (("kv_indptr", kv_indptr, batch_size + 1), ("kv_len_arr", kv_len_arr, batch_size)):
+            for name, buffer, length in (
+                ("kv_indptr", kv_indptr, batch_size + 1),
+                ("kv_len_arr", kv_len_arr, batch_size),
+            ):
                 if buffer_length(name, buffer) != length:
-                    refuse(f"len({name})", buffer_length(name, buffer), f"{length}, as qo_indptr has {batch_size + 1}")
+                    refuse(
+                        f"len({name})",
+                        buffer_length(name, buffer),
+                        f"{length}, as qo_indptr has {batch_size + 1}",
+                    )
             self._fixed_batch_size = batch_size
         self._rows = None
         self._page_size = 1
@@ -94,7 +116,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
         Args:
             qo_indptr: int32 [batch_size + 1], where the queries of each request begin.
-            kv_indptr: int32 [at least batch_size + 1], where the pages of each request begin in kv_indices, int32 [pages].
+            kv_indptr: int32 [at least batch_size + 1], where the pages of each request begin in kv_indices,
+                int32 [pages].
             kv_len_arr: int32 [batch_size], tokens of each request.
             head_dim_ckv, head_dim_kpe: columns of the latent, and of the rotated part: 512 and 64, or 0.
             causal: the queries of a request are its last tokens, and see those before and themselves.
@@ -102,10 +125,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             kv_data_type: q_data_type, or float8_e4m3fn or float8_e5m2, of both caches.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
         """
         refuse_given(use_profiler=use_profiler)
-        heads = heads_of(self.device, num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, q_data_type, kv_data_type)
+        heads = heads_of(
+            self.device, num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, q_data_type, kv_data_type
+        )
         batch_size = qo_indptr.shape[0] - 1
         if kv_indptr.shape[0] != batch_size + 1:
             kv_indptr = kv_indptr[: batch_size + 1]
@@ -120,7 +146,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             copy_if_other(self._kv_len_arr_buf, kv_len_arr, True)
         else:
             self._qo_indptr_buf = on_device(qo_indptr, self.device, True)
-            self._kv_indptr_buf, self._kv_indices_buf = pages_on_device(kv_indptr, kv_indices, self.device, True)
+            self._kv_indptr_buf, self._kv_indices_buf = pages_on_device(
+                kv_indptr, kv_indices, self.device, True
+            )
             self._kv_len_arr_buf = on_device(kv_len_arr, self.device, True)
         self._heads, self._page_size, self._causal, self._sm_scale = heads, page_size, bool(causal), sm_scale
         self._of_cache = heads.kv_dtype or heads.dtype
@@ -129,7 +157,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._plan_buffers()
 
     def _plan_buffers(self) -> None:
-        table = PageTable.csr(self._kv_indptr_buf, self._kv_indices_buf, None, self._page_size, kv_lens=self._kv_len_arr_buf)
+        table = PageTable.csr(
+            self._kv_indptr_buf, self._kv_indices_buf, None, self._page_size, kv_lens=self._kv_len_arr_buf
+        )
         self._plan_view(BSRView(self._qo_indptr_buf, table, causal=self._causal), plain_logits(None))
 
     def run(
@@ -154,20 +184,23 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """Runs the last plan. May be captured in a CUDA graph; never waits for the device.
 
         Args:
-            q_nope: [qo_indptr[-1], num_heads, head_dim_ckv], q_pe: [qo_indptr[-1], num_heads, head_dim_kpe]. Read where they are.
-            ckv_cache: [pages, page_size, head_dim_ckv], kpe_cache: [pages, page_size, head_dim_kpe]: the two parts of one tensor, `cache[..., :512]` and
-                `cache[..., 512:]`. Caches that lie apart are copied into one by each run, all of their pages, with a warning: the kernels read a token's
+            q_nope: [qo_indptr[-1], num_heads, head_dim_ckv], q_pe: [qo_indptr[-1], num_heads, head_dim_kpe].
+                Read where they are.
+            ckv_cache: [pages, page_size, head_dim_ckv], kpe_cache: [pages, page_size, head_dim_kpe]: the two
+                parts of one tensor, `cache[..., :512]` and `cache[..., 512:]`. Caches that lie apart are
+                copied into one by each run, all of their pages, with a warning: the kernels read a token's
                 latent and rotated part as one row.
             out: [rows, num_heads, head_dim_ckv], lse: float32 [rows, num_heads], written.
             kv_len, page_table: of FlashInfer's backend "cutlass"; not used.
-            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; both must be given over them. Where they differ, q_pe is multiplied by
-                the second over the first, and rounded.
+            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; both must be given over
+                them. Where they differ, q_pe is multiplied by the second over the first, and rounded.
 
         Returns:
             out; with return_lse also lse, to base 2, or e with return_lse_base_on_e.
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
+                supported, by its name.
         """
         if profiler_buffer is not None or o_scale is not None:
             refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale)
@@ -176,31 +209,60 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if self._heads.is_over_float8:
             q_pe, ckv_scale = self._with_one_scale(q_pe, ckv_scale, ckv_scale_arr, kpe_scale)
         elif ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
-            refuse("(ckv_scale, ckv_scale_arr, kpe_scale)", (ckv_scale, ckv_scale_arr, kpe_scale), f"None where kv_data_type is {self._of_cache}")
+            refuse(
+                "(ckv_scale, ckv_scale_arr, kpe_scale)",
+                (ckv_scale, ckv_scale_arr, kpe_scale),
+                f"None where kv_data_type is {self._of_cache}",
+            )
         if self._rows is not None and q_nope.shape[0] != self._first_row + self._rows:
-            refuse("q_nope.shape[0]", q_nope.shape[0], f"qo_indptr[-1] = {self._first_row + self._rows}, as planned")
+            refuse(
+                "q_nope.shape[0]",
+                q_nope.shape[0],
+                f"qo_indptr[-1] = {self._first_row + self._rows}, as planned",
+            )
         try:
             if self._has_rope:
-                # Without pages both addresses are 0. Parts that are not as planned may pass, and are refused by the run.
+                # Without pages both addresses are 0. Parts that are not as planned may pass, and are refused
+                # by the run.
                 q_rope, is_one = q_pe, kpe_cache.data_ptr() - ckv_cache.data_ptr() == self._latent_bytes
             else:
                 self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)
                 q_rope, is_one = None, ckv_cache.shape[0] > 0
-            k, v, k_rope = (ckv_cache, None, kpe_cache) if is_one and self._planned.is_direct else (*self._joined(ckv_cache, kpe_cache), None)
+            k, v, k_rope = (
+                (ckv_cache, None, kpe_cache)
+                if is_one and self._planned.is_direct
+                else (*self._joined(ckv_cache, kpe_cache), None)
+            )
             return self._run(
-                q_nope, k, v, self._scales(), q_rope=q_rope, k_rope=k_rope, kv_scale=ckv_scale, out=out, lse=lse, return_lse=return_lse,
+                q_nope,
+                k,
+                v,
+                self._scales(),
+                q_rope=q_rope,
+                k_rope=k_rope,
+                kv_scale=ckv_scale,
+                out=out,
+                lse=lse,
+                return_lse=return_lse,
                 lse_to_base_2=not return_lse_base_on_e,
-            )  # fmt: skip
+            )
         except (AttributeError, ValueError):
             self._refuse_columns(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
             check_plain("q_nope", q_nope)
             check_plain("q_pe", q_pe)
             raise
 
-    def _with_one_scale(self, q_pe: Tensor, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None) -> tuple[Tensor, float]:
-        """q_pe and the scale of a whole row of the cache: what the scale of kpe differs by multiplies q_pe, whose products are the same then."""
+    def _with_one_scale(
+        self, q_pe: Tensor, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None
+    ) -> tuple[Tensor, float]:
+        """q_pe and the scale of a whole row of the cache: what the scale of kpe differs by multiplies q_pe,
+        whose products are the same then.
+        """
         if (ckv_scale is None) == (ckv_scale_arr is None):
-            raise ValueError(f"Exactly one of ckv_scale or ckv_scale_arr must be given where kv_data_type is {self._of_cache}")
+            raise ValueError(
+                f"Exactly one of ckv_scale or ckv_scale_arr must be given where kv_data_type is "
+                f"{self._of_cache}"
+            )
         if kpe_scale is None:
             refuse("kpe_scale", kpe_scale, f"a number where kv_data_type is {self._of_cache}")
         refuse_given(ckv_scale_arr=ckv_scale_arr)
@@ -211,11 +273,16 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if of_ckv == of_kpe:
             return q_pe, of_ckv
         if self._heads.float8_q:
-            not_supported(f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale} under q_data_type = {self._heads.q_dtype}")
+            not_supported(
+                f"ckv_scale = {ckv_scale} with kpe_scale = {kpe_scale} under q_data_type = "
+                f"{self._heads.q_dtype}"
+            )
         return q_pe * (of_kpe / of_ckv), of_ckv
 
     def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as pages [pages, page_size, 1, columns]: views of the caches, or of a copy where these lie apart."""
+        """K and V as pages [pages, page_size, 1, columns]: views of the caches, or of a copy where these lie
+        apart.
+        """
         self._refuse_columns(ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         dims = self._heads.head_dims
         cache = _joined(ckv_cache, kpe_cache)
@@ -223,8 +290,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             cache = ckv_cache.new_empty(0, ckv_cache.shape[1], 1, dims.qk)
         if cache is None:
             if not self._has_warned:
-                way_out = "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its two parts"
-                warnings.warn(f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=3)
+                way_out = (
+                    "allocate one tensor [pages, page_size, head_dim_ckv + head_dim_kpe] and pass its "
+                    "two parts"
+                )
+                warnings.warn(
+                    f"ckv_cache and kpe_cache lie apart, so each run copies both: {way_out}", stacklevel=3
+                )
                 self._has_warned = True
             as_bytes = [part.contiguous().view(torch.uint8) for part in (ckv_cache, kpe_cache)]
             cache = torch.cat(as_bytes, -1).view(ckv_cache.dtype).unsqueeze(2)
@@ -243,15 +315,26 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
 
 class Kernels:
-    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the wrapper's copies to the host."""
+    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the
+    wrapper's copies to the host.
+    """
 
     def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
         self._wrapper = wrapper
 
     def plan(
-        self, _float_workspace: Tensor, _int_workspace: Tensor, _pinned_int_workspace: Tensor, qo_indptr_host: Tensor, _kv_indptr_host: Tensor,
-        _kv_lens_host: Tensor, num_heads: int, head_dim_ckv: int, causal: bool, *_options: int,
-    ) -> list[int]:  # fmt: skip
+        self,
+        _float_workspace: Tensor,
+        _int_workspace: Tensor,
+        _pinned_int_workspace: Tensor,
+        qo_indptr_host: Tensor,
+        _kv_indptr_host: Tensor,
+        _kv_lens_host: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        causal: bool,
+        *_options: int,
+    ) -> list[int]:
         """Plans what lies in the wrapper's buffers, which the caller has filled.
 
         Returns:
@@ -263,7 +346,11 @@ class Kernels:
         wrapper = self._wrapper
         heads = wrapper._heads
         if (num_heads, head_dim_ckv) != (heads.num_qo_heads, heads.head_dims.v):
-            refuse("(num_heads, head_dim_ckv)", (num_heads, head_dim_ckv), f"{(heads.num_qo_heads, heads.head_dims.v)}, those of the first plan")
+            refuse(
+                "(num_heads, head_dim_ckv)",
+                (num_heads, head_dim_ckv),
+                f"{(heads.num_qo_heads, heads.head_dims.v)}, those of the first plan",
+            )
         wrapper._rows, wrapper._causal = rows_of(qo_indptr_host), bool(causal)
         wrapper._plan_buffers()
         return []
@@ -279,12 +366,18 @@ def _joined(left: Tensor, right: Tensor) -> Tensor | None:
         right_page_step, right_step, right_element_step = right.stride()
         if right.data_ptr() != left.data_ptr() + width * left.element_size() or right_element_step != 1:
             return None
-        if (pages, page_size) != (right_pages, right_page_size) or (page_step != right_page_step and pages > 1) or (step != right_step and page_size > 1):
+        if (
+            (pages, page_size) != (right_pages, right_page_size)
+            or (page_step != right_page_step and pages > 1)
+            or (step != right_step and page_size > 1)
+        ):
             return None
         width += more
     try:
         step = step if page_size > 1 else width
-        return left.as_strided((pages, page_size, 1, width), (page_step if pages > 1 else page_size * step, step, width, 1))
+        return left.as_strided(
+            (pages, page_size, 1, width), (page_step if pages > 1 else page_size * step, step, width, 1)
+        )
     except RuntimeError:  # left's memory ends: another tensor's lies right after it
         return None
 

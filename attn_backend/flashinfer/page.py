@@ -22,15 +22,23 @@ __all__ = [
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """[batch_size]: tokens of each request of a page table. On the device of its arguments; nothing waits for it."""
+    """[batch_size]: tokens of each request of a page table.
+
+    On the device of its arguments; nothing waits for it.
+    """
     full_pages = kv_indptr.diff().sub_(1).clamp_(min=0)
     return torch.add(kv_last_page_len, full_pages, alpha=page_size)
 
 
 def get_batch_indices_positions(
-    append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None, positions: Tensor | None = None
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which request each new token is of, and where it stands in it: the new tokens of a request are its last ones.
+    """Which request each new token is of, and where it stands in it: the new tokens of a request are its last
+    ones.
 
     Args:
         append_indptr: int32 or int64 [batch_size + 1], prefix sum of the numbers of new tokens.
@@ -51,7 +59,10 @@ def get_batch_indices_positions(
     is_padding = request >= batch_size
     known = request.clamp(max=max(batch_size - 1, 0))
     position = token - append_indptr[known + 1] + seq_lens.to(device)[known]
-    found = request.masked_fill(is_padding, -1).to(torch.int32), position.masked_fill(is_padding, 0).to(torch.int32)
+    found = (
+        request.masked_fill(is_padding, -1).to(torch.int32),
+        position.masked_fill(is_padding, 0).to(torch.int32),
+    )
     for out, value in zip((batch_indices, positions), found, strict=True):
         if out is not None:
             out.copy_(value)
@@ -69,20 +80,27 @@ def append_paged_kv_cache(
     kv_last_page_len: Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Writes token i of append_key and append_value to where position positions[i] of request batch_indices[i] is. Nothing waits for the device.
+    """Writes token i of append_key and append_value to where position positions[i] of request
+    batch_indices[i] is. Nothing waits for the device.
 
     Args:
         append_key, append_value: [tokens, num_kv_heads, head_dim].
         batch_indices, positions: int32 [tokens]; a request below 0 is skipped.
         paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
-        kv_indices, kv_indptr: the page table, which has room for the new tokens. kv_last_page_len is not needed.
+        kv_indices, kv_indptr: the page table, which has room for the new tokens. kv_last_page_len is not
+            needed.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
     """
     kv = paged_cache(paged_kv_cache, check_kv_layout(kv_layout))
     if append_key.shape[0] > 0:
-        append_kv(append_key, append_value, kv, slots_of(batch_indices, positions, kv_indices, kv_indptr, kv.page_size))
+        append_kv(
+            append_key,
+            append_value,
+            kv,
+            slots_of(batch_indices, positions, kv_indices, kv_indptr, kv.page_size),
+        )
 
 
 def append_paged_mla_kv_cache(
@@ -96,12 +114,13 @@ def append_paged_mla_kv_cache(
     kv_indptr: Tensor,
     kv_last_page_len: Tensor,
 ) -> None:
-    """Writes token i of append_ckv and append_kpe to where position positions[i] of request batch_indices[i] is. Nothing waits for the device.
+    """Writes token i of append_ckv and append_kpe to where position positions[i] of request batch_indices[i]
+    is. Nothing waits for the device.
 
     Args:
         append_ckv: [tokens, columns of the latent], append_kpe: [tokens, columns of the rotated part].
-        ckv_cache: [pages, page_size, columns of the latent], kpe_cache: [pages, page_size, columns of the rotated part]: parts of one tensor or not.
-        The rest as in append_paged_kv_cache.
+        ckv_cache: [pages, page_size, columns of the latent], kpe_cache: [pages, page_size, columns of the
+            rotated part]: parts of one tensor or not. The rest as in append_paged_kv_cache.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -109,10 +128,17 @@ def append_paged_mla_kv_cache(
     if append_ckv.shape[0] == 0:
         return
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, ckv_cache.shape[1])
-    append_kv(append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), KVCache.unchecked(ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), slots)
+    append_kv(
+        append_ckv.unsqueeze(1),
+        append_kpe.unsqueeze(1),
+        KVCache.unchecked(ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)),
+        slots,
+    )
 
 
-def slots_of(batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int) -> Tensor:
+def slots_of(
+    batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int
+) -> Tensor:
     """int64 [tokens]: where tokens lie in the cache; -1 for a request below 0."""
     page = positions // page_size
     entry = (kv_indptr[batch_indices.clamp(min=0).long()] + page).clamp_(0, max(kv_indices.shape[0] - 1, 0))
@@ -121,4 +147,6 @@ def slots_of(batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_in
 
 
 nvfp4_quantize_append_paged_kv_cache = missing("nvfp4_quantize_append_paged_kv_cache")
-nvfp4_quantize_append_paged_kv_cache_with_slot_mapping = missing("nvfp4_quantize_append_paged_kv_cache_with_slot_mapping")
+nvfp4_quantize_append_paged_kv_cache_with_slot_mapping = missing(
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
+)

@@ -1,4 +1,6 @@
-"""What every wrapper is made of: an Attention that grows with the plans, and FlashInfer's conventions around its runs."""
+"""What every wrapper is made of: an Attention that grows with the plans, and FlashInfer's conventions around
+its runs.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ Args = Mapping[str, Tensor | float | int]
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """What happens to Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask. prefix_len, token_pos_in_items: of multi-item
-    scoring. own: a variant, in the place of all others, whose arguments runs are given.
+    """What happens to Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask.
+    prefix_len, token_pos_in_items: of multi-item scoring. own: a variant, in the place of all others, whose
+    arguments runs are given.
     """
 
     soft_cap: float = 0.0
@@ -46,12 +49,23 @@ class Logits:
     own: Variant | None = None
 
     def variant(self, heads: Heads, scales: frozenset[str] = frozenset()) -> Variant | None:
-        """None: what every kernel can do (a soft cap alone). scales: names of those that runs are given (Scales.params)."""
+        """None: what every kernel can do (a soft cap alone). scales: names of those that runs are given
+        (Scales.params).
+        """
         if self.own is not None:
             return self.own
-        return _variant(self.pos, heads.head_dims.qk, self.packed_mask is not None, self.prefix_len is not None, self.soft_cap > 0, scales)
+        return _variant(
+            self.pos,
+            heads.head_dims.qk,
+            self.packed_mask is not None,
+            self.prefix_len is not None,
+            self.soft_cap > 0,
+            scales,
+        )
 
-    def args(self, num_qo_heads: int, device: torch.device, scales: frozenset[str] = frozenset()) -> Args | None:
+    def args(
+        self, num_qo_heads: int, device: torch.device, scales: frozenset[str] = frozenset()
+    ) -> Args | None:
         """The arguments of the variant, with 1 for each scale that only a run knows."""
         if self.own is not None:
             return None
@@ -85,7 +99,14 @@ def _one_on(device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, has_soft_cap: bool, scales: frozenset[str]) -> Variant | None:
+def _variant(
+    pos: PosEncoding,
+    head_dim: int,
+    has_mask: bool,
+    has_items: bool,
+    has_soft_cap: bool,
+    scales: frozenset[str],
+) -> Variant | None:
     parts = scale_variants(scales)
     parts += [builtin.alibi()] if pos.alibi else []
     if pos.rope is not None:
@@ -99,11 +120,13 @@ def _variant(pos: PosEncoding, head_dim: int, has_mask: bool, has_items: bool, h
 
 
 class PlannedAttention:
-    """An Attention that is made by the first plan, and again when a plan or a run needs more room or another one.
+    """An Attention that is made by the first plan, and again when a plan or a run needs more room or another
+    one.
 
     Args:
         device: of Q, K and V.
-        is_fixed: CUDA graphs may have captured runs, so the Attention must stay: what would need another one is refused.
+        is_fixed: CUDA graphs may have captured runs, so the Attention must stay: what would need another one
+            is refused.
     """
 
     def __init__(self, device: torch.device, is_fixed: bool = False) -> None:
@@ -140,41 +163,78 @@ class PlannedAttention:
         """Runs will be given these (Scales.params)."""
         self._with_scales = self._with_scales.union(names)
 
-    def plan(self, composition: Composition | BSRView, heads: Heads, logits: Logits, *, rows: int | None, batch_invariant: bool = False) -> None:
+    def plan(
+        self,
+        composition: Composition | BSRView,
+        heads: Heads,
+        logits: Logits,
+        *,
+        rows: int | None,
+        batch_invariant: bool = False,
+    ) -> None:
         """Plans on the current stream; never waits for it.
 
         Args:
-            rows: of Q, where the composition ends; None: not known to the host. A run with more rows than there is room for plans again.
+            rows: of Q, where the composition ends; None: not known to the host. A run with more rows than
+                there is room for plans again.
 
         Raises:
-            ValueError: what Attention refuses, or a plan that needs another Attention while CUDA graphs may hold this one.
+            ValueError: what Attention refuses, or a plan that needs another Attention while CUDA graphs may
+                hold this one.
         """
         if isinstance(composition, BSRView):
             num_levels, batch = 1, composition.batch_size
         else:
-            num_levels, batch = len(composition.levels), max([level.batch_size for level in composition.levels])
+            num_levels, batch = (
+                len(composition.levels),
+                max([level.batch_size for level in composition.levels]),
+            )
         variant = logits.variant(heads, self._with_scales)
         planned = composition, heads, logits, batch_invariant
         made_for = (heads, variant, self._with_sinks, num_levels, batch_invariant)
         attention = self._attention
-        if attention is None or self._made_for != made_for or batch > attention.max_batch or (rows or 0) > attention.max_rows:
+        if (
+            attention is None
+            or self._made_for != made_for
+            or batch > attention.max_batch
+            or (rows or 0) > attention.max_rows
+        ):
             attention = self._make(made_for, variant, heads, num_levels, batch, rows, batch_invariant)
-        self._args = None if variant is None else logits.args(heads.num_qo_heads, self.device, self._with_scales)
+        self._args = (
+            None if variant is None else logits.args(heads.num_qo_heads, self.device, self._with_scales)
+        )
         self._soft_cap = logits.soft_cap if variant is None else 0.0
         attention.plan(composition, variant_args=self._args)
         self._planned = planned
 
     def _make(
-        self, made_for: tuple[object, ...], variant: Variant | None, heads: Heads, num_levels: int, batch: int, rows: int | None, batch_invariant: bool
+        self,
+        made_for: tuple[object, ...],
+        variant: Variant | None,
+        heads: Heads,
+        num_levels: int,
+        batch: int,
+        rows: int | None,
+        batch_invariant: bool,
     ) -> Attention:
         before = self._attention
         if before is not None and self._is_fixed and made_for != self._made_for:
-            raise ValueError("heads, dtype, masks and positions of a wrapper with use_cuda_graph=True must be those of its first plan")
+            raise ValueError(
+                "heads, dtype, masks and positions of a wrapper with use_cuda_graph=True must be those of "
+                "its first plan"
+            )
         if before is not None and self._is_fixed:
-            what, value, room = ("batch_size", batch, before.max_batch) if batch > before.max_batch else ("qo_indptr[-1]", rows, before.max_rows)
+            what, value, room = (
+                ("batch_size", batch, before.max_batch)
+                if batch > before.max_batch
+                else ("qo_indptr[-1]", rows, before.max_rows)
+            )
             refuse(what, value, f"at most {room}, that of the first plan: CUDA graphs may hold its workspace")
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a plan or a run inside a CUDA graph needs a new workspace; must be planned, and run once, before the capture")
+            raise RuntimeError(
+                "a plan or a run inside a CUDA graph needs a new workspace; must be planned, and run once, "
+                "before the capture"
+            )
         if self._is_fixed:
             max_rows, max_batch = max(rows or _ROWS_UNKNOWN, 1), max(batch, 1)
         else:
@@ -227,11 +287,13 @@ class PlannedAttention:
         args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan: by one call of the library, which takes tensors as they are given; by Attention.run where that does more (is_direct).
+        """Runs the last plan: by one call of the library, which takes tensors as they are given; by
+        Attention.run where that does more (is_direct).
 
         Args:
-            k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens, num_kv_heads, head_dim], with is_hnd
-                [num_kv_heads, tokens, head_dim]. With k_rope, which only direct runs take, k is the latents of MLA, and v is None.
+            k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens,
+                num_kv_heads, head_dim], with is_hnd [num_kv_heads, tokens, head_dim]. With k_rope, which only
+                direct runs take, k is the latents of MLA, and v is None.
             scales: of Q, K and logits.
             q_rope, k_rope: the last columns of MLA's Q and K; those of K right after the others.
             kv_scale: of latents.
@@ -254,7 +316,9 @@ class PlannedAttention:
             args = self._args
         if params:
             args = {**args, **params} if args else params
-        of_v, after = (None, None) if v_scale is None else scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
+        of_v, after = (
+            (None, None) if v_scale is None else scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
+        )
         of_k: Scale | None = scales.k
         if kv_scale is not None:
             of_k = of_v = kv_scale
@@ -283,31 +347,89 @@ class PlannedAttention:
                 if args is not None or attention._variant is not None:
                     attention._bind(args, q)
                 errors = self._library_run(
-                    handle=attention._handle, q=q, k=k, v=v, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap, after_append=False,
-                    k_scale=of_k, v_scale=of_v, q_scale=scales.q, sinks=sinks, lse_to_base_2=lse_to_base_2, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope,
+                    handle=attention._handle,
+                    q=q,
+                    k=k,
+                    v=v,
+                    out=made,
+                    lse=lse,
+                    sm_scale=scales.number,
+                    logits_soft_cap=self._soft_cap,
+                    after_append=False,
+                    k_scale=of_k,
+                    v_scale=of_v,
+                    q_scale=scales.q,
+                    sinks=sinks,
+                    lse_to_base_2=lse_to_base_2,
+                    is_hnd=is_hnd,
+                    q_rope=q_rope,
+                    k_rope=k_rope,
                     out_scale=out_scale,
-                )  # fmt: skip
+                )
                 if errors:
                     refuse_run(errors, attention._levels, k.shape[1 if is_hnd else 0])
             else:
                 assert v is not None
-                kv = KVCache.as_given(k, v) if k.ndim == 4 else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
+                kv = (
+                    KVCache.as_given(k, v)
+                    if k.ndim == 4
+                    else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
+                )
                 attention.run(
-                    q, kv.with_scales(of_k, of_v), q_rope=q_rope, out=made, lse=lse, sm_scale=scales.number, logits_soft_cap=self._soft_cap,
-                    variant_args=args, sinks=sinks, q_scale=scales.q, out_scale=out_scale,
-                )  # fmt: skip
+                    q,
+                    kv.with_scales(of_k, of_v),
+                    q_rope=q_rope,
+                    out=made,
+                    lse=lse,
+                    sm_scale=scales.number,
+                    logits_soft_cap=self._soft_cap,
+                    variant_args=args,
+                    sinks=sinks,
+                    q_scale=scales.q,
+                    out_scale=out_scale,
+                )
                 if lse is not None and lse_to_base_2:
                     lse.mul_(LOG2_E)
-        except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:  # examined only on failure: each layer's call would pay for it
-            if attention._variant is not None and attention._variant.loads_missing_kernel(attention._handle, error):
+        except (
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # examined only on failure: each layer's call would pay for it
+            if attention._variant is not None and attention._variant.loads_missing_kernel(
+                attention._handle, error
+            ):
                 return self.run(
-                    q, k, v, scales, is_hnd=is_hnd, q_rope=q_rope, k_rope=k_rope, kv_scale=kv_scale, out=made, lse=lse, return_lse=return_lse,
-                    v_scale=v_scale, sinks=sinks, args=args, lse_to_base_2=lse_to_base_2,
-                )  # fmt: skip
+                    q,
+                    k,
+                    v,
+                    scales,
+                    is_hnd=is_hnd,
+                    q_rope=q_rope,
+                    k_rope=k_rope,
+                    kv_scale=kv_scale,
+                    out=made,
+                    lse=lse,
+                    return_lse=return_lse,
+                    v_scale=v_scale,
+                    sinks=sinks,
+                    args=args,
+                    lse_to_base_2=lse_to_base_2,
+                )
             if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 3:
                 ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
             if not isinstance(error, ValueError):
-                given = {"q": q, "k": k, "v": v, "out": made, "lse": lse, "sinks": sinks, "q_rope": q_rope, "k_rope": k_rope}
+                given = {
+                    "q": q,
+                    "k": k,
+                    "v": v,
+                    "out": made,
+                    "lse": lse,
+                    "sinks": sinks,
+                    "q_rope": q_rope,
+                    "k_rope": k_rope,
+                }
                 explain_failure((name, tensor) for name, tensor in given.items() if tensor is not None)
             raise
         if after is not None:
@@ -318,17 +440,22 @@ class PlannedAttention:
         """float32 [rows, num_qo_heads]: by a tensor of that shape, in half the time."""
         if self._like_lse is None or self._like_lse.shape[0] != rows:
             assert self._attention is not None
-            self._like_lse = torch.empty(1, self._attention.num_qo_heads, dtype=torch.float32, device=self.device).expand(rows, -1)
+            self._like_lse = torch.empty(
+                1, self._attention.num_qo_heads, dtype=torch.float32, device=self.device
+            ).expand(rows, -1)
         return torch.empty_like(self._like_lse)
 
     def _plan_again(self, rows: int, needs_sinks: bool, scales: Scales) -> Attention:
-        """Makes the last plan again, with room for these rows, and for what a run is given for the first time."""
+        """Makes the last plan again, with room for these rows, and for what a run is given for the first
+        time.
+        """
         assert self._planned is not None
         composition, heads, logits, batch_invariant = self._planned
         if needs_sinks or not self._with_scales.issuperset(scales.params):
             self._with_sinks |= needs_sinks
             self.with_scales(*scales.params)
-            self._made_for, self._attention = (), None  # also of a fixed one: no graph has captured such a run
+            # also of a fixed one: no graph has captured such a run
+            self._made_for, self._attention = (), None
         self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
         assert self._attention is not None
         return self._attention
@@ -348,7 +475,9 @@ _kept = _Kept()
 
 
 def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales: Scales) -> PlannedAttention:
-    """For a call that plans and runs: the one that this thread keeps for the current stream and these arguments. The latest of them are kept."""
+    """For a call that plans and runs: the one that this thread keeps for the current stream and these
+    arguments. The latest of them are kept.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, heads, logits.variant(heads, frozenset(scales.params)))
     attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)

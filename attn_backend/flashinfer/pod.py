@@ -1,4 +1,7 @@
-"""flashinfer.pod: a prefill and a batch of decodes in one call. Here they are two runs; a mixed batch in one plan (BatchAttention) shares one."""
+"""flashinfer.pod: a prefill and a batch of decodes in one call.
+
+Here they are two runs; a mixed batch in one plan (BatchAttention) shares one.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ class PODWithPagedKVCacheWrapper:
     ) -> None:
         refuse_given(jit_args=jit_args)
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, True, *buffers)
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout, use_cuda_graph, True, *buffers
+        )
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -68,8 +73,17 @@ class PODWithPagedKVCacheWrapper:
     ) -> None:
         """Plans the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan."""
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        options: dict[str, Any] = {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type}
-        options |= {"rope_scale": rope_scale, "rope_theta": rope_theta, "sm_scale": sm_scale, "non_blocking": non_blocking}
+        options: dict[str, Any] = {
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+            "data_type": data_type,
+        }
+        options |= {
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+            "sm_scale": sm_scale,
+            "non_blocking": non_blocking,
+        }
         self._decode.plan(indptr, indices, last_page_len, *shape, pos_encoding_mode, window_left, **options)
 
     begin_forward = plan
@@ -110,12 +124,15 @@ class PODWithPagedKVCacheWrapper:
     ) -> tuple[Tensor, Tensor]:
         """The prefill (arguments ..._p, as of single_prefill_with_kv_cache) and the decodes (..._d).
 
-        As in FlashInfer, the plan's layout, positions, window and scale count for the decodes, and no lse is returned.
+        As in FlashInfer, the plan's layout, positions, window and scale count for the decodes, and no lse is
+        returned.
 
         Returns:
             (output of the prefill, output of the decodes).
         """
-        refuse_given(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d, args=args or None)
+        refuse_given(
+            custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d, args=args or None
+        )
         out_p = single_prefill_with_kv_cache(
             q_p,
             k_p,
@@ -180,7 +197,9 @@ class BatchPODWithPagedKVCacheWrapper:
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Plans the prefills (arguments ..._p, as of BatchPrefillWithPagedKVCacheWrapper.plan) and the decodes (..._d)."""
+        """Plans the prefills (arguments ..._p, as of BatchPrefillWithPagedKVCacheWrapper.plan) and the
+        decodes (..._d).
+        """
         options: dict[str, Any] = {
             "num_qo_heads": num_qo_heads,
             "num_kv_heads": num_kv_heads,
@@ -196,7 +215,9 @@ class BatchPODWithPagedKVCacheWrapper:
             "non_blocking": non_blocking,
         }
         self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **options)
-        self._plan_prefill = partial(self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **options)
+        self._plan_prefill = partial(
+            self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **options
+        )
         self._plan_prefill()
         self._has_mask = False
 
@@ -218,11 +239,13 @@ class BatchPODWithPagedKVCacheWrapper:
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
     ) -> tuple[Any, Any]:
-        """The prefills and the decodes; causal_p and the masks are the prefills'. A run with a mask, and the first one with another causal_p than before, plans
-        them again.
+        """The prefills and the decodes; causal_p and the masks are the prefills'.
+
+        A run with a mask, and the first one with another causal_p than before, plans them again.
 
         Returns:
-            (output of the prefills, output of the decodes); with return_lse ((outputs), (lse of both, float32 [rows, num_qo_heads], to base 2)).
+            (output of the prefills, output of the decodes); with return_lse ((outputs), (lse of both, float32
+            [rows, num_qo_heads], to base 2)).
         """
         has_mask = custom_mask_p is not None or packed_custom_mask_p is not None
         if has_mask or self._has_mask:
@@ -230,7 +253,9 @@ class BatchPODWithPagedKVCacheWrapper:
         self._has_mask = has_mask
         self._prefill.set_causal(causal_p)
         result_p = self._prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse)
-        result_d = self._decode.run(q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        result_d = self._decode.run(
+            q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
+        )
         if not return_lse:
             return result_p, result_d
         return (result_p[0], result_d[0]), (result_p[1], result_d[1])

@@ -65,9 +65,11 @@ def single_prefill_with_kv_cache(
     Args:
         q: [qo_len, num_qo_heads, head_dim].
         k, v: NHD [kv_len, num_kv_heads, head_dim], HND [num_kv_heads, kv_len, head_dim].
-        scale_q, scale_k, scale_v: what numbers of float8 are multiplied by: float32 [1] or [heads]. k_scale, v_scale: the same under other names.
+        scale_q, scale_k, scale_v: what numbers of float8 are multiplied by: float32 [1] or [heads]. k_scale,
+            v_scale: the same under other names.
         o_dtype: of the output: q's (None), or float8_e4m3fn; of float8 Q also float16 or bfloat16.
-        custom_mask: bool [qo_len, kv_len]; packed_custom_mask: uint8, its bits, the first the lowest. With a mask `causal` does not count.
+        custom_mask: bool [qo_len, kv_len]; packed_custom_mask: uint8, its bits, the first the lowest. With a
+            mask `causal` does not count.
         use_fp16_qk_reduction: not used: sums are float32.
 
     Returns:
@@ -82,11 +84,17 @@ def single_prefill_with_kv_cache(
     if backend not in BACKENDS:
         not_supported(f"backend = {backend!r}")
     packed, mask_indptr = pack_single_mask(custom_mask, packed_custom_mask, q.device)
-    logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr)
+    logits = Logits(
+        logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), packed, mask_indptr
+    )
     kv = ragged_cache(k, v, kv_layout)
-    heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype, o_dtype)
+    heads = heads_of(
+        q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype, o_dtype
+    )
     scales = scaled(heads, 1, sm_scale, scale_q, k_scale)
-    return single_request(q, kv, heads, logits, causal and packed is None, window_left, scales, return_lse, v_scale=v_scale)
+    return single_request(
+        q, kv, heads, logits, causal and packed is None, window_left, scales, return_lse, v_scale=v_scale
+    )
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
@@ -103,8 +111,8 @@ def single_prefill_with_kv_cache_with_jit_module(
     window_left: int = -1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """single_prefill_with_kv_cache under a variant of one's own; args: what its jit_args name, tensors first. mask_mode: MaskMode.CAUSAL.value, or
-    others, which leave it to the variant.
+    """single_prefill_with_kv_cache under a variant of one's own; args: what its jit_args name, tensors first.
+    mask_mode: MaskMode.CAUSAL.value, or others, which leave it to the variant.
 
     Raises:
         ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
@@ -114,16 +122,36 @@ def single_prefill_with_kv_cache_with_jit_module(
     heads = heads_of(q.device, q.shape[1], kv.num_kv_heads, q.shape[-1], kv.v.shape[-1], q.dtype, k.dtype)
     slopes = {"maybe_alibi_slopes": alibi_slopes_on(heads.num_qo_heads, q.device)}
     given = own.args(args, slopes, heads.num_qo_heads // heads.num_kv_heads)
-    return single_request(q, kv, heads, logits_of(own.variant), mask_mode == MaskMode.CAUSAL.value, window_left, Scales(1.0), return_lse, args=given)
+    return single_request(
+        q,
+        kv,
+        heads,
+        logits_of(own.variant),
+        mask_mode == MaskMode.CAUSAL.value,
+        window_left,
+        Scales(1.0),
+        return_lse,
+        args=given,
+    )
 
 
 def single_request(
-    q: Tensor, kv: KVCache, heads: Heads, logits: Logits, causal: bool, window_left: int, scales: Scales, return_lse: bool, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    kv: KVCache,
+    heads: Heads,
+    logits: Logits,
+    causal: bool,
+    window_left: int,
+    scales: Scales,
+    return_lse: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Plans and runs one request."""
     attention = attention_of_call(q.device, heads, logits, scales)
     table = PageTable.ragged(indptr_of_equal(1, kv.num_pages, q.device))
-    view = BSRView(indptr_of_equal(1, q.shape[0], q.device), table, causal=causal, window_left=max(window_left, -1))
+    view = BSRView(
+        indptr_of_equal(1, q.shape[0], q.device), table, causal=causal, window_left=max(window_left, -1)
+    )
     attention.plan(view, heads, logits, rows=q.shape[0])
     return attention.run(q, kv.k, kv.v, scales, return_lse=return_lse, **options)
 

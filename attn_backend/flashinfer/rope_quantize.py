@@ -1,5 +1,7 @@
-"""Q and K, rotated and rounded to 8 bits; K and V to a paged cache. All of it is appends to caches of float8, of which Q's are the outputs: rotated columns
-are appended as K, the others as V, in one launch where they are equally many.
+"""Q and K, rotated and rounded to 8 bits; K and V to a paged cache.
+
+All of it is appends to caches of float8, of which Q's are the outputs: rotated columns are appended as K, the
+others as V, in one launch where they are equally many.
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ def rope_quantize_fp8(
     enable_pdl: bool = False,
     backend: str = "cuda",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first columns of Q and K rotated; all of them multiplied by a scale, limited to the largest float8 number, and rounded. Nothing waits for the device.
+    """The first columns of Q and K rotated; all of them multiplied by a scale, limited to the largest float8
+    number, and rounded. Nothing waits for the device.
 
     Args:
-        q_rope: float16 or bfloat16 [rows, num_qo_heads, rotary_dim]; k_rope: [rows, num_kv_heads, rotary_dim], or [rows, rotary_dim] of MLA. Widths are
-            multiples of 8.
+        q_rope: float16 or bfloat16 [rows, num_qo_heads, rotary_dim]; k_rope: [rows, num_kv_heads,
+            rotary_dim], or [rows, rotary_dim] of MLA. Widths are multiples of 8.
         q_nope, k_nope: the columns that are not rotated, of the same rows and heads; None: none.
         cos_sin_cache: float32 [positions, rotary_dim]: cosines, then sines.
         pos_ids: int32 or int64 [rows].
@@ -53,12 +56,23 @@ def rope_quantize_fp8(
         q_rope_out, k_rope_out, q_nope_out, k_nope_out.
 
     Raises:
-        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError:
+            one that is not supported, by its name.
     """
     if backend != "cuda":
         not_supported(f"backend = {backend!r}")
-    parts = {"q_rope": q_rope, "k_rope": k_rope, "q_nope": _part_of(q_rope, q_nope), "k_nope": _part_of(k_rope, k_nope)}
-    outs = {"q_rope_out": q_rope_out, "k_rope_out": k_rope_out, "q_nope_out": q_nope_out, "k_nope_out": k_nope_out}
+    parts = {
+        "q_rope": q_rope,
+        "k_rope": k_rope,
+        "q_nope": _part_of(q_rope, q_nope),
+        "k_nope": _part_of(k_rope, k_nope),
+    }
+    outs = {
+        "q_rope_out": q_rope_out,
+        "k_rope_out": k_rope_out,
+        "q_nope_out": q_nope_out,
+        "k_nope_out": k_nope_out,
+    }
     dtype = _float8_type(quantize_dtype, outs)
     made = {name: _output(f"{name}_out", outs[f"{name}_out"], part, dtype) for name, part in parts.items()}
     scales = {"q": _divisor("quant_scale_q", quant_scale_q), "k": _divisor("quant_scale_kv", quant_scale_kv)}
@@ -67,7 +81,9 @@ def rope_quantize_fp8(
     rows = torch.arange(q_rope.shape[0], device=q_rope.device)
     for name, scale in scales.items():
         rope, nope = f"{name}_rope", f"{name}_nope"
-        places = KVCache.unchecked(_in_heads(made[rope]).unsqueeze(1), _in_heads(made[nope]).unsqueeze(1), scale, scale)
+        places = KVCache.unchecked(
+            _in_heads(made[rope]).unsqueeze(1), _in_heads(made[nope]).unsqueeze(1), scale, scale
+        )
         _append(parts[rope], parts[nope], places, rows, rotary, pos_ids)
     return made["q_rope"], made["k_rope"], made["q_nope"], made["k_nope"]
 
@@ -98,28 +114,36 @@ def rope_quantize_fp8_append_paged_kv_cache(
     q_nope_out: Tensor | None = None,
     enable_pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `rope_quantize_fp8`, with K and V written to a paged cache of float8: where position positions[i] of request batch_indices[i] is.
+    """As `rope_quantize_fp8`, with K and V written to a paged cache of float8: where position positions[i] of
+    request batch_indices[i] is.
 
     Args:
         v: [rows, num_kv_heads, head_dim]; None for MLA, whose k_rope and k_nope are [rows, columns].
-        paged_kv_cache: (k, v) in kv_layout, whose rows of K are k_rope, then k_nope; of MLA (latents [pages, page_size, columns of k_nope], rotated parts
-            [pages, page_size, rotary_dim]).
-        kv_indices, kv_indptr, batch_indices, positions: as in `append_paged_kv_cache`; a request below 0 is skipped.
+        paged_kv_cache: (k, v) in kv_layout, whose rows of K are k_rope, then k_nope; of MLA (latents [pages,
+            page_size, columns of k_nope], rotated parts [pages, page_size, rotary_dim]).
+        kv_indices, kv_indptr, batch_indices, positions: as in `append_paged_kv_cache`; a request below 0 is
+            skipped.
 
     Returns:
         q_rope_out, q_nope_out.
 
     Raises:
-        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError:
+            one that is not supported, by its name.
     """
     is_mla = v is None
     if is_mla and k_nope is None:
         refuse("k_nope", k_nope, "a tensor without v: the latent of MLA")
     if not isinstance(paged_kv_cache, tuple) or len(paged_kv_cache) != 2:
         refuse("paged_kv_cache", paged_kv_cache, "the tuple (k, v), or of MLA (latents, rotated parts)")
-    dtype = _float8_type(quantize_dtype, {"paged_kv_cache[0]": paged_kv_cache[0], "paged_kv_cache[1]": paged_kv_cache[1]})
+    dtype = _float8_type(
+        quantize_dtype, {"paged_kv_cache[0]": paged_kv_cache[0], "paged_kv_cache[1]": paged_kv_cache[1]}
+    )
     q_nope = _part_of(q_rope, q_nope)
-    q_rope_out, q_nope_out = _output("q_rope_out", q_rope_out, q_rope, dtype), _output("q_nope_out", q_nope_out, q_nope, dtype)
+    q_rope_out, q_nope_out = (
+        _output("q_rope_out", q_rope_out, q_rope, dtype),
+        _output("q_nope_out", q_nope_out, q_nope, dtype),
+    )
     q_scale, kv_scale = _divisor("quant_scale_q", quant_scale_q), _divisor("quant_scale_kv", quant_scale_kv)
     if is_mla:
         kv = KVCache.unchecked(paged_kv_cache[0].unsqueeze(2), paged_kv_cache[1].unsqueeze(2))
@@ -129,7 +153,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
         refuse("page_size", page_size, f"{kv.page_size}, that of paged_kv_cache")
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, page_size)
     rotary = rotary_of_table(cos_sin_cache, is_neox)
-    _check_columns(q_rope=q_rope, q_nope=q_nope, k_rope=k_rope, k_nope=_part_of(k_rope, k_nope), v=_part_of(k_rope, v))
+    _check_columns(
+        q_rope=q_rope, q_nope=q_nope, k_rope=k_rope, k_nope=_part_of(k_rope, k_nope), v=_part_of(k_rope, v)
+    )
     if v is None:
         assert k_nope is not None
         _append(k_rope, k_nope, KVCache.unchecked(kv.v, kv.k, kv_scale, kv_scale), slots, rotary, pos_ids)
@@ -137,10 +163,24 @@ def rope_quantize_fp8_append_paged_kv_cache(
         _append(k_rope, v, kv.with_scales(kv_scale, kv_scale), slots, rotary, pos_ids)
     else:
         columns = k_rope.shape[-1]
-        _append(k_rope, k_nope, KVCache.unchecked(kv.k[..., :columns], kv.k[..., columns:], kv_scale, kv_scale), slots, rotary, pos_ids)
+        _append(
+            k_rope,
+            k_nope,
+            KVCache.unchecked(kv.k[..., :columns], kv.k[..., columns:], kv_scale, kv_scale),
+            slots,
+            rotary,
+            pos_ids,
+        )
         append_rounded(v, None, KVCache.unchecked(kv.v, kv.v, kv_scale), slots)
     rows = torch.arange(q_rope.shape[0], device=q_rope.device)
-    _append(q_rope, q_nope, KVCache.unchecked(q_rope_out.unsqueeze(1), q_nope_out.unsqueeze(1), q_scale, q_scale), rows, rotary, pos_ids)
+    _append(
+        q_rope,
+        q_nope,
+        KVCache.unchecked(q_rope_out.unsqueeze(1), q_nope_out.unsqueeze(1), q_scale, q_scale),
+        rows,
+        rotary,
+        pos_ids,
+    )
     return q_rope_out, q_nope_out
 
 
@@ -154,9 +194,13 @@ def _in_heads(part: Tensor) -> Tensor:
     return part.unsqueeze(1) if part.ndim == 2 else part
 
 
-def _append(rotated: Tensor, rest: Tensor, kv: KVCache, slots: Tensor, rotary: Rotary, positions: Tensor) -> None:
+def _append(
+    rotated: Tensor, rest: Tensor, kv: KVCache, slots: Tensor, rotary: Rotary, positions: Tensor
+) -> None:
     """Rotates the columns that go to kv.k, and appends the rest, if there is any, to kv.v."""
-    append_rounded(_in_heads(rotated), _in_heads(rest) if rest.shape[-1] else None, kv, slots, rotary, positions)
+    append_rounded(
+        _in_heads(rotated), _in_heads(rest) if rest.shape[-1] else None, kv, slots, rotary, positions
+    )
 
 
 def rotary_of_table(cos_sin_cache: Tensor, is_neox: bool) -> Rotary:

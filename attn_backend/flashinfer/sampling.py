@@ -32,13 +32,17 @@ _MAX_ROW_BITS = 26  # of a row's number, in a position whose other bits are the 
 _MAX_DRAFT_BITS = 10  # positions that a row takes in chain_speculative_sampling: one for each draft
 
 
-def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None) -> Tensor:
+def softmax(
+    logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None
+) -> Tensor:
     """softmax(logits / temperature): float32 [batch, vocab]. temperature: one, or float32 [batch].
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
-    return kernels.softmax(logits, 1.0 if temperature is None else _of_rows("temperature", temperature, logits.shape[0]))
+    return kernels.softmax(
+        logits, 1.0 if temperature is None else _of_rows("temperature", temperature, logits.shape[0])
+    )
 
 
 def sampling_from_logits(
@@ -55,7 +59,8 @@ def sampling_from_logits(
     Args:
         logits: float32, float16 or bfloat16 [batch, vocab].
         indices: int32 or int64 [tokens], rows of logits.
-        generator: torch's default one if None. seed, offset: instead of it, numbers, or tensors int64 [1] or [tokens].
+        generator: torch's default one if None. seed, offset: instead of it, numbers, or tensors int64 [1] or
+            [tokens].
         check_nan: refuses a NaN, waiting for the device.
 
     Returns:
@@ -64,7 +69,9 @@ def sampling_from_logits(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
-    return top_k_top_p_sampling_from_logits(logits, 0, 1.0, indices, "top_k_first", deterministic, generator, check_nan, seed, offset)
+    return top_k_top_p_sampling_from_logits(
+        logits, 0, 1.0, indices, "top_k_first", deterministic, generator, check_nan, seed, offset
+    )
 
 
 def sampling_from_probs(
@@ -77,10 +84,12 @@ def sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """A token of each row of `probs` (float32 [batch, vocab]), or for each element of `indices` from the row that it names.
+    """A token of each row of `probs` (float32 [batch, vocab]), or for each element of `indices` from the row
+    that it names.
 
     Returns:
-        int32, or indices' dtype, [tokens]; with return_valid also bool [tokens]: False for a row that cannot be sampled, whose token is 0.
+        int32, or indices' dtype, [tokens]; with return_valid also bool [tokens]: False for a row that cannot
+        be sampled, whose token is 0.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
@@ -99,7 +108,9 @@ def top_p_sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """sampling_from_probs among the most likely tokens that together have the probability top_p: one, or float32 [batch]."""
+    """sampling_from_probs among the most likely tokens that together have the probability top_p: one, or
+    float32 [batch].
+    """
     return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
 
 
@@ -129,7 +140,9 @@ def min_p_sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """sampling_from_probs among the tokens that are at least min_p times as likely as the most likely one: one, or float32 [batch]."""
+    """sampling_from_probs among the tokens that are at least min_p times as likely as the most likely one:
+    one, or float32 [batch].
+    """
     return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p)
 
 
@@ -145,11 +158,24 @@ def top_k_top_p_sampling_from_logits(
     seed: Seed | None = None,
     offset: Seed | None = None,
 ) -> Tensor:
-    """sampling_from_logits under both filters. "top_k_first": top_p is a share of what top_k leaves; "joint": of all tokens."""
+    """sampling_from_logits under both filters.
+
+    "top_k_first": top_p is a share of what top_k leaves; "joint": of all tokens.
+    """
     _check_nan("logits", logits, check_nan)
     order = _filter_order(filter_apply_order)
     if indices is not None:
-        drawn = draw_from_probs(kernels.softmax(logits), indices, generator, False, seed, offset, top_k=top_k, top_p=top_p, filter_order=order)
+        drawn = draw_from_probs(
+            kernels.softmax(logits),
+            indices,
+            generator,
+            False,
+            seed,
+            offset,
+            top_k=top_k,
+            top_p=top_p,
+            filter_order=order,
+        )
         assert isinstance(drawn, Tensor)
         return drawn
     batch = logits.shape[0]
@@ -171,9 +197,23 @@ def top_k_top_p_sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """sampling_from_probs under both filters. "top_k_first": top_p is a share of what top_k leaves; "joint": of all tokens."""
+    """sampling_from_probs under both filters.
+
+    "top_k_first": top_p is a share of what top_k leaves; "joint": of all tokens.
+    """
     order = _filter_order(filter_apply_order)
-    return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k, top_p=top_p, filter_order=order)
+    return draw_from_probs(
+        probs,
+        indices,
+        generator,
+        check_nan,
+        seed,
+        offset,
+        return_valid,
+        top_k=top_k,
+        top_p=top_p,
+        filter_order=order,
+    )
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
@@ -200,7 +240,9 @@ def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
-    return kernels.top_k_mask_logits(logits, _whole(_of_rows("top_k", top_k, logits.shape[0]))).to(logits.dtype)
+    return kernels.top_k_mask_logits(logits, _whole(_of_rows("top_k", top_k, logits.shape[0]))).to(
+        logits.dtype
+    )
 
 
 top_p_renorm_prob = top_p_renorm_probs
@@ -221,21 +263,31 @@ def chain_speculative_sampling(
     """Speculative sampling of a chain: tokens distributed as if drawn from the target one by one.
 
     Args:
-        draft_probs: float32 [batch, drafts, vocab]. draft_token_ids: [batch, drafts]. target_probs: float32 [batch, drafts + 1, vocab].
-        maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int32 [batch]: what is counted is added to them.
+        draft_probs: float32 [batch, drafts, vocab]. draft_token_ids: [batch, drafts]. target_probs: float32
+            [batch, drafts + 1, vocab]. maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num:
+            int32 [batch]: what is counted is added to them.
 
     Returns:
-        int32 [batch, drafts + 1], -1 after the last token; int32 [batch], the drafts that passed their own test, also after one that did not; int32 [batch],
-        those before the first that did not.
+        int32 [batch, drafts + 1], -1 after the last token; int32 [batch], the drafts that passed their own
+        test, also after one that did not; int32 [batch], those before the first that did not.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
     """
     batch = target_probs.shape[0]
     draw_seed, position = _draws(batch, target_probs.device, generator, seed, offset, _MAX_DRAFT_BITS)
-    found = kernels.chain_speculative_sampling(_in_32_bits(draft_probs), draft_token_ids, _in_32_bits(target_probs), seed=draw_seed, position=position)
+    found = kernels.chain_speculative_sampling(
+        _in_32_bits(draft_probs),
+        draft_token_ids,
+        _in_32_bits(target_probs),
+        seed=draw_seed,
+        position=position,
+    )
     counts = (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
-    accepted, emitted = (new if count is None else count.add_(new) for count, new in zip(counts, (found.num_passed, found.num_accepted), strict=True))
+    accepted, emitted = (
+        new if count is None else count.add_(new)
+        for count, new in zip(counts, (found.num_passed, found.num_accepted), strict=True)
+    )
     return found.token_ids, accepted, emitted
 
 
@@ -269,21 +321,41 @@ def draw_from_probs(
     draw_seed, position = _draws(batch, probs.device, generator, seed, offset)
     # A parameter belongs to a row of probs.
     given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    filters = {name: _of_rows(name, value, probs.shape[0]) for name, value in given.items() if value is not None}
+    filters = {
+        name: _of_rows(name, value, probs.shape[0]) for name, value in given.items() if value is not None
+    }
     if indices is not None:
-        filters = {name: value[indices.long()] if isinstance(value, Tensor) else value for name, value in filters.items()}
+        filters = {
+            name: value[indices.long()] if isinstance(value, Tensor) else value
+            for name, value in filters.items()
+        }
     if "top_k" in filters:
         filters["top_k"] = _whole(filters["top_k"])
     out = None if indices is None else torch.empty(batch, dtype=indices.dtype, device=probs.device)
-    options = {"rows": indices, "filter_order": filter_order, "seed": draw_seed, "position": position, "out": out, **filters}
+    options = {
+        "rows": indices,
+        "filter_order": filter_order,
+        "seed": draw_seed,
+        "position": position,
+        "out": out,
+        **filters,
+    }
     samples = kernels.sample_from_probs(_in_32_bits(probs), **options)  # type: ignore[arg-type]
     return (samples.token_ids, samples.valid) if return_valid else samples.token_ids
 
 
 def _draws(
-    batch: int, device: torch.device, generator: torch.Generator | None, seed: Seed | None, offset: Seed | None, position_bits: int = 0
+    batch: int,
+    device: torch.device,
+    generator: torch.Generator | None,
+    seed: Seed | None,
+    offset: Seed | None,
+    position_bits: int = 0,
 ) -> tuple[Seed, Tensor]:
-    """seed and position of each row. Rows differ, also with the same seed; position_bits: low bits of a position, which count a row's draws."""
+    """seed and position of each row.
+
+    Rows differ, also with the same seed; position_bits: low bits of a position, which count a row's draws.
+    """
     rows = row_numbers(batch, device)
     if position_bits:
         rows = rows << position_bits
@@ -291,12 +363,20 @@ def _draws(
         return seed_of(generator, device), rows
     seed, offset = 0 if seed is None else seed, 0 if offset is None else offset
     if isinstance(seed, Tensor) != isinstance(offset, Tensor):
-        refuse("offset" if isinstance(seed, Tensor) else "seed", offset if isinstance(seed, Tensor) else seed, "a tensor if the other one of the two is")
+        refuse(
+            "offset" if isinstance(seed, Tensor) else "seed",
+            offset if isinstance(seed, Tensor) else seed,
+            "a tensor if the other one of the two is",
+        )
     if not isinstance(seed, Tensor) or not isinstance(offset, Tensor):
         return mixed(int(seed), int(offset)), rows
     for name, tensor in (("seed", seed), ("offset", offset)):
         check_same_device(name, tensor, "the rows", device)
-        if tensor.dtype not in (torch.int64, torch.uint64) or tensor.ndim != 1 or tensor.shape[0] not in (1, batch):
+        if (
+            tensor.dtype not in (torch.int64, torch.uint64)
+            or tensor.ndim != 1
+            or tensor.shape[0] not in (1, batch)
+        ):
             refuse(name, tensor, f"an int64 tensor [1] or [{batch}]")
     position = rows + (offset.view(torch.int64) << _MAX_ROW_BITS + position_bits)
     return seed.view(torch.int64).expand(batch).contiguous(), position
@@ -307,11 +387,16 @@ def _of_rows(name: str, value: Tensor | float, batch: int) -> Tensor | float:
     if not isinstance(value, Tensor):
         return value
     if value.ndim == 0:
-        raise ValueError(f"{name}: Expected a 1D tensor of shape (batch_size,) or scalar, got a 0-dimensional tensor")
+        raise ValueError(
+            f"{name}: Expected a 1D tensor of shape (batch_size,) or scalar, got a 0-dimensional tensor"
+        )
     if value.ndim != 1:
         raise ValueError(f"{name}: Expected a 1D tensor or scalar, got a {value.ndim}D tensor")
     if value.shape[0] != batch:
-        raise ValueError(f"Sampling parameter tensor batch size mismatch: {name} has {value.shape[0]} elements, must have {batch}")
+        raise ValueError(
+            f"Sampling parameter tensor batch size mismatch: {name} has {value.shape[0]} elements, must have "
+            f"{batch}"
+        )
     return value.contiguous() if name == "top_k" else value.float().contiguous()
 
 

@@ -1,4 +1,7 @@
-"""Scales of Q, K and logits, which FlashInfer takes as numbers or tensors. Each goes into sm_scale, to the kernels, or to a variant."""
+"""Scales of Q, K and logits, which FlashInfer takes as numbers or tensors.
+
+Each goes into sm_scale, to the kernels, or to a variant.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +43,37 @@ _NO_PARAMS: dict[str, Tensor] = {}
 
 
 def check_scale_of_requests(sm_scale: Tensor, batch_size: int) -> None:
-    """Refuses a tensor that has neither one element nor one for each request: kernels would read past its end, or take elements that are of nothing."""
+    """Refuses a tensor that has neither one element nor one for each request: kernels would read past its
+    end, or take elements that are of nothing.
+    """
     if sm_scale.numel() not in (1, batch_size):
-        refuse("sm_scale", sm_scale, f"a number, or a tensor of one element, or of one for each request: {batch_size}")
+        refuse(
+            "sm_scale",
+            sm_scale,
+            f"a number, or a tensor of one element, or of one for each request: {batch_size}",
+        )
 
 
-def scaled(heads: Heads, batch_size: int, sm_scale: Scale | None, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
-    """sm_scale, which may be a tensor of one element for each request (None: the default), times q_scale and k_scale. Tensors on a device are read when a
-    kernel runs; of 8-bit Q they may have an element for each query head or KV head, of 8-bit K for each KV head.
+def scaled(
+    heads: Heads,
+    batch_size: int,
+    sm_scale: Scale | None,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+) -> Scales:
+    """sm_scale, which may be a tensor of one element for each request (None: the default), times q_scale and
+    k_scale. Tensors on a device are read when a kernel runs; of 8-bit Q they may have an element for each
+    query head or KV head, of 8-bit K for each KV head.
 
     Raises:
         ValueError: sm_scale of another number of elements. NotImplementedError: a tensor of other elements.
     """
     number, of_requests, of_query_heads, q, k = 1.0, None, None, None, None
-    for name, scale in (("sm_scale", heads.default_scale if sm_scale is None else sm_scale), ("q_scale", q_scale), ("k_scale", k_scale)):
+    for name, scale in (
+        ("sm_scale", heads.default_scale if sm_scale is None else sm_scale),
+        ("q_scale", q_scale),
+        ("k_scale", k_scale),
+    ):
         if scale is None:
             continue
         if is_number(scale):
@@ -77,7 +97,9 @@ def scaled(heads: Heads, batch_size: int, sm_scale: Scale | None, q_scale: Scale
 
 
 def scale_of_v(v_scale: Scale, is_float8: bool, num_kv_heads: int) -> tuple[Scale | None, Scale | None]:
-    """V's scale as kernels take it, of a float8 cache; and what is left for the output to be multiplied by. None for 1.
+    """V's scale as kernels take it, of a float8 cache; and what is left for the output to be multiplied by.
+
+    None for 1.
 
     Raises:
         NotImplementedError: a tensor of other elements.
@@ -94,7 +116,9 @@ def scale_of_v(v_scale: Scale, is_float8: bool, num_kv_heads: int) -> tuple[Scal
 
 
 def flat(scale: Tensor) -> Tensor:
-    """float32 [elements]; the tensor itself if it is that, as kernels know again which tensors they were given."""
+    """float32 [elements]; the tensor itself if it is that, as kernels know again which tensors they were
+    given.
+    """
     return scale if scale.ndim == 1 and scale.dtype == torch.float32 else scale.reshape(-1).to(torch.float32)
 
 

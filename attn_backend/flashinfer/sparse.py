@@ -23,7 +23,8 @@ __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper",
 
 
 def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
-    """A mask of blocks, bool [blocks, R, C], as attention takes it: for each row of blocks its R rows of all its columns, flattened.
+    """A mask of blocks, bool [blocks, R, C], as attention takes it: for each row of blocks its R rows of all
+    its columns, flattened.
 
     Args:
         indptr: int32 [rows of blocks + 1]: row i has the blocks indptr[i]:indptr[i + 1].
@@ -41,8 +42,14 @@ class _Sparse(Wrapper):
     _num_tokens: int
 
     def _check_lengths(self, dim: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuses tensors of other lengths than planned: rows beyond the plan are never written, and tokens of other KV heads would be read."""
-        for name, tensor, planned in (("q", q, self._num_rows), ("k", k, self._num_tokens), ("v", v, self._num_tokens)):
+        """Refuses tensors of other lengths than planned: rows beyond the plan are never written, and tokens
+        of other KV heads would be read.
+        """
+        for name, tensor, planned in (
+            ("q", q, self._num_rows),
+            ("k", k, self._num_tokens),
+            ("v", v, self._num_tokens),
+        ):
             if tensor.shape[dim] != planned:
                 refuse(f"{name}.shape[{dim}]", tensor.shape[dim], f"{planned}, as planned")
 
@@ -62,8 +69,18 @@ class _Sparse(Wrapper):
         scale_k: Tensor | None = None,
         scale_v: Tensor | None = None,
     ) -> Any:
-        """`run`, for code that was written before it. Options that change the result are those of `plan`; use_fp16_qk_reduction is not used."""
-        refuse_given(logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        """`run`, for code that was written before it.
+
+        Options that change the result are those of `plan`; use_fp16_qk_reduction is not used.
+        """
+        refuse_given(
+            logits_soft_cap=logits_soft_cap,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            scale_q=scale_q,
+            scale_k=scale_k,
+            scale_v=scale_v,
+        )
         if pos_encoding_mode != "NONE":
             not_supported(f"pos_encoding_mode = {pos_encoding_mode!r} of forward()")
         self._sm_scale = sm_scale
@@ -71,7 +88,8 @@ class _Sparse(Wrapper):
 
 
 class BlockSparseAttentionWrapper(_Sparse):
-    """Rows of Q in blocks of R, tokens in blocks of C: a BSR matrix, whose blocks are the pages of this package.
+    """Rows of Q in blocks of R, tokens in blocks of C: a BSR matrix, whose blocks are the pages of this
+    package.
 
     Args:
         float_workspace_buffer: any tensor on the device.
@@ -112,11 +130,13 @@ class BlockSparseAttentionWrapper(_Sparse):
         Args:
             indptr: int32 [ceil(M / R) + 1], indices: int32 [blocks]: block column of each block.
             M, N: rows of Q, tokens. R, C: of a block; C divides N.
-            mask: bool [blocks, R, C], inside of blocks; packed_mask: uint8, each row of blocks from a byte of its own.
+            mask: bool [blocks, R, C], inside of blocks; packed_mask: uint8, each row of blocks from a byte of
+                its own.
             causal: a row sees the tokens up to its position among those of its blocks, as in FlashInfer.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
         """
         refuse_given(block_mask=block_mask)
         if N % C:
@@ -125,7 +145,9 @@ class BlockSparseAttentionWrapper(_Sparse):
             o_data_type = o_data_type or "float16"
         elif o_data_type == "float16":  # FlashInfer's default, whatever Q is
             o_data_type = None
-        self._heads = heads_of(self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type)
+        self._heads = heads_of(
+            self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type
+        )
         self._rows = self._num_rows = M
         self._sm_scale, self._page_size, self._num_tokens = sm_scale, C, N
         block_rows = len(indptr) - 1
@@ -134,10 +156,14 @@ class BlockSparseAttentionWrapper(_Sparse):
         if mask is not None and packed_mask is None:
             mask = convert_bsr_mask_layout(mask, indptr)
         kv_lens = get_seq_lens(indptr, last_page_len, C) * (indptr[1:] > indptr[:-1])
-        packed, mask_indptr = pack_custom_mask(mask, packed_mask, qo_indptr, kv_lens, self.device, non_blocking)
+        packed, mask_indptr = pack_custom_mask(
+            mask, packed_mask, qo_indptr, kv_lens, self.device, non_blocking
+        )
         logits = Logits(logits_soft_cap or 0.0, _pos_encoding(pos_encoding_mode), packed, mask_indptr)
         table = csr_on_device(indptr, indices, last_page_len, C, self.device, non_blocking)
-        view = BSRView(on_device(qo_indptr, self.device, non_blocking), table, causal=causal and packed is None)
+        view = BSRView(
+            on_device(qo_indptr, self.device, non_blocking), table, causal=causal and packed is None
+        )
         self._plan_view(view, logits)
 
     begin_forward = plan
@@ -155,19 +181,29 @@ class BlockSparseAttentionWrapper(_Sparse):
         return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan: q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim]. scale_q, scale_k, scale_v: what numbers of float8 are
-        multiplied by: float32 [1] or [heads].
+        """Runs the last plan: q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim]. scale_q,
+        scale_k, scale_v: what numbers of float8 are multiplied by: float32 [1] or [heads].
 
         Returns:
             The output in q's shape; with return_lse also float32 [M, num_qo_heads], to base 2.
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
+                supported, by its name.
         """
         self._check_planned()
         self._check_lengths(0, q, k, v)
         kv = KVCache.from_slots(k, v, self._page_size)
-        return self._planned.run(q, kv.k, kv.v, self._scales(scale_q, scale_k), out=out, lse=lse, return_lse=return_lse, v_scale=scale_v)
+        return self._planned.run(
+            q,
+            kv.k,
+            kv.v,
+            self._scales(scale_q, scale_k),
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            v_scale=scale_v,
+        )
 
 
 class VariableBlockSparseAttentionWrapper(_Sparse):
@@ -200,21 +236,31 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Plans a matrix for each KV head. Waits for the device: the number of blocks that are seen decides a length.
+        """Plans a matrix for each KV head.
+
+        Waits for the device: the number of blocks that are seen decides a length.
 
         Args:
             block_mask_map: bool [num_kv_heads, block rows, block columns]: which blocks are seen.
-            block_row_sz: int32 [num_kv_heads, block rows], rows of each; block_col_sz: int32 [num_kv_heads, block columns], tokens of each. They sum up to the
-                same numbers for each head.
+            block_row_sz: int32 [num_kv_heads, block rows], rows of each; block_col_sz: int32 [num_kv_heads,
+                block columns], tokens of each. They sum up to the same numbers for each head.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
         """
         if num_qo_heads % num_kv_heads:
             refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
         if block_mask_map.shape != (num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]):
-            refuse("block_mask_map", block_mask_map, f"of shape {[num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]]}")
-        self._num_rows, self._num_tokens = _sum_of_heads("block_row_sz", block_row_sz), _sum_of_heads("block_col_sz", block_col_sz)
+            refuse(
+                "block_mask_map",
+                block_mask_map,
+                f"of shape {[num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]]}",
+            )
+        self._num_rows, self._num_tokens = (
+            _sum_of_heads("block_row_sz", block_row_sz),
+            _sum_of_heads("block_col_sz", block_col_sz),
+        )
         group_size = num_qo_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         # Each (head, block row) is a request, whose pages are tokens of a cache with one head.
@@ -228,7 +274,9 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         lengths = block_col_sz[head, column]
         ends = lengths.cumsum(0)
         num_entries = int(ends[-1]) if len(ends) else 0
-        begins = torch.repeat_interleave(first_tokens[head, column] - (ends - lengths), lengths, output_size=num_entries)
+        begins = torch.repeat_interleave(
+            first_tokens[head, column] - (ends - lengths), lengths, output_size=num_entries
+        )
         kv_indices = (begins + torch.arange(num_entries, device=begins.device)).to(torch.int32)
         last_page_len = torch.ones(len(kv_indptr) - 1, dtype=torch.int32, device=kv_indptr.device)
         table = csr_on_device(kv_indptr, kv_indices, last_page_len, 1, self.device, non_blocking)
@@ -251,7 +299,8 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         """Runs the last plan: q [num_qo_heads, qo_len, head_dim], k and v [num_kv_heads, kv_len, head_dim].
 
         Returns:
-            The output in q's shape; with return_lse also float32 [num_qo_heads, qo_len], to base 2. Written to `out` and `lse` if given.
+            The output in q's shape; with return_lse also float32 [num_qo_heads, qo_len], to base 2. Written
+            to `out` and `lse` if given.
 
         Raises:
             ValueError: an argument that is wrong, or no plan yet.
@@ -264,11 +313,17 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         kv = KVCache.from_slots(k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim))
         result = self._planned.run(rows, kv.k, kv.v, self._scales(), return_lse=return_lse or lse is not None)
         out_rows, lse_rows = result if isinstance(result, tuple) else (result, None)
-        by_head = out_rows.view(self._num_kv_heads, qo_len, by_kv_head[1], head_dim).transpose(1, 2).reshape(q.shape)
+        by_head = (
+            out_rows.view(self._num_kv_heads, qo_len, by_kv_head[1], head_dim)
+            .transpose(1, 2)
+            .reshape(q.shape)
+        )
         out = by_head if out is None else out.copy_(by_head)
         if lse_rows is None:
             return out
-        lse_by_head = lse_rows.view(self._num_kv_heads, qo_len, by_kv_head[1]).transpose(1, 2).reshape(heads, qo_len)
+        lse_by_head = (
+            lse_rows.view(self._num_kv_heads, qo_len, by_kv_head[1]).transpose(1, 2).reshape(heads, qo_len)
+        )
         lse = lse_by_head if lse is None else lse.copy_(lse_by_head)
         return (out, lse) if return_lse else out
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ..metadata import KVCache
 from ..metadata.kv_cache import SCALED_DTYPES
-from ..metadata.structure import MAX_INT64, check_int, check_plain, check_types, explain_failure, refuse, short_repr
+from ..metadata.structure import (
+    MAX_INT64,
+    check_int,
+    check_plain,
+    check_types,
+    explain_failure,
+    refuse,
+    short_repr,
+)
 from . import compiled
 from .attention_config import DTYPE_NAMES, kv_element_of
 from .kernel_files import kernel_file
@@ -21,14 +29,17 @@ from .named_calls import by_name
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """A rotary position embedding (RoPE, arXiv 2104.09864): pair i of a head turns by the angle of pair i at the row's position.
+    """A rotary position embedding (RoPE, arXiv 2104.09864): pair i of a head turns by the angle of pair i at
+    the row's position.
 
     Args:
-        table: float32 [rotary_dim / 2]: the angle is position * table[i], correct to 5e-7 for positions up to 2^24. Or [positions, rotary_dim], float32 or of
-            the heads' dtype: the cosines of a position's angles, then their sines; a position outside the table takes the nearest one. On the heads' device,
-            last dimension contiguous.
+        table: float32 [rotary_dim / 2]: the angle is position * table[i], correct to 5e-7 for positions up to
+            2^24. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a position's
+            angles, then their sines; a position outside the table takes the nearest one. On the heads'
+            device, last dimension contiguous.
             rotary_dim: a multiple of 8 up to head_dim; the elements after them are left alone.
-        interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and Llama.
+        interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and
+            Llama.
 
     Raises:
         ValueError: a table that is not such a tensor.
@@ -41,14 +52,20 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.ndim not in (1, 2):
-            refuse("table", self.table, "a tensor [rotary_dim / 2] of frequencies, or [positions, rotary_dim] of cosines and sines")
+            refuse(
+                "table",
+                self.table,
+                "a tensor [rotary_dim / 2] of frequencies, or [positions, rotary_dim] of cosines and sines",
+            )
         check_plain("table", self.table)
         check_types(bool, "True or False", interleaved=self.interleaved)
 
 
 @cache
 def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which are refused."""
+    """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which
+    are refused.
+    """
     if dtype not in DTYPE_NAMES or kv_dtype not in (*SCALED_DTYPES, *DTYPE_NAMES):
         return ""
     return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element_of(kv_dtype, dtype)), device)
@@ -69,19 +86,23 @@ def append_qkv(
     norm_offset: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and K, rotates them, writes K and V to the cache.
+    """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and
+    K, rotates them, writes K and V to the cache.
 
-    A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as Qwen 3 and Gemma 3 have it for each head), then is
-    rotated. All in float32, rounded once, to the dtype of out or of the cache. A float8 cache gets K and V divided by its scales; what is beyond its largest
-    number becomes that one, as in a float16 cache under bfloat16 heads. Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may
-    follow.
+    A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as
+    Qwen 3 and Gemma 3 have it for each head), then is rotated. All in float32, rounded once, to the dtype of
+    out or of the cache. A float8 cache gets K and V divided by its scales; what is beyond its largest number
+    becomes that one, as in a float16 cache under bfloat16 heads. Capturable in a CUDA graph; never
+    synchronises. `Attention.run(after_append=True)` may follow.
 
     Args:
-        q: [tokens, num_qo_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to 256; a slice of the projection's output as it is.
-            bfloat16 or float16, on a CPU also float32.
+        q: [tokens, num_qo_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to
+            256; a slice of the projection's output as it is. bfloat16 or float16, on a CPU also float32.
         k, v: [tokens, num_kv_heads, head_dim], as q.
-        kv: the cache of one layer, same device, same dtype, the other one of bfloat16 and float16, or float8; its scales are one for all, or one for each head.
-        slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache gets nothing; the token's Q is written.
+        kv: the cache of one layer, same device, same dtype, the other one of bfloat16 and float16, or float8;
+            its scales are one for all, or one for each head.
+        slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache
+            gets nothing; the token's Q is written.
         rotary: None: no rotation.
         positions: int32 or int64 [at least tokens], for rotary: where the tokens stand in their requests.
         q_norm, k_norm: [head_dim], weights of the norms, same dtype; None: no norm.
@@ -96,23 +117,74 @@ def append_qkv(
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     if torch.compiler.is_compiling():
-        _explain(kv, norm_eps, norm_offset, q=q, k=k, v=v, out=out, slots=slots, positions=positions, q_norm=q_norm, k_norm=k_norm)
+        _explain(
+            kv,
+            norm_eps,
+            norm_offset,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            slots=slots,
+            positions=positions,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
         _check_rotary(rotary)
-        options = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps, "norm_offset": norm_offset}
+        options = {
+            "positions": positions,
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "norm_eps": norm_eps,
+            "norm_offset": norm_offset,
+        }
         return compiled.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
     if slots is None:  # the library would take K for the cache of rotate_qk
         refuse("slots", slots, "a tensor [tokens]")
     try:
         k_cache = kv.k
-        table, is_interleaved = _check((q, k, v, out, slots, positions, q_norm, k_norm), rotary, positions, norm_eps)
+        table, is_interleaved = _check(
+            (q, k, v, out, slots, positions, q_norm, k_norm), rotary, positions, norm_eps
+        )
         by_name("append_qkv")(
-            q=q, k=k, v=v, out=out, k_cache=k_cache, v_cache=kv.v, slots=slots, file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype),
-            norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
-            k_scale=kv.k_scale, v_scale=kv.v_scale,
-        )  # fmt: skip
-    except (AttributeError, OverflowError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it
-        _explain(kv, norm_eps, norm_offset, q=q, k=k, v=v, out=out, slots=slots, positions=positions, q_norm=q_norm, k_norm=k_norm)
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            k_cache=k_cache,
+            v_cache=kv.v,
+            slots=slots,
+            file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype),
+            norm_eps=norm_eps,
+            norm_offset=norm_offset,
+            is_interleaved=is_interleaved,
+            positions=positions,
+            table=table,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+        )
+    except (
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        TypeError,
+    ):  # examined only on failure: each layer's call would pay for it
+        _explain(
+            kv,
+            norm_eps,
+            norm_offset,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            slots=slots,
+            positions=positions,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
         raise
     return out
 
@@ -129,7 +201,9 @@ def _explain(kv: KVCache, norm_eps: float, norm_offset: float, **tensors: object
         if type(number) is int:
             check_int(name, number, -MAX_INT64, MAX_INT64)
     tensors |= {"kv.k": kv.k, "kv.v": kv.v}
-    explain_failure((name, tensor) for name, tensor in tensors.items() if tensor is not None or name not in _OPTIONAL)
+    explain_failure(
+        (name, tensor) for name, tensor in tensors.items() if tensor is not None or name not in _OPTIONAL
+    )
 
 
 def rotate_qk(
@@ -160,21 +234,42 @@ def rotate_qk(
     try:
         if k_out.shape != k.shape or q_out.shape[0] < q.shape[0]:
             refuse("k_out", k_out, f"of k's shape {list(k.shape)}, and q_out of no fewer rows than q")
-        table, is_interleaved = _check((q, k, None, q_out, None, positions, q_norm, k_norm), rotary, positions, norm_eps)
+        table, is_interleaved = _check(
+            (q, k, None, q_out, None, positions, q_norm, k_norm), rotary, positions, norm_eps
+        )
         by_name("append_qkv")(
-            q=q, k=k, out=q_out, k_cache=k_out.unsqueeze(1), file=qkv_kernel_file(q.device, q.dtype, q.dtype),
-            norm_eps=norm_eps, norm_offset=norm_offset, is_interleaved=is_interleaved, positions=positions, table=table, q_norm=q_norm, k_norm=k_norm,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            out=q_out,
+            k_cache=k_out.unsqueeze(1),
+            file=qkv_kernel_file(q.device, q.dtype, q.dtype),
+            norm_eps=norm_eps,
+            norm_offset=norm_offset,
+            is_interleaved=is_interleaved,
+            positions=positions,
+            table=table,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
     except (AttributeError, OverflowError, RuntimeError, TypeError):
         check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
         optional = {"q_norm": q_norm, "k_norm": k_norm}
         tensors = {"q": q, "k": k, "q_out": q_out, "k_out": k_out, "positions": positions}
-        explain_failure((tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}).items())
+        explain_failure(
+            (tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}).items()
+        )
         raise
     return q_out, k_out
 
 
-def append_rounded(k: Tensor, v: Tensor | None, kv: KVCache, slots: Tensor, rotary: Rotary | None = None, positions: Tensor | None = None) -> None:
+def append_rounded(
+    k: Tensor,
+    v: Tensor | None,
+    kv: KVCache,
+    slots: Tensor,
+    rotary: Rotary | None = None,
+    positions: Tensor | None = None,
+) -> None:
     """As `append_kv` into a cache of float8. K is rotated before, in float32, so that it is rounded once.
 
     Args:
@@ -185,11 +280,22 @@ def append_rounded(k: Tensor, v: Tensor | None, kv: KVCache, slots: Tensor, rota
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     try:
-        table, is_interleaved = _check((None, k, v, None, slots, positions, None, None), rotary, positions, 0.0)
+        table, is_interleaved = _check(
+            (None, k, v, None, slots, positions, None, None), rotary, positions, 0.0
+        )
         by_name("append_kv_rounded")(
-            k=k, v=v, k_cache=kv.k, v_cache=None if v is None else kv.v, slots=slots, file=qkv_kernel_file(k.device, k.dtype, kv.k.dtype),
-            k_scale=kv.k_scale, v_scale=kv.v_scale, is_interleaved=is_interleaved, positions=positions, table=table,
-        )  # fmt: skip
+            k=k,
+            v=v,
+            k_cache=kv.k,
+            v_cache=None if v is None else kv.v,
+            slots=slots,
+            file=qkv_kernel_file(k.device, k.dtype, kv.k.dtype),
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            is_interleaved=is_interleaved,
+            positions=positions,
+            table=table,
+        )
     except (AttributeError, OverflowError, RuntimeError, TypeError):
         tensors = {"k": k, "v": v, "slots": slots, "kv.k": kv.k, "kv.v": kv.v, "positions": positions}
         explain_failure((name, tensor) for name, tensor in tensors.items() if tensor is not None)
@@ -204,8 +310,13 @@ def _check_rotary(rotary: object) -> None:
 _NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
 
 
-def _check(tensors: tuple[Tensor | None, ...], rotary: Rotary | None, positions: Tensor | None, norm_eps: float) -> tuple[Tensor | None, bool]:
-    """What the library does not check. tensors: those of _NAMES. Returns the rotary embedding's table, and whether it is interleaved."""
+def _check(
+    tensors: tuple[Tensor | None, ...], rotary: Rotary | None, positions: Tensor | None, norm_eps: float
+) -> tuple[Tensor | None, bool]:
+    """What the library does not check. tensors: those of _NAMES.
+
+    Returns the rotary embedding's table, and whether it is interleaved.
+    """
     for tensor in tensors:
         if tensor is not None and (tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())):
             for name, found in zip(_NAMES, tensors, strict=True):

@@ -30,9 +30,21 @@ class Arch:
 
 # The first that a GPU can run is its own.
 BUILDS = {
-    SM90: Arch("Hopper", (9, 0), False, ("-gencode=arch=compute_90a,code=sm_90a", "-cubin"), has_clusters=True, has_siblings=False),
+    SM90: Arch(
+        "Hopper",
+        (9, 0),
+        False,
+        ("-gencode=arch=compute_90a,code=sm_90a", "-cubin"),
+        has_clusters=True,
+        has_siblings=False,
+    ),
     SM80: Arch(
-        "all other GPUs, from Ampere on", (8, 0), True, ("-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"), has_clusters=False, has_siblings=True
+        "all other GPUs, from Ampere on",
+        (8, 0),
+        True,
+        ("-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"),
+        has_clusters=False,
+        has_siblings=True,
     ),
 }
 ARCHS = tuple(BUILDS)
@@ -40,4 +52,8 @@ ARCHS = tuple(BUILDS)
 
 def runnable_archs(capability: tuple[int, int]) -> tuple[str, ...]:
     """Those that a GPU of this compute capability can run."""
-    return tuple(name for name, arch in BUILDS.items() if capability == arch.capability or (arch.has_ptx and capability > arch.capability))
+    return tuple(
+        name
+        for name, arch in BUILDS.items()
+        if capability == arch.capability or (arch.has_ptx and capability > arch.capability)
+    )

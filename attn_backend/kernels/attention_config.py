@@ -16,7 +16,14 @@ from ..metadata.composition import MAX_LEVELS
 from ..metadata.kv_cache import SCALED_DTYPES, KVCache
 from ..metadata.structure import MAX_INT32, check_int, check_types, dtype_name, explain_failure, refuse
 from . import manifest
-from .head_dims import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, FLOAT8_Q_TEXT, LATENT_HEAD_DIMS_TEXT, MLA_HEAD_DIMS, HeadDims
+from .head_dims import (
+    CPU_HEAD_DIMS_TEXT,
+    CUDA_HEAD_DIMS_TEXT,
+    FLOAT8_Q_TEXT,
+    LATENT_HEAD_DIMS_TEXT,
+    MLA_HEAD_DIMS,
+    HeadDims,
+)
 from .kernel_files import arch_on, kernel_file
 from .schedule import describe_errors
 from .selection import SelectedTokens
@@ -26,18 +33,25 @@ if TYPE_CHECKING:
     from ..variants import Variant
     from .attention_variant import AttentionVariant
 
-# The manifest's tables by dtypes: what stands in the names of cubins; KV: of caches whose elements differ from Q's.
+# The manifest's tables by dtypes: what stands in the names of cubins; KV: of caches whose elements differ
+# from Q's.
 DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
 KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
 FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are not heads: states, logits
 # The names of DataType (csrc/common/data_type.h).
-DTYPES = {torch.float32: "kFloat32"} | {dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()}
+DTYPES = {torch.float32: "kFloat32"} | {
+    dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()
+}
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
 FLOAT8_Q_DTYPES = SCALED_DTYPES  # that Q may have, over a cache of the same
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
 MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
-CASCADE_MODES: dict[bool | str, str] = {False: "kCascadeOff", True: "kCascadeByCost", "always": "kCascadeAlways"}
+CASCADE_MODES: dict[bool | str, str] = {
+    False: "kCascadeOff",
+    True: "kCascadeByCost",
+    "always": "kCascadeAlways",
+}
 _MAX_CPU_BATCH = 2**20
 _MAX_FLOAT = torch.finfo(torch.float32).max
 
@@ -108,20 +122,29 @@ class AttentionConfig:
         )
 
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
-        """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of a variant."""
+        """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of
+        a variant.
+        """
         files = {} if variant is None else variant.files()
         design = self.design
         if design is None or self.device.type == "cpu":
             return files
         element = DTYPE_NAMES[self.dtype]
         names = {"plan": "plan"}
-        shape = manifest.KernelShape(element, self.dims, kv_element_of(self.kv_dtype, self.dtype), self.q_dtype != self.dtype)
+        shape = manifest.KernelShape(
+            element, self.dims, kv_element_of(self.kv_dtype, self.dtype), self.q_dtype != self.dtype
+        )
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
             names[f"{prefix}merge"] = manifest.merge_name(out_element)
             if variant is None:
                 which = shape._replace(float8_out=prefix != ""), "sinks" if self.sinks else "standard"
-                names |= {prefix + kernel: manifest.attention_name(stem, *which) for kernel, stem in design.cubins_for(shape).items()}
-        return {kernel: kernel_file(name, self.device) for kernel, name in names.items() if kernel not in files} | files
+                names |= {
+                    prefix + kernel: manifest.attention_name(stem, *which)
+                    for kernel, stem in design.cubins_for(shape).items()
+                }
+        return {
+            kernel: kernel_file(name, self.device) for kernel, name in names.items() if kernel not in files
+        } | files
 
 
 def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | None:
@@ -130,7 +153,12 @@ def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | Non
 
 
 def check_heads(
-    num_qo_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, dtype: torch.dtype, device: torch.device
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[int, int, HeadDims]:
     """Returns num_qo_heads, num_kv_heads, and head_dim with head_dim_v."""
     max_heads = values_of("Limit")["kMaxHeads"]
@@ -138,12 +166,19 @@ def check_heads(
     num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
     if num_qo_heads % num_kv_heads:
         refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
-    dims = HeadDims(check_int("head_dim", head_dim, 1), check_int("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1))
+    dims = HeadDims(
+        check_int("head_dim", head_dim, 1),
+        check_int("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1),
+    )
     check_types(torch.dtype, "a torch.dtype", dtype=dtype)
     if device.type == "cuda":
         if not dims.runs_on_cuda:
             is_k = head_dim_v is None or not HeadDims.of(dims.qk).runs_on_cuda
-            refuse("head_dim" if is_k else "head_dim_v", dims.qk if is_k else dims.v, f"{CUDA_HEAD_DIMS_TEXT} on CUDA")
+            refuse(
+                "head_dim" if is_k else "head_dim_v",
+                dims.qk if is_k else dims.v,
+                f"{CUDA_HEAD_DIMS_TEXT} on CUDA",
+            )
         if dtype not in DTYPE_NAMES:
             refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
@@ -161,14 +196,23 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadD
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
-        others = [*map(str, KV_DTYPES), *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype)]
+        others = [
+            *map(str, KV_DTYPES),
+            *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype),
+        ]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
         refuse("kv_dtype", kv_dtype, f"{LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
     return kv_dtype
 
 
-def check_q_dtype(q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: torch.dtype, dims: HeadDims, design: manifest.Design | None) -> torch.dtype:
+def check_q_dtype(
+    q_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dims: HeadDims,
+    design: manifest.Design | None,
+) -> torch.dtype:
     """Q's dtype. kv_dtype: of check_kv_dtype(). design: of choose_design()."""
     if q_dtype is None:
         return dtype
@@ -176,18 +220,26 @@ def check_q_dtype(q_dtype: torch.dtype | None, dtype: torch.dtype, kv_dtype: tor
     if q_dtype == dtype:
         return dtype
     if q_dtype not in FLOAT8_Q_DTYPES or q_dtype != kv_dtype:
-        refuse("q_dtype", q_dtype, f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}")
+        refuse(
+            "q_dtype",
+            q_dtype,
+            f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}",
+        )
     if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
         refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
     return q_dtype
 
 
-def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device) -> tuple[int, int, int]:
+def check_room(
+    max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device
+) -> tuple[int, int, int]:
     """group_size: query heads of one KV head. Returns max_rows, max_batch, max_levels."""
     on_cuda = device.type == "cuda"
     max_rows = check_int("max_rows", max_rows, 1)
     if max_rows * group_size > MAX_INT32:
-        refuse("max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head")
+        refuse(
+            "max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head"
+        )
     max_batch = check_int("max_batch", max_batch, 1, MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
     max_levels = check_int("max_levels", max_levels, 1, MAX_LEVELS)
     if max_rows * max_levels > MAX_INT32:
@@ -197,7 +249,9 @@ def check_room(max_rows: int, max_batch: int, max_levels: int, group_size: int, 
     return max_rows, max_batch, max_levels
 
 
-def check_modes(cascade: bool | str, batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device) -> None:
+def check_modes(
+    cascade: bool | str, batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device
+) -> None:
     if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
         refuse("cascade", cascade, "True, False or 'always'")
     if not isinstance(batch_invariant, bool):
@@ -205,10 +259,14 @@ def check_modes(cascade: bool | str, batch_invariant: bool, max_batch: int, max_
     if batch_invariant and max_levels != 1:
         refuse("max_levels", max_levels, "1 with batch_invariant=True")
     if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
-        refuse("max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True")
+        refuse(
+            "max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True"
+        )
 
 
-def choose_design(kernel: str | None, device: torch.device, dims: HeadDims, variant: Variant | None = None) -> manifest.Design | None:
+def choose_design(
+    kernel: str | None, device: torch.device, dims: HeadDims, variant: Variant | None = None
+) -> manifest.Design | None:
     """The kernel design that schedules are made for; None: the CPU's."""
     if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
         refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
@@ -220,7 +278,10 @@ def choose_design(kernel: str | None, device: torch.device, dims: HeadDims, vari
     if kernel is not None and kernel not in designs:
         why = f"this GPU runs kernels of {arch}"
         if not manifest.DESIGNS[kernel].serves(dims, transforms):
-            why = f"it has no kernels for head_dim = {dims.qk}, head_dim_v = {dims.v}{' and variants that transform Q, K or V' if transforms else ''}"
+            why = (
+                f"it has no kernels for head_dim = {dims.qk}, head_dim_v = "
+                f"{dims.v}{' and variants that transform Q, K or V' if transforms else ''}"
+            )
         refuse("kernel", kernel, f"{', '.join(map(repr, designs))} or None: {why}")
     return next(iter(designs.values())) if kernel is None else designs[kernel]
 
@@ -233,10 +294,21 @@ def _checked(variant: Variant) -> Variant:
 
 
 def explain_failed_run(
-    q: Tensor, q_rope: Tensor | None, kv: KVCache, out: Tensor | None, lse: Tensor | None, sinks: Tensor | None, sm_scale: float, logits_soft_cap: float,
-    after_append: bool, selected: SelectedTokens | None,
-) -> None:  # fmt: skip
-    """Refuses an argument of a run that has failed, if one explains it. Called only then, and while torch.compile traces a run: each call would pay for it."""
+    q: Tensor,
+    q_rope: Tensor | None,
+    kv: KVCache,
+    out: Tensor | None,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    sm_scale: float,
+    logits_soft_cap: float,
+    after_append: bool,
+    selected: SelectedTokens | None,
+) -> None:
+    """Refuses an argument of a run that has failed, if one explains it.
+
+    Called only then, and while torch.compile traces a run: each call would pay for it.
+    """
     check_types(KVCache, "a KVCache", kv=kv)
     explain_failure((("q", q), ("kv.k", kv.k), ("kv.v", kv.v)))
     optional = (("q_rope", q_rope), ("out", out), ("lse", lse), ("sinks", sinks))

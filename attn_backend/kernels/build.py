@@ -20,7 +20,8 @@ from .archs import ARCHS
 from .cubins import compile_kernel, nvcc, nvcc_version
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_SERIALIZED = "instructions are serialized"  # the compiler waits for each product, since something touches registers of those under way
+# the compiler waits for each product, since something touches registers of those under way
+_SERIALIZED = "instructions are serialized"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -37,7 +38,10 @@ def fault(report: str) -> str:
 
 
 def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
-    """Compiles kernels, by name and arch; copies them to `out/<arch>/<name>.cubin` when given. Returns the number of failures."""
+    """Compiles kernels, by name and arch; copies them to `out/<arch>/<name>.cubin` when given.
+
+    Returns the number of failures.
+    """
     failures = 0
 
     def one(task: tuple[str, str]) -> tuple[str, str, float, str, Path | None]:
@@ -52,7 +56,9 @@ def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(one, task) for task in tasks]
         try:
-            for name, arch, seconds, report, path in (future.result() for future in progress.tracked(futures, "compiling")):
+            for name, arch, seconds, report, path in (
+                future.result() for future in progress.tracked(futures, "compiling")
+            ):
                 if path is None:
                     failures += 1
                     print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
@@ -62,7 +68,11 @@ def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
                 verdict = fault(report)
                 failures += bool(verdict)
                 kib = path.stat().st_size >> 10
-                print(f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB {seconds:6.1f} s  {verdict}".rstrip(), flush=True)
+                print(
+                    f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB "
+                    f"{seconds:6.1f} s  {verdict}".rstrip(),
+                    flush=True,
+                )
                 if out is not None:
                     target = out / arch / f"{name}.cubin"
                     target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +87,21 @@ def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[str] | None = ARCHS) -> None:
-    """What `run` takes; `jobs`: the default number of compilers that run at a time; `archs`: what --arch may be, None: the caller checks."""
+    """What `run` takes; `jobs`: the default number of compilers that run at a time; `archs`: what --arch may
+    be, None: the caller checks.
+    """
     others = "" if archs else "; of variants also cpu, and such as sm_100"
-    parser.add_argument("--arch", action="append", choices=archs, help=f"{', '.join(ARCHS)}{others}; repeatable; default: all")
-    parser.add_argument("--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)")
-    parser.add_argument("--out", type=Path, help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins")
+    parser.add_argument(
+        "--arch", action="append", choices=archs, help=f"{', '.join(ARCHS)}{others}; repeatable; default: all"
+    )
+    parser.add_argument(
+        "--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins",
+    )
 
 
 def run(arguments: argparse.Namespace, kernels: Callable[[str], Iterable[str]] | None = None) -> int:
@@ -114,7 +134,11 @@ def _at_least_1(text: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser, os.cpu_count() or 1)
-    parser.add_argument("--distinct", action="store_true", help="leave out those that are much like others (manifest.distinct_kernels)")
+    parser.add_argument(
+        "--distinct",
+        action="store_true",
+        help="leave out those that are much like others (manifest.distinct_kernels)",
+    )
     arguments = parser.parse_args()
     sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else None))
 

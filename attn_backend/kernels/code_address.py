@@ -1,11 +1,14 @@
-"""Tells the host where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its execution (csrc/common/kernel_code.cuh).
+"""Tells the host where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its
+execution (csrc/common/kernel_code.cuh).
 
-A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME, which has the loader write an address there. Here that address becomes
-the kernel's, and the kernel's size goes beside it. The source cannot do either: it does not know the size, and what nvcc takes for a kernel's address is an
-index of a table for calls (taking it also makes nvcc compile the kernel differently).
+A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME, which has the loader
+write an address there. Here that address becomes the kernel's, and the kernel's size goes beside it. The
+source cannot do either: it does not know the size, and what nvcc takes for a kernel's address is an index of
+a table for calls (taking it also makes nvcc compile the kernel differently).
 
-Kernels run without it, only slower. So it fails soft: a cubin that does not look as expected stays as nvcc made it, and where the driver rejects a
-completed one, or ATTN_BACKEND_PREFETCH_CODE is 0, plain copies take its place.
+Kernels run without it, only slower. So it fails soft: a cubin that does not look as expected stays as nvcc
+made it, and where the driver rejects a completed one, or ATTN_BACKEND_PREFETCH_CODE is 0, plain copies take
+its place.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _NO_CODE = "_ZN4attn12unknown_codeE"  # attn::unknown_code
 _VARIABLES = ".nv.global.init"
 _KERNEL_CODE_BYTES = 16
 _RELOCATION_BYTES = 24
-_ADDRESS, _GENERIC_ADDRESS = 2, 4  # R_CUDA_64, R_CUDA_G64: 64 bits of a symbol's address, also as a generic one, which nvcc writes
+# R_CUDA_64, R_CUDA_G64: 64 bits of a symbol's address, also as a generic one, which nvcc writes
+_ADDRESS, _GENERIC_ADDRESS = 2, 4
 
 
 class _Variable(NamedTuple):
@@ -60,7 +64,12 @@ def _variables(content: bytes) -> list[_Variable]:
             kernels[symbol.name] = number, size
         elif symbol.name == _NO_CODE:
             no_code = number
-        elif kind == "STT_OBJECT" and size == _KERNEL_CODE_BYTES and symbol["st_shndx"] == section_number and symbol.name.endswith(_SUFFIX):
+        elif (
+            kind == "STT_OBJECT"
+            and size == _KERNEL_CODE_BYTES
+            and symbol["st_shndx"] == section_number
+            and symbol.name.endswith(_SUFFIX)
+        ):
             name_at[symbol["st_value"]] = symbol.name.removesuffix(_SUFFIX)
     found = []
     for i, relocation in enumerate(relocations.iter_relocations()):
@@ -68,24 +77,44 @@ def _variables(content: bytes) -> list[_Variable]:
         kernel = name_at.get(place, "")
         if kernel not in kernels:
             continue
-        expected = {(no_code, _GENERIC_ADDRESS), (kernels[kernel][0], _ADDRESS)}  # as nvcc makes it, and completed
-        if not no_code or relocation["r_addend"] != 0 or (relocation["r_info_sym"], relocation["r_info_type"]) not in expected:
+        # as nvcc makes it, and completed
+        expected = {(no_code, _GENERIC_ADDRESS), (kernels[kernel][0], _ADDRESS)}
+        if (
+            not no_code
+            or relocation["r_addend"] != 0
+            or (relocation["r_info_sym"], relocation["r_info_type"]) not in expected
+        ):
             raise ValueError(f"{kernel}{_SUFFIX} is not relocated to {_NO_CODE}")
-        found.append(_Variable(kernel, relocations["sh_offset"] + i * _RELOCATION_BYTES, section["sh_offset"] + place + 8, *kernels[kernel], no_code))
+        found.append(
+            _Variable(
+                kernel,
+                relocations["sh_offset"] + i * _RELOCATION_BYTES,
+                section["sh_offset"] + place + 8,
+                *kernels[kernel],
+                no_code,
+            )
+        )
     return found
 
 
 def _written(content: bytes, variables: list[_Variable], complete: bool) -> bytes:
     result = bytearray(content)
     for variable in variables:
-        symbol, kind, size = (variable.symbol, _ADDRESS, variable.code_bytes) if complete else (variable.no_code, _GENERIC_ADDRESS, 0)
+        symbol, kind, size = (
+            (variable.symbol, _ADDRESS, variable.code_bytes)
+            if complete
+            else (variable.no_code, _GENERIC_ADDRESS, 0)
+        )
         struct.pack_into("<Qq", result, variable.relocation + 8, symbol << 32 | kind, 0)
         struct.pack_into("<Q", result, variable.size, size)
     return bytes(result)
 
 
 def publish_code_addresses(cubin: Path) -> list[str]:
-    """Completes a cubin's variables of type KernelCode; returns the kernels that they belong to. Warns and leaves alone what it cannot read."""
+    """Completes a cubin's variables of type KernelCode; returns the kernels that they belong to.
+
+    Warns and leaves alone what it cannot read.
+    """
     content = cubin.read_bytes()
     try:
         variables = _variables(content)
@@ -114,7 +143,9 @@ _rejected: list[str] = []  # the driver's message
 
 
 def usable(cubin: Path) -> Path:
-    """The cubin, or a plain copy of a completed one where completed ones are not to be used. Only this process can open the copy.
+    """The cubin, or a plain copy of a completed one where completed ones are not to be used.
+
+    Only this process can open the copy.
 
     Raises:
         RuntimeError: a plain copy cannot be made.
@@ -125,7 +156,10 @@ def usable(cubin: Path) -> Path:
     try:
         plain = _written(content, _variables(content), complete=False)
     except Exception as error:
-        raise RuntimeError(f"{cubin} cannot be used without addresses of code ({type(error).__name__}: {error}); it needs pyelftools") from error
+        raise RuntimeError(
+            f"{cubin} cannot be used without addresses of code ({type(error).__name__}: {error}); it needs "
+            f"pyelftools"
+        ) from error
     if plain == content:
         return cubin
     return _in_memory(cubin.name, plain)
@@ -141,7 +175,8 @@ def _in_memory(name: str, content: bytes) -> Path:
 
 
 def do_without(error: RuntimeError) -> None:
-    """Called with what the driver said of a cubin that it did not load: from now on `usable` gives plain copies.
+    """Called with what the driver said of a cubin that it did not load: from now on `usable` gives plain
+    copies.
 
     Raises:
         RuntimeError: the same error, where completed cubins were not in use or it is not about loading.

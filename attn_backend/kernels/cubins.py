@@ -1,8 +1,9 @@
 """Device kernels as cubins: which exist, where they are found, how one is compiled.
 
-The manifest (manifest.py) lists the kernels and has their sources. A kernel is looked for in the package (`cubins/<arch>/<name>.cubin`, put there
-when the wheel was built), then in the cache (kernel_cache.py) under a key that hashes everything the compiler would read. It is compiled into the
-cache with nvcc (cuda_compiler.py) when it is in neither, or damaged.
+The manifest (manifest.py) lists the kernels and has their sources. A kernel is looked for in the package
+(`cubins/<arch>/<name>.cubin`, put there when the wheel was built), then in the cache (kernel_cache.py) under
+a key that hashes everything the compiler would read. It is compiled into the cache with nvcc
+(cuda_compiler.py) when it is in neither, or damaged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .kernel_cache import cache_dir
 
 logger = logging.getLogger("attn_backend")
 
-# Not from library.py, which imports tvm-ffi: `make wheel` compiles the kernels in an environment that has none.
+# Not from library.py, which imports tvm-ffi: `make wheel` compiles the kernels in an environment that has
+# none.
 PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
@@ -52,18 +54,24 @@ def _source_of(name: str, arch: str) -> str:
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """The arch whose build serves a GPU of this compute capability: ATTN_BACKEND_ARCH, or the one that is made for it.
+    """The arch whose build serves a GPU of this compute capability: ATTN_BACKEND_ARCH, or the one that is
+    made for it.
 
     Raises:
         ValueError: older than Ampere, or ATTN_BACKEND_ARCH is an arch that it cannot run.
     """
     if capability < (8, 0):
-        raise ValueError(f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)")
+        raise ValueError(
+            f"compute capability is {capability[0]}.{capability[1]}, must be at least 8.0 (Ampere)"
+        )
     runnable = runnable_archs(capability)
     wanted = Settings.read().arch or runnable[0]
     if wanted not in runnable:
         must_be = " or ".join(repr(arch) for arch in runnable)
-        raise ValueError(f"ATTN_BACKEND_ARCH is {wanted!r}, must be {must_be} on a GPU of compute capability {capability[0]}.{capability[1]}")
+        raise ValueError(
+            f"ATTN_BACKEND_ARCH is {wanted!r}, must be {must_be} on a GPU of compute capability "
+            f"{capability[0]}.{capability[1]}"
+        )
     return wanted
 
 
@@ -76,7 +84,9 @@ def flags(arch: str) -> list[str]:
 
 
 def _include(source: str, root: Path, files: dict[str, str]) -> None:
-    """Adds to `files` the text of every file of csrc/ that a source includes, directly or not, by its name there."""
+    """Adds to `files` the text of every file of csrc/ that a source includes, directly or not, by its name
+    there.
+    """
     for name in _INCLUDE.findall(source):
         if name in files:
             continue
@@ -127,7 +137,10 @@ def shipped_kernel(name: str, arch: str) -> Path:
 
 
 def shipped_fault(cubin: Path) -> str:
-    """Why a cubin of the package is not given to the driver; "" if it is. The installer has compared it with the wheel: here it is only checked to be whole."""
+    """Why a cubin of the package is not given to the driver; "" if it is.
+
+    The installer has compared it with the wheel: here it is only checked to be whole.
+    """
     try:
         damage = kernel_cache.damage(cubin.read_bytes())
     except OSError as error:
@@ -136,7 +149,9 @@ def shipped_fault(cubin: Path) -> str:
 
 
 def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
-    """Compiles a kernel into the cache, unless it is there and whole. Returns the file and the compiler's resource report.
+    """Compiles a kernel into the cache, unless it is there and whole.
+
+    Returns the file and the compiler's resource report.
 
     Raises:
         ValueError: no kernel of that name.
@@ -145,7 +160,9 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
     source = _source_of(name, arch)
     path = nvcc()
     if path is None:
-        raise RuntimeError(f"kernel {name} for {arch} is neither in the package nor compilable: {cuda_compiler.no_nvcc()}")
+        raise RuntimeError(
+            f"kernel {name} for {arch} is neither in the package nor compilable: {cuda_compiler.no_nvcc()}"
+        )
     cached = cached_kernel(name, arch, path)
     target, reason = kernel_cache.place(cached)
     if reason:
@@ -153,7 +170,11 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
     if kernel_cache.fault(target):
         kernel_cache.prepare(target)
         what = f"kernel {name} for {arch}"
-        with kernel_cache.locked(target, cuda_compiler.TIME_LIMIT, lambda: logger.info("attn_backend: waiting for another process that compiles %s", what)):
+        with kernel_cache.locked(
+            target,
+            cuda_compiler.TIME_LIMIT,
+            lambda: logger.info("attn_backend: waiting for another process that compiles %s", what),
+        ):
             if kernel_cache.fault(target):
                 kernel_cache.store(target, *compile_source(name, source, flags(arch), path, what))
     return target, kernel_cache.report(target)
@@ -161,8 +182,15 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
 
 def warn_of_private_folder(target: Path, reason: str) -> None:
     """Says, once in a process, that an entry is not kept in the cache."""
-    advice = "" if "ATTN_BACKEND_CACHE" in reason else " Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
-    _warn_once(f"{reason}.{advice} Until then compiled kernels are kept in a private folder instead: {target.parents[1]}")
+    advice = (
+        ""
+        if "ATTN_BACKEND_CACHE" in reason
+        else " Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
+    )
+    _warn_once(
+        f"{reason}.{advice} Until then compiled kernels are kept in a private folder instead: "
+        f"{target.parents[1]}"
+    )
 
 
 def compile_source(name: str, source: str, flags: Sequence[str], path: str, what: str) -> tuple[bytes, str]:
@@ -174,10 +202,15 @@ def compile_source(name: str, source: str, flags: Sequence[str], path: str, what
     with cuda_compiler.scratch_file(f"{name}.cubin") as cubin:
         file = cubin.with_suffix(".cu")
         file.write_text(source)
-        report = cuda_compiler.run([path, *flags, str(file), "-o", str(cubin)], what, cuda_compiler.TIME_LIMIT)
+        report = cuda_compiler.run(
+            [path, *flags, str(file), "-o", str(cubin)], what, cuda_compiler.TIME_LIMIT
+        )
         damage = kernel_cache.damage(cubin.read_bytes()) if cubin.is_file() else "is missing"
         if damage:
-            raise RuntimeError(f"{path} reported no error on {what}, but its output {damage}: {cuda_compiler.ADVICE}\n{report}".rstrip())
+            raise RuntimeError(
+                f"{path} reported no error on {what}, but its output {damage}: "
+                f"{cuda_compiler.ADVICE}\n{report}".rstrip()
+            )
         return completed(cubin.read_bytes(), name), report
 
 
@@ -209,13 +242,17 @@ def _cached_or_compiled(name: str, arch: str) -> Path:
     fault = kernel_cache.fault(cached)
     if fault:
         options = "" if name in kernel_sources(arch) else manifest.compile_options(name)
-        raise RuntimeError(f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch {arch}{options}` compiles it ahead")
+        raise RuntimeError(
+            f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch "
+            f"{arch}{options}` compiles it ahead"
+        )
     return cached
 
 
 @cache
 def find_kernel(name: str, arch: str) -> Path:
-    """The cubin of a kernel as it goes to the driver, seen to be whole: from the package, from the cache, or compiled now.
+    """The cubin of a kernel as it goes to the driver, seen to be whole: from the package, from the cache, or
+    compiled now.
 
     Raises:
         RuntimeError: it is nowhere and cannot be compiled.
@@ -224,7 +261,10 @@ def find_kernel(name: str, arch: str) -> Path:
 
 
 def forget_kernels(error: RuntimeError) -> None:
-    """After a failure to load: find_kernel then gives plain cubins, if completed ones may be the reason. Otherwise raises the error."""
+    """After a failure to load: find_kernel then gives plain cubins, if completed ones may be the reason.
+
+    Otherwise raises the error.
+    """
     code_address.do_without(error)
     find_kernel.cache_clear()
 

@@ -1,4 +1,7 @@
-"""The CUDA compiler: where it is, and how it is run. Every run ends with its output or with an error that says why."""
+"""The CUDA compiler: where it is, and how it is run.
+
+Every run ends with its output or with an error that says why.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def nvcc() -> str | None:
 
 def no_nvcc() -> str:
     """Says that there is no compiler, and what to do."""
-    useless = "".join(f" ({path} is not an executable file)" for path in _candidates() if os.path.exists(path))
+    useless = "".join(
+        f" ({path} is not an executable file)" for path in _candidates() if os.path.exists(path)
+    )
     return f"no nvcc was found{useless}: {ADVICE}, or install a wheel that has the cubins"
 
 
@@ -44,16 +49,26 @@ def nvcc_version(compiler: str) -> str:
 
 
 def run(command: list[str], what: str, seconds: float, advice: str = ADVICE) -> str:
-    """Runs a compiler and returns what it prints. `what`: what it is run on, for messages; `advice`: for the message that it cannot be run.
+    """Runs a compiler and returns what it prints.
+
+    `what`: what it is run on, for messages; `advice`: for the message that it cannot be run.
 
     Raises:
-        RuntimeError: it cannot be run, fails, is killed or does not end in time; it and what it started are then gone.
+        RuntimeError: it cannot be run, fails, is killed or does not end in time; it and what it started are
+            then gone.
     """
     compiler = command[0]
-    with scratch_file("output") as path, path.open("w+b") as output:  # not a pipe: a grandchild that holds one open would be waited for
+    # not a pipe: a grandchild that holds one open would be waited for
+    with scratch_file("output") as path, path.open("w+b") as output:
         try:
             # A group of its own, so that what it starts ends with it. No input: it would wait for some.
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         except OSError as error:
             raise RuntimeError(f"{compiler} cannot be run: {error.strerror}; {advice}") from error
         _running.add(process)
@@ -61,16 +76,22 @@ def run(command: list[str], what: str, seconds: float, advice: str = ADVICE) -> 
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             busy = "if the machine is busy, run `attn-backend compile --jobs 1` later"
-            raise RuntimeError(f"{compiler} took more than {seconds:g} s for {what} and was ended: {busy}; else {advice}") from None
+            raise RuntimeError(
+                f"{compiler} took more than {seconds:g} s for {what} and was ended: {busy}; else {advice}"
+            ) from None
         finally:
             _kill(process)
             _running.discard(process)
         text = path.read_bytes().decode(errors="replace")
     if status < 0:
         needs_less = "if memory ran out, `attn-backend compile --jobs 1` needs less"
-        raise RuntimeError(f"{compiler} was killed by signal {-status} on {what}; {needs_less}\n{text}".rstrip())
+        raise RuntimeError(
+            f"{compiler} was killed by signal {-status} on {what}; {needs_less}\n{text}".rstrip()
+        )
     if status:
-        raise RuntimeError(f"{Path(compiler).name} failed on {what}:\n{text}{compiler} ended with exit status {status}")
+        raise RuntimeError(
+            f"{Path(compiler).name} failed on {what}:\n{text}{compiler} ended with exit status {status}"
+        )
     return text
 
 
@@ -91,7 +112,10 @@ def scratch_file(name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="attn_backend-") as folder:
             yield Path(folder) / name
     except OSError as error:
-        raise RuntimeError(f"{error.filename or 'the temporary folder'} cannot be written: {error.strerror}; set TMPDIR to a folder that has room") from error
+        raise RuntimeError(
+            f"{error.filename or 'the temporary folder'} cannot be written: {error.strerror}; set TMPDIR to "
+            f"a folder that has room"
+        ) from error
 
 
 def _candidates() -> list[str]:

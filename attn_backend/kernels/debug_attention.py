@@ -16,7 +16,10 @@ from .errors import InUseError
 
 
 class DebugAttention(Attention):
-    """Each plan and each run waits for the device and raises what it found wrong. Until then other threads are refused."""
+    """Each plan and each run waits for the device and raises what it found wrong.
+
+    Until then other threads are refused.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._in_use_until_done = Lock()
@@ -35,7 +38,10 @@ class DebugAttention(Attention):
     @contextmanager
     def _until_done(self) -> Iterator[None]:
         if not self._in_use_until_done.acquire(blocking=False):
-            raise InUseError("this Attention is in use by another thread, whose plan() or run() has not ended on the device")
+            raise InUseError(
+                "this Attention is in use by another thread, whose plan() or run() has not ended on the "
+                "device"
+            )
         try:
             yield
             self.raise_for_errors()

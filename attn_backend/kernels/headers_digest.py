@@ -1,4 +1,5 @@
-"""Digest of the headers that the host library and the kernels of a variant for a CPU share: both must be compiled from the same.
+"""Digest of the headers that the host library and the kernels of a variant for a CPU share: both must be
+compiled from the same.
 
 CMake runs it: python headers_digest.py CSRC prints the digest.
 """

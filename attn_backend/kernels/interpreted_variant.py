@@ -1,4 +1,6 @@
-"""A variant by torch, on a CPU without a C++ compiler: its Python functions are mapped over tiles of scores. Slow; for trying a variant out.
+"""A variant by torch, on a CPU without a C++ compiler: its Python functions are mapped over tiles of scores.
+
+Slow; for trying a variant out.
 
 In float64: angles of rotary embeddings need it.
 """
@@ -37,7 +39,11 @@ def warn_once(variant: Variant, reason: str) -> None:
     """Once in a process."""
     if not _warned:
         _warned.append(variant.name)
-        logger.warning("attn_backend: variant %s is interpreted, many times slower than compiled: %s", variant.name, reason)
+        logger.warning(
+            "attn_backend: variant %s is interpreted, many times slower than compiled: %s",
+            variant.name,
+            reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ class Pairs:
 
     request: int  # of the view
     rows: Tensor  # int64 [rows], of Q
-    places: Tensor  # int64 [rows], where they stand among the level's tokens of the request: what causal and window_left go by
+    # int64 [rows], where they stand among the level's tokens of the request: what causal and window_left go
+    # by
+    places: Tensor
     positions: Tensor  # int64 [rows], what the variant is told
     indices: Tensor  # int64 [rows], among the rows of the request
     requests: Tensor  # int64 [rows]
@@ -56,14 +64,26 @@ class Pairs:
 
 
 def run(
-    variant: Variant, args: Mapping[str, Any], levels: Sequence[BSRView], visibilities: Sequence[tuple[bool, int]],
-    q: Tensor, kv: KVCache, out: Tensor, lse: Tensor | None, sm_scale: float, sinks: Tensor | None, q_scale: Scale, out_scale: Scale,
-) -> None:  # fmt: skip
-    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of each level. Scales multiply rows that the
-    variant transforms, before it does; others multiply scores before the variant sees them, and sums of values.
+    variant: Variant,
+    args: Mapping[str, Any],
+    levels: Sequence[BSRView],
+    visibilities: Sequence[tuple[bool, int]],
+    q: Tensor,
+    kv: KVCache,
+    out: Tensor,
+    lse: Tensor | None,
+    sm_scale: float,
+    sinks: Tensor | None,
+    q_scale: Scale,
+    out_scale: Scale,
+) -> None:
+    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of
+    each level. Scales multiply rows that the variant transforms, before it does; others multiply scores
+    before the variant sees them, and sums of values.
 
     Raises:
-        ValueError: a page id beyond the cache, or levels of which the variant's functions would have to know more.
+        ValueError: a page id beyond the cache, or levels of which the variant's functions would have to know
+            more.
     """
     levels = [view.with_slots_counted() for view in levels]
     for view in levels:
@@ -78,14 +98,22 @@ def run(
     heads, kv_heads = torch.arange(q.shape[1])[:, None, None], torch.arange(kv.num_kv_heads)[None, :]
     for view, (causal, window_left) in zip(levels, visibilities, strict=True):
         if len(levels) > 1 and variant.causal and not causal and view.positions is None:
-            refuse("positions", None, f"given in levels that are not causal: variant {variant.name}, which is interpreted, hides what comes after a row")
+            refuse(
+                "positions",
+                None,
+                f"given in levels that are not causal: variant {variant.name}, which is interpreted, hides "
+                f"what comes after a row",
+            )
         for pairs in _pairs_of(view, q.shape[0]):
             row_tiles = torch.arange(pairs.rows.numel()).split(_TILE_ROWS)
             for tokens in torch.arange(pairs.slots.numel()).split(_TILE_TOKENS):
                 page, place = pairs.slots[tokens] // kv.page_size, pairs.slots[tokens] % kv.page_size
                 token, kv_len = pairs.kv_offset + tokens, torch.tensor(pairs.kv_len)
                 of_tokens = (torch.tensor(pairs.request), kv_heads, token[:, None], args)
-                k_scale, v_scale = (_of_heads(scales[0], of_tokens[0][None], kv.num_kv_heads)[0, :, None] for scales in (k_scales, v_scales))
+                k_scale, v_scale = (
+                    _of_heads(scales[0], of_tokens[0][None], kv.num_kv_heads)[0, :, None]
+                    for scales in (k_scales, v_scales)
+                )
                 k = functions.key(kv.k[page, place].double() * k_scale, *of_tokens, kv_len=kv_len)
                 v = functions.value(kv.v[page, place].double() * v_scale, *of_tokens, kv_len=kv_len)
                 token = token[None, None, :]
@@ -94,14 +122,26 @@ def run(
                     request, index = pairs.requests[tile][None, :, None], pairs.indices[tile][None, :, None]
                     of_rows = (request[0], heads[:, 0, 0], position[0], args)
                     of_rows_scales = (*q_scales, k_scales[1], v_scales[1])
-                    own_q, of_q, of_k, of_v = (_of_heads(scale, pairs.requests[tile], kv.num_kv_heads) for scale in of_rows_scales)
+                    own_q, of_q, of_k, of_v = (
+                        _of_heads(scale, pairs.requests[tile], kv.num_kv_heads) for scale in of_rows_scales
+                    )
                     own_q = own_q.repeat_interleave(q.shape[1] // kv.num_kv_heads, 1)[:, :, None]
-                    queries = functions.query(q[rows].double() * own_q, *of_rows, row=rows[:, None], kv_len=kv_len)
-                    products = _scores(queries, k) * sm_scale * (of_k * of_q).repeat_interleave(q.shape[1] // kv.num_kv_heads, 1).T[:, :, None]
+                    queries = functions.query(
+                        q[rows].double() * own_q, *of_rows, row=rows[:, None], kv_len=kv_len
+                    )
+                    products = (
+                        _scores(queries, k)
+                        * sm_scale
+                        * (of_k * of_q).repeat_interleave(q.shape[1] // kv.num_kv_heads, 1).T[:, :, None]
+                    )
                     scores = functions.logits(products, request, heads, position, token, args)
                     distance = pairs.places[tile][:, None] - tokens[None, :]
                     seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
-                    seen = seen & ((distance >= 0) | (not causal)) & ((distance <= window_left) | (window_left < 0))
+                    seen = (
+                        seen
+                        & ((distance >= 0) | (not causal))
+                        & ((distance <= window_left) | (window_left < 0))
+                    )
                     states.add(rows, scores, seen, v, of_v)
     states.finish(out, lse, sinks, out_scale)
 
@@ -121,7 +161,9 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 class _States:
-    """Attention states of all rows of Q, in float64, to which tiles are added in any order (online softmax; without softmax, sums)."""
+    """Attention states of all rows of Q, in float64, to which tiles are added in any order (online softmax;
+    without softmax, sums).
+    """
 
     def __init__(self, out: Tensor, uses_softmax: bool) -> None:
         rows, heads, head_dim_v = out.shape
@@ -156,7 +198,11 @@ class _States:
                 sinks = sinks.double()
                 with_sink = torch.maximum(peak, sinks)
                 rescale = torch.exp(peak - with_sink)
-                peak, o, total = with_sink, o * rescale[..., None], total * rescale + torch.exp(sinks - with_sink)
+                peak, o, total = (
+                    with_sink,
+                    o * rescale[..., None],
+                    total * rescale + torch.exp(sinks - with_sink),
+                )
             o = o / total.masked_fill(total == 0, 1.0)[..., None]
         if out_scale is not None:
             limit = torch.finfo(out.dtype).max
@@ -204,11 +250,17 @@ def _slots_of(table: PageTable, request: int) -> Tensor:
             kv_len = int(table.kv_lens[request])
             pages = pages[: -(-kv_len // table.page_size)]
         else:
-            kv_len = (end - begin - 1) * table.page_size + int(table.last_page_len[request]) if end > begin else 0
+            kv_len = (
+                (end - begin - 1) * table.page_size + int(table.last_page_len[request]) if end > begin else 0
+            )
     else:
         assert table.indices is not None
         assert table.kv_lens is not None
         kv_len = int(table.kv_lens[request])
         row = table.indices[request if table.rows is None else int(table.rows[request])]
-        pages = row[: kv_len : table.page_size] // table.page_size if table.rows is not None else row[: -(-kv_len // table.page_size)]
+        pages = (
+            row[: kv_len : table.page_size] // table.page_size
+            if table.rows is not None
+            else row[: -(-kv_len // table.page_size)]
+        )
     return (pages.long()[:, None] * table.page_size + torch.arange(table.page_size)).flatten()[:kv_len]

@@ -1,7 +1,8 @@
 """The cache of compiled kernels: where it is, which entries are trusted, how they are written.
 
-An entry is two files: KERNEL.cubin (or KERNEL.so, of a CPU), and KERNEL.txt with what the compiler said, below a SHA-256 of both. The digest finds damage,
-but does not tell who wrote an entry. So an entry is used only where nobody but this user and root can have written it.
+An entry is two files: KERNEL.cubin (or KERNEL.so, of a CPU), and KERNEL.txt with what the compiler said,
+below a SHA-256 of both. The digest finds damage, but does not tell who wrote an entry. So an entry is used
+only where nobody but this user and root can have written it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def cache_dir() -> Path:
 
 
 def damage(cubin: bytes, for_gpu: bool = True) -> str:
-    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole shared library for this machine's CPU; "" if it is one."""
+    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole shared library for this machine's
+    CPU; "" if it is one.
+    """
     if not cubin:
         return "is empty"
     if for_gpu and cubin.startswith(_FATBIN):
@@ -57,7 +60,10 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
         return "is neither a cubin nor a fatbin" if for_gpu else "is not an ELF file"
     if len(cubin) < _ELF_BYTES:
         return "is truncated"
-    (machine,), (segments, sections) = struct.unpack_from("<H", cubin, 18), struct.unpack_from("<QQ", cubin, 32)
+    (machine,), (segments, sections) = (
+        struct.unpack_from("<H", cubin, 18),
+        struct.unpack_from("<QQ", cubin, 32),
+    )
     if (machine == _EM_CUDA) != for_gpu:
         return "is an ELF file for another machine than a GPU" if for_gpu else "is an ELF file for a GPU"
     if not for_gpu and (cubin[4:6], cubin[16:18], cubin[18:20]) != _shared_library():
@@ -67,7 +73,10 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
     if end > len(cubin) or names >= max(num_sections, 1):
         return "is truncated"
     for at in range(sections, sections + num_sections * _SECTION_BYTES, _SECTION_BYTES):
-        (kind,), (offset, size) = struct.unpack_from("<I", cubin, at + 4), struct.unpack_from("<QQ", cubin, at + 24)
+        (kind,), (offset, size) = (
+            struct.unpack_from("<I", cubin, at + 4),
+            struct.unpack_from("<QQ", cubin, at + 24),
+        )
         if kind != _SHT_NOBITS and offset + size > len(cubin):
             return "is truncated"
     return ""
@@ -82,7 +91,9 @@ def _shared_library() -> tuple[bytes, bytes, bytes]:
 
 
 def place(cubin: Path) -> tuple[Path, str]:
-    """Where an entry of the cache is kept, and, if that is not `cubin`, the reason: others may write there. It is then a folder that they cannot enter.
+    """Where an entry of the cache is kept, and, if that is not `cubin`, the reason: others may write there.
+
+    It is then a folder that they cannot enter.
 
     Raises:
         RuntimeError: there is no such folder either.
@@ -92,7 +103,8 @@ def place(cubin: Path) -> tuple[Path, str]:
 
 
 def private_place(cubin: Path, reason: str) -> Path:
-    """Where an entry is kept if the cache cannot be used for this reason: in a folder below the temporary one that others cannot enter.
+    """Where an entry is kept if the cache cannot be used for this reason: in a folder below the temporary one
+    that others cannot enter.
 
     Raises:
         RuntimeError: there is no such folder either.
@@ -110,7 +122,10 @@ def fault(cubin: Path) -> str:
         try:
             info = path.lstat()
             if not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_BYTES:
-                return f"{path} is {'a link' if path.is_symlink() else 'too large' if path.is_file() else 'not a file'}"
+                return (
+                    f"{path} is "
+                    f"{'a link' if path.is_symlink() else 'too large' if path.is_file() else 'not a file'}"
+                )
             contents.append(path.read_bytes())
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
@@ -119,7 +134,11 @@ def fault(cubin: Path) -> str:
     if damaged:
         return f"{cubin} {damaged}"
     digest, _, said = text.partition(b"\n")
-    return "" if digest == _digest(content, said) else f"{cubin} has another SHA-256 than it had when it was compiled"
+    return (
+        ""
+        if digest == _digest(content, said)
+        else f"{cubin} has another SHA-256 than it had when it was compiled"
+    )
 
 
 def report(cubin: Path) -> str:
@@ -128,7 +147,8 @@ def report(cubin: Path) -> str:
 
 
 def prepare(cubin: Path) -> None:
-    """Makes the folder of an entry, and sees that files can be written there: before time is spent on what goes there.
+    """Makes the folder of an entry, and sees that files can be written there: before time is spent on what
+    goes there.
 
     Raises:
         RuntimeError: it cannot be made or written to.
@@ -136,14 +156,16 @@ def prepare(cubin: Path) -> None:
     with _explained(cubin.parent):
         cubin.parents[2].mkdir(parents=True, exist_ok=True)
         for folder in (cubin.parents[1], cubin.parent):
-            folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by a group or by everybody
+            # whatever the umask: not writable by a group or by everybody
+            folder.mkdir(mode=0o755, exist_ok=True)
         with tempfile.TemporaryFile(dir=cubin.parent):
             pass
 
 
 def store(cubin: Path, content: bytes, said: str) -> None:
-    """Puts a cubin, and what the compiler said, into the cache, readable for all. Each file is replaced at once: others read an entry without a fault, or
-    one whose digest differs.
+    """Puts a cubin, and what the compiler said, into the cache, readable for all.
+
+    Each file is replaced at once: others read an entry without a fault, or one whose digest differs.
 
     Raises:
         RuntimeError: it cannot be written; nothing is left behind.
@@ -167,10 +189,13 @@ def store(cubin: Path, content: bytes, said: str) -> None:
 
 @contextlib.contextmanager
 def locked(cubin: Path, seconds: float, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Keeps other threads and processes from making the same entry meanwhile. A caller that had to wait looks again whether the entry is there.
+    """Keeps other threads and processes from making the same entry meanwhile.
 
-    If another one makes the entry, calls on_wait and waits for it, but no longer than `seconds`. Where files cannot be locked it does not wait: then both make
-    the entry, and the last one stays. The lock of a process that was killed is free.
+    A caller that had to wait looks again whether the entry is there.
+
+    If another one makes the entry, calls on_wait and waits for it, but no longer than `seconds`. Where files
+    cannot be locked it does not wait: then both make the entry, and the last one stays. The lock of a process
+    that was killed is free.
     """
     lock = cubin.with_name(f".{cubin.name}.lock")
     try:
@@ -213,8 +238,13 @@ def _digest(cubin: bytes, said: bytes) -> bytes:
 
 
 def _foreign(cubin: Path) -> str:
-    """Why an entry may be another user's work: because of its folders, or of its files (of a link counts who made it)."""
-    for path, follow in [*((folder, True) for folder in cubin.parents[:2][::-1]), *((file, False) for file in _files(cubin))]:
+    """Why an entry may be another user's work: because of its folders, or of its files (of a link counts who
+    made it).
+    """
+    for path, follow in [
+        *((folder, True) for folder in cubin.parents[:2][::-1]),
+        *((file, False) for file in _files(cubin)),
+    ]:
         try:
             info = path.stat(follow_symlinks=follow)
         except OSError:
@@ -223,14 +253,20 @@ def _foreign(cubin: Path) -> str:
             return f"{path} belongs to another user ({info.st_uid})"
         if info.st_mode & stat.S_IWOTH and not stat.S_ISLNK(info.st_mode):
             return f"{path} is writable by everybody"
-        if info.st_mode & stat.S_IWGRP and not stat.S_ISLNK(info.st_mode) and not _is_private_group(info.st_gid, info.st_uid):
+        if (
+            info.st_mode & stat.S_IWGRP
+            and not stat.S_ISLNK(info.st_mode)
+            and not _is_private_group(info.st_gid, info.st_uid)
+        ):
             return f"{path} is writable by its group ({_group_name(info.st_gid)})"
     return ""
 
 
 def _is_private_group(gid: int, owner: int) -> bool:
-    """Whether the group is the owner's user-private group without other members. Ubuntu and Fedora set a umask of 002 for such groups, so the group can write
-    all files of the user."""
+    """Whether the group is the owner's user-private group without other members.
+
+    Ubuntu and Fedora set a umask of 002 for such groups, so the group can write all files of the user.
+    """
     try:
         user, group = pwd.getpwuid(owner), grp.getgrgid(gid)
     except KeyError:
@@ -251,7 +287,10 @@ def _private_folder(reason: str) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         info = folder.lstat()
     except OSError as error:
-        raise RuntimeError(f"{reason}, and {error.filename or 'a folder in its place'} cannot be made: {error.strerror}; {_ADVICE}") from error
+        raise RuntimeError(
+            f"{reason}, and {error.filename or 'a folder in its place'} cannot be made: {error.strerror}; "
+            f"{_ADVICE}"
+        ) from error
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
         raise RuntimeError(f"{reason}, and others may enter {folder}, too: remove it, or {_ADVICE}")
     return folder
@@ -262,6 +301,10 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise RuntimeError(f"compiled kernels cannot be kept in {folder}: a file is in its place; {_ADVICE}") from error
+        raise RuntimeError(
+            f"compiled kernels cannot be kept in {folder}: a file is in its place; {_ADVICE}"
+        ) from error
     except OSError as error:
-        raise RuntimeError(f"compiled kernels cannot be kept in {folder}: {error.strerror}; {_ADVICE}") from error
+        raise RuntimeError(
+            f"compiled kernels cannot be kept in {folder}: {error.strerror}; {_ADVICE}"
+        ) from error

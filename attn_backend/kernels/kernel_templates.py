@@ -1,4 +1,6 @@
-"""The sources of kernels, as far as they are the same for every element type, head shape and variant; `manifest` fills in the rest."""
+"""The sources of kernels, as far as they are the same for every element type, head shape and variant;
+`manifest` fills in the rest.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_
 }
 """)
 
-# One kernel of an append_qkv cubin; ctas: that share a multiprocessor, as many as fit without spilled registers.
+# One kernel of an append_qkv cubin; ctas: that share a multiprocessor, as many as fit without spilled
+# registers.
 APPEND_QKV = Template("""
 extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas) void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
   attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises, attn::$cache_element>(params);

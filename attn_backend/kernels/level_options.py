@@ -57,7 +57,11 @@ def positions_of(view: BSRView) -> tuple[int, int, int, int]:
     if view.kv_offsets is None and view.positions is None and view.requests is None:
         return _NO_POSITIONS
     addresses = []
-    for name, tensor in (("kv_offsets", view.kv_offsets), ("positions", view.positions), ("requests", view.requests)):
+    for name, tensor in (
+        ("kv_offsets", view.kv_offsets),
+        ("positions", view.positions),
+        ("requests", view.requests),
+    ):
         addresses.append(0 if tensor is None else check_plain(name, tensor).data_ptr())
     of_rows = view.positions if view.positions is not None else view.requests
     return (*addresses, 0 if of_rows is None else of_rows.shape[0])  # type: ignore[return-value]
@@ -66,9 +70,26 @@ def positions_of(view: BSRView) -> tuple[int, int, int, int]:
 def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a view, by the names that those who made it know."""
     table = view.table
-    indices = {"csr": "kv_indices", "block_table": "block_table", "token_slots": "req_to_token", "ragged": ""}[table.form]
-    tensors = (view.qo_indptr, view.rows, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows)
-    for name, tensor in zip(("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"), tensors, strict=True):
+    indices = {
+        "csr": "kv_indices",
+        "block_table": "block_table",
+        "token_slots": "req_to_token",
+        "ragged": "",
+    }[table.form]
+    tensors = (
+        view.qo_indptr,
+        view.rows,
+        table.indices,
+        table.indptr,
+        table.last_page_len,
+        table.kv_lens,
+        table.rows,
+    )
+    for name, tensor in zip(
+        ("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"),
+        tensors,
+        strict=True,
+    ):
         if tensor is not None:
             yield name, tensor
 
@@ -89,7 +110,12 @@ def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BS
     if view.table.page_size == page_size:
         return view
     if view.pages_change:
-        refuse(f"levels[{level}].pages_change", True, f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the page ids")
+        refuse(
+            f"levels[{level}].pages_change",
+            True,
+            f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the "
+            f"page ids",
+        )
     if view.device.type == "cpu":  # now: messages then have the caller's values
         try:
             check_values(view, max_rows)
@@ -110,19 +136,26 @@ def visibility_of(view: BSRView, num_levels: int, variant: AttentionVariant | No
 
 
 def window_of_level(view: BSRView, of_variant: int = -1, name: str = "") -> int:
-    """window_left of one of several levels: what a plan and the standard kernels know of it, from the level's end on. A window that counts positions is the
-    variant's mask. of_variant: the variant's window.
+    """window_left of one of several levels: what a plan and the standard kernels know of it, from the level's
+    end on. A window that counts positions is the variant's mask. of_variant: the variant's window.
 
     Raises:
-        ValueError: the view does not say what positions its window or the variant's counts, or its window is not the variant's.
+        ValueError: the view does not say what positions its window or the variant's counts, or its window is
+            not the variant's.
     """
     if of_variant >= 0:
         for given in ("kv_offsets", "positions"):
             if getattr(view, given) is None:
-                raise ValueError(f"{given} is None, must be given: variant {name} has a window, which counts positions over all levels")
+                raise ValueError(
+                    f"{given} is None, must be given: variant {name} has a window, which counts positions "
+                    f"over all levels"
+                )
     if view.window_left < 0 or view.positions is None:
         return view.window_left
     if view.window_left != of_variant:
-        instead = f"-1, or that of the Attention: variant=builtin.sliding_window({view.window_left}), or it combined with another variant"
+        instead = (
+            f"-1, or that of the Attention: variant=builtin.sliding_window({view.window_left}), or it "
+            f"combined with another variant"
+        )
         refuse("window_left", view.window_left, instead)
     return -1

@@ -15,7 +15,9 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def library_path() -> Path:
-    """Path of the host library inside the installed package. An editable install has two folders: the sources, and what was built.
+    """Path of the host library inside the installed package.
+
+    An editable install has two folders: the sources, and what was built.
 
     Raises:
         ImportError: the package was not installed (the library is built by `pip install`).
@@ -25,8 +27,13 @@ def library_path() -> Path:
         if path.exists():
             return path
     if (PACKAGE.parent / "pyproject.toml").exists():
-        raise ImportError(f"{PACKAGE} is the source tree, which has no built library: run from another folder, or install it editable (CONTRIBUTING.md)")
-    raise ImportError(f"attn_backend is not installed properly: {PACKAGE} has no lib/libattn_backend.so; reinstall it")
+        raise ImportError(
+            f"{PACKAGE} is the source tree, which has no built library: run from another folder, or install "
+            f"it editable (CONTRIBUTING.md)"
+        )
+    raise ImportError(
+        f"attn_backend is not installed properly: {PACKAGE} has no lib/libattn_backend.so; reinstall it"
+    )
 
 
 @cache

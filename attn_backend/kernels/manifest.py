@@ -1,6 +1,8 @@
-"""Every kernel that is built ahead of time: one table, from which the build, the lookup, the wheel, `attn-backend doctor` and the tests work.
+"""Every kernel that is built ahead of time: one table, from which the build, the lookup, the wheel,
+`attn-backend doctor` and the tests work.
 
-A kernel's source is generated here, from `kernel_templates`: a wrapper that instantiates a template of csrc/ for one element type, head shape and variant.
+A kernel's source is generated here, from `kernel_templates`: a wrapper that instantiates a template of csrc/
+for one element type, head shape and variant.
 """
 
 from __future__ import annotations
@@ -19,25 +21,34 @@ from .shipped_variants import SHIPPED_VARIANTS, shipped_variant
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-# Elements of a cache that have scales: narrower than Q's, unless Q has them, too. latent: rows of MLA with scales of their own.
+# Elements of a cache that have scales: narrower than Q's, unless Q has them, too. latent: rows of MLA with
+# scales of their own.
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output is of 8 bits
-LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")  # of a variant they are compiled only when a cache needs them
+# of a variant they are compiled only when a cache needs them
+LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")
 OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 # By variant. Kernels of other heads are compiled when they are first needed, or ahead (attn-backend compile).
 SHIPPED_HEAD_DIMS = {
-    "standard": (*(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))), *WIDE_HEAD_DIMS),
+    "standard": (
+        *(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
+        *WIDE_HEAD_DIMS,
+    ),
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
-    "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),  # and all of SHIPPED_VARIANTS: of each arch's default design
+    # and all of SHIPPED_VARIANTS: of each arch's default design
+    "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
-_SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}  # of bf16, by elements of caches that are widened as they are loaded
-MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))  # of designs that multiply e4m3 Q and K as they are
-SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)  # with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
+# of bf16, by elements of caches that are widened as they are loaded
+_SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}
+# of designs that multiply e4m3 Q and K as they are
+MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))
+# with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
+SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)
 
 
 class KernelShape(NamedTuple):
@@ -70,7 +81,8 @@ class Design:
         name: of the folder.
         archs: those of the GPUs that run it.
         cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
-        serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. What it does not serve, the next design does.
+        serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. What it
+            does not serve, the next design does.
         multiplies_float8: e4m3 Q and K are multiplied as they are, with heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
     """
 
@@ -81,8 +93,15 @@ class Design:
     multiplies_float8: bool = False
 
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
-        """The part of `cubins` for a shape. Where rows are widened as they are loaded, one kernel serves all caches."""
-        return dict([*self.cubins.items()][:1]) if shape.dims.is_wide and shape.kv_element in CUDA_KV_ELEMENTS else self.cubins
+        """The part of `cubins` for a shape.
+
+        Where rows are widened as they are loaded, one kernel serves all caches.
+        """
+        return (
+            dict([*self.cubins.items()][:1])
+            if shape.dims.is_wide and shape.kv_element in CUDA_KV_ELEMENTS
+            else self.cubins
+        )
 
 
 def _has_room_for_transforms(dims: HeadDims, transforms: bool) -> bool:
@@ -90,10 +109,17 @@ def _has_room_for_transforms(dims: HeadDims, transforms: bool) -> bool:
     return not (transforms and dims.is_wide)
 
 
-# By the names that Attention(kernel=...) has for them; the first that a GPU can run, and that serves the heads, is its default. The last serves all heads
-# that run on CUDA. sm90_gather: for caches that TMA cannot describe.
+# By the names that Attention(kernel=...) has for them; the first that a GPU can run, and that serves the
+# heads, is its default. The last serves all heads that run on CUDA. sm90_gather: for caches that TMA cannot
+# describe.
 DESIGNS = {
-    "hopper": Design("sm90", (SM90,), {"attention": "sm90", "attention_rows": "sm90_gather"}, _has_room_for_transforms, multiplies_float8=True),
+    "hopper": Design(
+        "sm90",
+        (SM90,),
+        {"attention": "sm90", "attention_rows": "sm90_gather"},
+        _has_room_for_transforms,
+        multiplies_float8=True,
+    ),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
 
@@ -113,12 +139,17 @@ def attention_name(design: str, shape: KernelShape, variant: str = "standard") -
 
 
 def kv_element_of(kv_dtype: str | None, dtype: str) -> str | None:
-    """The element of a cache of another type than Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit one. By torch's names; None: the cache has dtype."""
+    """The element of a cache of another type than Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit one.
+
+    By torch's names; None: the cache has dtype.
+    """
     return None if kv_dtype in (None, dtype) else CACHE_ELEMENT_NAMES[kv_dtype]
 
 
 def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
-    """What products take, by torch's names: Q's dtype, to which a cache of 8 bits is widened, or that of another 16-bit cache, to which Q is converted."""
+    """What products take, by torch's names: Q's dtype, to which a cache of 8 bits is widened, or that of
+    another 16-bit cache, to which Q is converted.
+    """
     return kv_dtype_of(kv_element) if kv_element in CUDA_ELEMENTS else dtype
 
 
@@ -133,7 +164,9 @@ def merge_name(element: str, variant: str = "") -> str:
 
 
 def append_qkv_name(element: str, kv_element: str | None = None) -> str:
-    """element: of heads. kv_element: of a cache of another type, of kv_element_of(); one kernel writes those of 8 bits."""
+    """element: of heads. kv_element: of a cache of another type, of kv_element_of(); one kernel writes those
+    of 8 bits.
+    """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
     return f"append_qkv_{element}_{of_cache}" if of_cache else f"append_qkv_{element}"
 
@@ -155,8 +188,12 @@ def kernels(arch: str) -> dict[str, Kernel]:
 
 
 def distinct_kernels(arch: str) -> dict[str, Kernel]:
-    """Those that CI compiles, which has no time for all. Attention and sampling of float16 have bfloat16's code with another element, and the generic design
-    for Hopper that for Ampere: of such attention it compiles the plainest kernels. A release compiles all (`make wheel`)."""
+    """Those that CI compiles, which has no time for all.
+
+    Attention and sampling of float16 have bfloat16's code with another element, and the generic design for
+    Hopper that for Ampere: of such attention it compiles the plainest kernels. A release compiles all (`make
+    wheel`).
+    """
 
     def is_distinct(name: str) -> bool:
         shape = _shape_of(name)
@@ -164,14 +201,22 @@ def distinct_kernels(arch: str) -> dict[str, Kernel]:
             return name != sampling_name("f16")
         if name.endswith("_standard") and shape == KernelShape(shape.element, HeadDims(128, 128)):
             return True
-        return shape.element != "f16" and name.startswith(tuple(f"attention_{stem}_" for stem in default_design(arch, shape.dims).cubins.values()))
+        return shape.element != "f16" and name.startswith(
+            tuple(f"attention_{stem}_" for stem in default_design(arch, shape.dims).cubins.values())
+        )
 
     return {name: kernel for name, kernel in kernels(arch).items() if is_distinct(name)}
 
 
 def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = None) -> dict[str, Design]:
-    """Those that serve heads, by their names. transforms: under a variant that transforms Q, K or V. arch: of the GPU that must run them."""
-    return {name: design for name, design in DESIGNS.items() if design.serves(dims, transforms) and (arch is None or arch in design.archs)}
+    """Those that serve heads, by their names. transforms: under a variant that transforms Q, K or V. arch: of
+    the GPU that must run them.
+    """
+    return {
+        name: design
+        for name, design in DESIGNS.items()
+        if design.serves(dims, transforms) and (arch is None or arch in design.archs)
+    }
 
 
 def default_design(arch: str, dims: HeadDims, transforms: bool = False) -> Design:
@@ -197,7 +242,9 @@ class VariantSource(Protocol):
 
 
 def variant_text(variant: VariantSource) -> str:
-    """The source of a variant as it stands in front of a kernel's: what a compiler says of its lines names it, and not a file of ours."""
+    """The source of a variant as it stands in front of a kernel's: what a compiler says of its lines names
+    it, and not a file of ours.
+    """
     return f'#line 1 "{variant_place(variant.name)}"\n{variant.source.rstrip()}\n#line 1 "attn_backend"\n'
 
 
@@ -206,9 +253,13 @@ def variant_place(name: str) -> str:
     return f"<source of variant {name}>"
 
 
-def variant_kernels(arch: str, design: Design, shape: KernelShape, variant: VariantSource, sinks: bool = False) -> dict[str, Kernel]:
-    """A variant's kernels for a design, by the names that csrc/ has for them; under shape.float8_out those whose outputs are of 8 bits beside the others.
-    sinks: whether runs may be given sinks. A variant with the source of a shipped one has the kernels of that, by its name."""
+def variant_kernels(
+    arch: str, design: Design, shape: KernelShape, variant: VariantSource, sinks: bool = False
+) -> dict[str, Kernel]:
+    """A variant's kernels for a design, by the names that csrc/ has for them; under shape.float8_out those
+    whose outputs are of 8 bits beside the others. sinks: whether runs may be given sinks. A variant with the
+    source of a shipped one has the kernels of that, by its name.
+    """
     variant = shipped_variant(variant.source) or variant
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
@@ -217,11 +268,21 @@ def variant_kernels(arch: str, design: Design, shape: KernelShape, variant: Vari
     for prefix, out_element in out_elements(shape.element, shape.float8_out).items():
         of_out = shape._replace(float8_out=prefix != "")
         for kernel, stem in design.cubins_for(shape).items():
-            made[prefix + kernel] = Kernel(attention_name(stem, of_out, name), (arch,), text + attention_source(stem, of_out, variant_type))
+            made[prefix + kernel] = Kernel(
+                attention_name(stem, of_out, name),
+                (arch,),
+                text + attention_source(stem, of_out, variant_type),
+            )
         if variant.has_output:
-            made[f"{prefix}merge"] = Kernel(merge_name(out_element, variant.name), (arch,), text + merge_source(out_element, USER_VARIANT))
+            made[f"{prefix}merge"] = Kernel(
+                merge_name(out_element, variant.name), (arch,), text + merge_source(out_element, USER_VARIANT)
+            )
     if variant.has_mask:
-        made["row_ranges"] = Kernel(f"row_ranges_{variant.name}", (arch,), text + templates.ROW_RANGES.substitute(variant=USER_VARIANT))
+        made["row_ranges"] = Kernel(
+            f"row_ranges_{variant.name}",
+            (arch,),
+            text + templates.ROW_RANGES.substitute(variant=USER_VARIANT),
+        )
     return made
 
 
@@ -235,13 +296,23 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
     element, dims, kv_element, float8_q, float8_out = shape
     has_8_bits = kv_element in CUDA_KV_ELEMENTS
     # A cache of 8 bits is widened to Q's type; Q of another 16-bit type is converted to the cache's.
-    elements = [element if has_8_bits else kv_element, kv_element, kv_element if float8_q else element, OUT_ELEMENT if float8_out else element]
+    elements = [
+        element if has_8_bits else kv_element,
+        kv_element,
+        kv_element if float8_q else element,
+        OUT_ELEMENT if float8_out else element,
+    ]
     variant = f"attn::{variant_type}"
     if has_8_bits:
         wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
         variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
-    of_products, of_cache, of_q, of_out = (f"attn::{(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[of or element]}" for of in elements)
-    traits = f"attn::Traits<{of_products}, {of_cache}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}, {of_q}, {of_out}>"
+    of_products, of_cache, of_q, of_out = (
+        f"attn::{(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[of or element]}" for of in elements
+    )
+    traits = (
+        f"attn::Traits<{of_products}, {of_cache}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}, "
+        f"{of_q}, {of_out}>"
+    )
     template, copier = {
         "sm80": (templates.SM80_ATTENTION, ""),
         "sm90": (templates.SM90_ATTENTION, "BoxCopier"),
@@ -254,14 +325,24 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
 
 def merge_source(element: str, variant_type: str) -> str:
     """element: of O."""
-    return templates.MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
+    return templates.MERGE.substitute(
+        element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type
+    )
 
 
 def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
     """The standard kernels of a shape, for which there must be CUDA kernels (runs_over())."""
-    stems = {stem: design.archs for design in designs_for(shape.dims).values() for stem in design.cubins_for(shape).values()}
+    stems = {
+        stem: design.archs
+        for design in designs_for(shape.dims).values()
+        for stem in design.cubins_for(shape).values()
+    }
     return [
-        Kernel(attention_name(stem, shape, variant), archs, attention_source(stem, shape, STANDARD_VARIANTS[variant]))
+        Kernel(
+            attention_name(stem, shape, variant),
+            archs,
+            attention_source(stem, shape, STANDARD_VARIANTS[variant]),
+        )
         for variant in variants
         for stem, archs in stems.items()
     ]
@@ -273,12 +354,16 @@ def _shape_of(name: str) -> KernelShape | None:
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
     if shape is None or shape[1] == shape[2]:
         return None
-    return KernelShape(shape[1], HeadDims.parse(shape[5]), shape[2], shape[3] is not None, shape[4] is not None)
+    return KernelShape(
+        shape[1], HeadDims.parse(shape[5]), shape[2], shape[3] is not None, shape[4] is not None
+    )
 
 
 def _mixed_append(name: str) -> tuple[str, str] | None:
     """Elements of heads and of a cache of another 16-bit type, of an append_qkv_name()."""
-    pairs = ((element, of_cache) for element in CUDA_ELEMENTS for of_cache in CUDA_ELEMENTS if of_cache != element)
+    pairs = (
+        (element, of_cache) for element in CUDA_ELEMENTS for of_cache in CUDA_ELEMENTS if of_cache != element
+    )
     return next((pair for pair in pairs if append_qkv_name(*pair) == name), None)
 
 
@@ -295,12 +380,18 @@ def compile_options(name: str) -> str:
 
 def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> str:
     """The options of `attn-backend compile` for 8-bit caches, queries and outputs."""
-    of_cache = "" if kv_element is None else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
+    of_cache = (
+        ""
+        if kv_element is None
+        else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
+    )
     return f"{of_cache}{' --float8-out' if float8_out else ''}"
 
 
 def source_of(name: str, arch: str) -> str | None:
-    """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel for this arch."""
+    """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel
+    for this arch.
+    """
     if name in kernels(arch):
         return kernels(arch)[name].source
     append = _mixed_append(name)
@@ -309,13 +400,24 @@ def source_of(name: str, arch: str) -> str | None:
     shape = _shape_of(name)
     if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
         return None
-    return next((kernel.source for kernel in attention_kernels(shape) if kernel.name == name and arch in kernel.archs), None)
+    return next(
+        (
+            kernel.source
+            for kernel in attention_kernels(shape)
+            if kernel.name == name and arch in kernel.archs
+        ),
+        None,
+    )
 
 
 def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
     """The kernels over e4m3 Q and K, of designs that multiply them without widening."""
     archs = {arch for design in DESIGNS.values() if design.multiplies_float8 for arch in design.archs}
-    return [kernel for kernel in attention_kernels(KernelShape("bf16", dims, "e4m3", True, float8_out), ("standard",)) if archs.issuperset(kernel.archs)]
+    return [
+        kernel
+        for kernel in attention_kernels(KernelShape("bf16", dims, "e4m3", True, float8_out), ("standard",))
+        if archs.issuperset(kernel.archs)
+    ]
 
 
 def _attention_kernels() -> list[Kernel]:
@@ -327,7 +429,9 @@ def _attention_kernels() -> list[Kernel]:
         for shipped in SHIPPED_VARIANTS:
             for arch in ARCHS:
                 for dims in SHIPPED_HEAD_DIMS[shipped.name]:
-                    made += variant_kernels(arch, default_design(arch, dims), KernelShape(element, dims), shipped).values()
+                    made += variant_kernels(
+                        arch, default_design(arch, dims), KernelShape(element, dims), shipped
+                    ).values()
     for dims in SHIPPED_FLOAT8_HEAD_DIMS:
         made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
     for widened_element, widened in _SHIPPED_WIDENED.items():
@@ -339,18 +443,27 @@ def _attention_kernels() -> list[Kernel]:
         for kv_element in (None, "e4m3"):
             made += attention_kernels(KernelShape("bf16", dims, kv_element, float8_out=True), ("standard",))
         made += _multiplied_float8_kernels(dims, float8_out=True)
-    made += [Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"])) for element in (*CUDA_ELEMENTS, OUT_ELEMENT)]
+    made += [
+        Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"]))
+        for element in (*CUDA_ELEMENTS, OUT_ELEMENT)
+    ]
     return made
 
 
 def _sampling_kernels() -> list[Kernel]:
-    headers = "".join(f'#include "sampling/device/{name}.cuh"\n' for name in ("filtered", "unfiltered", "write_rows"))
+    headers = "".join(
+        f'#include "sampling/device/{name}.cuh"\n' for name in ("filtered", "unfiltered", "write_rows")
+    )
 
     def kernel(name: str, call: str, ctas: int = 3) -> str:
         return templates.SAMPLING.substitute(name=name, ctas=ctas, call=call)
 
     made = []
-    for element, element_type in {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}.items():
+    for element, element_type in {
+        "f32": "Float32Element",
+        "f16": "Float16Element",
+        "bf16": "BFloat16Element",
+    }.items():
         plain, masked = (f"LogitSource<attn::{element_type}, {is_masked}>" for is_masked in ("false", "true"))
         text = headers
         # As many as fit without spilled registers.
@@ -358,10 +471,21 @@ def _sampling_kernels() -> list[Kernel]:
         text += kernel("masked_sample_unfiltered", f"sample_unfiltered<attn::{masked}>")
         text += kernel("sample_filtered", f"sample_filtered<attn::{plain}>")
         text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2)
-        made.append(Kernel(sampling_name(element), ARCHS, text + kernel("write_rows", f"write_rows<attn::{plain}>")))
-    probs = "".join(kernel(function, f"{function}<attn::ProbSource<false>>") for function in ("sample_filtered", "write_rows"))
+        made.append(
+            Kernel(sampling_name(element), ARCHS, text + kernel("write_rows", f"write_rows<attn::{plain}>"))
+        )
+    probs = "".join(
+        kernel(function, f"{function}<attn::ProbSource<false>>")
+        for function in ("sample_filtered", "write_rows")
+    )
     made.append(Kernel(sampling_name("probs"), ARCHS, headers + probs))
-    made.append(Kernel(sampling_name("speculative"), ARCHS, '#include "sampling/device/speculative.cuh"\n' + kernel("speculate", "speculate")))
+    made.append(
+        Kernel(
+            sampling_name("speculative"),
+            ARCHS,
+            '#include "sampling/device/speculative.cuh"\n' + kernel("speculate", "speculate"),
+        )
+    )
     return made
 
 
@@ -369,10 +493,21 @@ def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
     """As append_qkv_name(). Of two 16-bit types it is not built ahead of time."""
     quantises, element_type = kv_element in CUDA_KV_ELEMENTS, CUDA_ELEMENTS[element]
     of_cache = CUDA_ELEMENTS.get(kv_element or "", element_type)
-    text = '#include "cache/append_qkv.cuh"\n' + ('#include "cache/append_rounded.cuh"\n' if quantises else "")
-    for name, kernel, ctas in (("plain", "kPlain", 8 if quantises else 9), ("normed", "kNormed", 7), ("general", "kGeneral", 8)):
+    text = '#include "cache/append_qkv.cuh"\n' + (
+        '#include "cache/append_rounded.cuh"\n' if quantises else ""
+    )
+    for name, kernel, ctas in (
+        ("plain", "kPlain", 8 if quantises else 9),
+        ("normed", "kNormed", 7),
+        ("general", "kGeneral", 8),
+    ):
         text += templates.APPEND_QKV.substitute(
-            name=name, kernel=kernel, ctas=ctas, element=element_type, quantises=str(quantises).lower(), cache_element=of_cache
+            name=name,
+            kernel=kernel,
+            ctas=ctas,
+            element=element_type,
+            quantises=str(quantises).lower(),
+            cache_element=of_cache,
         )
     text += templates.APPEND_ROUNDED.substitute(element=element_type) if quantises else ""
     return Kernel(append_qkv_name(element, kv_element), ARCHS, text)
@@ -385,6 +520,9 @@ _ALL = (
     Kernel("selected_slots", ARCHS, templates.SELECTED_SLOTS),
     *(append_qkv_kernel(element, kv_element) for element in CUDA_ELEMENTS for kv_element in (None, "e4m3")),
     *_attention_kernels(),
-    *(Kernel(merge_states_name(name), ARCHS, templates.MERGE_STATES.substitute(element=element)) for name, element in STATE_ELEMENTS.items()),
+    *(
+        Kernel(merge_states_name(name), ARCHS, templates.MERGE_STATES.substitute(element=element))
+        for name, element in STATE_ELEMENTS.items()
+    ),
     *_sampling_kernels(),
 )

@@ -1,4 +1,6 @@
-"""Functions of the host library whose arguments are given by name: those that csrc/runtime/ exports by ATTN_EXPORT_BY_NAME."""
+"""Functions of the host library whose arguments are given by name: those that csrc/runtime/ exports by
+ATTN_EXPORT_BY_NAME.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ def names_of(function: str) -> tuple[str, ...]:
 
 @cache
 def by_name(function: str, last: str | None = None) -> Callable[..., Any]:
-    """A function of the library that takes its arguments by their names; those that are not given are None. As fast as the call that it makes.
+    """A function of the library that takes its arguments by their names; those that are not given are None.
 
-    last: the last argument in the library's order that calls give: one that has fewer arguments takes less time.
+    As fast as the call that it makes.
+
+    last: the last argument in the library's order that calls give: one that has fewer arguments takes less
+    time.
     """
     names = names_of(function)
     if last is not None:

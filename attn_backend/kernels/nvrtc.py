@@ -1,4 +1,7 @@
-"""NVRTC, the CUDA compiler that is a library: torch's CUDA wheels bring it. It makes cubins, and PTX, from our headers alone."""
+"""NVRTC, the CUDA compiler that is a library: torch's CUDA wheels bring it.
+
+It makes cubins, and PTX, from our headers alone.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,11 @@ class Nvrtc:
                 ctypes.CDLL(str(builtins))
         self._library = ctypes.CDLL(path)  # its functions let other Python threads run
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-        for name in ("CreateProgram", "CompileProgram", *(f"Get{what}{size}" for what in ("CUBIN", "PTX", "ProgramLog") for size in ("", "Size"))):
+        for name in (
+            "CreateProgram",
+            "CompileProgram",
+            *(f"Get{what}{size}" for what in ("CUBIN", "PTX", "ProgramLog") for size in ("", "Size")),
+        ):
             getattr(self._library, f"nvrtc{name}")
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "its version")
@@ -54,14 +61,19 @@ class Nvrtc:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
 
     def compile(self, source: str, options: Sequence[str], what: str) -> tuple[bytes, str]:
-        """The cubin, or the PTX if the options ask for no GPU's code but for a compute capability, and what the compiler said. `what` the source is, for the
-        message.
+        """The cubin, or the PTX if the options ask for no GPU's code but for a compute capability, and what
+        the compiler said. `what` the source is, for the message.
 
         Raises:
             RuntimeError: it does not compile; carries the compiler's output.
         """
         program = ctypes.c_void_p()
-        self._check(self._library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None), what)
+        self._check(
+            self._library.nvrtcCreateProgram(
+                ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+            ),
+            what,
+        )
         try:
             arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             status = self._library.nvrtcCompileProgram(program, len(options), arguments)

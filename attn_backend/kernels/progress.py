@@ -18,7 +18,9 @@ LINE_EVERY_S = 10.0  # where no line moves
 
 @contextlib.contextmanager
 def shown(text: str) -> Iterator[None]:
-    """Shows on stderr that something takes seconds: by a moving line on a terminal, by one plain line elsewhere."""
+    """Shows on stderr that something takes seconds: by a moving line on a terminal, by one plain line
+    elsewhere.
+    """
     if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:
         from rich.console import Console
         from rich.errors import LiveError
@@ -46,7 +48,8 @@ def _replace_line(text: str) -> None:
 
 @contextlib.contextmanager
 def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on stdout what happens for minutes, and since when: by a moving line on a terminal, by a plain line now and then elsewhere and in other threads.
+    """Shows on stdout what happens for minutes, and since when: by a moving line on a terminal, by a plain
+    line now and then elsewhere and in other threads.
 
     Gives a function that takes what happens from now on ("requests 3 of 32"); `who` stands before it.
     """

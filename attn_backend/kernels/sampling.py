@@ -30,10 +30,12 @@ class Samples:
     """What `sample` gives for a batch.
 
     token_ids: int32 (or `out`'s dtype) [batch].
-    valid: bool [batch]; False: the row held a NaN or +inf, nothing that may be drawn, or a parameter that is a NaN or below 0. Its token is then the first one
+    valid: bool [batch]; False: the row held a NaN or +inf, nothing that may be drawn, or a parameter that is
+    a NaN or below 0. Its token is then the first one
         that the mask allows (0 without a mask), its log-probabilities are NaN.
     logprobs: float32 [batch], of the tokens; None unless asked for.
-    top_token_ids, top_logprobs: int32, float32 [batch, num_top_logprobs], most likely first, the lower id first among equals; where fewer tokens can be drawn
+    top_token_ids, top_logprobs: int32, float32 [batch, num_top_logprobs], most likely first, the lower id
+    first among equals; where fewer tokens can be drawn
         the rest is token 0 with -inf. None unless asked for.
     """
 
@@ -48,15 +50,21 @@ class Samples:
 def _kernel(name: str, device: torch.device) -> tuple[str, int]:
     """(cubin, most CTAs that may share a row) of a sampling kernel; ("", 1) on a CPU."""
     has_clusters = device.type == "cuda" and BUILDS[arch_on(device)].has_clusters
-    return kernel_file(manifest.sampling_name(name), device), values_of("Limit")["kMaxClusterCtas"] if has_clusters else 1
+    return kernel_file(manifest.sampling_name(name), device), values_of("Limit")[
+        "kMaxClusterCtas"
+    ] if has_clusters else 1
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
-    return _kernel(FLOAT_NAMES.get(logits.dtype, "f32"), logits.device)  # a wrong dtype is refused before the kernel is looked at
+    # a wrong dtype is refused before the kernel is looked at
+    return _kernel(FLOAT_NAMES.get(logits.dtype, "f32"), logits.device)
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:
-    """A workspace for `sample`: int64 [4096] on `device`. It may hold anything. Launches that may run at the same time need one each."""
+    """A workspace for `sample`: int64 [4096] on `device`.
+
+    It may hold anything. Launches that may run at the same time need one each.
+    """
     return torch.zeros(values_of("Limit")["kWorkspaceWords"], dtype=torch.int64, device=check_device(device))
 
 
@@ -67,7 +75,8 @@ _TENSORS_OR_NONE = ("rows", "token_mask", "out", "workspace", "logprobs", "top_l
 
 
 def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: Any) -> None:
-    """Calls the library, and checks what it does not: some properties of tensors, the names of arguments of a wrong type, and ints beyond int64.
+    """Calls the library, and checks what it does not: some properties of tensors, the names of arguments of a
+    wrong type, and ints beyond int64.
 
     arguments: by the library's names.
     """
@@ -79,7 +88,11 @@ def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: An
             if type(value) in _SCALARS or not isinstance(value, torch.Tensor):
                 continue
             if value.is_neg() or (records_gradients and value.requires_grad):
-                explain_failure((name, tensor) for name, tensor in _by_callers_names(arguments) if isinstance(tensor, torch.Tensor))
+                explain_failure(
+                    (name, tensor)
+                    for name, tensor in _by_callers_names(arguments)
+                    if isinstance(tensor, torch.Tensor)
+                )
         arguments["file"], arguments["max_ctas"] = kernel
         arguments["row_ctas"] = row_ctas
         by_name(function)(**arguments)
@@ -109,24 +122,46 @@ def _explain(arguments: Iterable[tuple[str, Any]], tensors_are_fine: bool = Fals
 def _by_callers_names(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     """The arguments of a call as its caller knows them."""
     of_values = "probs" if arguments.get("of_probs") else "logits"
-    return [(of_values if name == "values" else name, value) for name, value in arguments.items() if name != "file"]
+    return [
+        (of_values if name == "values" else name, value)
+        for name, value in arguments.items()
+        if name != "file"
+    ]
 
 
 def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
     """The first size of a tensor. Refuses anything but a tensor of `dims` dimensions."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() != dims:
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.dim() != dims
+    ):
         refuse(name, tensor, f"a dense tensor of {dims} dimensions")
     return tensor.shape[0]
 
 
-def _write_rows(task: str, row_ctas: int, *, temperature: Float = 1.0, top_k: Int = 0, top_p: Float = 1.0, **given: object) -> torch.Tensor:
+def _write_rows(
+    task: str, row_ctas: int, *, temperature: Float = 1.0, top_k: Int = 0, top_p: Float = 1.0, **given: object
+) -> torch.Tensor:
     """float32 [batch, vocab]: what a task makes of `logits` or `probs`."""
     ((name, values),) = given.items()
     rows, of_probs = check_plain(name, values), name == "probs"
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     kernel = _kernel("probs", rows.device) if of_probs else _logits_kernel(rows)
     number = values_of("RowTask")[task]
-    _call("write_rows", kernel, row_ctas, task=number, of_probs=of_probs, values=rows, temperature=temperature, top_k=top_k, top_p=top_p, out=out)
+    _call(
+        "write_rows",
+        kernel,
+        row_ctas,
+        task=number,
+        of_probs=of_probs,
+        values=rows,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        out=out,
+    )
     return out
 
 
@@ -157,31 +192,41 @@ def sample(
 ) -> Samples:
     """Draws one token for each row of `logits`. One launch; capturable in a CUDA graph; never synchronises.
 
-    The token depends on the row's logits and parameters, on `seed` and on `position`, and on nothing else: not on the batch, on the row's place in it, on the
-    launch's shape or on the GPU; a CPU gives the same one. docs/sampling.md defines every edge case.
+    The token depends on the row's logits and parameters, on `seed` and on `position`, and on nothing else:
+    not on the batch, on the row's place in it, on the launch's shape or on the GPU; a CPU gives the same one.
+    docs/sampling.md defines every edge case.
 
-    Each parameter is one value for all rows or a tensor with one for each: temperature, top_p and min_p float32 [batch], top_k, seed and position int32 or
-    int64 [batch].
+    Each parameter is one value for all rows or a tensor with one for each: temperature, top_p and min_p
+    float32 [batch], top_k, seed and position int32 or int64 [batch].
 
     Args:
-        logits: float32, float16 or bfloat16 [batch, vocab], any row stride, vocab contiguous, at most 2^19; penalties already applied.
+        logits: float32, float16 or bfloat16 [batch, vocab], any row stride, vocab contiguous, at most 2^19;
+            penalties already applied.
         temperature: 0: the most likely token (the lowest id among equals), whatever the filters.
         top_k: keeps the k largest logits, and those equal to the k-th. <= 0, or vocab and more: off.
-        top_p: keeps the smallest set of most likely tokens with at least this probability, and those equal to the least likely of them. >= 1: off; <= 0: only
-            the most likely ones.
-        min_p: keeps what is at least this times as likely as the most likely token. <= 0: off; >= 1: only the most likely ones.
-        seed, position: of the request, and of this token in its sequence: the key and the counter of the random numbers; any int64. Rows with the same draw
-            the same. None, both: another draw for each row and each call. position None beside a seed: 0.
-        generator: of the device: what draws come from without seed and position; default: torch's own there. Not while a CUDA graph is captured.
-        token_mask: int32 [batch, at least ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
-        filter_order: "top_k_first": top_p is a share of what min_p and top_k leave (vLLM); "joint": of all tokens (SGLang).
+        top_p: keeps the smallest set of most likely tokens with at least this probability, and those equal to
+            the least likely of them. >= 1: off; <= 0: only the most likely ones.
+        min_p: keeps what is at least this times as likely as the most likely token. <= 0: off; >= 1: only the
+            most likely ones.
+        seed, position: of the request, and of this token in its sequence: the key and the counter of the
+            random numbers; any int64. Rows with the same draw the same. None, both: another draw for each row
+            and each call. position None beside a seed: 0.
+        generator: of the device: what draws come from without seed and position; default: torch's own there.
+            Not while a CUDA graph is captured.
+        token_mask: int32 [batch, at least ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i
+            is allowed.
+        filter_order: "top_k_first": top_p is a share of what min_p and top_k leave (vLLM); "joint": of all
+            tokens (SGLang).
         return_logprobs: also the log-probability of each token.
         num_top_logprobs: also those of so many most likely tokens, at most 128.
-        logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the filters to neither.
+        logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the
+            filters to neither.
         out: int32 or int64 [batch] that takes the tokens.
-        workspace: of `sampling_workspace`, which no other launch uses at the same time; small batches without filters are faster with it.
-        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the workspace is used (up to 256 rows) any number;
-            0: as many as suit the batch. No result depends on it.
+        workspace: of `sampling_workspace`, which no other launch uses at the same time; small batches without
+            filters are faster with it.
+        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the
+            workspace is used (up to 256 rows) any number; 0: as many as suit the batch. No result depends on
+            it.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -191,23 +236,48 @@ def sample(
         refuse("logprobs_of", logprobs_of, "'logits' or 'tempered'")
     batch, device, joint = _batch_of("logits", logits), logits.device, _is_joint(filter_order)
     if torch.compiler.is_compiling():
-        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "position": position}
+        numbers = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "position": position,
+        }
         tensors = {"token_mask": token_mask, "out": out, "workspace": workspace}
-        _explain(((name, value) for name, value in {"logits": logits, **numbers, **tensors}.items() if value is not None or name == "temperature"))
+        _explain(
+            (
+                (name, value)
+                for name, value in {"logits": logits, **numbers, **tensors}.items()
+                if value is not None or name == "temperature"
+            )
+        )
         if not isinstance(row_ctas, int):
             refuse("row_ctas", row_ctas, _ROW_CTAS)
         options = tensors | {
-            "filter_order": filter_order, "return_logprobs": bool(return_logprobs), "num_top_logprobs": num_top_logprobs, "logprobs_of": logprobs_of,
+            "filter_order": filter_order,
+            "return_logprobs": bool(return_logprobs),
+            "num_top_logprobs": num_top_logprobs,
+            "logprobs_of": logprobs_of,
             "row_ctas": row_ctas,
-        }  # fmt: skip
+        }
         return compiled.sample(logits, numbers, generator, options)
-    seed, position = draws(batch, device, seed, position, generator, of_row=int(isinstance(temperature, torch.Tensor) or temperature != 0))
+    seed, position = draws(
+        batch,
+        device,
+        seed,
+        position,
+        generator,
+        of_row=int(isinstance(temperature, torch.Tensor) or temperature != 0),
+    )
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
         torch.empty(batch, dtype=torch.bool, device=device),
         torch.empty(batch, dtype=torch.float32, device=device) if return_logprobs else None,
         torch.empty(batch, num_top_logprobs, dtype=torch.int32, device=device) if num_top_logprobs else None,
-        torch.empty(batch, num_top_logprobs, dtype=torch.float32, device=device) if num_top_logprobs else None,
+        torch.empty(batch, num_top_logprobs, dtype=torch.float32, device=device)
+        if num_top_logprobs
+        else None,
     )
     _call(
         "sample",
@@ -248,17 +318,23 @@ def sample_from_probs(
     out: torch.Tensor | None = None,
     row_ctas: int = 0,
 ) -> Samples:
-    """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalised. The rest as in `sample`.
+    """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalised.
 
-    rows: int32 or int64 [batch]: the row of probs that each token is drawn from, which may then have any number of rows; nothing is copied. A row that does
-    not exist is the nearest that does.
+    The rest as in `sample`.
 
-    A row with a negative, infinite or NaN probability, or with none above 0, is not valid. A probability below 2^-126 counts as 0.
+    rows: int32 or int64 [batch]: the row of probs that each token is drawn from, which may then have any
+    number of rows; nothing is copied. A row that does not exist is the nearest that does.
+
+    A row with a negative, infinite or NaN probability, or with none above 0, is not valid. A probability
+    below 2^-126 counts as 0.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    batch, device = _batch_of("probs", probs) if rows is None else _batch_of("rows", rows, 1), check_plain("probs", probs).device
+    batch, device = (
+        _batch_of("probs", probs) if rows is None else _batch_of("rows", rows, 1),
+        check_plain("probs", probs).device,
+    )
     seed, position = draws(batch, device, seed, position, generator)
     samples = Samples(
         torch.empty(batch, dtype=torch.int32, device=device) if out is None else out,
@@ -288,11 +364,15 @@ def sample_from_probs(
 def _renormalised(probs: torch.Tensor, row_ctas: int, **filters: Any) -> torch.Tensor:
     if not isinstance(probs, torch.Tensor) or probs.dtype not in (torch.float16, torch.bfloat16):
         return _write_rows("kRenorm", row_ctas, probs=probs, **filters)
-    return _write_rows("kRenorm", row_ctas, probs=check_plain("probs", probs).float(), **filters).to(probs.dtype)
+    return _write_rows("kRenorm", row_ctas, probs=check_plain("probs", probs).float(), **filters).to(
+        probs.dtype
+    )
 
 
 def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0) -> torch.Tensor:
-    """softmax(logits / temperature): float32 [batch, vocab]. Temperature 0 of a row: its most likely tokens, equally. A row that cannot be sampled: zeros.
+    """softmax(logits / temperature): float32 [batch, vocab].
+
+    Temperature 0 of a row: its most likely tokens, equally. A row that cannot be sampled: zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -301,7 +381,9 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
 
 
 def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
-    """The logits in float32, -inf where top-k (with its ties, as in `sample`) removes them. A row that cannot be sampled stays as it is.
+    """The logits in float32, -inf where top-k (with its ties, as in `sample`) removes them.
+
+    A row that cannot be sampled stays as it is.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -310,8 +392,8 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
-    """The probabilities that top-k keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or float16 [batch, vocab], the last two by a copy in
-    float32. A row that cannot be sampled: zeros.
+    """The probabilities that top-k keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or
+    float16 [batch, vocab], the last two by a copy in float32. A row that cannot be sampled: zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -320,8 +402,8 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) -> torch.Tensor:
-    """The probabilities that top-p keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or float16 [batch, vocab], the last two by a copy in
-    float32. A row that cannot be sampled: zeros.
+    """The probabilities that top-p keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or
+    float16 [batch, vocab], the last two by a copy in float32. A row that cannot be sampled: zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -333,10 +415,11 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
 class SpeculativeSamples:
     """What `chain_speculative_sampling` gives.
 
-    token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token that was drawn after them, then -1.
-    num_accepted: int32 [batch], draft tokens that were accepted.
-    num_passed: int32 [batch], draft tokens that passed their own test; unlike `num_accepted`, those after the first that did not, too.
-    valid: bool [batch]; False: the token that was drawn comes from a row that cannot be sampled, and is 0.
+    token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token that was drawn after
+    them, then -1. num_accepted: int32 [batch], draft tokens that were accepted.
+    num_passed: int32 [batch], draft tokens that passed their own test; unlike `num_accepted`, those after the
+    first that did not, too. valid: bool [batch]; False: the token that was drawn comes from a row that cannot
+    be sampled, and is 0.
     """
 
     token_ids: torch.Tensor
@@ -355,14 +438,17 @@ def chain_speculative_sampling(
     generator: torch.Generator | None = None,
     row_ctas: int = 0,
 ) -> SpeculativeSamples:
-    """Speculative sampling of a chain (Leviathan et al. 2023, Chen et al. 2023): tokens distributed as if drawn from the target one by one.
+    """Speculative sampling of a chain (Leviathan et al. 2023, Chen et al. 2023): tokens distributed as if
+    drawn from the target one by one.
 
-    Draft token i is accepted with probability min(1, target / draft); after the first that is not, a token is drawn from max(target - draft, 0), normalised,
-    and after the last, if all were accepted, from the target.
+    Draft token i is accepted with probability min(1, target / draft); after the first that is not, a token is
+    drawn from max(target - draft, 0), normalised, and after the last, if all were accepted, from the target.
 
     Args:
-        draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn from.
-        draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never accepted.
+        draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn
+            from.
+        draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never
+            accepted.
         target_probs: float32 [batch, num_draft_tokens + 1, vocab], contiguous.
         seed: of the requests.
         position: of their first draft token.
@@ -371,7 +457,11 @@ def chain_speculative_sampling(
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
-    batch, rows, device = _batch_of("target_probs", target_probs, 3), target_probs.shape[1], target_probs.device
+    batch, rows, device = (
+        _batch_of("target_probs", target_probs, 3),
+        target_probs.shape[1],
+        target_probs.device,
+    )
     seed, position = draws(batch, device, seed, position, generator, of_row=rows)
     samples = SpeculativeSamples(
         torch.empty(batch, rows, dtype=torch.int32, device=device),

@@ -12,17 +12,22 @@ from .structs import dtype_of, values_of
 
 # By their names in ScheduleError (csrc/planner/schedule.h).
 _ERRORS = {
-    "kQoIndptrInvalid": "qo_indptr decreases, does not start at 0 or ends beyond max_rows or the level's rows; must be a prefix sum of query lengths",
-    "kKvIndptrInvalid": "kv_indptr decreases, does not start at 0 or ends beyond kv_indices; must be a prefix sum of page counts",
-    "kKvLengthInvalid": "kv_lens has a length that is negative or longer than the table; must be in [0, pages of the table's row * page_size]",
+    "kQoIndptrInvalid": "qo_indptr decreases, does not start at 0 or ends beyond max_rows or the level's "
+    "rows; must be a prefix sum of query lengths",
+    "kKvIndptrInvalid": "kv_indptr decreases, does not start at 0 or ends beyond kv_indices; must be a "
+    "prefix sum of page counts",
+    "kKvLengthInvalid": "kv_lens has a length that is negative or longer than the table; must be in [0, "
+    "pages of the table's row * page_size]",
     "kLastPageLenInvalid": "kv_last_page_len has a length outside [1, page_size]",
     "kTableRowInvalid": "rows has a row outside the table",
     "kPageIndexInvalid": "a page id is outside the cache; must be in [0, pages of the cache)",
     "kRowInvalid": "rows (the row list of a level) has a row outside [0, max_rows)",
     "kPrefixSearchFailed": (
-        "the search for shared prefixes did not end in time, or metadata changed while it was planned; must stay as it is until the plan has run"
+        "the search for shared prefixes did not end in time, or metadata changed while it was planned; must "
+        "stay as it is until the plan has run"
     ),
-    "kSelectionTooLong": "a row has selected more tokens than were planned; must be at most kv_lens of BSRView.selected",
+    "kSelectionTooLong": "a row has selected more tokens than were planned; must be at most kv_lens of "
+    "BSRView.selected",
 }
 
 # By their names in NodeReason.
@@ -42,7 +47,8 @@ def describe_errors(errors: int) -> str:
 
 @dataclass(frozen=True)
 class PrefixNode:
-    """Leading pages that several requests of a batch share (csrc/planner/forest.h), and whether a row group reads them for all.
+    """Leading pages that several requests of a batch share (csrc/planner/forest.h), and whether a row group
+    reads them for all.
 
     Attributes:
         request: smallest request that shares them: its row of the page table names the pages.
@@ -52,7 +58,8 @@ class PrefixNode:
         num_requests: requests that share the pages.
         num_rows: their rows of Q.
         group: row group of the schedule; -1: not taken.
-        first_page: page where the row group begins, or would: a node that is not taken leaves its pages to those below.
+        first_page: page where the row group begins, or would: a node that is not taken leaves its pages to
+            those below.
         saved: cost units that reading the pages once saves, for each KV head.
         added: cost units that it adds.
         reason: why it was taken or not.
@@ -98,7 +105,18 @@ def _read_forest(records: numpy.ndarray) -> tuple[PrefixNode, ...]:
     return tuple(nodes)
 
 
-GROUP_COLUMNS = ("qo_begin", "qo_len", "kv_len", "tile_begin", "level", "kind", "state_begin", "kv_offset", "q_position", "request")
+GROUP_COLUMNS = (
+    "qo_begin",
+    "qo_len",
+    "kv_len",
+    "tile_begin",
+    "level",
+    "kind",
+    "state_begin",
+    "kv_offset",
+    "q_position",
+    "request",
+)
 TILE_COLUMNS = ("group", "kind", "packed_begin", "kv_begin", "kv_end", "num_kv_tiles")
 _POSITION_COLUMNS = ("tile", "head", "kv_tile")
 _LINK_COLUMNS = ("group", "index")
@@ -122,14 +140,16 @@ class Schedule:
         tiles: int32 [tiles, 6]: TILE_COLUMNS of each row tile (`of_tiles`).
         cost_begin: int64 [tiles]: cost of everything before the tile.
         positions: int32 [num_ctas + 1, 3]: tile, head, kv_tile where each CTA's interval starts.
-        links: int32 [links, merge rows, 2]: the row groups of each row that is in several (-1: none), and the row's number in them. Row i of `links` is row i
-            of Q in a composition of several levels; with a forest they are the rows of all requests in taken nodes, one after another; in a batch
-            invariant schedule requests.
+        links: int32 [links, merge rows, 2]: the row groups of each row that is in several (-1: none), and the
+            row's number in them. Row i of `links` is row i of Q in a composition of several levels; with a
+            forest they are the rows of all requests in taken nodes, one after another; in a batch invariant
+            schedule requests.
         rows: int32: row list of the forest's row groups.
         forest: the shared prefixes that were found.
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
-        uses_queue: whether a GPU's CTAs take pairs from a work queue; the intervals then consist of whole pairs and need not be kept.
+        uses_queue: whether a GPU's CTAs take pairs from a work queue; the intervals then consist of whole
+            pairs and need not be kept.
         has_largest_tiles: whether some row tile is of the largest kind.
         num_ctas: parts that the work is split into.
         kv_tile: tokens of a KV tile.
@@ -164,7 +184,9 @@ class Schedule:
 
     @classmethod
     def read(cls, workspace: torch.Tensor, config: Any, layout: Any) -> Schedule:
-        """Reads the bytes of a workspace (uint8, CPU). config, layout: ScheduleConfig and ScheduleLayout of its Attention object."""
+        """Reads the bytes of a workspace (uint8, CPU). config, layout: ScheduleConfig and ScheduleLayout of
+        its Attention object.
+        """
         data = workspace.numpy()
 
         def records(struct: str, array: str, count: int) -> numpy.ndarray:
@@ -174,8 +196,12 @@ class Schedule:
         groups = records("RowGroup", "groups", header["num_groups"])
         tiles = records("RowTile", "tiles", header["num_tiles"])
         num_merge_rows = int(header["num_merge_rows"])
-        num_links, row_links = (int(header["num_links"]), int(config["max_merge_rows"])) if num_merge_rows else (0, 0)
-        links = records("RowLink", "links", num_links * row_links).reshape(num_links, row_links)[:, :num_merge_rows]
+        num_links, row_links = (
+            (int(header["num_links"]), int(config["max_merge_rows"])) if num_merge_rows else (0, 0)
+        )
+        links = records("RowLink", "links", num_links * row_links).reshape(num_links, row_links)[
+            :, :num_merge_rows
+        ]
         listed = int(groups["qo_len"][groups["level"] == 1].sum()) if header["num_requests"] else 0
         return cls(
             groups=_columns(groups, GROUP_COLUMNS),
@@ -184,11 +210,18 @@ class Schedule:
             cost_begin=torch.from_numpy(tiles["cost_begin"].copy()),
             positions=_columns(records("Position", "positions", config["num_ctas"] + 1), _POSITION_COLUMNS),
             links=_columns(links, _LINK_COLUMNS),
-            rows=torch.from_numpy(numpy.frombuffer(data, numpy.int32, listed, offset=int(layout["rows"])).copy()),
+            rows=torch.from_numpy(
+                numpy.frombuffer(data, numpy.int32, listed, offset=int(layout["rows"])).copy()
+            ),
             forest=_read_forest(records("PrefixNode", "nodes", header["num_requests"])),
             errors=int(header["errors"]),
             levels=tuple(
-                (level["entry_step"].item(), level["visibility"]["causal"].item(), level["visibility"]["window_left"].item(), level["group_begin"].item())
+                (
+                    level["entry_step"].item(),
+                    level["visibility"]["causal"].item(),
+                    level["visibility"]["window_left"].item(),
+                    level["group_begin"].item(),
+                )
                 for level in header["levels"][: header["num_levels"]]
             ),
             uses_queue=bool(header["flags"] & values_of("ScheduleFlag")["kUsesQueue"]),
@@ -212,6 +245,8 @@ class Schedule:
         return self.tiles[:, TILE_COLUMNS.index(column)]
 
     def cost_kinds(self) -> torch.Tensor:
-        """int64 [tiles]: index into kv_tile_cost and pair_cost: the tile's kind, and as many more as there are kinds where its rows leave states."""
+        """int64 [tiles]: index into kv_tile_cost and pair_cost: the tile's kind, and as many more as there
+        are kinds where its rows leave states.
+        """
         leaves_states = self.of_groups("state_begin")[self.of_tiles("group").long()] >= 0
         return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states

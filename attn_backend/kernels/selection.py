@@ -22,14 +22,18 @@ class SelectedTokens:
     """What the rows of a run attend to, where a plan of `BSRView.selected` leaves it to the run.
 
     Args:
-        indices: int32 [rows of q, topk]: for each row of Q the tokens of its request that it attends to, in any order; a negative entry means no token,
-            wherever it stands. A token that occurs twice counts twice.
-        block_table: int32 [batch, max_pages]: page j of request i is block_table[i, j]; a negative entry means no page. None: indices are slots.
-        requests: int32 or int64 [rows], the request of each row; one outside of the table has no tokens. None, only where block_table is None or has a row of
-            its own for each row of Q: row i.
+        indices: int32 [rows of q, topk]: for each row of Q the tokens of its request that it attends to, in
+            any order; a negative entry means no token, wherever it stands. A token that occurs twice counts
+            twice.
+        block_table: int32 [batch, max_pages]: page j of request i is block_table[i, j]; a negative entry
+            means no page. None: indices are slots.
+        requests: int32 or int64 [rows], the request of each row; one outside of the table has no tokens.
+            None, only where block_table is None or has a row of its own for each row of Q: row i.
         page_size: tokens of a page of block_table.
-        page_stride: slots from one page to the next, at least page_size (`KVCache.page_stride`); None: page_size.
-        kv_lens: int32 or int64 [rows], how many tokens of its request each row sees: later ones are ignored. None: all that the table has.
+        page_stride: slots from one page to the next, at least page_size (`KVCache.page_stride`); None:
+            page_size.
+        kv_lens: int32 or int64 [rows], how many tokens of its request each row sees: later ones are ignored.
+            None: all that the table has.
     """
 
     indices: Tensor
@@ -45,13 +49,16 @@ class SelectedTokens:
         """The arguments of the library's functions by name. The library checks what is not checked here.
 
         Raises:
-            ValueError: a tensor with a pending change of sign, which its handle does not show to the library; a page size or stride that is not such an int.
+            ValueError: a tensor with a pending change of sign, which its handle does not show to the library;
+                a page size or stride that is not such an int.
         """
         for name, tensor in self._tensors():
             if tensor.is_neg():
                 check_plain(name, tensor)
         page_size = check_int("page_size", self.page_size, 1)
-        page_stride = page_size if self.page_stride is None else check_int("page_stride", self.page_stride, page_size)
+        page_stride = (
+            page_size if self.page_stride is None else check_int("page_stride", self.page_stride, page_size)
+        )
         tensors: dict[str, Tensor | int | None] = dict(self._tensors())
         return tensors | {"page_size": page_size, "page_stride": page_stride}
 
@@ -61,7 +68,11 @@ class SelectedTokens:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "indices", self.indices
-        for name, tensor in (("block_table", self.block_table), ("requests", self.requests), ("kv_lens", self.kv_lens)):
+        for name, tensor in (
+            ("block_table", self.block_table),
+            ("requests", self.requests),
+            ("kv_lens", self.kv_lens),
+        ):
             if tensor is not None:
                 yield name, tensor
 
@@ -84,17 +95,19 @@ def selected_slots(
     kv_lens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The slots of selected tokens, as `BSRView.selected` takes them: first the slots, in the order of `indices`, then -1.
+    """The slots of selected tokens, as `BSRView.selected` takes them: first the slots, in the order of
+    `indices`, then -1.
 
-    One kernel on the current stream: no synchronisation; may be captured in a CUDA graph. A run of such a plan does the same itself, if it is given
-    `SelectedTokens`.
+    One kernel on the current stream: no synchronisation; may be captured in a CUDA graph. A run of such a
+    plan does the same itself, if it is given `SelectedTokens`.
 
     Args:
         indices, block_table, requests, page_size, page_stride, kv_lens: as of `SelectedTokens`.
         out: int32 [rows, topk], written and returned; may be `indices` itself. None: a new tensor.
 
     Raises:
-        ValueError: an argument that is wrong in type, dtype, shape, strides or device, or tensors that overlap.
+        ValueError: an argument that is wrong in type, dtype, shape, strides or device, or tensors that
+            overlap.
     """
     selected = SelectedTokens(indices, block_table, requests, page_size, page_stride, kv_lens)
     if is_compiling():
@@ -113,7 +126,12 @@ def selected_slots(
             check_plain("out", out)
         load(indices.device)
         by_name("selected_slots")(**given, out=out)
-    except (AttributeError, OverflowError, RuntimeError, TypeError):  # examined only on failure: each layer's call would pay for it
+    except (
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        TypeError,
+    ):  # examined only on failure: each layer's call would pay for it
         selected.explain_failure()
         explain_failure((("out", indices if out is None else out),))
         raise

@@ -1,7 +1,8 @@
-"""Variants whose kernels are built ahead and shipped: the sources of built-ins (Variant.source), by the names that cubins have for them.
+"""Variants whose kernels are built ahead and shipped: the sources of built-ins (Variant.source), by the names
+that cubins have for them.
 
-Text, since kernels are built where there is no torch, which makes it. A test compares it with the built-ins. A variant is found here by its source: what
-combines to the same (`alibi() & causal()`) uses the same kernels.
+Text, since kernels are built where there is no torch, which makes it. A test compares it with the built-ins.
+A variant is found here by its source: what combines to the same (`alibi() & causal()`) uses the same kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
 
 @dataclass(frozen=True)
 class ShippedVariant:
-    """A manifest.VariantSource without a mask and a transform of the output, which would need kernels besides attention's, and without those of Q, K and V."""
+    """A manifest.VariantSource without a mask and a transform of the output, which would need kernels besides
+    attention's, and without those of Q, K and V.
+    """
 
     name: str
     source: str

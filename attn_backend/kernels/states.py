@@ -1,4 +1,6 @@
-"""Attention states that lie in tensors, and how they merge: (o, lse), normalised output and log-sum-exp over some of a row's tokens."""
+"""Attention states that lie in tensors, and how they merge: (o, lse), normalised output and log-sum-exp over
+some of a row's tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,24 @@ from .named_calls import by_name
 
 @cache
 def _kernel_file(dtype: torch.dtype, device: torch.device) -> str:
-    return kernel_file(manifest.merge_states_name(FLOAT_NAMES.get(dtype, "f32")), device)  # a wrong dtype is refused before the kernel is looked at
+    # a wrong dtype is refused before the kernel is looked at
+    return kernel_file(manifest.merge_states_name(FLOAT_NAMES.get(dtype, "f32")), device)
 
 
-def merge_states(o: Tensor, lse: Tensor, indptr: Tensor | None = None, *, log2: bool = False) -> tuple[Tensor, Tensor]:
-    """Merges the states of each row, in their order. One launch; capturable in a CUDA graph; never synchronises.
+def merge_states(
+    o: Tensor, lse: Tensor, indptr: Tensor | None = None, *, log2: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Merges the states of each row, in their order.
+
+    One launch; capturable in a CUDA graph; never synchronises.
 
     Args:
-        o: float32, float16 or bfloat16 [rows, states, heads, head_dim]; with an indptr [states of all rows, heads, head_dim]. head_dim is contiguous.
-        lse: float32, of o's shape without head_dim; heads are contiguous. -inf: the state of a row that sees nothing.
-        indptr: int32 or int64 [rows + 1]: row i has the states indptr[i]:indptr[i + 1]. They must exist (not checked).
+        o: float32, float16 or bfloat16 [rows, states, heads, head_dim]; with an indptr [states of all rows,
+            heads, head_dim]. head_dim is contiguous.
+        lse: float32, of o's shape without head_dim; heads are contiguous. -inf: the state of a row that sees
+            nothing.
+        indptr: int32 or int64 [rows + 1]: row i has the states indptr[i]:indptr[i + 1]. They must exist (not
+            checked).
         log2: lse is a logarithm to base 2, not a natural one; so is that which is returned.
 
     Returns:
@@ -64,7 +74,8 @@ def merge_state(
     """Merges two states of each row. One launch; capturable in a CUDA graph; never synchronises.
 
     Args:
-        o_a, o_b: float32, float16 or bfloat16 [rows, heads, head_dim], of one dtype and with the same strides; head_dim is contiguous.
+        o_a, o_b: float32, float16 or bfloat16 [rows, heads, head_dim], of one dtype and with the same
+            strides; head_dim is contiguous.
         lse_a, lse_b: float32 [rows, heads].
         out, out_lse: written; made if None. They may be o_a and lse_a themselves.
         mask: bool [rows]: rows with False are left alone.
@@ -78,19 +89,44 @@ def merge_state(
     """
     for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
         check_plain(name, tensor)
-    out = torch.empty(o_a.shape, dtype=o_a.dtype, device=o_a.device) if out is None else check_plain("out", out)
-    out_lse = torch.empty(lse_a.shape, dtype=torch.float32, device=o_a.device) if out_lse is None else check_plain("out_lse", out_lse)
+    out = (
+        torch.empty(o_a.shape, dtype=o_a.dtype, device=o_a.device) if out is None else check_plain("out", out)
+    )
+    out_lse = (
+        torch.empty(lse_a.shape, dtype=torch.float32, device=o_a.device)
+        if out_lse is None
+        else check_plain("out_lse", out_lse)
+    )
     _merge(o=o_a, lse=lse_a, o_b=o_b, lse_b=lse_b, out=out, out_lse=out_lse, mask=mask, log2=log2)
     return out, out_lse
 
 
 def _merge(
-    *, o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, log2: bool,
-    o_b: Tensor | None = None, lse_b: Tensor | None = None, indptr: Tensor | None = None, mask: Tensor | None = None,
-) -> None:  # fmt: skip
+    *,
+    o: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    out_lse: Tensor,
+    log2: bool,
+    o_b: Tensor | None = None,
+    lse_b: Tensor | None = None,
+    indptr: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> None:
     check_types(bool, "True or False", log2=log2)
     if mask is not None:
         check_plain("mask", mask)
         mask = mask.view(torch.uint8)
     file = _kernel_file(o.dtype, o.device)
-    by_name("merge_states")(o=o, lse=lse, out=out, out_lse=out_lse, is_log2=log2, file=file, o_b=o_b, lse_b=lse_b, indptr=indptr, mask=mask)
+    by_name("merge_states")(
+        o=o,
+        lse=lse,
+        out=out,
+        out_lse=out_lse,
+        is_log2=log2,
+        file=file,
+        o_b=o_b,
+        lse_b=lse_b,
+        indptr=indptr,
+        mask=mask,
+    )

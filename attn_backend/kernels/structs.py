@@ -1,4 +1,6 @@
-"""Structs and enumerations of csrc/ by their names: NumPy's structured types, made from the tables that the host library exports (csrc/runtime/structs.cpp)."""
+"""Structs and enumerations of csrc/ by their names: NumPy's structured types, made from the tables that the
+host library exports (csrc/runtime/structs.cpp).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def _dtypes() -> dict[str, numpy.dtype[Any]]:
             names.append(str(name))
             formats.append((element, count) if count else element)
             offsets.append(offset)
-        dtypes[str(struct)] = numpy.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+        dtypes[str(struct)] = numpy.dtype(
+            {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
+        )
     return dtypes
 
 

@@ -17,9 +17,11 @@ _UNKNOWN = "MODULE:OBJECT"
 
 
 def place_of(variant: Variant) -> tuple[str, str]:
-    """(MODULE:OBJECT, what a message must add to the command): of the module that makes the variant, else of one that imports it from there.
+    """(MODULE:OBJECT, what a message must add to the command): of the module that makes the variant, else of
+    one that imports it from there.
 
-    The program itself comes last: the command would import it, and so run it. A built-in without arguments needs no module that has it.
+    The program itself comes last: the command would import it, and so run it. A built-in without arguments
+    needs no module that has it.
     """
     found = [
         (module, name)
@@ -28,7 +30,11 @@ def place_of(variant: Variant) -> tuple[str, str]:
         for name, value in list(vars(module).items())
         if value is variant
     ]
-    found = [(module, name) for module, name in found if getattr(module, "__spec__", None) or getattr(module, "__file__", None)]
+    found = [
+        (module, name)
+        for module, name in found
+        if getattr(module, "__spec__", None) or getattr(module, "__file__", None)
+    ]
     if not found:
         return _of_builtin(variant)
     module, name = min(found, key=lambda place: (place[0].__name__ == "__main__", _is_imported(*place)))
@@ -37,7 +43,11 @@ def place_of(variant: Variant) -> tuple[str, str]:
     if module.__spec__ is not None:  # python -m
         return f"{module.__spec__.name}:{name}", ""
     file = Path(str(module.__file__)).resolve()
-    return f"{file.stem}:{name}", f", in {file.parent}; that imports {file.name}, whose main part must be under `if __name__ == '__main__'`"
+    return (
+        f"{file.stem}:{name}",
+        f", in {file.parent}; that imports {file.name}, whose main part must be under `if __name__ == "
+        f"'__main__'`",
+    )
 
 
 def _of_builtin(variant: Variant) -> tuple[str, str]:
@@ -47,7 +57,11 @@ def _of_builtin(variant: Variant) -> tuple[str, str]:
         with suppress(TypeError):  # it needs arguments
             if getattr(builtin, variant.name)().source == variant.source:
                 return f"{builtin.__name__}:{variant.name}", ""
-    return _UNKNOWN, f", where {_UNKNOWN} is a module that has this variant, or a function without arguments that makes it, such as my_module:my_variant"
+    return (
+        _UNKNOWN,
+        f", where {_UNKNOWN} is a module that has this variant, or a function without arguments that makes "
+        f"it, such as my_module:my_variant",
+    )
 
 
 def _is_imported(module: ModuleType, name: str) -> bool:

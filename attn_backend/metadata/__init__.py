@@ -1,4 +1,7 @@
-"""What is attended to: page tables, KV caches and the BSR views made of them. Pure data: nothing here computes or knows an engine."""
+"""What is attended to: page tables, KV caches and the BSR views made of them.
+
+Pure data: nothing here computes or knows an engine.
+"""
 
 from .composition import BSRView, Composition
 from .kv_cache import KVCache

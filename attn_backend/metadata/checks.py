@@ -1,4 +1,7 @@
-"""Checks of the values in a view's tensors. They read the tensors, so they are for CPU tensors: on a GPU the planner clamps what these would refuse."""
+"""Checks of the values in a view's tensors.
+
+They read the tensors, so they are for CPU tensors: on a GPU the planner clamps what these would refuse.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ def check_values(view: BSRView, max_rows: int) -> None:
         max_rows: the most rows that qo_indptr may end at; the row list stays below it.
 
     Raises:
-        ValueError: an indptr that starts elsewhere than at 0, decreases or ends too far; a row list that is too short or leads beyond max_rows; a length
-            that is negative or longer than its row of the table; a last page length outside 1 .. page_size; a row outside the table; a negative page id.
+        ValueError: an indptr that starts elsewhere than at 0, decreases or ends too far; a row list that is
+            too short or leads beyond max_rows; a length that is negative or longer than its row of the table;
+            a last page length outside 1 .. page_size; a row outside the table; a negative page id.
     """
     if view.batch_size == 0:
         return
@@ -46,7 +50,8 @@ def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
         num_pages: of the cache, or the rows of ragged K and V; None: they are not known.
 
     Raises:
-        ValueError: a page id below 0 or not below num_pages, or a kv_indptr of ragged K and V that ends beyond their rows.
+        ValueError: a page id below 0 or not below num_pages, or a kv_indptr of ragged K and V that ends
+            beyond their rows.
     """
     table, page_size = view.table, view.table.page_size
     if view.batch_size == 0:
@@ -65,10 +70,22 @@ def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
         kv_lens = _present(table.kv_lens)
         longest = int(kv_lens.max())
         if table.form == "block_table":
-            _check_entries("block_table", _present(table.indices)[: view.batch_size, : -(-longest // page_size)], kv_lens, page_size, num_pages)
+            _check_entries(
+                "block_table",
+                _present(table.indices)[: view.batch_size, : -(-longest // page_size)],
+                kv_lens,
+                page_size,
+                num_pages,
+            )
         else:
             slots = _present(table.indices)[:, :longest:page_size].index_select(0, _present(table.rows))
-            _check_entries("req_to_token", slots, kv_lens, page_size, None if num_pages is None else num_pages * page_size)
+            _check_entries(
+                "req_to_token",
+                slots,
+                kv_lens,
+                page_size,
+                None if num_pages is None else num_pages * page_size,
+            )
 
 
 def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
@@ -90,13 +107,21 @@ def _check_csr(table: PageTable) -> None:
         wrong = (table.kv_lens < 0) | (table.kv_lens > room)
         if wrong.any():
             request = _first(wrong)
-            refuse(f"kv_lens[{request}]", table.kv_lens[request].item(), f"0 .. {room[request].item()}, what the pages of the request hold")
+            refuse(
+                f"kv_lens[{request}]",
+                table.kv_lens[request].item(),
+                f"0 .. {room[request].item()}, what the pages of the request hold",
+            )
         return
     last_page_len = _present(table.last_page_len)
     wrong = ((last_page_len < 1) | (last_page_len > table.page_size)) & (indptr[1:] > indptr[:-1])
     if wrong.any():
         request = _first(wrong)
-        refuse(f"kv_last_page_len[{request}]", last_page_len[request].item(), f"1 .. page_size = {table.page_size}")
+        refuse(
+            f"kv_last_page_len[{request}]",
+            last_page_len[request].item(),
+            f"1 .. page_size = {table.page_size}",
+        )
 
 
 def _is_used(table: PageTable, num_entries: int) -> Tensor:
@@ -109,7 +134,12 @@ def _is_used(table: PageTable, num_entries: int) -> Tensor:
 def _check_block_table(table: PageTable) -> None:
     block_table, kv_lens = _present(table.indices), _present(table.kv_lens)
     max_pages = block_table.shape[1]
-    _check_range("kv_lens", kv_lens, max_pages * table.page_size, f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens")
+    _check_range(
+        "kv_lens",
+        kv_lens,
+        max_pages * table.page_size,
+        f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens",
+    )
 
 
 def _check_token_slots(table: PageTable) -> None:
@@ -142,7 +172,9 @@ def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
 
 
 def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int, limit: int | None) -> None:
-    """entries: int32 [batch, pages of the longest request]: the page ids, or first slots of pages, of every request; beyond its length anything."""
+    """entries: int32 [batch, pages of the longest request]: the page ids, or first slots of pages, of every
+    request; beyond its length anything.
+    """
     wrong = _wrong_ids(entries, limit)
     if not wrong.any():
         return

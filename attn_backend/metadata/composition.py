@@ -11,31 +11,49 @@ from torch import Tensor
 
 from .page_table import PageTable
 from .selection import count_slots
-from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, refuse, short_repr
+from .structure import (
+    INT32,
+    INT32_OR_INT64,
+    MAX_INT32,
+    check_int,
+    check_same_device,
+    index_tensor,
+    refuse,
+    short_repr,
+)
 
 MAX_LEVELS = 8  # of one composition
 
 
 @dataclass(frozen=True, eq=False)
 class BSRView:
-    """Rows of Q x pages of KV: the rows qo_indptr[i]:qo_indptr[i+1] of the view attend to the pages of request i.
+    """Rows of Q x pages of KV: the rows qo_indptr[i]:qo_indptr[i+1] of the view attend to the pages of
+    request i.
 
-    Row j of a request with n rows stands at position kv_len - n + j (below 0 for a query that is longer than its KV: such a row sees nothing if it is causal).
+    Row j of a request with n rows stands at position kv_len - n + j (below 0 for a query that is longer than
+    its KV: such a row sees nothing if it is causal).
 
     Args:
         qo_indptr: int32 or int64 [batch + 1], prefix sum of query lengths.
         table: the pages of each request.
-        causal: a row sees the tokens up to its position; else all. None: True, but under a variant with a mask of its own False.
-        window_left: a row sees no token more than this many tokens before its position; -1: no limit. In one of several levels, of those in the level; if
-            `positions` are given, of those of its request in all levels: the window of the Attention's variant.
-        rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read and written where it is; a group's rows may be of
-            any request and need not be neighbours. No row may appear twice (not checked). None: row j itself.
-        kv_offsets: int32 [batch], contiguous: tokens of its request that come before the first one in the table. For variants, which are told where tokens
-            and rows stand in their requests: without it the first token is token 0, and a row stands where `causal` takes it to stand.
-        positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request, for variants.
-        requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants and for scales of requests; without it that of the row group.
-        pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no shared prefixes in them. With pages of one token
-            (a block table, neither causal nor under a window) also of fewer: see `has_slots`.
+        causal: a row sees the tokens up to its position; else all. None: True, but under a variant with a
+            mask of its own False.
+        window_left: a row sees no token more than this many tokens before its position; -1: no limit. In one
+            of several levels, of those in the level; if `positions` are given, of those of its request in all
+            levels: the window of the Attention's variant.
+        rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read
+            and written where it is; a group's rows may be of any request and need not be neighbours. No row
+            may appear twice (not checked). None: row j itself.
+        kv_offsets: int32 [batch], contiguous: tokens of its request that come before the first one in the
+            table. For variants, which are told where tokens and rows stand in their requests: without it the
+            first token is token 0, and a row stands where `causal` takes it to stand.
+        positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request,
+            for variants.
+        requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants and for scales of
+            requests; without it that of the row group.
+        pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no
+            shared prefixes in them. With pages of one token (a block table, neither causal nor under a
+            window) also of fewer: see `has_slots`.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -55,21 +73,25 @@ class BSRView:
 
     @classmethod
     def selected(cls, slots: Tensor, kv_lens: Tensor | None = None) -> BSRView:
-        """Row i of Q attends to the tokens in the slots that slots[i] begins with, and to no others: sparse attention, such as DeepSeek V3.2's.
+        """Row i of Q attends to the tokens in the slots that slots[i] begins with, and to no others: sparse
+        attention, such as DeepSeek V3.2's.
 
-        Decode and prefill are the same: each row is a request of its own, so an Attention needs max_batch >= rows. The cache must have pages of one token
-        (`KVCache.by_slot`).
+        Decode and prefill are the same: each row is a request of its own, so an Attention needs max_batch >=
+        rows. The cache must have pages of one token (`KVCache.by_slot`).
 
-        One plan serves all layers, though each layer selects tokens of its own: a plan depends only on how many there may be. A run is given the tokens of its
-        layer (`run(selected=...)`), writes their slots into this tensor and counts them; without them it takes what the tensor holds. A row may have fewer
-        tokens than were planned. A row that has more attends to the first ones, which is an error that `raise_for_errors` and runs on a CPU report.
-        `run(after_append=True)` changes nothing under such a plan.
+        One plan serves all layers, though each layer selects tokens of its own: a plan depends only on how
+        many there may be. A run is given the tokens of its layer (`run(selected=...)`), writes their slots
+        into this tensor and counts them; without them it takes what the tensor holds. A row may have fewer
+        tokens than were planned. A row that has more attends to the first ones, which is an error that
+        `raise_for_errors` and runs on a CPU report. `run(after_append=True)` changes nothing under such a
+        plan.
 
         Args:
-            slots: int32 [rows, topk], in any order; a negative entry is no slot. Each run packs them: first the slots, then -1. A slot that a row has twice
-                counts twice. Kept, not copied.
-            kv_lens: int32 or int64 [rows], the most slots of each row; None: as many as are not negative, counted now, on the device, without
-                synchronisation. A row without slots has output 0 and lse -inf.
+            slots: int32 [rows, topk], in any order; a negative entry is no slot. Each run packs them: first
+                the slots, then -1. A slot that a row has twice counts twice. Kept, not copied.
+            kv_lens: int32 or int64 [rows], the most slots of each row; None: as many as are not negative,
+                counted now, on the device, without synchronisation. A row without slots has output 0 and lse
+                -inf.
 
         Raises:
             ValueError: a tensor of the wrong dtype, shape or device.
@@ -80,18 +102,31 @@ class BSRView:
 
     @property
     def has_slots(self) -> bool:
-        """Whether each run packs the page ids of each request, and counts those that are not negative: pages of one token that may change, of which every row
-        of a request sees all.
+        """Whether each run packs the page ids of each request, and counts those that are not negative: pages
+        of one token that may change, of which every row of a request sees all.
         """
         table = self.table
         is_dense = table.indices is not None and table.indptr is None and table.rows is None
-        return self.pages_change and is_dense and table.page_size == 1 and self.causal is False and self.window_left < 0
+        return (
+            self.pages_change
+            and is_dense
+            and table.page_size == 1
+            and self.causal is False
+            and self.window_left < 0
+        )
 
     def with_slots_counted(self) -> BSRView:
-        """This view, where slots are counted anew, on the device: each request has as many tokens as a run finds. Without slots the view itself."""
+        """This view, where slots are counted anew, on the device: each request has as many tokens as a run
+        finds. Without slots the view itself.
+        """
         if not self.has_slots or self.table.indices is None:
             return self
-        return replace(self, table=PageTable.block_table(self.table.indices, count_slots(self.table.indices[: self.batch_size]), 1))
+        return replace(
+            self,
+            table=PageTable.block_table(
+                self.table.indices, count_slots(self.table.indices[: self.batch_size]), 1
+            ),
+        )
 
     @property
     def batch_size(self) -> int:
@@ -105,7 +140,9 @@ class BSRView:
     def __post_init__(self) -> None:
         if not isinstance(self.table, PageTable):
             refuse("table", self.table, "a PageTable")
-        qo_indptr = index_tensor("qo_indptr", self.qo_indptr, INT32_OR_INT64, "[batch + 1]", self.table.batch_size + 1)
+        qo_indptr = index_tensor(
+            "qo_indptr", self.qo_indptr, INT32_OR_INT64, "[batch + 1]", self.table.batch_size + 1
+        )
         check_same_device("qo_indptr", qo_indptr, "the page table", self.table.device)
         if self.causal is not None and not isinstance(self.causal, bool):
             refuse("causal", self.causal, "True, False or None")
@@ -114,7 +151,12 @@ class BSRView:
         if type(self.window_left) is not int or not -1 <= self.window_left <= MAX_INT32:
             object.__setattr__(self, "window_left", check_int("window_left", self.window_left, -1))
         if self.rows is not None:
-            check_same_device("rows", index_tensor("rows", self.rows, INT32, "[at least qo_indptr[-1]]"), "the page table", self.table.device)
+            check_same_device(
+                "rows",
+                index_tensor("rows", self.rows, INT32, "[at least qo_indptr[-1]]"),
+                "the page table",
+                self.table.device,
+            )
         if self.kv_offsets is not None:
             offsets = index_tensor("kv_offsets", self.kv_offsets, INT32, "[batch]", self.table.batch_size)
             check_same_device("kv_offsets", offsets, "the page table", self.table.device)
@@ -122,27 +164,38 @@ class BSRView:
             self._check_of_rows()
 
     def _check_of_rows(self) -> None:
-        num_rows = None if self.positions is None or not isinstance(self.positions, Tensor) else self.positions.numel()
+        num_rows = (
+            None
+            if self.positions is None or not isinstance(self.positions, Tensor)
+            else self.positions.numel()
+        )
         for name, of_rows in (("positions", self.positions), ("requests", self.requests)):
             if of_rows is not None:
-                check_same_device(name, index_tensor(name, of_rows, INT32, "[rows of Q]", num_rows), "the page table", self.table.device)
+                check_same_device(
+                    name,
+                    index_tensor(name, of_rows, INT32, "[rows of Q]", num_rows),
+                    "the page table",
+                    self.table.device,
+                )
 
 
 @dataclass(frozen=True, eq=False)
 class Composition:
-    """Levels over the same rows of Q that partition the (row, token) pairs; the result is the ⊕ of the levels' attention states.
+    """Levels over the same rows of Q that partition the (row, token) pairs; the result is the ⊕ of the
+    levels' attention states.
 
-    A row may be absent from some levels; a row of Q that is in no level is left alone: neither its output nor its lse is written. Nothing checks the partition:
-    a row that appears twice in one level, or a page that a row sees in two levels, is the caller's error.
+    A row may be absent from some levels; a row of Q that is in no level is left alone: neither its output nor
+    its lse is written. Nothing checks the partition: a row that appears twice in one level, or a page that a
+    row sees in two levels, is the caller's error.
 
     Args:
-        levels: 1 .. MAX_LEVELS views on the same device; any sequence, kept as a tuple. Their page sizes are multiples of the smallest, which is that of the
-            cache: page p of a level of 64 tokens is the pages 4 p .. 4 p + 3 of a cache of 16. A plan makes the smaller page tables, with a few torch
-            operators.
+        levels: 1 .. MAX_LEVELS views on the same device; any sequence, kept as a tuple. Their page sizes are
+            multiples of the smallest, which is that of the cache: page p of a level of 64 tokens is the pages
+            4 p .. 4 p + 3 of a cache of 16. A plan makes the smaller page tables, with a few torch operators.
 
     Raises:
-        ValueError: no level or too many, something that is not a BSRView, or levels whose page sizes do not divide one another or on different devices; names
-            the level.
+        ValueError: no level or too many, something that is not a BSRView, or levels whose page sizes do not
+            divide one another or on different devices; names the level.
     """
 
     levels: Sequence[BSRView]
@@ -152,34 +205,53 @@ class Composition:
 
     @classmethod
     def cascade(
-        cls, qo_indptrs: Sequence[Tensor], tables: Sequence[PageTable], *, causal: bool | None = None, window_left: int = -1,
-        kv_offsets: Sequence[Tensor | None] | None = None, positions: Tensor | None = None, requests: Tensor | None = None,
-    ) -> Composition:  # fmt: skip
-        """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one table a level, the most shared level first.
+        cls,
+        qo_indptrs: Sequence[Tensor],
+        tables: Sequence[PageTable],
+        *,
+        causal: bool | None = None,
+        window_left: int = -1,
+        kv_offsets: Sequence[Tensor | None] | None = None,
+        positions: Tensor | None = None,
+        requests: Tensor | None = None,
+    ) -> Composition:
+        """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one
+        table a level, the most shared level first.
 
         The rows `qo_indptrs[d][i]:qo_indptrs[d][i+1]` see all tokens of request i of `tables[d]`.
         Only in the last level, the KV that each request has for itself, `causal` counts.
 
         Args:
-            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all should end at the same number of rows (not
-                checked: rows after a level's end do not see that level).
+            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all
+                should end at the same number of rows (not checked: rows after a level's end do not see that
+                level).
             tables: for each level its pages.
             causal: of the last level.
-            window_left: of all levels: a row at position p sees no token before p - window_left. In several levels it needs kv_offsets of each and positions,
-                and an Attention with this window: variant=builtin.sliding_window(window_left). -1: no limit.
-            kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants; requests also for a cache whose scales are of
-                requests.
+            window_left: of all levels: a row at position p sees no token before p - window_left. In several
+                levels it needs kv_offsets of each and positions, and an Attention with this window:
+                variant=builtin.sliding_window(window_left). -1: no limit.
+            kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants;
+                requests also for a cache whose scales are of requests.
 
         Raises:
-            ValueError: sequences of different lengths, a window with several levels that do not say where they stand, or what BSRView and Composition refuse,
-                with the level's number.
+            ValueError: sequences of different lengths, a window with several levels that do not say where
+                they stand, or what BSRView and Composition refuse, with the level's number.
         """
         _check_sequence("qo_indptrs", qo_indptrs)
         _check_sequence("tables", tables)
         if len(tables) != len(qo_indptrs):
             refuse("len(tables)", len(tables), f"len(qo_indptrs) = {len(qo_indptrs)}")
-        if len(tables) > 1 and check_int("window_left", window_left, -1) != -1 and (kv_offsets is None or positions is None):
-            refuse("window_left", window_left, f"-1 for a cascade of {len(tables)} levels without {'kv_offsets' if kv_offsets is None else 'positions'}")
+        if (
+            len(tables) > 1
+            and check_int("window_left", window_left, -1) != -1
+            and (kv_offsets is None or positions is None)
+        ):
+            refuse(
+                "window_left",
+                window_left,
+                f"-1 for a cascade of {len(tables)} levels without "
+                f"{'kv_offsets' if kv_offsets is None else 'positions'}",
+            )
         if kv_offsets is None:
             kv_offsets = [None] * len(tables)
         _check_sequence("kv_offsets", kv_offsets)
@@ -191,33 +263,48 @@ class Composition:
             try:
                 levels.append(
                     BSRView(
-                        qo_indptr, table, causal=causal if is_last else False, window_left=window_left,
-                        kv_offsets=offsets, positions=positions, requests=requests,
+                        qo_indptr,
+                        table,
+                        causal=causal if is_last else False,
+                        window_left=window_left,
+                        kv_offsets=offsets,
+                        positions=positions,
+                        requests=requests,
                     )
-                )  # fmt: skip
+                )
             except ValueError as error:
                 raise ValueError(f"levels[{len(levels)}]: {error}") from None
         return cls(levels)
 
     @classmethod
     def tree(
-        cls, parents: Sequence[int], table: PageTable, node_of_row: Sequence[int],
-        *, kv_offsets: Tensor | None = None, positions: Tensor | None = None, requests: Tensor | None = None,
-    ) -> Composition:  # fmt: skip
-        """Rows that see the tokens along a path of a tree, or of a forest: speculative trees, parallel samples, beams.
+        cls,
+        parents: Sequence[int],
+        table: PageTable,
+        node_of_row: Sequence[int],
+        *,
+        kv_offsets: Tensor | None = None,
+        positions: Tensor | None = None,
+        requests: Tensor | None = None,
+    ) -> Composition:
+        """Rows that see the tokens along a path of a tree, or of a forest: speculative trees, parallel
+        samples, beams.
 
-        Row r sees all tokens of node node_of_row[r] and of the nodes above it. Level d of the composition holds the nodes of depth d (a root has depth 0); it
-        ends at the deepest node that a row sees. Every level uses `table` itself, and gives no rows to the nodes of other depths. The lists are read
-        here, on the host; the levels' index tensors are made on the device of `table`.
+        Row r sees all tokens of node node_of_row[r] and of the nodes above it. Level d of the composition
+        holds the nodes of depth d (a root has depth 0); it ends at the deepest node that a row sees. Every
+        level uses `table` itself, and gives no rows to the nodes of other depths. The lists are read here, on
+        the host; the levels' index tensors are made on the device of `table`.
 
         Args:
-            parents: parents[n] < n is the node above node n; -1: node n is a root. At most MAX_LEVELS nodes lie on a path.
+            parents: parents[n] < n is the node above node n; -1: node n is a root. At most MAX_LEVELS nodes
+                lie on a path.
             table: the KV of node n is its request n.
             node_of_row: one node for each row of Q; -1: the row sees nothing and is left alone.
             kv_offsets: int32 [nodes], and positions, requests: as BSRView has them, for variants.
 
         Raises:
-            ValueError: a parent or a node that does not exist, too long a path, or a table of another number of requests.
+            ValueError: a parent or a node that does not exist, too long a path, or a table of another number
+                of requests.
         """
         if not isinstance(table, PageTable):
             refuse("table", table, "a PageTable")
@@ -226,16 +313,29 @@ class Composition:
         _length("node_of_row", node_of_row)
         paths: list[tuple[int, ...]] = []  # of each node, from its root
         for node, value in enumerate(parents):
-            parent = _integer(f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root")
+            parent = _integer(
+                f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root"
+            )
             path = (*paths[parent], node) if parent >= 0 else (node,)
             if len(path) > MAX_LEVELS:
-                refuse(f"parents[{node}]", parent, f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = {MAX_LEVELS} nodes")
+                refuse(
+                    f"parents[{node}]",
+                    parent,
+                    f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = "
+                    f"{MAX_LEVELS} nodes",
+                )
             paths.append(path)
 
         rows_of_node: list[list[int]] = [[] for _ in paths]
         depth = 1
         for row, value in enumerate(node_of_row):
-            node = _integer(f"node_of_row[{row}]", value, -1, len(paths) - 1, f"one of the {len(paths)} nodes, or -1 for a row that sees nothing")
+            node = _integer(
+                f"node_of_row[{row}]",
+                value,
+                -1,
+                len(paths) - 1,
+                f"one of the {len(paths)} nodes, or -1 for a row that sees nothing",
+            )
             path = paths[node] if node >= 0 else ()
             depth = max(depth, len(path))
             for seen in path:
@@ -250,10 +350,15 @@ class Composition:
                 qo_indptr.append(len(rows))
             levels.append(
                 BSRView(
-                    _int32(qo_indptr, table), table, causal=False, rows=_int32(rows, table),
-                    kv_offsets=kv_offsets, positions=positions, requests=requests,
+                    _int32(qo_indptr, table),
+                    table,
+                    causal=False,
+                    rows=_int32(rows, table),
+                    kv_offsets=kv_offsets,
+                    positions=positions,
+                    requests=requests,
                 )
-            )  # fmt: skip
+            )
         return cls(levels)
 
     def __post_init__(self) -> None:
@@ -271,7 +376,11 @@ class Composition:
         page_size = min(page_sizes)
         for i, size in enumerate(page_sizes):
             if size % page_size != 0:
-                refuse(f"levels[{i}].table.page_size", size, f"a multiple of {page_size}, the smallest of the levels")
+                refuse(
+                    f"levels[{i}].table.page_size",
+                    size,
+                    f"a multiple of {page_size}, the smallest of the levels",
+                )
         object.__setattr__(self, "levels", levels)
         object.__setattr__(self, "page_size", page_size)
 

@@ -10,12 +10,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .structure import check_int, check_plain, check_same_device, dtype_name, explain_failure, refuse, short_repr
+from .structure import (
+    check_int,
+    check_plain,
+    check_same_device,
+    dtype_name,
+    explain_failure,
+    refuse,
+    short_repr,
+)
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with scales beside the tensor
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES)
-# Rows of MLA's latents with scales of their own, as DeepSeek V3.2 stores them: 512 e4m3 numbers, 4 float32 scales, 64 bf16 numbers.
+# Rows of MLA's latents with scales of their own, as DeepSeek V3.2 stores them: 512 e4m3 numbers, 4 float32
+# scales, 64 bf16 numbers.
 SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
 Scale = Tensor | float | None
 _LEAST_FLOAT, _MAX_FLOAT = 2.0**-149, torch.finfo(torch.float32).max
@@ -23,17 +32,21 @@ _LEAST_FLOAT, _MAX_FLOAT = 2.0**-149, torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2;
-    the last dimension is contiguous, the other strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by one of the `from_...`
+    """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v],
+    bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; the last dimension is contiguous, the other
+    strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by one of the `from_...`
     methods. (Of rows with scales of their own, `from_latent` makes k: uint8 [pages, page_size, 1, 656].)
 
-    k_scale, v_scale: of a float8 cache, whose elements stand for numbers that are larger by these factors; None: 1. A number above 0; or a float32 tensor of
-    such, on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch, num_kv_heads], for each request of the batch. The levels of a
-    composition must then name the `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph sees what they hold then.
+    k_scale, v_scale: of a float8 cache, whose elements stand for numbers that are larger by these factors;
+    None: 1. A number above 0; or a float32 tensor of such, on the cache's device: [] or [1], one for all;
+    [num_kv_heads]; [batch, 1] or [batch, num_kv_heads], for each request of the batch. The levels of a
+    composition must then name the `requests` of their rows. Tensors are read when a kernel runs: a captured
+    CUDA graph sees what they hold then.
 
     Raises:
-        ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not contiguous, or scales that are not such numbers or
-            tensors, or that belong to a cache without scales.
+        ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not
+            contiguous, or scales that are not such numbers or tensors, or that belong to a cache without
+            scales.
     """
 
     k: Tensor
@@ -42,8 +55,12 @@ class KVCache:
     v_scale: Scale = None
 
     @classmethod
-    def from_tensor(cls, kv: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """kv: NHD [pages, 2, page_size, num_kv_heads, head_dim], HND [pages, 2, num_kv_heads, page_size, head_dim]."""
+    def from_tensor(
+        cls, kv: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None
+    ) -> KVCache:
+        """kv: NHD [pages, 2, page_size, num_kv_heads, head_dim], HND [pages, 2, num_kv_heads, page_size,
+        head_dim].
+        """
         _check_dimensions("kv", kv, 5, "[pages, 2, page_size, num_kv_heads, head_dim]")
         if kv.shape[1] != 2:
             refuse("kv", kv, "a tensor [pages, 2, ...]: K and V along the second dimension")
@@ -51,17 +68,24 @@ class KVCache:
         return cls(_token_major("kv", k, layout), _token_major("kv", v, layout), k_scale, v_scale)
 
     @classmethod
-    def from_pair(cls, k: Tensor, v: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size, head_dim]; v's last dimension may be another."""
+    def from_pair(
+        cls, k: Tensor, v: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None
+    ) -> KVCache:
+        """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size,
+        head_dim]; v's last dimension may be another.
+        """
         _check_dimensions("k", k, 4, "[pages, page_size, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 4, "[pages, page_size, num_kv_heads, head_dim]")
         return cls(_token_major("k", k, layout), _token_major("v", v, layout), k_scale, v_scale)
 
     @classmethod
-    def from_packed(cls, kv: Tensor, layout: str = "HND", *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
+    def from_packed(
+        cls, kv: Tensor, layout: str = "HND", *, k_scale: Scale = None, v_scale: Scale = None
+    ) -> KVCache:
         """K and V side by side in the last dimension.
 
-        kv: HND [pages, num_kv_heads, page_size, 2 * head_dim], NHD [pages, page_size, num_kv_heads, 2 * head_dim].
+        kv: HND [pages, num_kv_heads, page_size, 2 * head_dim], NHD [pages, page_size, num_kv_heads, 2 *
+        head_dim].
         """
         _check_dimensions("kv", kv, 4, "[pages, num_kv_heads, page_size, 2 * head_dim]")
         if kv.shape[3] % 2 != 0:
@@ -70,9 +94,13 @@ class KVCache:
         return cls(_token_major("kv", k, layout), _token_major("kv", v, layout), k_scale, v_scale)
 
     @classmethod
-    def from_slots(cls, k: Tensor, v: Tensor, page_size: int = 1, *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """k, v: [slots, num_kv_heads, head_dim]; v's last dimension may be another. Page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not
-        fill a page are cut off."""
+    def from_slots(
+        cls, k: Tensor, v: Tensor, page_size: int = 1, *, k_scale: Scale = None, v_scale: Scale = None
+    ) -> KVCache:
+        """k, v: [slots, num_kv_heads, head_dim]; v's last dimension may be another.
+
+        Page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not fill a page are cut off.
+        """
         _check_dimensions("k", k, 3, "[slots, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 3, "[slots, num_kv_heads, head_dim]")
         check_int("page_size", page_size, 1)
@@ -85,13 +113,15 @@ class KVCache:
 
     @classmethod
     def from_latent(cls, latent: Tensor, head_dim_v: int = 512, *, scale: Scale = None) -> KVCache:
-        """The latents of multi-head latent attention: a token's row is its key for all query heads, and the first columns are its value; V is a view of K.
+        """The latents of multi-head latent attention: a token's row is its key for all query heads, and the
+        first columns are its value; V is a view of K.
 
         Args:
-            latent: [pages, page_size, width]; the last dimension is contiguous, the other strides are free. DeepSeek's width is 576, of which head_dim_v = 512
-                columns are the value. Or uint8 [pages, page_size, 656], which DeepSeek V3.2's engines call fp8_ds_mla: a row is 512 float8_e4m3fn numbers (the
-                latent), 4 float32, by which each 128 of them are multiplied, and 64 bfloat16 numbers (the rotated part); an Attention for it has
-                kv_dtype=torch.uint8.
+            latent: [pages, page_size, width]; the last dimension is contiguous, the other strides are free.
+                DeepSeek's width is 576, of which head_dim_v = 512 columns are the value. Or uint8 [pages,
+                page_size, 656], which DeepSeek V3.2's engines call fp8_ds_mla: a row is 512 float8_e4m3fn
+                numbers (the latent), 4 float32, by which each 128 of them are multiplied, and 64 bfloat16
+                numbers (the rotated part); an Attention for it has kv_dtype=torch.uint8.
             head_dim_v: columns of V.
             scale: of float8 latents, one for all: both k_scale and v_scale.
         """
@@ -99,19 +129,25 @@ class KVCache:
         k = _view("latent", latent, lambda: latent.unsqueeze(2))
         if latent.dtype == SCALED_LATENT_DTYPE:
             if latent.shape[2] != SCALED_LATENT_BYTES:
-                refuse("latent", latent, f"uint8 [pages, page_size, {SCALED_LATENT_BYTES}], or of another dtype")
+                refuse(
+                    "latent", latent, f"uint8 [pages, page_size, {SCALED_LATENT_BYTES}], or of another dtype"
+                )
             check_int("head_dim_v", head_dim_v, SCALED_LATENT_DIMS[1], SCALED_LATENT_DIMS[1])
         check_int("head_dim_v", head_dim_v, 1, max(latent.shape[2], 1))
         return cls(k, k[..., :head_dim_v], scale, scale)
 
     @classmethod
     def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """A KVCache without the checks, in a fifth of the time: `Attention.run` and `append_kv` check shapes, dtypes and strides themselves."""
+        """A KVCache without the checks, in a fifth of the time: `Attention.run` and `append_kv` check shapes,
+        dtypes and strides themselves.
+        """
         return cls.as_given(_with_plain_strides(k), _with_plain_strides(v), k_scale, v_scale)
 
     @classmethod
     def as_given(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """As `unchecked`, of views whose dimensions of size 1 have the strides that they have in a contiguous tensor."""
+        """As `unchecked`, of views whose dimensions of size 1 have the strides that they have in a contiguous
+        tensor.
+        """
         cache = object.__new__(cls)
         fields = cache.__dict__  # torch.compile of torch 2.11 does not trace its update()
         fields["k"], fields["v"] = k, v
@@ -125,12 +161,17 @@ class KVCache:
         return cache
 
     def by_slot(self) -> KVCache:
-        """The same cache in pages of one token. Token t of page p is slot p * page_stride + t; slots between pages, if there are any, belong to others.
+        """The same cache in pages of one token.
+
+        Token t of page p is slot p * page_stride + t; slots between pages, if there are any, belong to
+        others.
 
         Raises:
             ValueError: pages are not a whole number of tokens apart.
         """
-        return KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale)
+        return KVCache.unchecked(
+            _pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale
+        )
 
     @property
     def num_pages(self) -> int:
@@ -143,7 +184,8 @@ class KVCache:
 
     @property
     def page_stride(self) -> int:
-        """Slots from one page to the next in `by_slot()`: page_size, but more where the pages of other layers lie between.
+        """Slots from one page to the next in `by_slot()`: page_size, but more where the pages of other layers
+        lie between.
 
         Raises:
             ValueError: as `by_slot`.
@@ -177,10 +219,23 @@ class KVCache:
         object.__setattr__(self, "k", _checked("k", self.k))
         object.__setattr__(self, "v", _checked("v", self.v))
         if self.v.shape[:3] != self.k.shape[:3] or self.v.dtype != self.k.dtype:
-            refuse("v", self.v, f"of k's shape {list(self.k.shape)}, except for the last dimension, and of dtype {dtype_name(self.k.dtype)}")
+            refuse(
+                "v",
+                self.v,
+                f"of k's shape {list(self.k.shape)}, except for the last dimension, and of dtype "
+                f"{dtype_name(self.k.dtype)}",
+            )
         check_same_device("v", self.v, "k", self.k.device)
-        if self.dtype == SCALED_LATENT_DTYPE and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr()) != ((1, SCALED_LATENT_BYTES), 512, self.k.data_ptr()):
-            refuse("k", self.k, "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; uint8 is for KVCache.from_latent")
+        if self.dtype == SCALED_LATENT_DTYPE and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr()) != (
+            (1, SCALED_LATENT_BYTES),
+            512,
+            self.k.data_ptr(),
+        ):
+            refuse(
+                "k",
+                self.k,
+                "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; uint8 is for KVCache.from_latent",
+            )
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, self._checked_scale(name, getattr(self, name)))
 
@@ -191,9 +246,18 @@ class KVCache:
             refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
         if isinstance(scale, Tensor):
             heads = self.num_kv_heads
-            is_right = scale.dtype == torch.float32 and scale.ndim <= 2 and (scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,))
+            is_right = (
+                scale.dtype == torch.float32
+                and scale.ndim <= 2
+                and (scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,))
+            )
             if not is_right or scale.numel() == 0:
-                refuse(name, scale, f"a number, or a float32 tensor [], [num_kv_heads = {heads}], [batch, 1] or [batch, num_kv_heads]")
+                refuse(
+                    name,
+                    scale,
+                    f"a number, or a float32 tensor [], [num_kv_heads = {heads}], [batch, 1] or [batch, "
+                    f"num_kv_heads]",
+                )
             check_same_device(name, check_plain(name, scale), "k", self.device)
             return scale
         return checked_scale(name, scale)
@@ -211,7 +275,12 @@ def checked_scale(name: str, scale: Scale) -> Scale:
 
 
 def _check_dimensions(name: str, tensor: object, ndim: int, shape: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.ndim != ndim:
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.ndim != ndim
+    ):
         refuse(name, tensor, f"a dense tensor {shape}")
     check_plain(name, tensor)
 
@@ -229,7 +298,10 @@ def _checked(name: str, view: Tensor) -> Tensor:
 
 
 def _with_plain_strides(view: Tensor) -> Tensor:
-    """A dimension of size 1 gets the stride that it has in a contiguous tensor. It is never used, but may be anything, and alignment is judged by strides."""
+    """A dimension of size 1 gets the stride that it has in a contiguous tensor.
+
+    It is never used, but may be anything, and alignment is judged by strides.
+    """
     sizes, strides = view.shape, view.stride()
     if 1 not in sizes:
         return view
@@ -263,7 +335,12 @@ def _page_stride(name: str, part: Tensor) -> int:
     if pages == 1 or page_size == 1:
         return page_size
     if page_stride < page_size * token_stride or page_stride % token_stride != 0:
-        refuse(f"kv.{name}", part, "a cache whose pages are a whole number of tokens apart: stride(0) = n * stride(1), n >= page_size")
+        refuse(
+            f"kv.{name}",
+            part,
+            "a cache whose pages are a whole number of tokens apart: stride(0) = n * stride(1), n >= "
+            "page_size",
+        )
     return page_stride // token_stride
 
 
@@ -276,7 +353,10 @@ def _pages_of_one(name: str, part: Tensor) -> Tensor:
 
 
 def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:
-    """The views that `make` makes of the argument of that name. Refuses a tensor that torch makes no view of."""
+    """The views that `make` makes of the argument of that name.
+
+    Refuses a tensor that torch makes no view of.
+    """
     try:
         return make()
     except (RuntimeError, TypeError):

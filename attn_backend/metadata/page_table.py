@@ -7,15 +7,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .structure import INT32, INT32_OR_INT64, MAX_INT32, check_int, check_same_device, index_tensor, indptr_tensor, refuse, short_repr, table_tensor
+from .structure import (
+    INT32,
+    INT32_OR_INT64,
+    MAX_INT32,
+    check_int,
+    check_same_device,
+    index_tensor,
+    indptr_tensor,
+    refuse,
+    short_repr,
+    table_tensor,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """The pages and the lengths of a batch's requests. Made by `csr`, `block_table`, `token_slots` or `ragged`, which say what each tensor holds.
+    """The pages and the lengths of a batch's requests.
 
-    The tensors are kept, not copied: what counts is what they hold when a plan is made (on CUDA: when the plan's kernel runs).
-    Structure (dtype, dimensions, strides, device) is checked here. Values are checked by `Attention.plan` for CPU tensors, clamped on the device for others.
+    Made by `csr`, `block_table`, `token_slots` or `ragged`, which say what each tensor holds.
+
+    The tensors are kept, not copied: what counts is what they hold when a plan is made (on CUDA: when the
+    plan's kernel runs). Structure (dtype, dimensions, strides, device) is checked here. Values are checked by
+    `Attention.plan` for CPU tensors, clamped on the device for others.
 
     Raises:
         ValueError: a tensor of the wrong structure.
@@ -27,45 +41,60 @@ class PageTable:
     last_page_len: Tensor | None = None
     kv_lens: Tensor | None = None
     rows: Tensor | None = None
-    entry_step: int = 1  # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
+    # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
+    entry_step: int = 1
 
     __repr__ = short_repr
 
     @classmethod
     def csr(
-        cls, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor | None, page_size: int, *, kv_lens: Tensor | None = None
-    ) -> PageTable:  # fmt: skip
+        cls,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_last_page_len: Tensor | None,
+        page_size: int,
+        *,
+        kv_lens: Tensor | None = None,
+    ) -> PageTable:
         """Request i owns the pages kv_indices[kv_indptr[i]:kv_indptr[i+1]].
 
         Args:
             kv_indptr: int32 or int64 [batch + 1].
             kv_indices: int32 [at least kv_indptr[-1]], page ids.
-            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where a request has no page. None: kv_lens is
-                given instead.
+            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where
+                a request has no page. None: kv_lens is given instead.
             page_size: tokens.
-            kv_lens: int32 or int64 [batch], tokens, 0 .. pages * page_size, in the place of kv_last_page_len: a request may own more pages than it uses.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. pages * page_size, in the place of kv_last_page_len:
+                a request may own more pages than it uses.
         """
         if kv_indptr is None or kv_indices is None:  # which would make it a table of another form
             refuse("kv_indptr" if kv_indptr is None else "kv_indices", None, "a tensor")
-        return cls(page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len, kv_lens=kv_lens)
+        return cls(
+            page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len, kv_lens=kv_lens
+        )
 
     @classmethod
     def block_table(cls, block_table: Tensor, kv_lens: Tensor, page_size: int) -> PageTable:
         """Page j of request i is block_table[i, j].
 
         Args:
-            block_table: int32 [batch, max_pages], page ids. Rows are contiguous; their stride may exceed max_pages. What a request does not use is not read.
+            block_table: int32 [batch, max_pages], page ids. Rows are contiguous; their stride may exceed
+                max_pages. What a request does not use is not read.
             kv_lens: int32 or int64 [batch], tokens, 0 .. max_pages * page_size.
             page_size: tokens.
         """
         return cls(page_size, indices=block_table, kv_lens=kv_lens)
 
     @classmethod
-    def token_slots(cls, req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, page_size: int = 1) -> PageTable:
-        """Token t of request i is in slot req_to_token[rows[i], t]; a slot is page * page_size + the token's place in its page.
+    def token_slots(
+        cls, req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, page_size: int = 1
+    ) -> PageTable:
+        """Token t of request i is in slot req_to_token[rows[i], t]; a slot is page * page_size + the token's
+        place in its page.
 
         Args:
-            req_to_token: int32 [requests, max_tokens]. Rows are contiguous. Only the slot of each page's first token is read: the others must follow it.
+            req_to_token: int32 [requests, max_tokens]. Rows are contiguous. Only the slot of each page's
+                first token is read: the others must follow it.
             rows: int32 or int64 [batch], the table's row of each request.
             kv_lens: int32 or int64 [batch], tokens, 0 .. max_tokens.
             page_size: tokens.
@@ -75,18 +104,20 @@ class PageTable:
 
     @classmethod
     def ragged(cls, kv_indptr: Tensor) -> PageTable:
-        """K and V are tensors [tokens, num_kv_heads, head_dim]; request i owns their rows kv_indptr[i]:kv_indptr[i+1].
+        """K and V are tensors [tokens, num_kv_heads, head_dim]; request i owns their rows
+        kv_indptr[i]:kv_indptr[i+1].
 
         Args:
-            kv_indptr: int32 or int64 [batch + 1]. It must not end beyond the rows of K and V, which only `run` knows. On a CPU `run` refuses that. On a GPU
-                the missing rows read as zeros or as the last row, and cost time.
+            kv_indptr: int32 or int64 [batch + 1]. It must not end beyond the rows of K and V, which only
+                `run` knows. On a CPU `run` refuses that. On a GPU the missing rows read as zeros or as the
+                last row, and cost time.
         """
         indptr_tensor("kv_indptr", kv_indptr)
         return cls(1, indptr=kv_indptr)
 
     def in_pages_of(self, page_size: int) -> PageTable:
-        """The same tokens of a cache that is divided into smaller pages: page p of 64 tokens is the pages 4 p .. 4 p + 3 of 16. Made by a few torch operators
-        on the table's device, of what its tensors hold now.
+        """The same tokens of a cache that is divided into smaller pages: page p of 64 tokens is the pages 4 p
+        .. 4 p + 3 of 16. Made by a few torch operators on the table's device, of what its tensors hold now.
 
         Raises:
             ValueError: a page_size that does not divide this one.
@@ -108,7 +139,14 @@ class PageTable:
             assert self.last_page_len is not None
             pages = self.indptr[1:] - self.indptr[:-1]
             kv_lens = torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
-        return replace(self, page_size=page_size, indices=indices, indptr=self.indptr * parts, last_page_len=None, kv_lens=kv_lens)
+        return replace(
+            self,
+            page_size=page_size,
+            indices=indices,
+            indptr=self.indptr * parts,
+            last_page_len=None,
+            kv_lens=kv_lens,
+        )
 
     @property
     def form(self) -> str:
@@ -153,7 +191,9 @@ class PageTable:
 def _check_csr(table: PageTable) -> None:
     indptr = indptr_tensor("kv_indptr", table.indptr)
     indices = index_tensor("kv_indices", table.indices, INT32, "[pages]")
-    name, lengths = ("kv_last_page_len", table.last_page_len) if table.kv_lens is None else ("kv_lens", table.kv_lens)
+    name, lengths = (
+        ("kv_last_page_len", table.last_page_len) if table.kv_lens is None else ("kv_lens", table.kv_lens)
+    )
     lengths = index_tensor(name, lengths, INT32_OR_INT64, "[batch]", indptr.numel() - 1)
     if table.kv_lens is not None and table.last_page_len is not None:
         refuse("kv_last_page_len", table.last_page_len, "None where kv_lens is given")

@@ -1,4 +1,6 @@
-"""Checks of what a tensor's handle tells: type, dtype, dimensions, strides, device. None of them reads the tensor, so none waits for a GPU.
+"""Checks of what a tensor's handle tells: type, dtype, dimensions, strides, device.
+
+None of them reads the tensor, so none waits for a GPU.
 
 The `..._tensor` functions return their argument, so that a caller checks and narrows its type in one step.
 """
@@ -32,26 +34,42 @@ def check_types(wanted: type, must_be: str, **arguments: object) -> None:
 
 
 def describe(value: object) -> str:
-    """A tensor by its handle; a string as it is; anything else by its repr, or by its type where that is long."""
+    """A tensor by its handle; a string as it is; anything else by its repr, or by its type where that is
+    long.
+    """
     if not isinstance(value, Tensor):
         try:
             text = repr(value)
         except Exception:  # a repr of the caller's, or an int of too many digits
             return _article(type(value).__name__)
-        return text if isinstance(value, str) or (len(text) <= 60 and "\n" not in text) else _article(type(value).__name__)
+        return (
+            text
+            if isinstance(value, str) or (len(text) <= 60 and "\n" not in text)
+            else _article(type(value).__name__)
+        )
     if value.layout is not torch.strided or value.is_nested:
         return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor"
-    return f"{_article(dtype_name(value.dtype))} tensor of shape {list(value.shape)} and strides {list(value.stride())} on {value.device}"
+    return (
+        f"{_article(dtype_name(value.dtype))} tensor of shape {list(value.shape)} and strides "
+        f"{list(value.stride())} on {value.device}"
+    )
 
 
 def short_repr(made: Any, **more: object) -> str:
-    """repr() of a dataclass that shows tensors by dtype, shape and device: it reads no element, so it neither copies nor waits for a GPU.
+    """repr() of a dataclass that shows tensors by dtype, shape and device: it reads no element, so it neither
+    copies nor waits for a GPU.
 
     more: shown after the fields.
     """
-    values = {field.name: value for field in fields(made) if (value := getattr(made, field.name)) is not field.default}
+    values = {
+        field.name: value
+        for field in fields(made)
+        if (value := getattr(made, field.name)) is not field.default
+    }
     devices = sorted({str(value.device) for value in values.values() if isinstance(value, Tensor)})
-    shown = {name: _brief(value) for name, value in values.items()} | ({"device": ", ".join(devices)} if devices else {})
+    shown = {name: _brief(value) for name, value in values.items()} | (
+        {"device": ", ".join(devices)} if devices else {}
+    )
     return f"{type(made).__name__}({', '.join(f'{name}={text}' for name, text in (shown | more).items())})"
 
 
@@ -83,18 +101,28 @@ def check_device(device: object) -> torch.device:
         refuse("device", str(device), "a CUDA device or the CPU")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        refuse("device", str(found), f"one of the {count} GPUs that torch sees, or 'cpu'" if count else "'cpu': torch sees no GPU")
+        refuse(
+            "device",
+            str(found),
+            f"one of the {count} GPUs that torch sees, or 'cpu'" if count else "'cpu': torch sees no GPU",
+        )
     return found
 
 
 def check_plain(name: str, tensor: object) -> Tensor:
-    """Refuses a tensor whose elements do not lie in memory as its handle says, and one that requires a gradient, which is not computed."""
+    """Refuses a tensor whose elements do not lie in memory as its handle says, and one that requires a
+    gradient, which is not computed.
+    """
     if not isinstance(tensor, Tensor):
         refuse(name, tensor, "a tensor")
-    if not torch.compiler.is_compiling():  # else `tensor` stands for tensors that the library looks at when it runs
+    # else `tensor` stands for tensors that the library looks at when it runs
+    if not torch.compiler.is_compiling():
         _check_memory(name, tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} is {describe(tensor)} that requires a gradient, which is not computed; must be detached, or used under torch.no_grad()")
+        raise ValueError(
+            f"{name} is {describe(tensor)} that requires a gradient, which is not computed; must be "
+            f"detached, or used under torch.no_grad()"
+        )
     return tensor
 
 
@@ -103,19 +131,26 @@ def _check_memory(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         refuse(name, tensor, "a dense tensor: strided, not quantized, not nested")
     if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{name} is {describe(tensor)}, a view whose sign is still to be changed; must be resolved: {name}.resolve_neg()")
+        raise ValueError(
+            f"{name} is {describe(tensor)}, a view whose sign is still to be changed; must be resolved: "
+            f"{name}.resolve_neg()"
+        )
     if tensor.is_meta or not _has_memory(tensor):
         raise ValueError(f"{name} is {describe(tensor)} without memory behind it, must be a tensor with data")
 
 
 def check_handle(name: str, tensor: Tensor) -> None:
-    """check_plain() where the handle hides from the library what it refuses: a pending change of sign, or a gradient that is required."""
+    """check_plain() where the handle hides from the library what it refuses: a pending change of sign, or a
+    gradient that is required.
+    """
     if tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled()):
         check_plain(name, tensor)
 
 
 def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
-    """Called when a call has failed without naming the tensor: refuses the first one that is not plain, or is of a subclass."""
+    """Called when a call has failed without naming the tensor: refuses the first one that is not plain, or is
+    of a subclass.
+    """
     for name, tensor in tensors:
         if type(check_plain(name, tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
@@ -127,7 +162,9 @@ def _has_memory(tensor: Tensor) -> bool:
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     try:
-        return (tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+        return (
+            tensor.storage_offset() + last + 1
+        ) * tensor.element_size() <= tensor.untyped_storage().nbytes()
     except RuntimeError:  # a tensor of torch.func, which has none of its own
         return False
 
@@ -136,8 +173,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], shape: str, size: int | None = None) -> Tensor:
-    """Refuses what is not a contiguous vector of one of `dtypes` with `size` elements (None: any number). `shape` is how the docstrings write its shape."""
+def index_tensor(
+    name: str, tensor: object, dtypes: tuple[torch.dtype, ...], shape: str, size: int | None = None
+) -> Tensor:
+    """Refuses what is not a contiguous vector of one of `dtypes` with `size` elements (None: any number).
+
+    `shape` is how the docstrings write its shape.
+    """
     if (
         not isinstance(tensor, Tensor)
         or tensor.dtype not in dtypes
@@ -149,7 +191,8 @@ def index_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], sha
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
-    return check_plain(name, tensor) if tensor.is_neg() else tensor  # Attention.plan checks what else may be wrong, once it has failed
+    # Attention.plan checks what else may be wrong, once it has failed
+    return check_plain(name, tensor) if tensor.is_neg() else tensor
 
 
 def indptr_tensor(name: str, tensor: object) -> Tensor:
@@ -161,7 +204,9 @@ def indptr_tensor(name: str, tensor: object) -> Tensor:
 
 
 def table_tensor(name: str, tensor: object, shape: str) -> Tensor:
-    """Refuses what is not an int32 matrix whose rows are contiguous (they may lie further apart than they are wide)."""
+    """Refuses what is not an int32 matrix whose rows are contiguous (they may lie further apart than they are
+    wide).
+    """
     if (
         not isinstance(tensor, Tensor)
         or tensor.dtype != torch.int32

@@ -7,4 +7,13 @@ from .params import Param
 from .reference import Reference, ReferenceFunctions
 from .variant import Variant
 
-__all__ = ["Param", "Reference", "ReferenceFunctions", "TracingError", "Variant", "builtin", "packbits", "segment_packbits"]
+__all__ = [
+    "Param",
+    "Reference",
+    "ReferenceFunctions",
+    "TracingError",
+    "Variant",
+    "builtin",
+    "packbits",
+    "segment_packbits",
+]

@@ -1,6 +1,7 @@
 """Built-in variants. They combine with each other and with users' variants: causal() & alibi() & mine.
 
-Tensors may be given here, or to each run by the name of the argument. Formulas: s the scaled score of query q, key k in head h of request b.
+Tensors may be given here, or to each run by the name of the argument. Formulas: s the scaled score of query
+q, key k in head h of request b.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def causal() -> Variant:
 
 
 def sliding_window(left: int) -> Variant:
-    """q - k <= left: Longformer (arXiv 2004.05150), Mistral 7B (arXiv 2310.06825). Says nothing about tokens after the query: combine it with causal().
+    """q - k <= left: Longformer (arXiv 2004.05150), Mistral 7B (arXiv 2310.06825).
+
+    Says nothing about tokens after the query: combine it with causal().
 
     Args:
         left: tokens before the query that it sees, besides itself.
@@ -68,8 +71,9 @@ def sliding_window(left: int) -> Variant:
 
 
 def streaming_llm(window: int, sink_tokens: int = 4) -> Variant:
-    """k <= q and (q - k < window or k < sink_tokens): StreamingLLM (arXiv 2309.17453), a causal window that keeps the first tokens. Positions are those in the
-    sequence; that paper's rotary embedding counts positions in the cache: rope_in_cache().
+    """k <= q and (q - k < window or k < sink_tokens): StreamingLLM (arXiv 2309.17453), a causal window that
+    keeps the first tokens. Positions are those in the sequence; that paper's rotary embedding counts
+    positions in the cache: rope_in_cache().
 
     Args:
         window: tokens that are seen, the query's own among them.
@@ -110,15 +114,19 @@ def alibi(slopes: Tensor | None = None) -> Variant:
     """
 
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        # Floats are exact up to 2^24 tokens. Where other logits come besides, a difference of integers takes registers that Hopper's kernels do not have.
+        # Floats are exact up to 2^24 tokens. Where other logits come besides, a difference of integers takes
+        # registers that Hopper's kernels do not have.
         return score + slopes[h] * (kv_idx.to(score.dtype) - q_idx.to(score.dtype))  # type: ignore[index]
 
-    return Variant.from_functions(alibi, tensors=[Param("slopes", torch.float32, value=slopes, shape=("num_qo_heads",))])
+    return Variant.from_functions(
+        alibi, tensors=[Param("slopes", torch.float32, value=slopes, shape=("num_qo_heads",))]
+    )
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """float32 [num_heads] on the CPU: 2^(-8 i / n) for i = 1 .. n if n heads are a power of two; else those of the next smaller power, and then every second
-    of the next larger one (arXiv 2108.12409, section 3 and its code).
+    """float32 [num_heads] on the CPU: 2^(-8 i / n) for i = 1 .. n if n heads are a power of two; else those
+    of the next smaller power, and then every second of the next larger one (arXiv 2108.12409, section 3 and
+    its code).
     """
     num_heads = check_int("num_heads", num_heads, 1)
     power = 2 ** int(math.log2(num_heads))
@@ -128,8 +136,10 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def sigmoid(bias: float | None = 0.0) -> Variant:
-    """Weights sigmoid(s + bias), which are not normalised: no softmax. FlashSigmoid (arXiv 2409.04431), which takes bias = -log(kv_len). The output of a row
-    is the sum of weight times value.
+    """Weights sigmoid(s + bias), which are not normalised: no softmax.
+
+    FlashSigmoid (arXiv 2409.04431), which takes bias = -log(kv_len). The output of a row is the sum of weight
+    times value.
 
     Args:
         bias: added to each score; None: the parameter "bias" of each run.
@@ -147,7 +157,8 @@ def sigmoid(bias: float | None = 0.0) -> Variant:
 
 
 def prefix_lm(prefix_lens: Tensor | None = None) -> Variant:
-    """k <= q or k < prefix_lens[b]: every token sees the whole prefix (T5, arXiv 1910.10683; PaliGemma, arXiv 2407.07726).
+    """k <= q or k < prefix_lens[b]: every token sees the whole prefix (T5, arXiv 1910.10683; PaliGemma, arXiv
+    2407.07726).
 
     Args:
         prefix_lens: int32 [batch].
@@ -156,11 +167,14 @@ def prefix_lm(prefix_lens: Tensor | None = None) -> Variant:
     def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx <= q_idx) | (kv_idx < prefix_lens[b])  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=prefix_lm, tensors=[Param("prefix_lens", torch.int32, value=prefix_lens, shape=("batch",))])
+    return Variant.from_functions(
+        mask_mod=prefix_lm, tensors=[Param("prefix_lens", torch.int32, value=prefix_lens, shape=("batch",))]
+    )
 
 
 def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
-    """k <= q or span_ids[b, q] == span_ids[b, k] >= 0: causal, but tokens of one span (of an image) see each other (Gemma 3, arXiv 2503.19786).
+    """k <= q or span_ids[b, q] == span_ids[b, k] >= 0: causal, but tokens of one span (of an image) see each
+    other (Gemma 3, arXiv 2503.19786).
 
     Args:
         span_ids: int32 [batch, at least the longest kv_len]: the span of each token; below 0: in none.
@@ -170,7 +184,10 @@ def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
         span = span_ids[b, q_idx]  # type: ignore[index]
         return (kv_idx <= q_idx) | ((span == span_ids[b, kv_idx]) & (span >= 0))  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=bidirectional_spans, tensors=[Param("span_ids", torch.int32, value=span_ids, shape=("batch", None))])
+    return Variant.from_functions(
+        mask_mod=bidirectional_spans,
+        tensors=[Param("span_ids", torch.int32, value=span_ids, shape=("batch", None))],
+    )
 
 
 def chunked_local(chunk: int) -> Variant:
@@ -188,7 +205,9 @@ def chunked_local(chunk: int) -> Variant:
 
 
 def document(document_ids: Tensor | None = None) -> Variant:
-    """document_ids[b, q] == document_ids[b, k]: tokens see their own document of a packed sequence. Combine it with causal().
+    """document_ids[b, q] == document_ids[b, k]: tokens see their own document of a packed sequence.
+
+    Combine it with causal().
 
     Args:
         document_ids: int32 [batch, at least the longest kv_len].
@@ -197,19 +216,24 @@ def document(document_ids: Tensor | None = None) -> Variant:
     def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return document_ids[b, q_idx] == document_ids[b, kv_idx]  # type: ignore[index]
 
-    return Variant.from_functions(mask_mod=document, tensors=[Param("document_ids", torch.int32, value=document_ids, shape=("batch", None))])
+    return Variant.from_functions(
+        mask_mod=document,
+        tensors=[Param("document_ids", torch.int32, value=document_ids, shape=("batch", None))],
+    )
 
 
 def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Tensor | None = None) -> Variant:
     """Several items after one prompt, scored in one pass: FlashInfer's multi-item scoring.
 
-    k <= q, and beyond the prompt also (k < prefix_len[b] or q - k < token_pos_in_items[b, q - prefix_len[b]]): a token of an item sees the prompt and the
-    tokens of its item up to itself, without the delimiter before the item; a delimiter sees the prompt. FlashInfer's max_item_len is not needed.
+    k <= q, and beyond the prompt also (k < prefix_len[b] or q - k < token_pos_in_items[b, q -
+    prefix_len[b]]): a token of an item sees the prompt and the tokens of its item up to itself, without the
+    delimiter before the item; a delimiter sees the prompt. FlashInfer's max_item_len is not needed.
 
     Args:
         prefix_len: int32 [batch]: tokens of the prompt.
-        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token after the prompt its position in its item, where the
-            delimiter before an item is 0: 0 1 2 3 0 1 2 0 for items of 3 and 2 tokens.
+        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token after the
+            prompt its position in its item, where the delimiter before an item is 0: 0 1 2 3 0 1 2 0 for
+            items of 3 and 2 tokens.
     """
 
     def multi_item_scoring(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -225,8 +249,8 @@ def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Ten
 
 
 def temperature(scale: float = 0.1, floor_scale: int = 8192) -> Variant:
-    """s * (scale * log(floor((q + 1) / floor_scale) + 1) + 1): sharper with the position of the query; Llama 4's attn_scale and floor_scale (Scalable-Softmax,
-    arXiv 2501.19399).
+    """s * (scale * log(floor((q + 1) / floor_scale) + 1) + 1): sharper with the position of the query; Llama
+    4's attn_scale and floor_scale (Scalable-Softmax, arXiv 2501.19399).
     """
     floor_scale = check_int("floor_scale", floor_scale, 1)
 
@@ -250,8 +274,9 @@ def position_temperature(scales: Tensor | None = None) -> Variant:
 
 
 def request_scale(sm_scales: Tensor | None = None) -> Variant:
-    """s * sm_scales[b]: a softmax scale of each request, times the `sm_scale` of the run, which may be 1. Combine it first: a soft cap or a bias after it then
-    takes the scaled score.
+    """s * sm_scales[b]: a softmax scale of each request, times the `sm_scale` of the run, which may be 1.
+
+    Combine it first: a soft cap or a bias after it then takes the scaled score.
 
     Args:
         sm_scales: float32 [batch]; or [1], one for all that lies on the device.

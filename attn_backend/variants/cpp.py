@@ -15,9 +15,25 @@ from .params import Param
 
 INCLUDES = '#include "attention/variant_math.h"\n#include "attention/variants.h"\n'
 _TYPES = {Kind.BOOL: "bool", Kind.INT: "int32_t", Kind.FLOAT: "float"}
-_VARIABLES = {"score": "logit", "b": "row.request", "h": "row.qo_head", "q_idx": "row.position", "kv_idx": "kv_position"}
+_VARIABLES = {
+    "score": "logit",
+    "b": "row.request",
+    "h": "row.qo_head",
+    "q_idx": "row.position",
+    "kv_idx": "kv_position",
+}
 _SYMBOLS = {
-    **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
+    **{
+        "add": "+",
+        "sub": "-",
+        "mul": "*",
+        "lt": "<",
+        "le": "<=",
+        "gt": ">",
+        "ge": ">=",
+        "eq": "==",
+        "ne": "!=",
+    },
     **{"and": "&", "or": "|", "xor": "^", "shift_right": ">>", "divide": "/"},
 }
 _PREFIXES = {"not": "!", "invert": "~", "negate": "-"}
@@ -30,9 +46,18 @@ HOOKS = {
     "mask": ("bool", (("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
     "range": ("TokenRange", (("const ScoreRow&", "row"),)),
     "output": ("float", (("float", "value"), ("const ScoreRow&", "row"), ("int32_t", "column"))),
-    "query": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const ScoreRow&", "row"))),
-    "key": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const KvToken&", "token"))),
-    "value": ("Pair", (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const KvToken&", "token"))),
+    "query": (
+        "Pair",
+        (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const ScoreRow&", "row")),
+    ),
+    "key": (
+        "Pair",
+        (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const KvToken&", "token")),
+    ),
+    "value": (
+        "Pair",
+        (("Pair", "x"), ("int32_t", "first"), ("int32_t", "second"), ("const KvToken&", "token")),
+    ),
 }
 TRANSFORMS = ("query", "key", "value")
 
@@ -61,7 +86,8 @@ class Body:
         uses_softmax: whether its logits go through a softmax.
         code: C++ of the hooks, indented.
         pairs: which elements the transforms of Q, K and V take.
-        tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position.
+        tells_requests_apart: whether a transform of K or V may differ between requests for the same token at
+            the same position.
         skips_kv_tiles: whether plans look for holes in what the mask lets rows see.
     """
 
@@ -81,10 +107,17 @@ class Body:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether results may depend on where rows and tokens stand in their requests. A user's C++ is taken to read what it names."""
+        """Whether results may depend on where rows and tokens stand in their requests.
+
+        A user's C++ is taken to read what it names.
+        """
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", self.code, flags=re.DOTALL)
         names_token = re.search(r"\b(logits|mask)\s*\([^)]*\bint(32_t)?\s+\w+\s*\)", text)
-        return names_token is not None or "range" in self.hooks or re.search(r"\.\s*(position|index|kv_len)\b", text) is not None
+        return (
+            names_token is not None
+            or "range" in self.hooks
+            or re.search(r"\.\s*(position|index|kv_len)\b", text) is not None
+        )
 
     @property
     def mask_params(self) -> list[str]:
@@ -100,7 +133,10 @@ def hook(name: str, result: Node, params: Mapping[str, Param]) -> str:
     statements = _Statements(params)
     text = statements.returned(result)
     return_type, arguments = HOOKS[name]
-    named = ", ".join(f"{kind} {argument}" if re.search(rf"\b{argument}\b", text) else f"{kind} /*{argument}*/" for kind, argument in arguments)
+    named = ", ".join(
+        f"{kind} {argument}" if re.search(rf"\b{argument}\b", text) else f"{kind} /*{argument}*/"
+        for kind, argument in arguments
+    )
     return f"  ATTN_HD {return_type} {name}({named}) const {{\n{text}  }}\n"
 
 
@@ -147,17 +183,26 @@ class _Statements:
                 element = f"{param.cpp_name}({', '.join(self._texts[arg] for arg in args)})"
                 return f"static_cast<{_TYPES[node.kind]}>({element})" if param.needs_cast else element
             case "cast":
-                return f"{self._operand(args[0])} != 0" if node.kind == Kind.BOOL else f"static_cast<{_TYPES[node.kind]}>({self._texts[args[0]]})"
+                return (
+                    f"{self._operand(args[0])} != 0"
+                    if node.kind == Kind.BOOL
+                    else f"static_cast<{_TYPES[node.kind]}>({self._texts[args[0]]})"
+                )
             case "divide":
                 return self._division(*args)
             case "floor_divide" | "floor_modulo" if node.kind == Kind.INT and args[1].is_constant:
                 return self._division_by_constant(node.op, *args)
             case "xor" if node.kind == Kind.BOOL:
                 return f"{self._operand(args[0])} != {self._operand(args[1])}"
-            case "select" if node.kind == Kind.BOOL:  # & and | of booleans are ints: C++ would find two types in one call
+            case "select" if (
+                node.kind == Kind.BOOL
+            ):  # & and | of booleans are ints: C++ would find two types in one call
                 return f"select<bool>({', '.join(self._texts[arg] for arg in args)})"
             case "shift_left":  # of negative numbers, too
-                return f"static_cast<int32_t>(static_cast<uint32_t>({self._texts[args[0]]}) << {self._operand(args[1])})"
+                return (
+                    f"static_cast<int32_t>(static_cast<uint32_t>({self._texts[args[0]]}) << "
+                    f"{self._operand(args[1])})"
+                )
             case op if op in _SYMBOLS:
                 return f"{self._operand(args[0])} {_SYMBOLS[op]} {self._operand(args[1])}"
             case op if op in _PREFIXES:
@@ -181,7 +226,11 @@ class _Statements:
         assert isinstance(divisor, int)
         if divisor > 0 and divisor & (divisor - 1) == 0:
             shift = divisor.bit_length() - 1
-            return f"{self._operand(a)} >> {shift}" if op == "floor_divide" else f"{self._operand(a)} & {divisor - 1}"
+            return (
+                f"{self._operand(a)} >> {shift}"
+                if op == "floor_divide"
+                else f"{self._operand(a)} & {divisor - 1}"
+            )
         if divisor > 0 and is_never_negative(a):
             return f"{self._operand(a)} {'/' if op == 'floor_divide' else '%'} {divisor}"
         return f"{op}({self._texts[a]}, {self._texts[b]})"
@@ -214,27 +263,43 @@ def _constant(node: Node) -> str:
 
 def _float(value: float) -> str:
     if not math.isfinite(value):
-        return "infinity() - infinity()" if math.isnan(value) else "infinity()" if value > 0 else "-infinity()"
+        return (
+            "infinity() - infinity()" if math.isnan(value) else "infinity()" if value > 0 else "-infinity()"
+        )
     text = str(np.float32(value))  # the shortest that a float32 is read back from
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
 
 
 def source_of(bodies: Sequence[Body]) -> str:
-    """The whole file: UserVariant is the one body, or has one part for each of several. Bodies without hooks and parameters, of masks that are intervals, leave
-    nothing: alibi() & causal() has the source of alibi()."""
+    """The whole file: UserVariant is the one body, or has one part for each of several.
+
+    Bodies without hooks and parameters, of masks that are intervals, leave nothing: alibi() & causal() has
+    the source of alibi().
+    """
     bodies = [body for body in bodies if body.hooks or body.params] or bodies[:1]
-    is_one = len(bodies) == 1 and "range" not in bodies[0].hooks  # a mask() of its own would know nothing of the range
+    # a mask() of its own would know nothing of the range
+    is_one = len(bodies) == 1 and "range" not in bodies[0].hooks
     text = _struct("UserVariant", bodies[0]) if is_one else _combined(bodies)
     return f"{INCLUDES}\nnamespace attn {{\n\n{text}\n}}  // namespace attn\n"
 
 
 def _struct(name: str, body: Body) -> str:
-    members = "".join(f"  const {param.cpp_type}{'&' if param.is_tensor else ''} {param.cpp_name};\n" for param in body.params)
+    members = "".join(
+        f"  const {param.cpp_type}{'&' if param.is_tensor else ''} {param.cpp_name};\n"
+        for param in body.params
+    )
     initial = ", ".join(f"{param.cpp_name}(params.{param.cpp_name})" for param in body.params)
-    constructor = f"  ATTN_HD {name}(const Params& {'params' if body.params else '/*params*/'}, int32_t /*kv_head*/){' : ' if initial else ''}{initial} {{}}\n"
+    constructor = (
+        f"  ATTN_HD {name}(const Params& {'params' if body.params else '/*params*/'}, int32_t "
+        f"/*kv_head*/){' : ' if initial else ''}{initial} {{}}\n"
+    )
     struct = f"struct {name} : VariantBase {{\n"
     if body.params:
-        struct += "  struct Params {\n" + "".join(f"    {param.cpp_type} {param.cpp_name};\n" for param in body.params) + "  };\n"
+        struct += (
+            "  struct Params {\n"
+            + "".join(f"    {param.cpp_type} {param.cpp_name};\n" for param in body.params)
+            + "  };\n"
+        )
     if not body.uses_softmax and "kUsesSoftmax" not in body.code:
         struct += "  static constexpr bool kUsesSoftmax = false;\n"
     if not _mask_reads_head(body):
@@ -260,7 +325,8 @@ def pairs_of(hook_name: str, bodies: Sequence[Body]) -> Pairs:
     for body in having[1:]:
         if body.pairs != having[0].pairs:
             raise ValueError(
-                f"variants {having[0].name} and {body.name} both have {hook_name}(), for {_describe(having[0].pairs)} and for {_describe(body.pairs)}, "
+                f"variants {having[0].name} and {body.name} both have {hook_name}(), for "
+                f"{_describe(having[0].pairs)} and for {_describe(body.pairs)}, "
                 "must be for the same"
             )
     return having[0].pairs if having else Pairs()
@@ -276,7 +342,10 @@ def _pair_layouts(bodies: Sequence[Body]) -> str:
     for hook_name in TRANSFORMS:
         pairs = pairs_of(hook_name, bodies)
         if pairs != Pairs():
-            text += f"  static constexpr PairLayout k{hook_name.capitalize()}Pairs{{{pairs.distance or 0}, {pairs.columns or 0}}};\n"
+            text += (
+                f"  static constexpr PairLayout k{hook_name.capitalize()}Pairs{{{pairs.distance or 0}, "
+                f"{pairs.columns or 0}}};\n"
+            )
     return text
 
 
@@ -297,7 +366,11 @@ def _combined(bodies: Sequence[Body]) -> str:
         text += _struct(_struct_name(name), body) + "\n"
     with_params = [name for body, name in parts if body.params]
     if with_params:
-        text += "  struct Params {\n" + "".join(f"    {_struct_name(name)}::Params {name};\n" for name in with_params) + "  };\n"
+        text += (
+            "  struct Params {\n"
+            + "".join(f"    {_struct_name(name)}::Params {name};\n" for name in with_params)
+            + "  };\n"
+        )
     if not all(body.uses_softmax for body in bodies):
         text += "  static constexpr bool kUsesSoftmax = false;\n"
     if not any(map(_mask_reads_head, bodies)):
@@ -306,8 +379,14 @@ def _combined(bodies: Sequence[Body]) -> str:
         text += "  static constexpr bool kSkipsTiles = true;\n"
     text += _pair_layouts(bodies)
     text += "\n" + "".join(f"  const {_struct_name(name)} {name};\n" for name in names)
-    initial = [f"{name}({f'params.{name}' if name in with_params else f'{_struct_name(name)}::Params{{}}'}, kv_head)" for name in names]
-    text += f"\n  ATTN_HD UserVariant(const Params& {'params' if with_params else '/*params*/'}, int32_t kv_head)\n      : {', '.join(initial)} {{}}\n\n"
+    initial = [
+        f"{name}({f'params.{name}' if name in with_params else f'{_struct_name(name)}::Params{{}}'}, kv_head)"
+        for name in names
+    ]
+    text += (
+        f"\n  ATTN_HD UserVariant(const Params& {'params' if with_params else '/*params*/'}, int32_t "
+        f"kv_head)\n      : {', '.join(initial)} {{}}\n\n"
+    )
     for hook_name, (return_type, arguments) in HOOKS.items():
         having = [name for body, name in parts if hook_name in body.hooks]
         if not having and not (hook_name == "mask" and any(body.hides for body in bodies)):
@@ -315,18 +394,29 @@ def _combined(bodies: Sequence[Body]) -> str:
         if hook_name == "bias_slope" and not has_bias_slope(bodies):
             continue
         passed = [argument for _, argument in arguments]
-        text += f"  ATTN_HD {return_type} {hook_name}({', '.join(f'{kind} {argument}' for kind, argument in arguments)}) const {{\n"
+        text += (
+            f"  ATTN_HD {return_type} "
+            f"{hook_name}({', '.join(f'{kind} {argument}' for kind, argument in arguments)}) const {{\n"
+        )
         if hook_name == "mask":
-            in_range = "range(row).contains(kv_position)" if any("range" in body.hooks for body in bodies) else ""
+            in_range = (
+                "range(row).contains(kv_position)" if any("range" in body.hooks for body in bodies) else ""
+            )
             masks = " & ".join(f"{name}.mask({', '.join(passed)})" for name in having)
             text += f"    return {' && '.join(filter(None, (in_range, masks)))};\n"
         elif hook_name == "bias_slope":
             text += f"    return {having[0]}.bias_slope(row);\n"
         elif hook_name == "range":
             text += f"    TokenRange seen = {having[0]}.range(row);\n"
-            text += "".join(f"    seen = intersection(seen, {name}.range(row));\n" for name in having[1:]) + "    return seen;\n"
+            text += (
+                "".join(f"    seen = intersection(seen, {name}.range(row));\n" for name in having[1:])
+                + "    return seen;\n"
+            )
         else:
-            text += "".join(f"    {passed[0]} = {name}.{hook_name}({', '.join(passed)});\n" for name in having) + f"    return {passed[0]};\n"
+            text += (
+                "".join(f"    {passed[0]} = {name}.{hook_name}({', '.join(passed)});\n" for name in having)
+                + f"    return {passed[0]};\n"
+            )
         text += "  }\n"
     return text + "};\n"
 

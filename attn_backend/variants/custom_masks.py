@@ -1,4 +1,6 @@
-"""Built-in variants whose mask is a tensor, a bit or a boolean for each pair of a query and a token; `builtin` has their names."""
+"""Built-in variants whose mask is a tensor, a bit or a boolean for each pair of a query and a token;
+`builtin` has their names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from .variant import Variant
 
 __all__ = ["custom_mask", "tree_mask"]
 
-# Where a pair's bit or boolean lies among those of its request; of what does not exist, anywhere: tensors clamp.
+# Where a pair's bit or boolean lies among those of its request; of what does not exist, anywhere: tensors
+# clamp.
 _CUSTOM = """\
     const int64_t at = static_cast<int64_t>(row.index) * row.kv_len + kv_position;
     return {value};
@@ -31,15 +34,25 @@ _BIT = "packed_mask(mask_indptr(row.request) + static_cast<int32_t>(at >> 3)) >>
 _BOOLEAN = "mask_(static_cast<int32_t>(mask_indptr(row.request) + at))"
 
 
-def custom_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None, *, mask: Tensor | None = None, packed: bool = True) -> Variant:
-    """Any mask: value i * kv_len + k of a request's q_len x kv_len for its i-th query, as bits (FlashInfer's packed_custom_mask) or as booleans.
+def custom_mask(
+    packed_mask: Tensor | None = None,
+    mask_indptr: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    packed: bool = True,
+) -> Variant:
+    """Any mask: value i * kv_len + k of a request's q_len x kv_len for its i-th query, as bits (FlashInfer's
+    packed_custom_mask) or as booleans.
 
     Booleans are read where they are, a byte for each: bits need an eighth of the memory, and of the traffic.
 
     Args:
-        packed_mask: uint8: of each request q_len x kv_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
-        mask_indptr: int32 [batch + 1]: where each request's bytes begin (of `packed_mask`), or its booleans (of `mask`). At most 2^31 in all.
-        mask: bool, instead of `packed_mask`: of each request q_len x kv_len booleans, flattened, one request after another.
+        packed_mask: uint8: of each request q_len x kv_len booleans, flattened and packed, the first in the
+            lowest bit: segment_packbits(..., "little").
+        mask_indptr: int32 [batch + 1]: where each request's bytes begin (of `packed_mask`), or its booleans
+            (of `mask`). At most 2^31 in all.
+        mask: bool, instead of `packed_mask`: of each request q_len x kv_len booleans, flattened, one request
+            after another.
         packed: False: `mask` is given to each run.
     """
 
@@ -47,22 +60,36 @@ def custom_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = 
         return is_set(b, index.to(torch.int64) * kv_len + kv_idx)
 
     is_set = _is_set(packed and mask is None)
-    return _variant("custom_mask", _CUSTOM, reference, packed_mask, mask_indptr, mask, packed, skips_kv_tiles=True)
+    return _variant(
+        "custom_mask", _CUSTOM, reference, packed_mask, mask_indptr, mask, packed, skips_kv_tiles=True
+    )
 
 
-def tree_mask(packed_mask: Tensor | None = None, mask_indptr: Tensor | None = None, *, mask: Tensor | None = None, packed: bool = True) -> Variant:
-    """A mask over a request's own queries: each sees all tokens before them, and of them what its bits or booleans say. For speculative trees.
+def tree_mask(
+    packed_mask: Tensor | None = None,
+    mask_indptr: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    packed: bool = True,
+) -> Variant:
+    """A mask over a request's own queries: each sees all tokens before them, and of them what its bits or
+    booleans say. For speculative trees.
 
     Args:
-        packed_mask: uint8: of each request q_len x q_len booleans, flattened and packed, the first in the lowest bit: segment_packbits(..., "little").
-        mask_indptr: int32 [batch + 1]: where each request's bytes begin (of `packed_mask`), or its booleans (of `mask`).
-        mask: bool, instead of `packed_mask`: of each request q_len x q_len booleans, flattened, one request after another.
+        packed_mask: uint8: of each request q_len x q_len booleans, flattened and packed, the first in the
+            lowest bit: segment_packbits(..., "little").
+        mask_indptr: int32 [batch + 1]: where each request's bytes begin (of `packed_mask`), or its booleans
+            (of `mask`).
+        mask: bool, instead of `packed_mask`: of each request q_len x q_len booleans, flattened, one request
+            after another.
         packed: False: `mask` is given to each run.
     """
 
     def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any, index: Any, kv_len: Any) -> Any:
         first = q_idx - index
-        return (kv_idx < first) | is_set(b, index.to(torch.int64) * (kv_len - first) + torch.clamp(kv_idx - first, min=0))
+        return (kv_idx < first) | is_set(
+            b, index.to(torch.int64) * (kv_len - first) + torch.clamp(kv_idx - first, min=0)
+        )
 
     is_set = _is_set(packed and mask is None)
     return _variant("tree_mask", _TREE, reference, packed_mask, mask_indptr, mask, packed)
@@ -82,15 +109,26 @@ def _is_set(packed: bool) -> Callable[[Any, Any], Any]:
 
 
 def _variant(
-    name: str, code: str, reference: Any, packed_mask: Tensor | None, mask_indptr: Tensor | None, mask: Tensor | None, packed: bool,
+    name: str,
+    code: str,
+    reference: Any,
+    packed_mask: Tensor | None,
+    mask_indptr: Tensor | None,
+    mask: Tensor | None,
+    packed: bool,
     skips_kv_tiles: bool = False,
-) -> Variant:  # fmt: skip
+) -> Variant:
     check_types(bool, "True or False", packed=packed)
     packed = packed and mask is None
     if packed_mask is not None and not packed:
         refuse("packed_mask", packed_mask, "None with mask, or with packed=False")
-    values = Param("packed_mask", torch.uint8, 1, packed_mask) if packed else Param("mask", torch.bool, 1, mask)
+    values = (
+        Param("packed_mask", torch.uint8, 1, packed_mask) if packed else Param("mask", torch.bool, 1, mask)
+    )
     params = (values, Param("mask_indptr", torch.int32, value=mask_indptr, shape=("batch",)))
-    hook = f"  ATTN_HD bool mask(const ScoreRow& row, int32_t kv_position) const {{\n{code.format(value=_BIT if packed else _BOOLEAN)}  }}\n"
+    hook = (
+        f"  ATTN_HD bool mask(const ScoreRow& row, int32_t kv_position) const "
+        f"{{\n{code.format(value=_BIT if packed else _BOOLEAN)}  }}\n"
+    )
     body = Body(name, params, frozenset({"mask"}), True, hook, skips_kv_tiles=skips_kv_tiles)
     return Variant(body=body, reference=Reference(None, reference, params, wants_row=True))

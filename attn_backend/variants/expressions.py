@@ -1,4 +1,6 @@
-"""Expressions of a traced function: a graph of nodes without duplicates, constants folded, with torch's types for 0-d tensors."""
+"""Expressions of a traced function: a graph of nodes without duplicates, constants folded, with torch's types
+for 0-d tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ class Node:
     """One operation; made by `node()` only, so that nodes of the same meaning are the same object.
 
     Args:
-        op: the operation: one of ARITHMETIC, COMPARISONS, ..., or "constant", "variable" (`value` is its name), "cast", "select", "load" (`value` is the name
-            of a tensor), "scalar" (of a parameter), "size" (`value` is the name of a tensor and the number of a dimension).
+        op: the operation: one of ARITHMETIC, COMPARISONS, ..., or "constant", "variable" (`value` is its
+            name), "cast", "select", "load" (`value` is the name of a tensor), "scalar" (of a parameter),
+            "size" (`value` is the name of a tensor and the number of a dimension).
         kind: type of its result.
         args: what it is computed from.
         value: of a constant; or as `op` says.
@@ -52,12 +55,18 @@ class Node:
 _nodes: WeakValueDictionary[tuple[object, ...], Node] = WeakValueDictionary()
 
 
-def node(op: str, kind: Kind, args: tuple[Node, ...] = (), value: Constant | str | tuple[str, int] | None = None) -> Node:
+def node(
+    op: str, kind: Kind, args: tuple[Node, ...] = (), value: Constant | str | tuple[str, int] | None = None
+) -> Node:
     # By its repr: 0.0 and -0.0 are different constants, as are 1 and True; a NaN is itself.
     key = (op, kind, args, repr(value))
     found = _nodes.get(key)
     if found is None:
-        variables = frozenset((str(value),)) if op == "variable" else frozenset().union(*(arg.variables for arg in args))
+        variables = (
+            frozenset((str(value),))
+            if op == "variable"
+            else frozenset().union(*(arg.variables for arg in args))
+        )
         found = _nodes.setdefault(key, Node(op, kind, args, value, variables))
     return found
 
@@ -132,8 +141,15 @@ COMPARISONS: dict[str, Callable[..., Constant]] = {
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,
 }
-BITWISE: dict[str, Callable[..., Constant]] = {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b}
-SHIFTS: dict[str, Callable[..., Constant]] = {"shift_left": lambda a, b: a << b, "shift_right": lambda a, b: a >> b}
+BITWISE: dict[str, Callable[..., Constant]] = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+}
+SHIFTS: dict[str, Callable[..., Constant]] = {
+    "shift_left": lambda a, b: a << b,
+    "shift_right": lambda a, b: a >> b,
+}
 FUNCTIONS: dict[str, Callable[[float], float]] = {
     "exp": math.exp,
     "exp2": lambda x: 2.0**x,
@@ -168,7 +184,9 @@ def arithmetic(op: str, a: Node, b: Node) -> Node:
     if a.kind == b.kind == Kind.BOOL:
         if op in ("add", "mul", "min", "max"):
             return bitwise("or" if op in ("add", "max") else "and", a, b)
-        raise ExpressionError(f"{op} of two booleans, which torch does not have; must be & | ^ or of integers")
+        raise ExpressionError(
+            f"{op} of two booleans, which torch does not have; must be & | ^ or of integers"
+        )
     if op == "sub":
         refuse_boolean("-", a, b)
     a, b = _same_kind(a, b)
@@ -242,7 +260,9 @@ def logical_not(a: Node) -> Node:
 
 def refuse_boolean(what: str, *args: Node) -> None:
     if any(arg.kind == Kind.BOOL for arg in args):
-        raise ExpressionError(f"{what} of a boolean, which torch does not have; must be ~, or of a number: .to(torch.int32)")
+        raise ExpressionError(
+            f"{what} of a boolean, which torch does not have; must be ~, or of a number: .to(torch.int32)"
+        )
 
 
 def negate(a: Node) -> Node:
@@ -274,9 +294,17 @@ def select(condition: Node, yes: Node, no: Node) -> Node:
         return yes
     if yes.kind == Kind.BOOL:
         if no.is_constant:  # visibility is found through & and |, not through where
-            return bitwise("and", condition, yes) if no.value is False else bitwise("or", logical_not(condition), yes)
+            return (
+                bitwise("and", condition, yes)
+                if no.value is False
+                else bitwise("or", logical_not(condition), yes)
+            )
         if yes.is_constant:
-            return bitwise("or", condition, no) if yes.value is True else bitwise("and", logical_not(condition), no)
+            return (
+                bitwise("or", condition, no)
+                if yes.value is True
+                else bitwise("and", logical_not(condition), no)
+            )
     return node("select", yes.kind, (condition, yes, no))
 
 
@@ -297,14 +325,20 @@ def power(a: Node, b: Node) -> Node:
         return product if b.value > 0 else divide(constant(1.0), product)  # type: ignore[operator]
     if a.is_constant and a.value > 0 and b.kind == Kind.FLOAT:  # type: ignore[operator]
         return function("exp2", arithmetic("mul", b, constant(math.log2(a.value))))  # type: ignore[arg-type]
-    raise ExpressionError("** that is neither x ** 0.5, x ** -0.5 or x ** n for an integer n up to 8, nor a ** x for a positive constant a and a float x")
+    raise ExpressionError(
+        "** that is neither x ** 0.5, x ** -0.5 or x ** n for an integer n up to 8, nor a ** x for a "
+        "positive constant a and a float x"
+    )
 
 
 _T = TypeVar("_T")
 
 
 def bottom_up(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
-    """Caches a function of a node that calls itself for the node's args. These come first: long expressions need no deep recursion."""
+    """Caches a function of a node that calls itself for the node's args.
+
+    These come first: long expressions need no deep recursion.
+    """
     known: WeakKeyDictionary[Node, _T] = WeakKeyDictionary()
 
     def of(root: Node) -> _T:
@@ -318,7 +352,10 @@ def bottom_up(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
 
 @bottom_up
 def is_never_negative(a: Node) -> bool:
-    """Whether an integer can be seen to be 0 or more. Of q_idx only where the row has a token: what the others compute is not used."""
+    """Whether an integer can be seen to be 0 or more.
+
+    Of q_idx only where the row has a token: what the others compute is not used.
+    """
     match a.op:
         case "constant":
             return a.value >= 0  # type: ignore[operator]

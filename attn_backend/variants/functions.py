@@ -1,4 +1,6 @@
-"""Python functions with other values for some of their free variables, and the user's line where something went wrong."""
+"""Python functions with other values for some of their free variables, and the user's line where something
+went wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class TracingError(ValueError):
-    """A function that cannot be a variant: the message names what is in the way, and the user's file, line and source."""
+    """A function that cannot be a variant: the message names what is in the way, and the user's file, line
+    and source.
+    """
 
 
-def with_names(function: Callable[..., Any], values: Mapping[str, object]) -> tuple[Callable[..., Any], set[str]]:
-    """A copy of `function` whose globals and closure cells of these names have these values, whether they existed or not; the same for the functions that it
-    calls by a global name or finds in its closure. Also returns the names that occurred.
+def with_names(
+    function: Callable[..., Any], values: Mapping[str, object]
+) -> tuple[Callable[..., Any], set[str]]:
+    """A copy of `function` whose globals and closure cells of these names have these values, whether they
+    existed or not; the same for the functions that it calls by a global name or finds in its closure. Also
+    returns the names that occurred.
 
-    The functions themselves are left alone, as are those that it finds otherwise (as attributes of a module, for example).
+    The functions themselves are left alone, as are those that it finds otherwise (as attributes of a module,
+    for example).
     """
     copier = _Copier(values)
     return copier.copy(function), copier.found
@@ -46,11 +54,19 @@ class _Copier:
         if isinstance(value, MethodType):
             return MethodType(self.copy(value.__func__), value.__self__)
         if isinstance(value, partial):
-            return partial(self.copy(value.func), *map(self.copy, value.args), **{name: self.copy(v) for name, v in value.keywords.items()})
+            return partial(
+                self.copy(value.func),
+                *map(self.copy, value.args),
+                **{name: self.copy(v) for name, v in value.keywords.items()},
+            )
         if type(value) in (tuple, list):
             return type(value)(map(self.copy, value)) if any(map(callable, value)) else value
         if type(value) is dict:
-            return {key: self.copy(v) for key, v in value.items()} if any(map(callable, value.values())) else value
+            return (
+                {key: self.copy(v) for key, v in value.items()}
+                if any(map(callable, value.values()))
+                else value
+            )
         call = _call_of(value)
         return value if call is None else MethodType(self.copy(call), value)
 
@@ -62,7 +78,8 @@ class _Copier:
         cells = tuple(CellType() for _ in code.co_freevars)
         copied = FunctionType(code, namespace, function.__name__, function.__defaults__, cells or None)
         copied.__kwdefaults__ = function.__kwdefaults__
-        self._copies[id(function)] = (function, copied)  # before its own names are looked at: functions may call each other
+        # before its own names are looked at: functions may call each other
+        self._copies[id(function)] = (function, copied)
         for name, cell, old in zip(code.co_freevars, cells, function.__closure__ or (), strict=True):
             if name in self._values:
                 self.found.add(name)
@@ -81,7 +98,9 @@ class _Copier:
 
 
 def captured(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
-    """Names and values that a function finds in its closure and among its globals; of the functions that it calls, too."""
+    """Names and values that a function finds in its closure and among its globals; of the functions that it
+    calls, too.
+    """
     seen: set[int] = set()
     waiting: list[Any] = [function]
     while waiting:
@@ -97,7 +116,13 @@ def captured(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
             yield from value.keywords.items()
         if not isinstance(value, FunctionType):
             call = _call_of(value)
-            waiting += list(value) if type(value) in (tuple, list) else [] if call is None else [MethodType(call, value)]
+            waiting += (
+                list(value)
+                if type(value) in (tuple, list)
+                else []
+                if call is None
+                else [MethodType(call, value)]
+            )
             continue
         for name, found in _free_variables(value):
             yield name, found
@@ -109,11 +134,17 @@ def _free_variables(function: FunctionType) -> Iterator[tuple[str, object]]:
         with suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
     if not _is_foreign(function.__code__):
-        yield from ((name, function.__globals__[name]) for name in _global_names(function.__code__) if name in function.__globals__)
+        yield from (
+            (name, function.__globals__[name])
+            for name in _global_names(function.__code__)
+            if name in function.__globals__
+        )
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Names that code, with the functions inside it, may look up among its globals (names of attributes are among them)."""
+    """Names that code, with the functions inside it, may look up among its globals (names of attributes are
+    among them).
+    """
     names = set(code.co_names)
     for inside in code.co_consts:
         if isinstance(inside, CodeType):

@@ -8,19 +8,61 @@ from typing import Any
 import torch
 
 from . import expressions
-from .expressions import ExpressionError, Kind, Node, arithmetic, bitwise, cast, compare, constant, divide, function, logical_not, negate, select
+from .expressions import (
+    ExpressionError,
+    Kind,
+    Node,
+    arithmetic,
+    bitwise,
+    cast,
+    compare,
+    constant,
+    divide,
+    function,
+    logical_not,
+    negate,
+    select,
+)
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 IN_PLACE = tuple(f"__i{name}__" for name in BINARY)
 # Functions and methods that make a Python value of a traced one.
 TO_PYTHON = frozenset(
-    ("item", "tolist", "numpy", "data_ptr", "__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__", "__array__", "is_nonzero")
+    (
+        "item",
+        "tolist",
+        "numpy",
+        "data_ptr",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__len__",
+        "__iter__",
+        "__array__",
+        "is_nonzero",
+    )
 )
-RANDOM = frozenset(("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "dropout"))
+RANDOM = frozenset(
+    (
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "dropout",
+    )
+)
 
 # What can be traced, in the words of messages.
 KNOWN = (
-    "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, "
+    "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, "
+    "sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, "
     "logical_and, logical_or, logical_not, casts, and indices of tensors"
 )
 
@@ -32,7 +74,10 @@ def _to(a: Node, *args: Any, **options: Any) -> Node:
     for wanted in (*args, *options.values()):
         if isinstance(wanted, torch.dtype):
             if wanted not in _KINDS:
-                raise ExpressionError(f"a cast to {wanted}; must be to torch.float32, torch.int32, torch.int64 (computed with as int32) or torch.bool")
+                raise ExpressionError(
+                    f"a cast to {wanted}; must be to torch.float32, torch.int32, torch.int64 (computed with "
+                    f"as int32) or torch.bool"
+                )
             a = cast(a, _KINDS[wanted])
         elif isinstance(wanted, Node) and wanted.op != "constant":
             a = cast(a, wanted.kind)

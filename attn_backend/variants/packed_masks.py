@@ -33,24 +33,31 @@ def packbits(x: Tensor, bitorder: BitOrder = "big") -> Tensor:
 
 
 def segment_packbits(x: Tensor, indptr: Tensor, bitorder: BitOrder = "big") -> tuple[Tensor, Tensor]:
-    """Packs each segment by itself: a segment begins at a byte of its own. Waits for the device of `indptr`, once: the length of the result depends on it.
+    """Packs each segment by itself: a segment begins at a byte of its own.
+
+    Waits for the device of `indptr`, once: the length of the result depends on it.
 
     Args:
-        x: [at least indptr[-1]], bool or integers, the segments one after another: for custom masks q_len x kv_len of each request.
-        indptr: int32 or int64 [segments + 1], on the device of x or on the host: segment i is x[indptr[i]:indptr[i + 1]].
+        x: [at least indptr[-1]], bool or integers, the segments one after another: for custom masks q_len x
+            kv_len of each request.
+        indptr: int32 or int64 [segments + 1], on the device of x or on the host: segment i is
+            x[indptr[i]:indptr[i + 1]].
         bitorder: as of packbits.
 
     Returns:
-        uint8 [new_indptr[-1]], and new_indptr int32 [segments + 1], both on the device of x: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
+        uint8 [new_indptr[-1]], and new_indptr int32 [segments + 1], both on the device of x: segment i is
+        packed[new_indptr[i]:new_indptr[i + 1]].
 
     Raises:
-        ValueError: another shape, dtype or bit order; an indptr that is negative or falls; or 2^31 bytes and more.
+        ValueError: another shape, dtype or bit order; an indptr that is negative or falls; or 2^31 bytes and
+            more.
     """
     bits = _bits(x, bitorder)
     index_tensor("indptr", indptr, INT32_OR_INT64, "[segments + 1]")
     if indptr.shape[0] == 0:
         refuse("indptr", indptr, "of at least one element: [segments + 1]")
-    begin = indptr.cpu().numpy().astype(numpy.int64)  # so few numbers are counted on the host in less time than a launch takes
+    # so few numbers are counted on the host in less time than a launch takes
+    begin = indptr.cpu().numpy().astype(numpy.int64)
     if begin[0] < 0 or (begin[1:] < begin[:-1]).any():
         refuse("indptr", begin.tolist(), "0 or more first, and then never less than before")
     new_begin = numpy.zeros_like(begin)
@@ -60,12 +67,16 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: BitOrder = "big") -> t
         refuse("indptr[-1]", last, f"at most len(x) = {bits.shape[0]}")
     if num_bytes > MAX_INT32:
         refuse("indptr", indptr, f"of segments that take less than 2^31 bytes: they take {num_bytes}")
-    end, gap = torch.from_numpy(numpy.stack((begin[1:], new_begin[:-1] * 8 - begin[:-1]))).to(x.device, non_blocking=True)
+    end, gap = torch.from_numpy(numpy.stack((begin[1:], new_begin[:-1] * 8 - begin[:-1]))).to(
+        x.device, non_blocking=True
+    )
     position = torch.arange(begin.item(0), last, device=x.device)
     segment = torch.searchsorted(end, position, right=True)
     padded = torch.zeros(num_bytes * 8, dtype=torch.bool, device=x.device)
     padded.scatter_(0, position.add_(gap.index_select(0, segment)), bits[begin.item(0) : last])
-    return _packed(padded, bitorder), torch.from_numpy(new_begin.astype(numpy.int32)).to(x.device, non_blocking=True)
+    return _packed(padded, bitorder), torch.from_numpy(new_begin.astype(numpy.int32)).to(
+        x.device, non_blocking=True
+    )
 
 
 def _bits(x: object, bitorder: object) -> Tensor:

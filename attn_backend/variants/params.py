@@ -54,17 +54,20 @@ Dtype = torch.dtype | type[float] | type[int]
 class Param(BaseModel):
     """A parameter: a tensor that the kernel reads where it lies, or a number. The same for a whole launch.
 
-    In a hook of C++ it goes by its name: a tensor is called with an index for each dimension, `slopes(row.qo_head)`.
+    In a hook of C++ it goes by its name: a tensor is called with an index for each dimension,
+    `slopes(row.qo_head)`.
 
     Args:
         name: an identifier of C++ and Python.
-        dtype: of a tensor: float32, float16 or bfloat16 (computed with in float32), int64 or uint32 (computed with in int32, which must hold their
-            values), int32, int16, int8, uint16, uint8 or bool. `float` or `int`: a number, float32 or int32.
+        dtype: of a tensor: float32, float16 or bfloat16 (computed with in float32), int64 or uint32 (computed
+            with in int32, which must hold their values), int32, int16, int8, uint16, uint8 or bool. `float`
+            or `int`: a number, float32 or int32.
         ndim: of a tensor, 0 to 8; default 1. None for a number.
         value: what it is bound to; None: it is given to every `run`.
-        shape: of a tensor, instead of ndim: for each dimension what it has an element for: "num_qo_heads", "num_kv_heads", "batch" (requests of the plan, or
-            row groups of a level, those of no rows included) or "rows" (of Q, padding included); None: something else. A tensor that is shorter there is
-            refused, one that is longer is not.
+        shape: of a tensor, instead of ndim: for each dimension what it has an element for: "num_qo_heads",
+            "num_kv_heads", "batch" (requests of the plan, or row groups of a level, those of no rows
+            included) or "rows" (of Q, padding included); None: something else. A tensor that is shorter there
+            is refused, one that is longer is not.
 
     Raises:
         ValueError: an argument that is not as above, named with its value and what it must be.
@@ -79,8 +82,13 @@ class Param(BaseModel):
     shape: tuple[str | None, ...] | None = None
 
     def __init__(
-        self, name: str, dtype: Dtype, ndim: int | None = None, value: Tensor | float | int | None = None, shape: tuple[str | None, ...] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        dtype: Dtype,
+        ndim: int | None = None,
+        value: Tensor | float | int | None = None,
+        shape: tuple[str | None, ...] | None = None,
+    ) -> None:
         try:
             super().__init__(name=name, dtype=dtype, ndim=ndim, value=value, shape=shape)
         except ValidationError as error:
@@ -91,18 +99,28 @@ class Param(BaseModel):
     def _check_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
         name, dtype, ndim, shape = fields["name"], fields["dtype"], fields["ndim"], fields["shape"]
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            refuse("name", name, "an identifier of C++ and Python: letters, digits and _, the first not a digit")
+            refuse(
+                "name", name, "an identifier of C++ and Python: letters, digits and _, the first not a digit"
+            )
         if not any(dtype is known for known in (*_CPP_SCALARS, *_CPP_ELEMENTS)):
             raise ValueError(
-                f"dtype of {name!r} is {describe(dtype)}, must be float or int for a number, or one of {', '.join(map(dtype_name, _CPP_ELEMENTS))}"
+                f"dtype of {name!r} is {describe(dtype)}, must be float or int for a number, or one of "
+                f"{', '.join(map(dtype_name, _CPP_ELEMENTS))}"
             )
         if isinstance(dtype, type) and ndim is not None:
             raise ValueError(f"ndim of {name!r} is {describe(ndim)}, must be None for a number")
         if shape is not None:
             if not isinstance(shape, tuple) or any(size is not None and size not in SIZES for size in shape):
-                raise ValueError(f"shape of {name!r} is {describe(shape)}, must be a tuple of None and {', '.join(map(repr, SIZES))}")
+                raise ValueError(
+                    f"shape of {name!r} is {describe(shape)}, must be a tuple of None and "
+                    f"{', '.join(map(repr, SIZES))}"
+                )
             if isinstance(dtype, type) or ndim not in (None, len(shape)):
-                must_be = "None for a number" if isinstance(dtype, type) else f"of ndim = {describe(ndim)} dimensions"
+                must_be = (
+                    "None for a number"
+                    if isinstance(dtype, type)
+                    else f"of ndim = {describe(ndim)} dimensions"
+                )
                 raise ValueError(f"shape of {name!r} is {describe(shape)}, must be {must_be}")
             ndim = len(shape)
         return {**fields, "ndim": 1 if ndim is None and not isinstance(dtype, type) else ndim}
@@ -129,7 +147,11 @@ class Param(BaseModel):
 
     @property
     def cpp_type(self) -> str:
-        return f"ParamTensor<{_CPP_ELEMENTS[self.dtype]}, {self.cpp_dims}>" if self.is_tensor else _CPP_SCALARS[self.dtype]
+        return (
+            f"ParamTensor<{_CPP_ELEMENTS[self.dtype]}, {self.cpp_dims}>"
+            if self.is_tensor
+            else _CPP_SCALARS[self.dtype]
+        )
 
     @property
     def needs_cast(self) -> bool:
@@ -143,7 +165,10 @@ class Param(BaseModel):
     def describe(self) -> str:
         if not self.is_tensor:
             return "a number that a float32 holds" if self.dtype is float else "an int that an int32 holds"
-        return f"{'an' if dtype_name(self.dtype)[0] == 'i' else 'a'} {dtype_name(self.dtype)} tensor of {self.ndim} dimension{'' if self.ndim == 1 else 's'}"
+        return (
+            f"{'an' if dtype_name(self.dtype)[0] == 'i' else 'a'} {dtype_name(self.dtype)} tensor of "
+            f"{self.ndim} dimension{'' if self.ndim == 1 else 's'}"
+        )
 
 
 def is_cpp_word(name: str) -> bool:
@@ -158,7 +183,9 @@ def params_from(tensors: Mapping[str, Any] | Sequence[Param], argument: str) -> 
         for name, declared in tensors.items():
             dtype, dims = declared if isinstance(declared, tuple) and len(declared) == 2 else (declared, None)
             try:
-                params.append(Param(name, dtype, shape=dims) if isinstance(dims, tuple) else Param(name, dtype, dims))
+                params.append(
+                    Param(name, dtype, shape=dims) if isinstance(dims, tuple) else Param(name, dtype, dims)
+                )
             except ValueError as error:
                 raise ValueError(f"{argument}[{name!r}]: {error}") from None
     else:
@@ -174,7 +201,9 @@ def params_from(tensors: Mapping[str, Any] | Sequence[Param], argument: str) -> 
 
 
 class Layout:
-    """The bytes of C++ structs of parameters, one after another: `structs` has the parameters of each. Structs without parameters are left out."""
+    """The bytes of C++ structs of parameters, one after another: `structs` has the parameters of each.
+    Structs without parameters are left out.
+    """
 
     def __init__(self, structs: Sequence[Sequence[Param]]) -> None:
         structs = [params for params in structs if params]
@@ -219,29 +248,50 @@ def check_value(name: str, param: Param, value: object, device: torch.device | N
     if param.is_tensor:
         if not isinstance(value, Tensor) or value.dtype is not param.dtype or value.ndim != param.ndim:
             _refuse(name, param, value)
-        if device is not None and value.device != device and (value.device.type != device.type or device.index is not None):
+        if (
+            device is not None
+            and value.device != device
+            and (value.device.type != device.type or device.index is not None)
+        ):
             raise ValueError(f"{name} is {describe(value)}, must be on {device}")
         check_plain(name, value)
         if value.numel() == 0:
-            raise ValueError(f"{name} is {describe(value)}, must have at least one element: variants are also asked about tokens that do not exist")
+            raise ValueError(
+                f"{name} is {describe(value)}, must have at least one element: variants are also asked about "
+                f"tokens that do not exist"
+            )
         if max((*value.shape, *value.stride(), 0)) > MAX_INT32:
             raise ValueError(f"{name} is {describe(value)}, must have sizes and strides below 2^31")
         return value
     if param.dtype is int:
-        if not isinstance(value, Integral) or isinstance(value, bool) or not -MAX_INT32 - 1 <= int(value) <= MAX_INT32:
+        if (
+            not isinstance(value, Integral)
+            or isinstance(value, bool)
+            or not -MAX_INT32 - 1 <= int(value) <= MAX_INT32
+        ):
             _refuse(name, param, value)
         return int(value)
-    if not isinstance(value, Real) or isinstance(value, bool) or torch.finfo(torch.float32).max < abs(cast("float", value)) < math.inf:
+    if (
+        not isinstance(value, Real)
+        or isinstance(value, bool)
+        or torch.finfo(torch.float32).max < abs(cast("float", value)) < math.inf
+    ):
         _refuse(name, param, value)
     return float(value)
 
 
 def check_shapes(params: Sequence[Param], args: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Refuses tensors that are shorter than their parameters say. args: checked values of those that are not bound. sizes: those of SIZES that are known."""
+    """Refuses tensors that are shorter than their parameters say. args: checked values of those that are not
+    bound. sizes: those of SIZES that are known.
+    """
     for param in params:
         value = args.get(param.name) if param.value is None else param.value
         dims = [size or "any" for size in param.shape or ()]
-        if dims and value is not None and any(has < sizes.get(size, 0) for has, size in zip(value.shape, dims, strict=True)):
+        if (
+            dims
+            and value is not None
+            and any(has < sizes.get(size, 0) for has, size in zip(value.shape, dims, strict=True))
+        ):
             name = f"variant_args[{param.name!r}]" if param.value is None else f"value of {param.name!r}"
             least = ", ".join(f"{size} = {sizes[size]}" if size in sizes else size for size in dims)
             refuse(name, value, f"at least of shape [{least}]")

@@ -22,9 +22,12 @@ class Reference:
     Args:
         score_mod, mask_mod: in flex_attention's signatures.
         params: their names are free variables of the functions.
-        wants_row: a mask_mod of six arguments also gets the query's index among those of its request, and kv_len; so do transforms.
-        query: (x, b, h, q_idx) -> a row of Q, transformed; with wants_row (x, b, h, q_idx, row, kv_len), row being that of Q.
-        key, value: (x, b, h, kv_idx) -> a row of K or V, of KV head h, transformed; with wants_row (x, b, h, kv_idx, kv_len).
+        wants_row: a mask_mod of six arguments also gets the query's index among those of its request, and
+            kv_len; so do transforms.
+        query: (x, b, h, q_idx) -> a row of Q, transformed; with wants_row (x, b, h, q_idx, row, kv_len), row
+            being that of Q.
+        key, value: (x, b, h, kv_idx) -> a row of K or V, of KV head h, transformed; with wants_row (x, b, h,
+            kv_idx, kv_len).
     """
 
     score_mod: Callable[..., Any] | None
@@ -35,9 +38,16 @@ class Reference:
     key: Callable[..., Any] | None = None
     value: Callable[..., Any] | None = None
 
-    def bound(self, function: Callable[..., Any], args: Mapping[str, Any], dtype: torch.dtype) -> Callable[..., Any]:
-        tensors = {param.name: _as_tensor(args[param.name] if param.value is None else param.value, dtype) for param in self.params}
-        return with_names(function, {name: _Indexed(tensor) if tensor.ndim else tensor for name, tensor in tensors.items()})[0]
+    def bound(
+        self, function: Callable[..., Any], args: Mapping[str, Any], dtype: torch.dtype
+    ) -> Callable[..., Any]:
+        tensors = {
+            param.name: _as_tensor(args[param.name] if param.value is None else param.value, dtype)
+            for param in self.params
+        }
+        return with_names(
+            function, {name: _Indexed(tensor) if tensor.ndim else tensor for name, tensor in tensors.items()}
+        )[0]
 
 
 class ReferenceFunctions:
@@ -46,7 +56,15 @@ class ReferenceFunctions:
     def __init__(self, parts: tuple[Reference, ...]) -> None:
         self.parts = parts
 
-    def logits(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, args: Mapping[str, Any] | None = None) -> Tensor:
+    def logits(
+        self,
+        score: Tensor,
+        b: Tensor,
+        h: Tensor,
+        q_idx: Tensor,
+        kv_idx: Tensor,
+        args: Mapping[str, Any] | None = None,
+    ) -> Tensor:
         """Transformed scores: the functions of all parts, in order.
 
         Args:
@@ -70,14 +88,20 @@ class ReferenceFunctions:
         index: Tensor | None = None,
         kv_len: Tensor | None = None,
     ) -> Tensor:
-        """Whether the query attends to the token, as booleans: the masks of all parts, intersected; their intervals are included.
+        """Whether the query attends to the token, as booleans: the masks of all parts, intersected; their
+        intervals are included.
 
         Args:
             b, h, q_idx, kv_idx: tensors of integers, which broadcast.
             args: parameters that are given at run time.
-            index: of the query among those of its request; kv_len: tokens of its request. Only custom masks need them.
+            index: of the query among those of its request; kv_len: tokens of its request. Only custom masks
+                need them.
         """
-        seen = torch.ones(torch.broadcast_shapes(b.shape, h.shape, q_idx.shape, kv_idx.shape), dtype=torch.bool, device=q_idx.device)
+        seen = torch.ones(
+            torch.broadcast_shapes(b.shape, h.shape, q_idx.shape, kv_idx.shape),
+            dtype=torch.bool,
+            device=q_idx.device,
+        )
         for part in self.parts:
             if part.mask_mod is None:
                 continue
@@ -90,7 +114,15 @@ class ReferenceFunctions:
         return seen
 
     def query(
-        self, q: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, args: Mapping[str, Any] | None = None, *, row: Tensor | None = None, kv_len: Tensor | None = None
+        self,
+        q: Tensor,
+        b: Tensor,
+        h: Tensor,
+        q_idx: Tensor,
+        args: Mapping[str, Any] | None = None,
+        *,
+        row: Tensor | None = None,
+        kv_len: Tensor | None = None,
     ) -> Tensor:
         """Transformed rows of Q, not rounded: the functions of all parts, in order.
 
@@ -102,15 +134,40 @@ class ReferenceFunctions:
         """
         return self._transformed("query", q, [b, h, q_idx], args, {"row": row, "kv_len": kv_len})
 
-    def key(self, k: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor, args: Mapping[str, Any] | None = None, *, kv_len: Tensor | None = None) -> Tensor:
+    def key(
+        self,
+        k: Tensor,
+        b: Tensor,
+        h: Tensor,
+        kv_idx: Tensor,
+        args: Mapping[str, Any] | None = None,
+        *,
+        kv_len: Tensor | None = None,
+    ) -> Tensor:
         """Transformed rows of K [..., head_dim], as `query`; h: the KV head."""
         return self._transformed("key", k, [b, h, kv_idx], args, {"kv_len": kv_len})
 
-    def value(self, v: Tensor, b: Tensor, h: Tensor, kv_idx: Tensor, args: Mapping[str, Any] | None = None, *, kv_len: Tensor | None = None) -> Tensor:
+    def value(
+        self,
+        v: Tensor,
+        b: Tensor,
+        h: Tensor,
+        kv_idx: Tensor,
+        args: Mapping[str, Any] | None = None,
+        *,
+        kv_len: Tensor | None = None,
+    ) -> Tensor:
         """Transformed rows of V [..., head_dim], as `query`; h: the KV head."""
         return self._transformed("value", v, [b, h, kv_idx], args, {"kv_len": kv_len})
 
-    def _transformed(self, hook: str, x: Tensor, at: list[Tensor], args: Mapping[str, Any] | None, more: dict[str, Tensor | None]) -> Tensor:
+    def _transformed(
+        self,
+        hook: str,
+        x: Tensor,
+        at: list[Tensor],
+        args: Mapping[str, Any] | None,
+        more: dict[str, Tensor | None],
+    ) -> Tensor:
         for part in self.parts:
             function = getattr(part, hook)
             if function is None:
@@ -119,7 +176,10 @@ class ReferenceFunctions:
             if part.wants_row:
                 missing = [name for name, value in more.items() if value is None]
                 if missing:
-                    raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; this variant's {hook} depends on them")
+                    raise ValueError(
+                        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; this "
+                        f"variant's {hook} depends on them"
+                    )
                 arguments += [value for value in more.values() if value is not None]
             x = _map_rows(part.bound(function, args or {}, x.dtype), x, *arguments)
         return x
@@ -129,7 +189,8 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     if tensor.is_floating_point():
         return tensor.to(dtype)
-    return tensor.to(torch.int32) if tensor.dtype in (torch.uint16, torch.uint32) else tensor  # torch does not compute with these
+    # torch does not compute with these
+    return tensor.to(torch.int32) if tensor.dtype in (torch.uint16, torch.uint32) else tensor
 
 
 class _Indexed:
@@ -178,4 +239,6 @@ def _map_rows(function: Callable[..., Any], rows: Tensor, *arguments: Tensor) ->
         return rows
     flat = [argument.reshape(-1) for argument in arguments]
     with torch.no_grad():
-        return torch.vmap(function, chunk_size=_CHUNK)(rows.reshape(-1, rows.shape[-1]), *flat).reshape(rows.shape)
+        return torch.vmap(function, chunk_size=_CHUNK)(rows.reshape(-1, rows.shape[-1]), *flat).reshape(
+            rows.shape
+        )

@@ -1,4 +1,6 @@
-"""Built-in variants that rotate Q and K (RoPE, arXiv 2104.09864), and their frequencies; `builtin` has their names."""
+"""Built-in variants that rotate Q and K (RoPE, arXiv 2104.09864), and their frequencies; `builtin` has their
+names.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ __all__ = ["llama3_frequencies", "rope", "rope_at", "rope_frequencies", "rope_in
 
 
 def rope_frequencies(rotary_dim: int, theta: float = 10000.0) -> Tensor:
-    """float64 [rotary_dim / 2] on the CPU: theta^(-2 i / rotary_dim), radians of a position (RoFormer, arXiv 2104.09864).
+    """float64 [rotary_dim / 2] on the CPU: theta^(-2 i / rotary_dim), radians of a position (RoFormer, arXiv
+    2104.09864).
 
     Args:
         rotary_dim: columns that are rotated: head_dim, or fewer.
@@ -39,35 +42,55 @@ def llama3_frequencies(
     high_freq_factor: float = 4.0,
     original_max_position_embeddings: int = 8192,
 ) -> Tensor:
-    """float64 [rotary_dim / 2] on the CPU: rope_frequencies(), scaled as by Llama 3.1 (rope_type "llama3" of a model's config, whose names these are).
+    """float64 [rotary_dim / 2] on the CPU: rope_frequencies(), scaled as by Llama 3.1 (rope_type "llama3" of
+    a model's config, whose names these are).
 
-    With f the frequency and n = original_max_position_embeddings * f / 2 pi its turns in the original context: f if n > high_freq_factor, f / factor if
-    n < low_freq_factor, and between them the mean of both, weighted by where n lies.
+    With f the frequency and n = original_max_position_embeddings * f / 2 pi its turns in the original
+    context: f if n > high_freq_factor, f / factor if n < low_freq_factor, and between them the mean of both,
+    weighted by where n lies.
     """
     _check_above_0(factor=factor, low_freq_factor=low_freq_factor)
     if not high_freq_factor > low_freq_factor:
         refuse("high_freq_factor", high_freq_factor, f"above low_freq_factor = {low_freq_factor}")
     original = check_int("original_max_position_embeddings", original_max_position_embeddings, 1)
     plain = rope_frequencies(rotary_dim, theta)
-    kept = ((original * plain / (2 * math.pi) - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    kept = (
+        (original * plain / (2 * math.pi) - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    ).clamp(0, 1)
     return plain * kept + plain / factor * (1 - kept)
 
 
 def rope(frequencies: Tensor, *, interleaved: bool = False) -> Variant:
-    """Rotary embedding of Q and K, whose cache holds keys that were not rotated: columns i and i + R / 2 of a row at position p, as a point of the plane, turn
-    by p * frequencies[i] radians. R = 2 * len(frequencies) columns are rotated, those after them stay. RoFormer (arXiv 2104.09864), Llama. Positions are
-    those of the request's tokens in its pages, below 2^24.
+    """Rotary embedding of Q and K, whose cache holds keys that were not rotated: columns i and i + R / 2 of a
+    row at position p, as a point of the plane, turn by p * frequencies[i] radians. R = 2 * len(frequencies)
+    columns are rotated, those after them stay. RoFormer (arXiv 2104.09864), Llama. Positions are those of the
+    request's tokens in its pages, below 2^24.
 
     Args:
-        frequencies: a float tensor [R / 2] of up to 1.5 radians, of rope_frequencies() or llama3_frequencies() for example. R is at most head_dim, and a
-            multiple of 16 if pairs are not interleaved.
+        frequencies: a float tensor [R / 2] of up to 1.5 radians, of rope_frequencies() or
+            llama3_frequencies() for example. R is at most head_dim, and a multiple of 16 if pairs are not
+            interleaved.
         interleaved: columns 2 i and 2 i + 1 are the pair instead (GPT-J).
     """
-    return _rope("rope", frequencies, interleaved, ("row.position", "token.position"), (lambda b, q_idx: q_idx, lambda b, kv_idx: kv_idx))
+    return _rope(
+        "rope",
+        frequencies,
+        interleaved,
+        ("row.position", "token.position"),
+        (lambda b, q_idx: q_idx, lambda b, kv_idx: kv_idx),
+    )
 
 
-def rope_at(frequencies: Tensor, q_positions: Tensor | None = None, kv_positions: Tensor | None = None, *, interleaved: bool = False) -> Variant:
-    """rope() at given positions. Prefixes that requests share are not sought: a token may have a position for each request.
+def rope_at(
+    frequencies: Tensor,
+    q_positions: Tensor | None = None,
+    kv_positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> Variant:
+    """rope() at given positions.
+
+    Prefixes that requests share are not sought: a token may have a position for each request.
 
     Args:
         frequencies, interleaved: as of rope().
@@ -89,10 +112,14 @@ def rope_at(frequencies: Tensor, q_positions: Tensor | None = None, kv_positions
     return _rope("rope_at", frequencies, interleaved, places, (position_of_query, position_of_key), params)
 
 
-def rope_in_cache(frequencies: Tensor, window: int, sink_tokens: int = 4, *, interleaved: bool = False) -> Variant:
-    """rope() at positions in the cache of StreamingLLM (arXiv 2309.17453), which holds the first sink_tokens tokens of a request and its last `window`. With
-    d = max(kv_len - window - sink_tokens, 0) tokens that it has dropped, query q stands at q - d, key k < sink_tokens at k, any other key at k - d. Combine it
-    with streaming_llm(window, sink_tokens), which hides the dropped tokens. Where they are not in the pages at all, rope() does the same.
+def rope_in_cache(
+    frequencies: Tensor, window: int, sink_tokens: int = 4, *, interleaved: bool = False
+) -> Variant:
+    """rope() at positions in the cache of StreamingLLM (arXiv 2309.17453), which holds the first sink_tokens
+    tokens of a request and its last `window`. With d = max(kv_len - window - sink_tokens, 0) tokens that it
+    has dropped, query q stands at q - d, key k < sink_tokens at k, any other key at k - d. Combine it with
+    streaming_llm(window, sink_tokens), which hides the dropped tokens. Where they are not in the pages at
+    all, rope() does the same.
 
     Args:
         frequencies, interleaved: as of rope().
@@ -104,13 +131,17 @@ def rope_in_cache(frequencies: Tensor, window: int, sink_tokens: int = 4, *, int
         return q_idx - torch.clamp(kv_len - window - sink_tokens, min=0)
 
     def position_of_key(b: Any, kv_idx: Any, kv_len: Any) -> Any:
-        return torch.where(kv_idx < sink_tokens, kv_idx, kv_idx - torch.clamp(kv_len - window - sink_tokens, min=0))
+        return torch.where(
+            kv_idx < sink_tokens, kv_idx, kv_idx - torch.clamp(kv_len - window - sink_tokens, min=0)
+        )
 
     dropped = "max({}.kv_len - window - sink_tokens, 0)"
     in_cache = f"token.position < sink_tokens ? token.position : token.position - {dropped.format('token')}"
     places = (f"row.position - {dropped.format('row')}", in_cache)
     params = (Param("window", int, value=window), Param("sink_tokens", int, value=sink_tokens))
-    return _rope("rope_in_cache", frequencies, interleaved, places, (position_of_query, position_of_key), params)
+    return _rope(
+        "rope_in_cache", frequencies, interleaved, places, (position_of_query, position_of_key), params
+    )
 
 
 def _check_above_0(**numbers: Any) -> None:
@@ -119,18 +150,31 @@ def _check_above_0(**numbers: Any) -> None:
             refuse(name, number, "a number above 0")
 
 
-def _rope(name: str, frequencies: Tensor, interleaved: bool, places: tuple[str, str], positions: tuple[Any, Any], params: tuple[Param, ...] = ()) -> Variant:
-    """places: positions of a query and of a key in C++. positions: functions of the same, (b, q_idx) and (b, kv_idx); if there are params,
-    (b, q_idx, row, kv_len) and (b, kv_idx, kv_len).
+def _rope(
+    name: str,
+    frequencies: Tensor,
+    interleaved: bool,
+    places: tuple[str, str],
+    positions: tuple[Any, Any],
+    params: tuple[Param, ...] = (),
+) -> Variant:
+    """places: positions of a query and of a key in C++. positions: functions of the same, (b, q_idx) and (b,
+    kv_idx); if there are params, (b, q_idx, row, kv_len) and (b, kv_idx, kv_len).
     """
-    if not isinstance(frequencies, Tensor) or not frequencies.is_floating_point() or frequencies.ndim != 1 or not len(frequencies):
+    if (
+        not isinstance(frequencies, Tensor)
+        or not frequencies.is_floating_point()
+        or frequencies.ndim != 1
+        or not len(frequencies)
+    ):
         refuse("frequencies", frequencies, "a float tensor of 1 dimension, such as rope_frequencies() makes")
     check_types(bool, "True or False", interleaved=interleaved)
     pairs = len(frequencies)
     if not interleaved and pairs % 8:
         refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
     radians = frequencies.detach().double().cpu()
-    if not radians.abs().max() <= 1.5:  # turns_of() (csrc/attention/variant_math.h); a NaN is not a frequency, either
+    # turns_of() (csrc/attention/variant_math.h); a NaN is not a frequency, either
+    if not radians.abs().max() <= 1.5:
         refuse("largest of frequencies", float(radians.abs().max()), "at most 1.5 radians")
     turns = radians / (2 * math.pi)
     high = turns.float()
@@ -140,7 +184,12 @@ def _rope(name: str, frequencies: Tensor, interleaved: bool, places: tuple[str, 
     def turned(x: Tensor, position: Any) -> Tensor:
         angle = position.to(x.dtype) * radians.to(x.dtype)
         rotary = x[: 2 * pairs].reshape(pairs, 2).T if interleaved else x[: 2 * pairs].reshape(2, pairs)
-        turned = torch.stack([rotary[0] * angle.cos() - rotary[1] * angle.sin(), rotary[1] * angle.cos() + rotary[0] * angle.sin()])
+        turned = torch.stack(
+            [
+                rotary[0] * angle.cos() - rotary[1] * angle.sin(),
+                rotary[1] * angle.cos() + rotary[0] * angle.sin(),
+            ]
+        )
         return torch.cat([(turned.T if interleaved else turned).reshape(-1), x[2 * pairs :]])
 
     of_query, of_key = positions

@@ -1,4 +1,6 @@
-"""Hooks that a user wrote in C++: which they are, whether their signatures are right, and how they become a part of the generated file."""
+"""Hooks that a user wrote in C++: which they are, whether their signatures are right, and how they become a
+part of the generated file.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
         ValueError: no hook, one with another signature, or pairs that no hook takes; names the line.
     """
     if not isinstance(cpp, str):
-        raise ValueError(f"cpp is a {type(cpp).__name__}, must be a string of C++: any of the hooks {', '.join(HOOKS)}")
+        raise ValueError(
+            f"cpp is a {type(cpp).__name__}, must be a string of C++: any of the hooks {', '.join(HOOKS)}"
+        )
     for param in params:
         if is_cpp_word(param.name):
-            raise ValueError(f"params: {param.name!r} means something else in C++ or in a variant, must be another name")
+            raise ValueError(
+                f"params: {param.name!r} means something else in C++ or in a variant, must be another name"
+            )
     _refuse_includes(cpp, name)
     code = _without_comments(cpp)
     outer = _outside_of_braces(code, name)
@@ -38,18 +44,33 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
         types = [_type_of(argument) for argument in arguments.split(",")]
         wanted_result, wanted = HOOKS[hook]
         is_const = re.match(r"\s*const\b", outer[match.end() :])
-        if result is None or result.group(1) != wanted_result or types != [_type_of(kind) for kind, _ in wanted] or not is_const:
+        if (
+            result is None
+            or result.group(1) != wanted_result
+            or types != [_type_of(kind) for kind, _ in wanted]
+            or not is_const
+        ):
             raise ValueError(f"{hook}() must be `{_signature(hook)}`{place}")
         found[hook] = result.start()
         if hook in ("key", "value"):
             # Macros are not expanded.
-            tells_requests_apart |= "#define" in cpp or _tells_requests_apart(arguments, _inside_of_braces(code, outer, match.end()))
+            tells_requests_apart |= "#define" in cpp or _tells_requests_apart(
+                arguments, _inside_of_braces(code, outer, match.end())
+            )
     if not found:
-        raise ValueError("cpp has no hook, must have any of\n  " + "\n  ".join(f"{_signature(hook)};" for hook in HOOKS))
+        raise ValueError(
+            "cpp has no hook, must have any of\n  " + "\n  ".join(f"{_signature(hook)};" for hook in HOOKS)
+        )
     if "bias_slope" in found and "logits" not in found:
-        raise ValueError("cpp has bias_slope() without logits(), must have both: logit + bias_slope(row) * (kv_position - row.position)")
+        raise ValueError(
+            "cpp has bias_slope() without logits(), must have both: logit + bias_slope(row) * (kv_position - "
+            "row.position)"
+        )
     if not found.keys() & set(TRANSFORMS) and pairs != Pairs():
-        raise ValueError(f"pair_distance is {pairs.distance} and pair_columns {pairs.columns}, must be None: cpp has none of {', '.join(TRANSFORMS)}")
+        raise ValueError(
+            f"pair_distance is {pairs.distance} and pair_columns {pairs.columns}, must be None: cpp has none "
+            f"of {', '.join(TRANSFORMS)}"
+        )
     code = cpp
     for start in sorted(found.values(), reverse=True):
         if not re.search(r"\bATTN_HD\s*$", outer[:start]):
@@ -68,7 +89,10 @@ def _refuse_includes(cpp: str, name: str) -> None:
     spliced = re.sub(r"\\[ \t]*\n", "", cpp)
     match = _INCLUDES.search(spliced)
     if match:
-        raise ValueError(f"cpp of {source_name(name)} has `{' '.join(match[0].split())}`, must include no file: put its text into cpp")
+        raise ValueError(
+            f"cpp of {source_name(name)} has `{' '.join(match[0].split())}`, must include no file: put its "
+            f"text into cpp"
+        )
 
 
 def source_name(name: str) -> str:
@@ -77,7 +101,9 @@ def source_name(name: str) -> str:
 
 
 def _tells_requests_apart(arguments: str, inside: str) -> bool:
-    """Whether a transform of K or V reads a member of its token that differs between requests, or gives the token to another function."""
+    """Whether a transform of K or V reads a member of its token that differs between requests, or gives the
+    token to another function.
+    """
     name = re.findall(r"\w+", arguments.rsplit(",", maxsplit=1)[-1])[-1]
     if name in ("KvToken", "const"):  # the type: it has no name
         return False
@@ -112,7 +138,12 @@ def _without_comments(cpp: str) -> str:
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match.group())
 
-    return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'|^[ \t]*#[^\n]*", blank, cpp, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(
+        r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'|^[ \t]*#[^\n]*",
+        blank,
+        cpp,
+        flags=re.DOTALL | re.MULTILINE,
+    )
 
 
 def _outside_of_braces(text: str, name: str) -> str:

@@ -11,20 +11,41 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import operations
-from .expressions import COMPARISONS, ExpressionError, Kind, Node, arithmetic, compare, constant, is_never_negative, node, select
-from .functions import TracingError, captured, check_signature, error_at_definition, error_from, error_here, with_names
+from .expressions import (
+    COMPARISONS,
+    ExpressionError,
+    Kind,
+    Node,
+    arithmetic,
+    compare,
+    constant,
+    is_never_negative,
+    node,
+    select,
+)
+from .functions import (
+    TracingError,
+    captured,
+    check_signature,
+    error_at_definition,
+    error_from,
+    error_here,
+    with_names,
+)
 from .params import Param
 
 SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 
-# g++ compiles this many in seconds, but nvcc needs minutes: it inlines them for every score that a thread holds.
+# g++ compiles this many in seconds, but nvcc needs minutes: it inlines them for every score that a thread
+# holds.
 MAX_OPERATIONS = 2048
 _BRANCH = "a branch depends on values that only the kernel knows"
 _TO_PYTHON = "a value that only the kernel knows is made a Python number"
 
 
-Bound = dict[int, tuple[Tensor, Param]]  # captured tensors by their ids; each tensor is kept, so that no other one gets its id
+# captured tensors by their ids; each tensor is kept, so that no other one gets its id
+Bound = dict[int, tuple[Tensor, Param]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +56,9 @@ class Traced:
     used: set[str]
 
 
-def trace(what: str, function: Callable[..., Any], names: tuple[str, ...], params: Sequence[Param], bound: Bound) -> Traced:
+def trace(
+    what: str, function: Callable[..., Any], names: tuple[str, ...], params: Sequence[Param], bound: Bound
+) -> Traced:
     """Runs `function` once.
 
     Args:
@@ -51,17 +74,26 @@ def trace(what: str, function: Callable[..., Any], names: tuple[str, ...], param
     tracer = Tracer(what, function, {param.name for param in params}, bound)
     free = {param.name: tracer.parameter(param) for param in params}
     copy, used = with_names(function, free)
-    arguments = [Value(tracer, node("variable", Kind.FLOAT if name == "score" else Kind.INT, value=name)) for name in names]
+    arguments = [
+        Value(tracer, node("variable", Kind.FLOAT if name == "score" else Kind.INT, value=name))
+        for name in names
+    ]
     try:
         with tracer:
             result = copy(*arguments)
     except TracingError:
         raise
     except NameError as error:
-        hint = f"; a tensor that is given at run time is declared: tensors={{{error.name!r}: torch.float32}}" if error.name else ""
+        hint = (
+            f"; a tensor that is given at run time is declared: tensors={{{error.name!r}: torch.float32}}"
+            if error.name
+            else ""
+        )
         raise error_from(f"{what} cannot be traced: {error}{hint}", error.__traceback__) from None
     except Exception as error:
-        raise error_from(f"{what} cannot be traced: {type(error).__name__}: {error}", error.__traceback__) from error
+        raise error_from(
+            f"{what} cannot be traced: {type(error).__name__}: {error}", error.__traceback__
+        ) from error
     return Traced(_returned(what, function, tracer, result), used)
 
 
@@ -71,7 +103,9 @@ def _returned(what: str, function: Callable[..., Any], tracer: Tracer, result: o
         found = tracer.node_of(result)
     except (ExpressionError, TracingError) as error:
         kind = "None" if result is None else f"a {type(result).__name__}"
-        raise error_at_definition(function, f"{what} returns {kind}, must return {must} ({str(error).splitlines()[0]})") from None
+        raise error_at_definition(
+            function, f"{what} returns {kind}, must return {must} ({str(error).splitlines()[0]})"
+        ) from None
     if found.kind != (Kind.BOOL if what == "mask_mod" else Kind.FLOAT):
         kind = {Kind.BOOL: "a boolean", Kind.INT: "an integer", Kind.FLOAT: "a float"}[found.kind]
         raise error_at_definition(function, f"{what} returns {kind}, must return {must}")
@@ -79,7 +113,9 @@ def _returned(what: str, function: Callable[..., Any], tracer: Tracer, result: o
 
 
 class Tracer(TorchFunctionMode):
-    """While it is active, torch's operations on traced values are recorded; those on tensors alone are executed, and their results are captured tensors."""
+    """While it is active, torch's operations on traced values are recorded; those on tensors alone are
+    executed, and their results are captured tensors.
+    """
 
     def __init__(self, what: str, function: Callable[..., Any], declared: set[str], bound: Bound) -> None:
         super().__init__()
@@ -96,7 +132,10 @@ class Tracer(TorchFunctionMode):
             self.refuse(f"an in-place write ({name}) to a tensor; must make a new value")
         if not any(isinstance(argument, Value | Table) for argument in _flat((args, kwargs))):
             if name in operations.RANDOM:
-                self.refuse(f"{name}() would be drawn once, when the variant is made; must be a tensor that is declared or captured")
+                self.refuse(
+                    f"{name}() would be drawn once, when the variant is made; must be a tensor that is "
+                    f"declared or captured"
+                )
             return function(*args, **kwargs)
         if name == "__getitem__":
             table, index = args
@@ -114,12 +153,23 @@ class Tracer(TorchFunctionMode):
             self.refuse(f"{name}() is unknown here; known are {operations.KNOWN}")
         self._operations += 1
         if self._operations > MAX_OPERATIONS:
-            self.refuse(f"it does more than {MAX_OPERATIONS} operations; must do fewer: put numbers into a tensor, and index it")
+            self.refuse(
+                f"it does more than {MAX_OPERATIONS} operations; must do fewer: put numbers into a tensor, "
+                f"and index it"
+            )
         with self.at_users_line():
-            return Value(self, operation(*(self._argument(a) for a in args), **{key: self._argument(a) for key, a in kwargs.items()}))
+            return Value(
+                self,
+                operation(
+                    *(self._argument(a) for a in args),
+                    **{key: self._argument(a) for key, a in kwargs.items()},
+                ),
+            )
 
     def _argument(self, value: object) -> object:
-        return self.node_of(value) if isinstance(value, Value | Table | Tensor | bool | int | float) else value
+        return (
+            self.node_of(value) if isinstance(value, Value | Table | Tensor | bool | int | float) else value
+        )
 
     def node_of(self, value: object) -> Node:
         """The node of a traced value, a number, or a tensor without dimensions."""
@@ -129,7 +179,9 @@ class Tracer(TorchFunctionMode):
             raise ExpressionError(f"{value.param.name} has {len(value.free)} dimension(s) without an index")
         if isinstance(value, Tensor):
             if value.ndim:
-                raise ExpressionError(f"a captured tensor of shape {list(value.shape)} is used whole; must be indexed")
+                raise ExpressionError(
+                    f"a captured tensor of shape {list(value.shape)} is used whole; must be indexed"
+                )
             if value.device.type == "cpu":
                 return constant(value.item())
             return self.table_of(value).load().node
@@ -164,7 +216,10 @@ class Tracer(TorchFunctionMode):
 
 
 class _AtUsersLine:
-    """Refuses what operations refuse, with the user's line. (No @contextmanager: its frames would be between here and the user's.)"""
+    """Refuses what operations refuse, with the user's line.
+
+    (No @contextmanager: its frames would be between here and the user's.)
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -201,10 +256,16 @@ def _add_operators() -> None:
         return lambda self: self.tracer.apply(name, self)
 
     def in_place(name: str) -> Callable[..., Any]:
-        return lambda self, _: self.tracer.refuse(f"an in-place write ({name}); must make a new value: x = x + ...")
+        return lambda self, _: self.tracer.refuse(
+            f"an in-place write ({name}); must make a new value: x = x + ..."
+        )
 
     def to_python(name: str) -> Callable[..., Any]:
-        advice = "must be torch.from_numpy() of NumPy arrays" if name == "array" else "must be torch operations throughout"
+        advice = (
+            "must be torch.from_numpy() of NumPy arrays"
+            if name == "array"
+            else "must be torch operations throughout"
+        )
         return lambda self, *_: self.tracer.refuse(f"{_TO_PYTHON} ({name}()); {advice}")
 
     for name in operations.BINARY:
@@ -243,13 +304,19 @@ class Value(_Operators):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise TracingError(f"{getattr(function, '__name__', function)}() of a value of a function that is no longer being traced")
+        raise TracingError(
+            f"{getattr(function, '__name__', function)}() of a value of a function that is no longer being "
+            f"traced"
+        )
 
     def __repr__(self) -> str:
         return f"<{self.node.kind.name.lower()} that only the kernel knows>"
 
     def __bool__(self) -> NoReturn:  # noqa: PLE0304
-        self.tracer.refuse(f"{_BRANCH} (if, and, or, not, min(), max() or a chained comparison); must be torch.where, &, |, ~, torch.minimum or torch.maximum")
+        self.tracer.refuse(
+            f"{_BRANCH} (if, and, or, not, min(), max() or a chained comparison); must be torch.where, &, |, "
+            f"~, torch.minimum or torch.maximum"
+        )
 
     def __getitem__(self, index: object) -> NoReturn:
         self.tracer.refuse("a value without dimensions is indexed")
@@ -271,7 +338,9 @@ class Value(_Operators):
 class Table(_Operators):
     """A tensor parameter, some of whose dimensions may have an index already."""
 
-    def __init__(self, tracer: Tracer, param: Param, free: tuple[int, ...], indices: Mapping[int, Node]) -> None:
+    def __init__(
+        self, tracer: Tracer, param: Param, free: tuple[int, ...], indices: Mapping[int, Node]
+    ) -> None:
         self.tracer = tracer
         self.param = param
         self.free = free  # dimensions without an index
@@ -299,14 +368,19 @@ class Table(_Operators):
     def __getitem__(self, index: object) -> Any:
         indices = list(index) if isinstance(index, tuple) else [index]
         if len(indices) > len(self.free):
-            self.tracer.refuse(f"{self.param.name} has {len(indices)} indices for {len(self.free)} dimension(s)")
+            self.tracer.refuse(
+                f"{self.param.name} has {len(indices)} indices for {len(self.free)} dimension(s)"
+            )
         chosen, free = dict(self.indices), list(self.free)
         with self.tracer.at_users_line():
             for dim, one in zip(self.free, indices, strict=False):
                 if isinstance(one, slice) and one == slice(None):
                     continue
                 if one is None or one is Ellipsis or isinstance(one, slice | list | str):
-                    raise ExpressionError(f"{self.param.name} is indexed with {one!r}; must be an integer for each dimension, or :")
+                    raise ExpressionError(
+                        f"{self.param.name} is indexed with {one!r}; must be an integer for each dimension, "
+                        f"or :"
+                    )
                 chosen[dim] = self._index(dim, self.tracer.node_of(one))
                 free.remove(dim)
         table = Table(self.tracer, self.param, tuple(free), chosen)
@@ -314,7 +388,10 @@ class Table(_Operators):
 
     def _index(self, dim: int, index: Node) -> Node:
         if index.kind != Kind.INT:
-            raise ExpressionError(f"{self.param.name} is indexed with a {index.kind.name.lower()}; must be an integer: .to(torch.int32)")
+            raise ExpressionError(
+                f"{self.param.name} is indexed with a {index.kind.name.lower()}; must be an integer: "
+                f".to(torch.int32)"
+            )
         if is_never_negative(index):
             return index
         from_end = arithmetic("add", index, self._size(dim))
@@ -325,7 +402,10 @@ class Table(_Operators):
         return Value(self.tracer, node("load", self.param.kind, indices, self.param.name))
 
     def _whole(self, *_: Any, **__: Any) -> NoReturn:
-        self.tracer.refuse(f"{self.param.name} is used with {len(self.free)} dimension(s) without an index; must have an integer for each")
+        self.tracer.refuse(
+            f"{self.param.name} is used with {len(self.free)} dimension(s) without an index; must have an "
+            f"integer for each"
+        )
 
     def __bool__(self) -> NoReturn:  # noqa: PLE0304
         self._whole()
@@ -334,12 +414,18 @@ class Table(_Operators):
         if name.startswith("__"):
             raise AttributeError(name)
         if _is_in_place(name):
-            self.tracer.refuse(f"an in-place write ({name}) to {self.param.name}; kernels only read their parameters")
+            self.tracer.refuse(
+                f"an in-place write ({name}) to {self.param.name}; kernels only read their parameters"
+            )
         return self._whole()
 
 
 def _is_in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.startswith("_")) or (name.startswith("__i") and name in operations.IN_PLACE)
+    return (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.startswith("_"))
+        or (name.startswith("__i") and name in operations.IN_PLACE)
+    )
 
 
 def _flat(value: object) -> Iterator[object]:

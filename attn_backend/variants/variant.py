@@ -1,4 +1,6 @@
-"""Variants of attention: Python functions or C++, with parameters, as one C++ struct that every kernel is compiled with."""
+"""Variants of attention: Python functions or C++, with parameters, as one C++ struct that every kernel is
+compiled with.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Variant:
     Attributes:
         name: short, of [a-z0-9_]; for messages and file names.
         source: the C++ that is compiled: defines attn::UserVariant.
-        params: the parameters in the order of the C++ struct; those whose `value` is None are given to every run.
+        params: the parameters in the order of the C++ struct; those whose `value` is None are given to every
+            run.
         uses_softmax: whether logits go through a softmax; else they are the weights.
         has_logits: whether there is this hook; so has_output, has_query, has_key, has_value.
         has_transforms: whether there are any of has_query, has_key and has_value.
@@ -42,11 +45,12 @@ class Variant:
         has_range: whether there is a range().
         mask_params: names of those parameters of a run that the mask may read.
         reads_positions: whether hooks may depend on where rows and tokens stand in their requests.
-        skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles in which no row of a row tile sees anything.
-        tells_requests_apart: whether a transform of K or V may differ between requests for the same token at the same position: prefixes that requests have
-            in common are then not sought.
-        causal: with window_left an interval that contains all that the mask lets through. It is a part of the variant's meaning: terms of a mask_mod that it
-            says completely are left out of the mask hook.
+        skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles
+            in which no row of a row tile sees anything.
+        tells_requests_apart: whether a transform of K or V may differ between requests for the same token at
+            the same position: prefixes that requests have in common are then not sought.
+        causal: with window_left an interval that contains all that the mask lets through. It is a part of the
+            variant's meaning: terms of a mask_mod that it says completely are left out of the mask hook.
         window_left: tokens before the query that it sees at most, besides itself; -1: no limit.
         params_bytes: sizeof(UserVariant::Params).
         user_sources: the user's C++ by the name that compilers call it in errors.
@@ -80,13 +84,29 @@ class Variant:
     _on_device: dict[tuple[int, torch.device], Tensor]  # bound tensors by their place among params
 
     def __init__(
-        self, parts: Sequence[Variant] = (), *, body: Body | None = None, causal: bool = False, window_left: int = -1, reference: Reference | None = None,
-        name: str | None = None, cpp: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        parts: Sequence[Variant] = (),
+        *,
+        body: Body | None = None,
+        causal: bool = False,
+        window_left: int = -1,
+        reference: Reference | None = None,
+        name: str | None = None,
+        cpp: str | None = None,
+    ) -> None:
         """Made of one body, or of several variants. Users call the class methods."""
         bodies = (body,) if body is not None else tuple(body for part in parts for body in part._bodies)
-        references = (reference,) if body is not None else tuple(reference for part in parts for reference in part._references)
-        fields: dict[str, Any] = {"_bodies": bodies, "_references": references, "causal": causal, "window_left": window_left}
+        references = (
+            (reference,)
+            if body is not None
+            else tuple(reference for part in parts for reference in part._references)
+        )
+        fields: dict[str, Any] = {
+            "_bodies": bodies,
+            "_references": references,
+            "causal": causal,
+            "window_left": window_left,
+        }
         fields["name"] = _clean(name if name is not None else "_and_".join(body.name for body in bodies))
         fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
         for hook_name in HOOKS:
@@ -99,16 +119,28 @@ class Variant:
         fields["tells_requests_apart"] = any(body.tells_requests_apart for body in bodies)
         layout = Layout([body.params for body in bodies])
         if layout.bytes > MAX_BYTES:
-            raise ValueError(f"the parameters of variant {fields['name']} take {layout.bytes} bytes, must be at most {MAX_BYTES}: put numbers into a tensor")
+            raise ValueError(
+                f"the parameters of variant {fields['name']} take {layout.bytes} bytes, must be at most "
+                f"{MAX_BYTES}: put numbers into a tensor"
+            )
         fields.update(_layout=layout, params=layout.params, params_bytes=layout.bytes, _on_device={})
         fields["_given"] = tuple(param.name for param in layout.params if param.value is None)
-        fields["mask_params"] = tuple(name for body in bodies for name in body.mask_params if name in fields["_given"])
+        fields["mask_params"] = tuple(
+            name for body in bodies for name in body.mask_params if name in fields["_given"]
+        )
         for param in layout.params:
             if fields["_given"].count(param.name) > 1:
-                raise ValueError(f"variants that are combined both have a parameter {param.name!r}, must have different names")
+                raise ValueError(
+                    f"variants that are combined both have a parameter {param.name!r}, must have different "
+                    f"names"
+                )
         check = f'static_assert(sizeof(UserVariant::Params) == {layout.bytes}, "not as Python packs it");'
-        fields["source"] = source_of(bodies).replace("\n}  // namespace attn", f"\n{check}\n\n}}  // namespace attn")
-        fields["user_sources"] = {k: v for part in parts for k, v in part.user_sources.items()} | ({} if cpp is None else {f"<variant {fields['name']}>": cpp})
+        fields["source"] = source_of(bodies).replace(
+            "\n}  // namespace attn", f"\n{check}\n\n}}  // namespace attn"
+        )
+        fields["user_sources"] = {k: v for part in parts for k, v in part.user_sources.items()} | (
+            {} if cpp is None else {f"<variant {fields['name']}>": cpp}
+        )
         self.__dict__.update(fields)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -124,13 +156,22 @@ class Variant:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"variant {self.name} cannot be pickled: it holds functions and addresses of tensors; make it again in the process that needs it")
+        raise TypeError(
+            f"variant {self.name} cannot be pickled: it holds functions and addresses of tensors; make it "
+            f"again in the process that needs it"
+        )
 
     def __repr__(self) -> str:
-        interval = [*(["causal"] if self.causal else []), *([f"window_left={self.window_left}"] if self.window_left >= 0 else [])]
+        interval = [
+            *(["causal"] if self.causal else []),
+            *([f"window_left={self.window_left}"] if self.window_left >= 0 else []),
+        ]
         hooks = [name for name in HOOKS if getattr(self, f"has_{name}")]
         params = [f"{param.name}: {param.describe()}" for param in self.params if param.value is None]
-        return f"<Variant {self.name}: {', '.join([*interval, *hooks, *([] if self.uses_softmax else ['no softmax']), *params]) or 'plain attention'}>"
+        return (
+            f"<Variant {self.name}: "
+            f"{', '.join([*interval, *hooks, *([] if self.uses_softmax else ['no softmax']), *params]) or 'plain attention'}>"
+        )
 
     @classmethod
     def from_functions(
@@ -143,21 +184,25 @@ class Variant:
     ) -> Variant:
         """Traces functions in flex_attention's signatures.
 
-        b is the request's place in the batch, h the query head, q_idx and kv_idx are positions in the request (query i of n stands at kv_len - n + i); all
-        are int32. score is q . k * sm_scale, in float32. Each function runs once, here. It may use arithmetic, comparisons, & | ^ ~, //, % (rounded down),
-        torch.where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, abs, floor, ceil, casts, and tensors indexed by integers.
+        b is the request's place in the batch, h the query head, q_idx and kv_idx are positions in the request
+        (query i of n stands at kv_len - n + i); all are int32. score is q . k * sm_scale, in float32. Each
+        function runs once, here. It may use arithmetic, comparisons, & | ^ ~, //, % (rounded down),
+        torch.where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, abs, floor, ceil,
+        casts, and tensors indexed by integers.
 
         Args:
             score_mod: (score, b, h, q_idx, kv_idx) -> score.
             mask_mod: (b, h, q_idx, kv_idx) -> whether the query attends to the token.
-            tensors: free variables of the functions that are given to each run: {name: dtype, (dtype, ndim) or (dtype, shape)}, by default of one dimension,
-                or `float` or `int` for a number; or Params. They need not exist. Other tensors that the functions find are bound as they are: their elements
-                are read when a kernel runs (on another device, from a copy that is made once). Numbers become constants, and CPU tensors without dimensions,
-                too.
+            tensors: free variables of the functions that are given to each run: {name: dtype, (dtype, ndim)
+                or (dtype, shape)}, by default of one dimension, or `float` or `int` for a number; or Params.
+                They need not exist. Other tensors that the functions find are bound as they are: their
+                elements are read when a kernel runs (on another device, from a copy that is made once).
+                Numbers become constants, and CPU tensors without dimensions, too.
             name: default: from the functions' names.
 
         Raises:
-            TracingError: a ValueError that names what cannot be traced, with the file, the line and the source line.
+            TracingError: a ValueError that names what cannot be traced, with the file, the line and the
+                source line.
             ValueError: a wrong argument.
         """
         if score_mod is None and mask_mod is None:
@@ -166,13 +211,17 @@ class Variant:
         bound: Bound = {}
         traced = {
             what: trace(what, function, arguments, declared, bound)
-            for what, function, arguments in (("score_mod", score_mod, SCORE_MOD), ("mask_mod", mask_mod, MASK_MOD))
+            for what, function, arguments in (
+                ("score_mod", score_mod, SCORE_MOD),
+                ("mask_mod", mask_mod, MASK_MOD),
+            )
             if function is not None
         }
         for param in declared:
             if not any(param.name in one.used for one in traced.values()):
                 raise error_at_definition(
-                    next(filter(None, (score_mod, mask_mod))), f"tensors[{param.name!r}] is not a free variable of the functions, must be one"
+                    next(filter(None, (score_mod, mask_mod))),
+                    f"tensors[{param.name!r}] is not a free variable of the functions, must be one",
                 )
         params = {param.name: param for param in (*declared, *(param for _, param in bound.values()))}
         hooks: dict[str, str] = {}
@@ -187,8 +236,20 @@ class Variant:
         functions = [function for function in (score_mod, mask_mod) if function is not None]
         name = _clean(name if name is not None else "_".join(map(_name_of, functions)))
         has_holes = visibility.mask is not None and not is_interval(visibility.mask)
-        body = Body(name, tuple(params.values()), frozenset(hooks), True, "\n".join(hooks.values()), skips_kv_tiles=has_holes)
-        return cls(body=body, causal=visibility.causal, window_left=visibility.window_left, reference=Reference(score_mod, mask_mod, declared))
+        body = Body(
+            name,
+            tuple(params.values()),
+            frozenset(hooks),
+            True,
+            "\n".join(hooks.values()),
+            skips_kv_tiles=has_holes,
+        )
+        return cls(
+            body=body,
+            causal=visibility.causal,
+            window_left=visibility.window_left,
+            reference=Reference(score_mod, mask_mod, declared),
+        )
 
     @classmethod
     def from_source(
@@ -209,7 +270,8 @@ class Variant:
             float logits(float logit, const ScoreRow& row, int32_t kv_position) const     the transformed logit
             float bias_slope(const ScoreRow& row) const                                   beside logits() that return logit + bias_slope(row) * (kv_position
                                                                                           - row.position): Hopper's kernels then take less time
-            bool mask(const ScoreRow& row, int32_t kv_position) const                     whether the row attends to the token
+            bool mask(const ScoreRow& row, int32_t kv_position) const                     whether the row
+            attends to the token
             TokenRange range(const ScoreRow& row) const                                   {begin, end}: it attends to no token outside of them
             float output(float value, const ScoreRow& row, int32_t column) const          the transformed output, once
             Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const  two elements of a row of Q, of columns first and second
@@ -217,10 +279,12 @@ class Variant:
             Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const of V
             static constexpr bool kUsesSoftmax = false;                                   logits() returns weights
 
-        row has request, qo_head, position, index (of the query among those of its request), kv_len and row (of Q); token has request, position, kv_head and
-        kv_len; a Pair has first and second, float32. Transformed rows are rounded to the dtype of the cache. Parameters go by their names. Functions of
-        your own need ATTN_HD before them; those of attention/variant_math.h are there (exp, log, tanh, sigmoid, min, max, ...). Hooks are also called for rows
-        and tokens that do not exist; what they return is then not used. Compilers' errors name `<variant NAME>` and the line in `cpp`.
+        row has request, qo_head, position, index (of the query among those of its request), kv_len and row
+        (of Q); token has request, position, kv_head and kv_len; a Pair has first and second, float32.
+        Transformed rows are rounded to the dtype of the cache. Parameters go by their names. Functions of
+        your own need ATTN_HD before them; those of attention/variant_math.h are there (exp, log, tanh,
+        sigmoid, min, max, ...). Hooks are also called for rows and tokens that do not exist; what they return
+        is then not used. Compilers' errors name `<variant NAME>` and the line in `cpp`.
 
         Args:
             cpp: the hooks.
@@ -228,10 +292,12 @@ class Variant:
             name: for messages.
             causal: nothing after the query is seen, whatever mask() says.
             window_left: nothing more than this many tokens before the query is seen; -1: no limit.
-            pair_distance: columns between the two elements that a transform is given: 1, or a multiple of 8; None: half of head_dim.
+            pair_distance: columns between the two elements that a transform is given: 1, or a multiple of 8;
+                None: half of head_dim.
             pair_columns: that are transformed, from the first on: a multiple of 2 * pair_distance; None: all.
-            skips_kv_tiles: the mask may have holes: plans that are given its arguments look for them, and kernels skip KV tiles in which no row of a row tile
-                sees anything. For masks that leave each row an interval that is wasted.
+            skips_kv_tiles: the mask may have holes: plans that are given its arguments look for them, and
+                kernels skip KV tiles in which no row of a row tile sees anything. For masks that leave each
+                row an interval that is wasted.
             reference: the same in Python.
 
         Raises:
@@ -240,11 +306,19 @@ class Variant:
         check_types(str, "a string", name=name)
         name = _clean(name)
         check_types(bool, "True or False", causal=causal, skips_kv_tiles=skips_kv_tiles)
-        body = body_from(cpp, params_from(params, "params"), name, _checked_pairs(pair_distance, pair_columns))
+        body = body_from(
+            cpp, params_from(params, "params"), name, _checked_pairs(pair_distance, pair_columns)
+        )
         if skips_kv_tiles and "mask" not in body.hooks:
             raise ValueError("skips_kv_tiles is True, must be False: cpp has no mask()")
         body = replace(body, skips_kv_tiles=skips_kv_tiles)
-        return cls(body=body, causal=causal, window_left=check_int("window_left", window_left, -1), reference=reference, cpp=cpp)
+        return cls(
+            body=body,
+            causal=causal,
+            window_left=check_int("window_left", window_left, -1),
+            reference=reference,
+            cpp=cpp,
+        )
 
     @classmethod
     def builtin(cls, name: str, *args: Any, **kwargs: Any) -> Variant:
@@ -255,7 +329,10 @@ class Variant:
         """
         from . import builtin
 
-        names = [each for each in builtin.__all__ if getattr(builtin, each).__annotations__["return"] == "Variant"]  # the others make parameters
+        # the others make parameters
+        names = [
+            each for each in builtin.__all__ if getattr(builtin, each).__annotations__["return"] == "Variant"
+        ]
         if name not in names:
             raise ValueError(f"name is {describe(name)}, must be one of {', '.join(names)}")
         made: Variant = getattr(builtin, name)(*args, **kwargs)
@@ -266,7 +343,8 @@ class Variant:
         """All of them: their score functions one after another, their masks and intervals intersected.
 
         Raises:
-            ValueError: something that is not a Variant, parameters of the same name, or weights without softmax that others would change.
+            ValueError: something that is not a Variant, parameters of the same name, or weights without
+                softmax that others would change.
         """
         if not variants:
             raise ValueError("variants is empty, must be at least one Variant")
@@ -276,43 +354,63 @@ class Variant:
         for variant, later in zip(variants, [variants[i + 1 :] for i in range(len(variants))], strict=True):
             after = [other.name for other in later if other.has_logits or not other.uses_softmax]
             if not variant.uses_softmax and after:
-                raise ValueError(f"variant {variant.name} makes weights without softmax, must come after {', '.join(after)}")
+                raise ValueError(
+                    f"variant {variant.name} makes weights without softmax, must come after "
+                    f"{', '.join(after)}"
+                )
         windows = [variant.window_left for variant in variants if variant.window_left >= 0]
-        return cls(variants, causal=any(variant.causal for variant in variants), window_left=min(windows, default=-1))
+        return cls(
+            variants, causal=any(variant.causal for variant in variants), window_left=min(windows, default=-1)
+        )
 
     def __and__(self, other: object) -> Variant:
         return Variant.combine(self, other) if isinstance(other, Variant) else NotImplemented
 
     def across_levels(self) -> Variant:
-        """This variant for compositions of several levels: its mask hides what lies outside of its window, too, by the positions that levels say. An Attention
-        with max_levels above 1 asks for it by itself. Without a window: the variant."""
+        """This variant for compositions of several levels: its mask hides what lies outside of its window,
+        too, by the positions that levels say. An Attention with max_levels above 1 asks for it by itself.
+        Without a window: the variant.
+        """
         if self.window_left < 0:
             return self
-        return Variant((self, _window_mask(self.window_left)), causal=self.causal, window_left=self.window_left, name=self.name)
+        return Variant(
+            (self, _window_mask(self.window_left)),
+            causal=self.causal,
+            window_left=self.window_left,
+            name=self.name,
+        )
 
     def pack(self, args: Mapping[str, Tensor | float | int], device: torch.device) -> bytes:
-        """The bytes of UserVariant::Params. Tensors lie in it as addresses: they must live until the kernels that read them have run.
+        """The bytes of UserVariant::Params.
+
+        Tensors lie in it as addresses: they must live until the kernels that read them have run.
 
         Args:
-            args: of each parameter that is given at run time, by its name: a tensor on `device` of the declared dtype and number of dimensions, with any
-                strides, of at least one element; or a number.
+            args: of each parameter that is given at run time, by its name: a tensor on `device` of the
+                declared dtype and number of dimensions, with any strides, of at least one element; or a
+                number.
             device: of the kernels.
 
         Raises:
             ValueError: a parameter that is missing, unknown, or not as declared.
         """
         if not isinstance(args, Mapping):
-            raise ValueError(f"variant_args is {describe(args)}, must be a dict: {', '.join(self._given) or 'empty'}")
+            raise ValueError(
+                f"variant_args is {describe(args)}, must be a dict: {', '.join(self._given) or 'empty'}"
+            )
         if len(args) != len(self._given) or any(name not in args for name in self._given):
             self._refuse_names(args)
         values = [
-            self._bound_on(i, param, device) if param.value is not None else check_value(f"variant_args[{param.name!r}]", param, args[param.name], device)
+            self._bound_on(i, param, device)
+            if param.value is not None
+            else check_value(f"variant_args[{param.name!r}]", param, args[param.name], device)
             for i, param in enumerate(self.params)
         ]
         return self._layout.pack(values)
 
     def check_head_dim(self, head_dim: int, head_dim_v: int | None = None) -> None:
-        """Refuses heads that the transforms do not fit. head_dim: of Q and K; head_dim_v: of V; None: the same.
+        """Refuses heads that the transforms do not fit. head_dim: of Q and K; head_dim_v: of V; None: the
+        same.
 
         Raises:
             ValueError: head_dim or head_dim_v is odd or too small for the pairs.
@@ -327,12 +425,20 @@ class Variant:
             what = f"{hook_name}() of variant {self.name} takes"
             if pairs.distance is None:
                 if columns % 16:
-                    raise ValueError(f"{name} is {columns}, must be a multiple of 16: {what} columns i and i + {name} / 2 together")
+                    raise ValueError(
+                        f"{name} is {columns}, must be a multiple of 16: {what} columns i and i + {name} / 2 "
+                        f"together"
+                    )
             elif pairs.columns is not None:
                 if columns < pairs.columns:
-                    raise ValueError(f"{name} is {columns}, must be at least {pairs.columns}: {what} so many columns")
+                    raise ValueError(
+                        f"{name} is {columns}, must be at least {pairs.columns}: {what} so many columns"
+                    )
             elif columns % (2 * pairs.distance):
-                raise ValueError(f"{name} is {columns}, must be a multiple of {2 * pairs.distance}: {what} columns i and i + {pairs.distance} together")
+                raise ValueError(
+                    f"{name} is {columns}, must be a multiple of {2 * pairs.distance}: {what} columns i and "
+                    f"i + {pairs.distance} together"
+                )
 
     def reference(self) -> ReferenceFunctions | None:
         """The variant by torch; None if it has C++ of which nothing else is known."""
@@ -354,9 +460,14 @@ class Variant:
         params = {param.name: param for param in self.params if param.value is None}
         for name in args:
             if name not in params:
-                raise ValueError(f"variant_args: {name!r} is unknown; known of variant {self.name} are {', '.join(params) or 'none'}")
+                raise ValueError(
+                    f"variant_args: {name!r} is unknown; known of variant {self.name} are "
+                    f"{', '.join(params) or 'none'}"
+                )
         missing = next(param for name, param in params.items() if name not in args)
-        raise ValueError(f"variant_args[{missing.name!r}] of variant {self.name} is missing, must be {missing.describe()}")
+        raise ValueError(
+            f"variant_args[{missing.name!r}] of variant {self.name} is missing, must be {missing.describe()}"
+        )
 
 
 def _window_mask(window_left: int) -> Variant:
@@ -365,8 +476,13 @@ def _window_mask(window_left: int) -> Variant:
     def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx - kv_idx <= window_left
 
-    code = f"  ATTN_HD bool mask(const ScoreRow& row, int32_t kv_position) const {{\n    return row.position - kv_position <= {window_left};\n  }}\n"
-    return Variant(body=Body("window", (), frozenset({"mask"}), True, code), reference=Reference(None, reference))
+    code = (
+        f"  ATTN_HD bool mask(const ScoreRow& row, int32_t kv_position) const {{\n    return row.position "
+        f"- kv_position <= {window_left};\n  }}\n"
+    )
+    return Variant(
+        body=Body("window", (), frozenset({"mask"}), True, code), reference=Reference(None, reference)
+    )
 
 
 def _checked_pairs(distance: int | None, columns: int | None) -> Pairs:
@@ -377,7 +493,13 @@ def _checked_pairs(distance: int | None, columns: int | None) -> Pairs:
     if columns is not None:
         columns = check_int("pair_columns", columns, 2)
         if distance is None or columns % (2 * distance):
-            refuse("pair_columns", columns, "None where pair_distance is None" if distance is None else f"a multiple of 2 * pair_distance = {2 * distance}")
+            refuse(
+                "pair_columns",
+                columns,
+                "None where pair_distance is None"
+                if distance is None
+                else f"a multiple of 2 * pair_distance = {2 * distance}",
+            )
     return Pairs(distance, columns)
 
 

@@ -31,7 +31,8 @@ NOTHING = Reach(-math.inf, -math.inf)
 
 @dataclass(frozen=True)
 class Visibility:
-    """An interval that contains what a mask lets through, as plans know it (csrc/planner/visibility.h), and what is left of the mask inside it.
+    """An interval that contains what a mask lets through, as plans know it (csrc/planner/visibility.h), and
+    what is left of the mask inside it.
 
     Args:
         causal: nothing after the query is seen.
@@ -45,13 +46,17 @@ class Visibility:
 
 
 def visibility_of(mask: Node) -> Visibility:
-    """Derives the interval from comparisons of q_idx with kv_idx, and drops those that the interval says completely."""
+    """Derives the interval from comparisons of q_idx with kv_idx, and drops those that the interval says
+    completely.
+    """
     terms = list(_terms(mask))
     reach = ALL
     for term in terms:
         reach &= _reaches(term)[0]
     causal = reach.right <= 0
-    window_left = int(max(reach.left, 0)) if -math.inf < reach.left <= MAX_INT32 else 0 if reach.left < 0 else -1
+    window_left = (
+        int(max(reach.left, 0)) if -math.inf < reach.left <= MAX_INT32 else 0 if reach.left < 0 else -1
+    )
     interval = Reach(window_left if window_left >= 0 else math.inf, 0 if causal else math.inf)
     left = [term for term in terms if not _is_implied(term, interval)]
     rest = None
@@ -61,12 +66,17 @@ def visibility_of(mask: Node) -> Visibility:
 
 
 def is_interval(mask: Node) -> bool:
-    """Whether a mask is known to let each query see one run of tokens, without holes. False: it may have some."""
+    """Whether a mask is known to let each query see one run of tokens, without holes.
+
+    False: it may have some.
+    """
     return Shape.INTERVAL in _shapes(mask)
 
 
 class Shape(enum.Flag):
-    """What the tokens that a query sees may be: with a token all before it, with a token all after it, or one run of tokens."""
+    """What the tokens that a query sees may be: with a token all before it, with a token all after it, or one
+    run of tokens.
+    """
 
     BEGINNING = enum.auto()
     END = enum.auto()
@@ -117,7 +127,9 @@ def _reads_token(node: Node) -> bool:
 
 @bottom_up
 def _growth(node: Node) -> int | None:
-    """1 if it never decreases from token to token, -1 if it never increases, 0 if it is the same for all; None: not known. Only of integers."""
+    """1 if it never decreases from token to token, -1 if it never increases, 0 if it is the same for all;
+    None: not known. Only of integers.
+    """
     if not _reads_token(node):
         return 0
     if node is KV_IDX:
@@ -164,7 +176,8 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 def _has_opposite(comparison: Node) -> bool:
-    return comparison.op in _OPPOSITES and comparison.args[0].kind == Kind.INT  # neither of two opposites holds for a NaN
+    # neither of two opposites holds for a NaN
+    return comparison.op in _OPPOSITES and comparison.args[0].kind == Kind.INT
 
 
 def _opposite(comparison: Node) -> Node:
@@ -197,7 +210,9 @@ def _reaches(term: Node) -> tuple[Reach, Reach]:
     match term.op:
         case "or" | "and":
             (one, not_one), (other, not_other) = map(_reaches, term.args)
-            return (one | other, not_one & not_other) if term.op == "or" else (one & other, not_one | not_other)
+            return (
+                (one | other, not_one & not_other) if term.op == "or" else (one & other, not_one | not_other)
+            )
         case "not":
             inside, negated = _reaches(term.args[0])
             return negated, inside

@@ -1,4 +1,6 @@
-"""The differences between the serving engines: command lines, environment variables, endpoints and result files."""
+"""The differences between the serving engines: command lines, environment variables, endpoints and result
+files.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ OURS = "attn_backend"
 OURS_NO_CASCADE = "attn_backend-no-cascade"  # the same package, told not to look for shared prefixes
 OURS_STOCK_SAMPLER = "attn_backend-stock-sampler"  # the same package, told to leave sampling to the engine
 STOCK = "stock"
-ON_OURS = "-on-attn_backend"  # after the name of an engine's backend: flashinfer_alias/ is in FlashInfer's place
+# after the name of an engine's backend: flashinfer_alias/ is in FlashInfer's place
+ON_OURS = "-on-attn_backend"
 
 BENCH_CLIENT = Path(__file__).resolve().parent.parent / "bench_client.py"
 
@@ -46,7 +47,11 @@ class Sampling:
         return Sampling(**values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        return ", ".join(f"{field.name} {getattr(self, field.name):g}" for field in fields(self) if getattr(self, field.name))
+        return ", ".join(
+            f"{field.name} {getattr(self, field.name):g}"
+            for field in fields(self)
+            if getattr(self, field.name)
+        )
 
     def parameters(self) -> dict[str, float]:
         """The parameters as a server takes them: both engines want -1 where top_k is off."""
@@ -57,8 +62,8 @@ class Sampling:
 class Launch:
     """One server to start.
 
-    `backend` is `attn_backend`, `attn_backend-no-cascade`, `attn_backend-stock-sampler`, `stock` (the engine picks) or a name that the engine knows, to which
-    `-on-attn_backend` may be added.
+    `backend` is `attn_backend`, `attn_backend-no-cascade`, `attn_backend-stock-sampler`, `stock` (the engine
+    picks) or a name that the engine knows, to which `-on-attn_backend` may be added.
     """
 
     python: str
@@ -76,7 +81,9 @@ class Launch:
     tensor_parallel_size: int = 1  # GPUs
     kv_cache_dtype: str | None = None  # the engine's name of it; None: what the model declares
     environment: dict[str, str] = field(default_factory=dict)  # besides the engine's own
-    cache: Path | None = None  # a folder for what the engine compiles; None: the engine's own, which servers that start at the same time should not share
+    # a folder for what the engine compiles; None: the engine's own, which servers that start at the same time
+    # should not share
+    cache: Path | None = None
 
     @property
     def name(self) -> str:
@@ -114,45 +121,71 @@ def engines_name(backend: str) -> str:
 
 
 def our_environment(backend: str) -> dict[str, str]:
-    """The environment of a server with our backend. It says "on" as well, so that a variable of the user's cannot make a report's label wrong."""
+    """The environment of a server with our backend.
+
+    It says "on" as well, so that a variable of the user's cannot make a report's label wrong.
+    """
     if backend.endswith(ON_OURS):
         return {"PYTHONPATH": str(REPOSITORY / "flashinfer_alias")}
     if not is_ours(backend):
         return {}
-    switches = {"ATTN_BACKEND_CASCADE": backend != OURS_NO_CASCADE, "ATTN_BACKEND_SAMPLER": backend != OURS_STOCK_SAMPLER}
+    switches = {
+        "ATTN_BACKEND_CASCADE": backend != OURS_NO_CASCADE,
+        "ATTN_BACKEND_SAMPLER": backend != OURS_STOCK_SAMPLER,
+    }
     return {name: "1" if is_on else "0" for name, is_on in switches.items()}
 
 
 def collective_environment(launch: Launch) -> dict[str, str]:
-    """For several GPUs: NCCL's NVLink multicast is off where a machine has none, or not the rights to it, since NCCL does not find out in time."""
+    """For several GPUs: NCCL's NVLink multicast is off where a machine has none, or not the rights to it,
+    since NCCL does not find out in time.
+    """
     return {} if launch.tensor_parallel_size == 1 or uses_multicast() else {"NCCL_NVLS_ENABLE": "0"}
 
 
-def bench_client(client: Client, module: str, keep_order: bool = False, no_option: Collection[str] = ()) -> list[str]:
-    """The beginning of the command line of an engine's client `module`: through bench_client.py for what the client has no option for.
+def bench_client(
+    client: Client, module: str, keep_order: bool = False, no_option: Collection[str] = ()
+) -> list[str]:
+    """The beginning of the command line of an engine's client `module`: through bench_client.py for what the
+    client has no option for.
 
     `no_option`: the sampling parameters among that. A seed for each request is always among it.
     """
     if not keep_order and client.sampling is None and client.wait_for is None:
         return [client.python, "-m", module]
-    parameters = None if client.sampling is None else {name: value for name, value in client.sampling.parameters().items() if name in no_option}
+    parameters = (
+        None
+        if client.sampling is None
+        else {name: value for name, value in client.sampling.parameters().items() if name in no_option}
+    )
     wait_for = None if client.wait_for is None else str(client.wait_for)
-    options = {"keep_order": keep_order, "sampling": parameters, "seed": 1_000_000 * client.seed, "wait_for": wait_for}
+    options = {
+        "keep_order": keep_order,
+        "sampling": parameters,
+        "seed": 1_000_000 * client.seed,
+        "wait_for": wait_for,
+    }
     return [client.python, str(BENCH_CLIENT), module, json.dumps(options)]
 
 
 def sampling_arguments(client: Client, no_option: Collection[str] = ()) -> list[str]:
-    """The client's own options for the sampling parameters; both engines' clients call them as the servers do."""
+    """The client's own options for the sampling parameters; both engines' clients call them as the servers
+    do.
+    """
     parameters = client.sampling.parameters() if client.sampling else {"temperature": 0}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in parameters.items() if name not in no_option]
+    return [
+        f"--{name.replace('_', '-')}={value}" for name, value in parameters.items() if name not in no_option
+    ]
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """A client's measurement. Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
+    """A client's measurement.
 
-    Every answer is a request of its own, also where a prompt gets several. `accept_length`: tokens that an answer gains with each pass of the model, on
-    average; 1 without speculative decoding.
+    Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
+
+    Every answer is a request of its own, also where a prompt gets several. `accept_length`: tokens that an
+    answer gains with each pass of the model, on average; 1 without speculative decoding.
     """
 
     requests: int
@@ -170,7 +203,9 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token, its natural-log probability, and the most probable alternatives at its position (itself included)."""
+    """One generated token, its natural-log probability, and the most probable alternatives at its position
+    (itself included).
+    """
 
     token_id: int
     logprob: float
@@ -179,7 +214,9 @@ class Token:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What became of drafted tokens: `passes` of the model that verified some, each for one request, and the tokens that requests `gained` by these passes."""
+    """What became of drafted tokens: `passes` of the model that verified some, each for one request, and the
+    tokens that requests `gained` by these passes.
+    """
 
     passes: int
     gained: int
@@ -210,18 +247,32 @@ class Engine(Protocol):
     def read_result(self, client: Client) -> Metrics:
         """Read the file that the client wrote. Raises ValueError when it holds no result."""
 
-    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object) -> list[Token]:
-        """Greedy tokens for a prompt of token ids, the end-of-text token ignored. more: of the request's body."""
+    def generate(
+        self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object
+    ) -> list[Token]:
+        """Greedy tokens for a prompt of token ids, the end-of-text token ignored. more: of the request's
+        body.
+        """
 
-    def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
-        """Sampled tokens for a prompt of token ids, the end-of-text token ignored. `logprobs`: have the server report log-probabilities, too."""
+    def sample(
+        self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool
+    ) -> list[int]:
+        """Sampled tokens for a prompt of token ids, the end-of-text token ignored.
+
+        `logprobs`: have the server report log-probabilities, too.
+        """
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until requests lose theirs; JSON has no blanks, and an
-        answer tells how many tokens of its prompt were cached."""
+        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until
+        requests lose theirs; JSON has no blanks, and an answer tells how many tokens of its prompt were
+        cached.
+        """
 
     def preemptions(self, base_url: str) -> int:
-        """How often a server has taken away the tokens of a request that it had begun. It counts one before it sends the request's last token."""
+        """How often a server has taken away the tokens of a request that it had begun.
+
+        It counts one before it sends the request's last token.
+        """
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         """The natural-log probability of every token of a prompt but the first."""

@@ -27,28 +27,55 @@ from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
 CPU_KV_TOKENS = 16384
-NO_OPTION = ("top_k", "min_p")  # of the client; its --extra-request-body would replace all sampling parameters, the number of tokens too
+# of the client; its --extra-request-body would replace all sampling parameters, the number of tokens too
+NO_OPTION = ("top_k", "min_p")
 
 
 class SGLang:
     name = "sglang"
 
     def __init__(self, adapter: str | None = None) -> None:
-        """adapter: the LoRA adapter, of those that the server was given, that requests are for; None: the model itself."""
+        """adapter: the LoRA adapter, of those that the server was given, that requests are for; None: the
+        model itself.
+        """
         self._asks_for = {} if adapter is None else {"lora_path": adapter}
 
     def stock_backend(self, device: str) -> str:
         return "torch_native (stock)" if device == "cpu" else "SGLang's choice (stock)"
 
     def server_command(self, launch: Launch) -> list[str]:
-        command = [launch.python, "-m", "sglang.launch_server", "--model-path", str(launch.model.folder), "--host", "127.0.0.1", "--port", str(launch.port)]
-        command += ["--dtype", launch.dtype, "--context-length", str(launch.max_model_len), "--max-running-requests", str(launch.max_num_seqs)]
+        command = [
+            launch.python,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(launch.model.folder),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(launch.port),
+        ]
+        command += [
+            "--dtype",
+            launch.dtype,
+            "--context-length",
+            str(launch.max_model_len),
+            "--max-running-requests",
+            str(launch.max_num_seqs),
+        ]
         if launch.model.random_weights:
             command += ["--load-format", "dummy"]
         backend = OURS if is_ours(launch.backend) else engines_name(launch.backend)
         if launch.device == "cpu":
             backend = "torch_native" if backend == STOCK else backend
-            command += ["--device", "cpu", "--attention-backend", backend, "--max-total-tokens", str(CPU_KV_TOKENS)]
+            command += [
+                "--device",
+                "cpu",
+                "--attention-backend",
+                backend,
+                "--max-total-tokens",
+                str(CPU_KV_TOKENS),
+            ]
             command += ["--sleep-on-idle"]  # or its scheduler keeps a core busy while there are no requests
         else:
             if backend != STOCK:
@@ -68,16 +95,35 @@ class SGLang:
         return command + launch.extra_arguments
 
     def server_environment(self, launch: Launch) -> dict[str, str]:
-        return self.client_environment(launch.device) | our_environment(launch.backend) | collective_environment(launch)
+        return (
+            self.client_environment(launch.device)
+            | our_environment(launch.backend)
+            | collective_environment(launch)
+        )
 
     def client_command(self, client: Client) -> list[str]:
-        # The client has no option against shuffling a file's requests, and the copies of a prompt must stay neighbours.
+        # The client has no option against shuffling a file's requests, and the copies of a prompt must stay
+        # neighbours.
         command = bench_client(client, "sglang.bench_serving", keep_order=True, no_option=NO_OPTION)
         command += ["--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
         # --model is the local path: with another name the client asks a hub for it
-        command += ["--model", str(client.model.folder), "--tokenizer", str(client.model.folder), "--num-prompts", str(client.workload.num_requests)]
-        command += ["--seed", str(client.seed), "--request-rate", str(client.request_rate * client.workload.samples), *sampling_arguments(client, NO_OPTION)]
-        # The server is up. With its own check the client would connect before it loads its tokenizer and the requests, and a prepared client would wait there
+        command += [
+            "--model",
+            str(client.model.folder),
+            "--tokenizer",
+            str(client.model.folder),
+            "--num-prompts",
+            str(client.workload.num_requests),
+        ]
+        command += [
+            "--seed",
+            str(client.seed),
+            "--request-rate",
+            str(client.request_rate * client.workload.samples),
+            *sampling_arguments(client, NO_OPTION),
+        ]
+        # The server is up. With its own check the client would connect before it loads its tokenizer and the
+        # requests, and a prepared client would wait there
         command += ["--output-file", str(client.result), "--output-details", "--ready-check-timeout-sec", "0"]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
@@ -94,8 +140,13 @@ class SGLang:
     def client_environment(self, device: str) -> dict[str, str]:
         environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if device == "cpu":
-            # passive: threads that spin while they wait make two busy processes on two cores tens of times slower
-            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(CPU_SHIMS)}
+            # passive: threads that spin while they wait make two busy processes on two cores tens of times
+            # slower
+            environment |= {
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "OMP_WAIT_POLICY": "passive",
+                "PYTHONPATH": str(CPU_SHIMS),
+            }
         return environment
 
     def read_result(self, client: Client) -> Metrics:
@@ -117,26 +168,48 @@ class SGLang:
             accept_length=result.get("accept_length") or 1.0,  # since the server started
         )
 
-    def generate(self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object) -> list[Token]:
+    def generate(
+        self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object
+    ) -> list[Token]:
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": alternatives}
+        body = {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "top_logprobs_num": alternatives,
+        }
         answer = post_json(f"{base_url}/generate", body | self._asks_for | more)["meta_info"]
         tokens = []
-        for (logprob, token_id, _), top in zip(answer["output_token_logprobs"], answer["output_top_logprobs"], strict=True):
+        for (logprob, token_id, _), top in zip(
+            answer["output_token_logprobs"], answer["output_top_logprobs"], strict=True
+        ):
             tokens.append(Token(token_id, logprob, {other_id: other for other, other_id, _ in top}))
         return tokens
 
-    def sample(self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool) -> list[int]:
-        parameters = sampling.parameters() | {"sampling_seed": seed, "max_new_tokens": max_tokens, "ignore_eos": True}
+    def sample(
+        self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool
+    ) -> list[int]:
+        parameters = sampling.parameters() | {
+            "sampling_seed": seed,
+            "max_new_tokens": max_tokens,
+            "ignore_eos": True,
+        }
         body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": logprobs}
         output_ids: list[int] = post_json(f"{base_url}/generate", body | self._asks_for)["output_ids"]
         return output_ids
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
-        # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and forgets soon that they were not.
+        # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and
+        # forgets soon that they were not.
         # llguidance, since xgrammar 0.2.1, which 0.5.17 pins, accepts 123 where 120 is the maximum.
         arguments = ["--max-total-tokens", str(cache_tokens), "--schedule-conservativeness", "0.1"]
-        arguments += ["--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace", "--enable-cache-report", "--enable-metrics"]
+        arguments += [
+            "--grammar-backend",
+            "llguidance",
+            "--constrained-json-disable-any-whitespace",
+            "--enable-cache-report",
+            "--enable-metrics",
+        ]
         return arguments, {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
 
     def preemptions(self, base_url: str) -> int:
@@ -144,7 +217,12 @@ class SGLang:
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
         sampling = {"temperature": 0, "max_new_tokens": 1}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body = {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
         of_tokens = post_json(f"{base_url}/generate", body)["meta_info"]["input_token_logprobs"]
         return [float(logprob) for logprob, _, _ in of_tokens[1:]]
 
@@ -152,5 +230,9 @@ class SGLang:
         return ["--enable-metrics"]
 
     def drafts(self, base_url: str) -> Drafts:
-        tokens, requests = counter(base_url, "sglang:generation_tokens_total"), counter(base_url, "sglang:num_requests_total")
-        return Drafts(counter(base_url, "sglang:spec_verify_calls_total"), tokens - requests)  # the pass over the prompt gives each its first token
+        tokens, requests = (
+            counter(base_url, "sglang:generation_tokens_total"),
+            counter(base_url, "sglang:num_requests_total"),
+        )
+        # the pass over the prompt gives each its first token
+        return Drafts(counter(base_url, "sglang:spec_verify_calls_total"), tokens - requests)

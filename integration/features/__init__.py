@@ -1,1 +1,3 @@
-"""What engines do around attention (ranks, adapters, caches elsewhere, drafts): a table of what works with this backend, and servers that show it."""
+"""What engines do around attention (ranks, adapters, caches elsewhere, drafts): a table of what works with
+this backend, and servers that show it.
+"""

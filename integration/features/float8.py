@@ -1,7 +1,8 @@
-"""A small model whose checkpoint declares an e4m3 KV cache with scales, and one whose output projections are e4m3 besides, as NVIDIA's ModelOpt writes them;
-and transformers with the same roundings, in float32.
+"""A small model whose checkpoint declares an e4m3 KV cache with scales, and one whose output projections are
+e4m3 besides, as NVIDIA's ModelOpt writes them; and transformers with the same roundings, in float32.
 
-V is so small that without its scale it would be rounded to zero. K is as it is: an engine may round queries without a scale, and what K gains they lose.
+V is so small that without its scale it would be rounded to zero. K is as it is: an engine may round queries
+without a scale, and what K gains they lose.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def make_values_small(model: Path) -> None:
     """Changes weights of a Llama."""
     file = model / "model.safetensors"
     factors = {"v_proj": V_FACTOR, "o_proj": 1 / V_FACTOR}
-    save_file({name: weight * factors.get(name.split(".")[-2], 1) for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    save_file(
+        {name: weight * factors.get(name.split(".")[-2], 1) for name, weight in load_file(file).items()},
+        file,
+        {"format": "pt"},
+    )
 
 
 def make_checkpoints(model: Path, largest: dict[str, Tensor], cache: Path, with_outputs: Path) -> None:
@@ -36,7 +41,8 @@ def make_checkpoints(model: Path, largest: dict[str, Tensor], cache: Path, with_
 
     Args:
         model: its folder. Its output projections become what `with_outputs` holds.
-        largest: of K, V and the output projection's input of each layer, the largest number, by the names of their scales.
+        largest: of K, V and the output projection's input of each layer, the largest number, by the names of
+            their scales.
         cache: a folder for the one with an 8-bit cache.
         with_outputs: a folder for the one with 8-bit output projections besides.
     """
@@ -50,7 +56,10 @@ def make_checkpoints(model: Path, largest: dict[str, Tensor], cache: Path, with_
             weights[name] = quantized[name].float() * scale
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     kv_scales = {name: scale for name, scale in scales.items() if name.endswith(tuple(KV_SCALES.values()))}
-    for folder, more, excluded in ((cache, kv_scales, ("o_proj", *PROJECTIONS)), (with_outputs, scales | quantized, PROJECTIONS)):
+    for folder, more, excluded in (
+        (cache, kv_scales, ("o_proj", *PROJECTIONS)),
+        (with_outputs, scales | quantized, PROJECTIONS),
+    ):
         folder.mkdir()
         for file in model.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
@@ -79,7 +88,11 @@ def largest_numbers(model: nn.Module, run: Callable[[], object]) -> dict[str, Te
 
 def round_as(model: nn.Module, checkpoint: Path) -> None:
     """Rounds what the checkpoint says: K and V, and the inputs of output projections."""
-    scales = {name: scale.float() for name, scale in load_file(checkpoint / "model.safetensors").items() if name.endswith("scale")}
+    scales = {
+        name: scale.float()
+        for name, scale in load_file(checkpoint / "model.safetensors").items()
+        if name.endswith("scale")
+    }
 
     def rounded(name: str, values: Tensor) -> Tensor | None:
         if name not in scales:
@@ -90,12 +103,16 @@ def round_as(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _round_in(model: nn.Module, change: Callable[[str, Tensor], Tensor | None]) -> None:
-    """Has change() see, and perhaps replace, K, V and the output projection's input of each layer, which come with the names of their scales."""
+    """Has change() see, and perhaps replace, K, V and the output projection's input of each layer, which come
+    with the names of their scales.
+    """
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
         layer = f"model.layers.{module.layer_idx}.self_attn."
         kv = [change(f"{layer}{KV_SCALES[name]}", of) for name, of in (("k", key), ("v", value))]
-        return sdpa_attention_forward(module, query, key if kv[0] is None else kv[0], value if kv[1] is None else kv[1], *rest, **more)
+        return sdpa_attention_forward(
+            module, query, key if kv[0] is None else kv[0], value if kv[1] is None else kv[1], *rest, **more
+        )
 
     def before_projection(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], Tensor | None]:
         return lambda module, inputs: change(f"{name}.input_scale", inputs[0])

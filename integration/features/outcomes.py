@@ -1,4 +1,5 @@
-"""What showed a feature of an engine when it last ran, and how that ended: docs/features.json, of which the matrix of docs/engines.md is made.
+"""What showed a feature of an engine when it last ran, and how that ended: docs/features.json, of which the
+matrix of docs/engines.md is made.
 
     python -m integration.features.outcomes [NAME ...]          # runs the tests that the matrix names (default: all) and notes how they ended
     python -m integration.features.outcomes --device cuda       # their cases for GPUs, on one, of the engine that is installed
@@ -34,7 +35,10 @@ NO_CASE = "no case was run"
 
 @dataclass(frozen=True)
 class Seen:
-    """How a test or a server ended. `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well. `gpu`: its name; empty: on a CPU."""
+    """How a test or a server ended.
+
+    `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well. `gpu`: its name; empty: on a CPU.
+    """
 
     engine: str
     version: str
@@ -53,19 +57,31 @@ Outcomes = dict[str, dict[str, Seen]]
 
 def read_outcomes(file: Path = FILE) -> Outcomes:
     """What was recorded on each of DEVICE_NAMES, by the names of tests and servers."""
-    return {device: {name: Seen(**seen) for name, seen in of_device.items()} for device, of_device in json.loads(file.read_text()).items()}
+    return {
+        device: {name: Seen(**seen) for name, seen in of_device.items()}
+        for device, of_device in json.loads(file.read_text()).items()
+    }
 
 
-def record(name: str, engine: str, ok: bool, reason: str = "", file: Path = FILE, device: str = "cpu", gpu: str = "") -> None:
-    """Notes it, with the release that is installed and the day, in the place of what was known of it on that device."""
+def record(
+    name: str, engine: str, ok: bool, reason: str = "", file: Path = FILE, device: str = "cpu", gpu: str = ""
+) -> None:
+    """Notes it, with the release that is installed and the day, in the place of what was known of it on that
+    device.
+    """
     outcomes = read_outcomes(file)
-    outcomes[device][name] = Seen(engine, version(engine).partition("+")[0], ok, time.strftime("%Y-%m-%d"), reason, gpu)
+    outcomes[device][name] = Seen(
+        engine, version(engine).partition("+")[0], ok, time.strftime("%Y-%m-%d"), reason, gpu
+    )
     written = {of: {key: asdict(outcomes[of][key]) for key in sorted(outcomes[of])} for of in DEVICE_NAMES}
     file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def read_junit(report: Path, name: str) -> tuple[bool, str]:
-    """Whether at least one case of a test passed and none failed, and if not, the first reason. Skipped cases do not count."""
+    """Whether at least one case of a test passed and none failed, and if not, the first reason.
+
+    Skipped cases do not count.
+    """
     file, _, function = name.partition("::")
     module = file.removesuffix(".py").replace("/", ".")
     cases = [case for case in ElementTree.parse(report).iter("testcase") if case.get("classname") == module]
@@ -80,16 +96,33 @@ def read_junit(report: Path, name: str) -> tuple[bool, str]:
 def main() -> None:
     from integration.features.table import named
 
-    tests = {name: engine for engine in ENGINE_NAMES for name in named(engine) if "::" in name and importlib.util.find_spec(engine)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tests = {
+        name: engine
+        for engine in ENGINE_NAMES
+        for name in named(engine)
+        if "::" in name and importlib.util.find_spec(engine)
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", type=one_of(tests))
-    parser.add_argument("--device", choices=DEVICE_NAMES, default="cpu", help="whose cases are run; default: %(default)s")
+    parser.add_argument(
+        "--device", choices=DEVICE_NAMES, default="cpu", help="whose cases are run; default: %(default)s"
+    )
     given = parser.parse_args()
-    names, all_ok, gpu = given.names or list(tests), True, device_name("cuda") if given.device == "cuda" else ""
+    names, all_ok, gpu = (
+        given.names or list(tests),
+        True,
+        device_name("cuda") if given.device == "cuda" else "",
+    )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         cases = ["-m", "gpu" if gpu else "not gpu"]
-        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *cases, *names], check=False, cwd=REPOSITORY)
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *cases, *names],
+            check=False,
+            cwd=REPOSITORY,
+        )
         for name in names:
             ok, reason = read_junit(report, name)
             if gpu and reason == NO_CASE:

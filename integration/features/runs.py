@@ -13,14 +13,18 @@ ON_BOTH = ("cpu", "cuda")
 class Run:
     """
     Attributes:
-        arguments: of the server. {folder} is that of the models, {scratch} an empty one, {port} a free port, the same of all servers of a run.
+        arguments: of the server. {folder} is that of the models, {scratch} an empty one, {port} a free port,
+            the same of all servers of a run.
         on: further arguments, on that device alone.
-        asks: what is asked one after the other: models of integration/features/model.py, all of one server; "adapter" is "model" with LoRA.
-        counts: a counter of the server's, and perhaps one of its labels: it must not be 0 in the end, which shows that the feature was in use.
+        asks: what is asked one after the other: models of integration/features/model.py, all of one server;
+            "adapter" is "model" with LoRA.
+        counts: a counter of the server's, and perhaps one of its labels: it must not be 0 in the end, which
+            shows that the feature was in use.
         logs: a regular expression that its log must match in the end, for the same.
         environment: of the server.
         package: that the engine needs for it.
-        prefill: arguments, in the place of `arguments`, of another server, which computes the prompts: the server gets their KV from it.
+        prefill: arguments, in the place of `arguments`, of another server, which computes the prompts: the
+            server gets their KV from it.
         ranks: GPUs that it takes on GPUs.
         since: the engine's first release that has it with this backend; None: all that are known.
         devices: where the engine has the feature.
@@ -54,29 +58,78 @@ def _draft_model(**config: object) -> tuple[str, str]:
 
 
 def _drafts_in_sglang(algorithm: str, draft: str, tokens: int = 4, branches: int = 1) -> tuple[str, ...]:
-    """Three steps, of which DFLASH takes one. SGLang counts what it verifies where it is asked for metrics."""
-    steps = ("--speculative-num-steps", "3", "--speculative-eagle-topk", str(branches), "--speculative-num-draft-tokens", str(tokens))
-    return ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft, *steps, "--enable-metrics")
+    """Three steps, of which DFLASH takes one.
+
+    SGLang counts what it verifies where it is asked for metrics.
+    """
+    steps = (
+        "--speculative-num-steps",
+        "3",
+        "--speculative-eagle-topk",
+        str(branches),
+        "--speculative-num-draft-tokens",
+        str(tokens),
+    )
+    return (
+        "--speculative-algorithm",
+        algorithm,
+        "--speculative-draft-model-path",
+        draft,
+        *steps,
+        "--enable-metrics",
+    )
 
 
 def _transfers(role: str) -> tuple[str, ...]:
-    return "--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", "{port}"
+    return (
+        "--disaggregation-mode",
+        role,
+        "--disaggregation-transfer-backend",
+        "nixl",
+        "--disaggregation-bootstrap-port",
+        "{port}",
+    )
 
 
 DCP = ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2")
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "adapter={folder}/adapter")
 LORA_IN_SGLANG = ("--enable-lora", "--lora-paths", "adapter={folder}/adapter")
-# vLLM makes the buffers between the stages of a pipeline while it warms up, which it leaves out under --enforce-eager on a CPU. Mode 1 is torch.compile alone.
+# vLLM makes the buffers between the stages of a pipeline while it warms up, which it leaves out under
+# --enforce-eager on a CPU. Mode 1 is torch.compile alone.
 PIPELINE_ON_CPU = ("--no-enforce-eager", "--compilation-config", '{"mode": 1}')
 # What the connector wrote when the prompts came first is read when they come again.
-FOLDER_STORE = ("--no-enable-prefix-caching", *_connector("ExampleConnector", kv_connector_extra_config={"shared_storage_path": "{scratch}"}))
+FOLDER_STORE = (
+    "--no-enable-prefix-caching",
+    *_connector("ExampleConnector", kv_connector_extra_config={"shared_storage_path": "{scratch}"}),
+)
 # The GPU has room for 512 tokens; prompts and answers, without what they share, are more than 700.
-OFFLOADING = ("--kv-offloading-size", "1", "--kv-offloading-backend", "native", "--num-gpu-blocks-override", "32")
-HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-tokens", "512", "--enable-metrics")
+OFFLOADING = (
+    "--kv-offloading-size",
+    "1",
+    "--kv-offloading-backend",
+    "native",
+    "--num-gpu-blocks-override",
+    "32",
+)
+HICACHE = (
+    "--enable-hierarchical-cache",
+    "--hicache-ratio",
+    "4",
+    "--max-total-tokens",
+    "512",
+    "--enable-metrics",
+)
 NIXL = {"cpu": _connector("NixlConnector", kv_buffer_device="cpu"), "cuda": _connector("NixlConnector")}
 NGRAM = _drafts(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=1)
-NGRAM_IN_SGLANG = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8", "--enable-metrics")
-# A draft with windows in some of its layers wants vLLM's second model runner, and that wants Triton, which a CPU has not.
+NGRAM_IN_SGLANG = (
+    "--speculative-algorithm",
+    "NGRAM",
+    "--speculative-num-draft-tokens",
+    "8",
+    "--enable-metrics",
+)
+# A draft with windows in some of its layers wants vLLM's second model runner, and that wants Triton, which a
+# CPU has not.
 DFLASH = {
     "cpu": _draft_model(method="dflash", model="{folder}/dflash-windows", num_speculative_tokens=3),
     "cuda": _draft_model(method="dflash", model="{folder}/dflash", num_speculative_tokens=3),
@@ -91,11 +144,20 @@ FROM_THE_HOST = ("sglang:cached_tokens_total", 'cache_source="host"')
 # The cache's type is what the checkpoint declares.
 FLOAT8_CACHE = r"kv_cache_dtype=fp8"
 FLOAT8_CACHE_IN_SGLANG = r"KV Cache is allocated\. dtype: torch\.float8_e4m3fn"
-FUSED = ("--compilation-config", '{"mode": 3, "pass_config": {"fuse_attn_quant": true}, "cudagraph_mode": "FULL_DECODE_ONLY"}')
+FUSED = (
+    "--compilation-config",
+    '{"mode": 3, "pass_config": {"fuse_attn_quant": true}, "cudagraph_mode": "FULL_DECODE_ONLY"}',
+)
 FUSED_OUTPUTS = r"fusion pass matches: .*'attn_quant_fusion': [1-9]"
 
 RUNS: dict[str, Run] = {
-    "vllm-tensor-parallel": Run("vllm", ("--tensor-parallel-size", "2", *LORA, *NGRAM), asks=("model", "adapter"), counts=ACCEPTED, ranks=2),
+    "vllm-tensor-parallel": Run(
+        "vllm",
+        ("--tensor-parallel-size", "2", *LORA, *NGRAM),
+        asks=("model", "adapter"),
+        counts=ACCEPTED,
+        ranks=2,
+    ),
     "vllm-tensor-parallel-mla": Run("vllm", ("--tensor-parallel-size", "2"), asks=("deepseek",), ranks=2),
     "vllm-pipeline": Run(
         "vllm",
@@ -105,18 +167,33 @@ RUNS: dict[str, Run] = {
         counts=FROM_ELSEWHERE,
         ranks=2,
     ),
-    "vllm-decode-context-parallel": Run("vllm", DCP, asks=("one-kv-head", "one-kv-head"), ranks=2, devices=("cuda",)),
-    # Prompts are decompressed where they come first, and follow a cached prefix, whose latents all ranks gather, when they come again.
-    "vllm-decode-context-parallel-mla": Run("vllm", DCP, asks=("deepseek", "deepseek"), ranks=2, devices=("cuda",)),
+    "vllm-decode-context-parallel": Run(
+        "vllm", DCP, asks=("one-kv-head", "one-kv-head"), ranks=2, devices=("cuda",)
+    ),
+    # Prompts are decompressed where they come first, and follow a cached prefix, whose latents all ranks
+    # gather, when they come again.
+    "vllm-decode-context-parallel-mla": Run(
+        "vllm", DCP, asks=("deepseek", "deepseek"), ranks=2, devices=("cuda",)
+    ),
     "vllm-data-parallel": Run("vllm", ("--data-parallel-size", "2"), ranks=2),
     "vllm-lora": Run("vllm", LORA, asks=("model", "adapter")),
     "vllm-ngram": Run("vllm", NGRAM, counts=ACCEPTED),
     "vllm-folder": Run("vllm", FOLDER_STORE, asks=("model", "model"), counts=FROM_ELSEWHERE),
-    "vllm-offloading": Run("vllm", OFFLOADING, asks=("model", "model"), counts=FROM_ELSEWHERE, devices=("cuda",)),
+    "vllm-offloading": Run(
+        "vllm", OFFLOADING, asks=("model", "model"), counts=FROM_ELSEWHERE, devices=("cuda",)
+    ),
     "vllm-nixl": Run("vllm", (), on=NIXL, counts=FROM_ELSEWHERE, package="nixl", prefill=()),
-    "vllm-draft-model": Run("vllm", _draft_model(method="draft_model", model="{folder}/model", num_speculative_tokens=3), counts=ACCEPTED),
-    "vllm-eagle": Run("vllm", _draft_model(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED),
-    "vllm-mtp": Run("vllm", _draft_model(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED),
+    "vllm-draft-model": Run(
+        "vllm",
+        _draft_model(method="draft_model", model="{folder}/model", num_speculative_tokens=3),
+        counts=ACCEPTED,
+    ),
+    "vllm-eagle": Run(
+        "vllm", _draft_model(method="eagle", model="{folder}/eagle", num_speculative_tokens=3), counts=DRAFTED
+    ),
+    "vllm-mtp": Run(
+        "vllm", _draft_model(method="mtp", num_speculative_tokens=2), asks=("mimo",), counts=DRAFTED
+    ),
     "vllm-dflash": Run("vllm", (), on=DFLASH, counts=DRAFTED),
     "vllm-float8-cache": Run("vllm", (), asks=("float8-cache", "float8-cache"), logs=FLOAT8_CACHE),
     "vllm-float8-outputs": Run("vllm", (), asks=("float8-outputs",), logs=FLOAT8_CACHE, devices=("cuda",)),
@@ -128,20 +205,43 @@ RUNS: dict[str, Run] = {
         environment={"VLLM_LOGGING_LEVEL": "DEBUG"},
         devices=("cuda",),
     ),
-    "sglang-float8-cache": Run("sglang", (), asks=("float8-cache", "float8-cache"), logs=FLOAT8_CACHE_IN_SGLANG, devices=("cuda",)),
+    "sglang-float8-cache": Run(
+        "sglang", (), asks=("float8-cache", "float8-cache"), logs=FLOAT8_CACHE_IN_SGLANG, devices=("cuda",)
+    ),
     "sglang-tensor-parallel": Run("sglang", ("--tp-size", "2"), ranks=2),
-    # Prompts are decompressed when they come first; when they come again, from the cache, they stay in their latents. On a CPU vLLM caches no latents.
+    # Prompts are decompressed when they come first; when they come again, from the cache, they stay in their
+    # latents. On a CPU vLLM caches no latents.
     "sglang-tensor-parallel-mla": Run("sglang", ("--tp-size", "2"), asks=("deepseek", "deepseek"), ranks=2),
     "sglang-pipeline": Run("sglang", ("--pp-size", "2"), ranks=2),
     "sglang-data-parallel": Run("sglang", ("--dp-size", "2"), ranks=2),
-    "sglang-lora": Run("sglang", LORA_IN_SGLANG, on={"cpu": ("--lora-backend", "torch_native")}, asks=("model", "adapter")),
+    "sglang-lora": Run(
+        "sglang", LORA_IN_SGLANG, on={"cpu": ("--lora-backend", "torch_native")}, asks=("model", "adapter")
+    ),
     "sglang-ngram": Run("sglang", NGRAM_IN_SGLANG, counts=VERIFIED),
     "sglang-standalone": Run("sglang", _drafts_in_sglang("STANDALONE", "{folder}/model"), counts=VERIFIED),
-    "sglang-standalone-tree": Run("sglang", _drafts_in_sglang("STANDALONE", "{folder}/model", tokens=8, branches=2), counts=VERIFIED),
+    "sglang-standalone-tree": Run(
+        "sglang", _drafts_in_sglang("STANDALONE", "{folder}/model", tokens=8, branches=2), counts=VERIFIED
+    ),
     "sglang-eagle": Run("sglang", _drafts_in_sglang("EAGLE", "{folder}/eagle-sglang"), counts=VERIFIED),
-    "sglang-dflash": Run("sglang", _drafts_in_sglang("DFLASH", "{folder}/dflash"), counts=VERIFIED, logs=DFLASH_ON_OURS, since="0.5.20"),
-    # The text of SGLang's warm-up has no token in this model's tokenizer, and a step without tokens ends SGLang.
-    "sglang-mtp": Run("sglang", (*_drafts_in_sglang("NEXTN", "{folder}/mimo"), "--skip-server-warmup"), asks=("mimo",), counts=VERIFIED),
-    "sglang-hicache": Run("sglang", HICACHE, asks=("model", "model"), counts=FROM_THE_HOST, devices=("cuda",)),
-    "sglang-nixl": Run("sglang", _transfers("decode"), package="nixl", prefill=_transfers("prefill"), devices=("cuda",)),
+    "sglang-dflash": Run(
+        "sglang",
+        _drafts_in_sglang("DFLASH", "{folder}/dflash"),
+        counts=VERIFIED,
+        logs=DFLASH_ON_OURS,
+        since="0.5.20",
+    ),
+    # The text of SGLang's warm-up has no token in this model's tokenizer, and a step without tokens ends
+    # SGLang.
+    "sglang-mtp": Run(
+        "sglang",
+        (*_drafts_in_sglang("NEXTN", "{folder}/mimo"), "--skip-server-warmup"),
+        asks=("mimo",),
+        counts=VERIFIED,
+    ),
+    "sglang-hicache": Run(
+        "sglang", HICACHE, asks=("model", "model"), counts=FROM_THE_HOST, devices=("cuda",)
+    ),
+    "sglang-nixl": Run(
+        "sglang", _transfers("decode"), package="nixl", prefill=_transfers("prefill"), devices=("cuda",)
+    ),
 }

@@ -1,14 +1,17 @@
-"""Serves a small model with this backend and a feature of the engine, and compares its tokens with transformers' float32.
+"""Serves a small model with this backend and a feature of the engine, and compares its tokens with
+transformers' float32.
 
     python -m integration.features.serve [--record] [RUN ...]                 # --list names them; default: all that can be here
     python -m integration.features.serve --device cuda --jobs 4 [--record] [RUN ...]
 
-On a CPU the engine computes in float32, and the answers must be equal. On a GPU, and with 8-bit numbers, it computes in bfloat16, and answers may part at a
-near tie of the two most probable tokens (integration/features/devices.py). Four servers at a time take 16 cores. Runs are left out for which GPUs or a
-package are missing, and those of features that the engine has not on this device or in this release. NIXL's transfers need the package nixl, whose UCX moves
-memory of the host, too.
+On a CPU the engine computes in float32, and the answers must be equal. On a GPU, and with 8-bit numbers, it
+computes in bfloat16, and answers may part at a near tie of the two most probable tokens
+(integration/features/devices.py). Four servers at a time take 16 cores. Runs are left out for which GPUs or a
+package are missing, and those of features that the engine has not on this device or in this release. NIXL's
+transfers need the package nixl, whose UCX moves memory of the host, too.
 
-Exit status: 1 if an answer differs, a server does not start, a run that was named is left out, or all are, else 0.
+Exit status: 1 if an answer differs, a server does not start, a run that was named is left out, or all are,
+else 0.
 """
 
 from __future__ import annotations
@@ -76,7 +79,10 @@ class Served:
         with ExitStack() as stack:
             port = str(free_port())
             arguments = [run.arguments] if run.prefill is None else [run.prefill, run.arguments]
-            servers = [self._start(run, of_server, port, scratch / f"server-{number}", stack) for number, of_server in enumerate(arguments)]
+            servers = [
+                self._start(run, of_server, port, scratch / f"server-{number}", stack)
+                for number, of_server in enumerate(arguments)
+            ]
             for server in servers:
                 server.wait_until_ready(TIMEOUT_S)
             expected, actual = [], []
@@ -100,7 +106,11 @@ class Served:
         given = [*self.device.arguments[run.engine], *of_ranks, *arguments, *run.on.get(self.device.name, ())]
         for placeholder, value in known.items():
             given = [argument.replace(placeholder, value) for argument in given]
-        environment = self.device.environment | run.environment | (self.device.environment_of_ranks if run.ranks > 1 else {})
+        environment = (
+            self.device.environment
+            | run.environment
+            | (self.device.environment_of_ranks if run.ranks > 1 else {})
+        )
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} if run.prefill is not None else {}
         model = Model(base_of(run.asks[0]), self.folder / base_of(run.asks[0]), random_weights=False)
         launch = Launch(
@@ -128,10 +138,18 @@ class Served:
             if len(urls) == 1:
                 return engine.generate(urls[0], prompt, self._num_tokens, ALTERNATIVES)
             if engine.name == "vllm":
-                return engine.generate(urls[1], prompt, self._num_tokens, ALTERNATIVES, kv_transfer_params=_computed_by(urls[0], prompt))
+                return engine.generate(
+                    urls[1],
+                    prompt,
+                    self._num_tokens,
+                    ALTERNATIVES,
+                    kv_transfer_params=_computed_by(urls[0], prompt),
+                )
             room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port), "bootstrap_room": next(rooms)}
             with ThreadPoolExecutor(1) as other:  # both servers are asked, and meet in this room
-                computed = other.submit(engine.generate, urls[0], prompt, self._num_tokens, ALTERNATIVES, **room)
+                computed = other.submit(
+                    engine.generate, urls[0], prompt, self._num_tokens, ALTERNATIVES, **room
+                )
                 answered = engine.generate(urls[1], prompt, self._num_tokens, ALTERNATIVES, **room)
                 computed.result()
             return answered
@@ -150,7 +168,10 @@ def _engine(name: str, asked: str) -> Engine:
 def _computed_by(url: str, prompt: list[int]) -> object:
     """Has a server of vLLM's compute a prompt; what another one needs to know to get its KV."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": 1, "ignore_eos": True}
-    return post_json(f"{url}/v1/completions", body | {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}})["kv_transfer_params"]
+    return post_json(
+        f"{url}/v1/completions",
+        body | {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
+    )["kv_transfer_params"]
 
 
 def listed(name: str, run: Run, device: str) -> str:
@@ -161,7 +182,9 @@ def listed(name: str, run: Run, device: str) -> str:
         options += f"; the server of prefills: {shlex.join((*run.prefill, *run.on.get(device, ())))}"
     needs = [f"model {model}" for model in dict.fromkeys(run.asks) if model not in ("model", "adapter")]
     needs += ["GPUs alone"] * (run.devices == ("cuda",)) + [f"{run.ranks} ranks"] * (run.ranks > 1)
-    needs += [f"package {run.package}"] * (run.package is not None) + [f"since {run.engine} {run.since}"] * (run.since is not None)
+    needs += [f"package {run.package}"] * (run.package is not None) + [f"since {run.engine} {run.since}"] * (
+        run.since is not None
+    )
     return f"{name}: {options}" + (f"    [{', '.join(needs)}]" if needs else "")
 
 
@@ -192,22 +215,30 @@ def _ended(served: Served, run: Run, scratch: Path) -> tuple[bool, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="*", metavar="RUN", type=one_of(RUNS), help=", ".join(RUNS))
     parser.add_argument("--device", choices=list(DEVICES), default=CPU.name, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
     parser.add_argument("--record", action="store_true", help="note how each run ended in docs/features.json")
     parser.add_argument("--results", type=Path, help="folder for logs; default: results/features-TIME")
-    listing = "name the runs, with what each adds to a server on --device, and needs; {folder}: the models, {scratch}: an empty folder, {port}: a free one"
+    listing = (
+        "name the runs, with what each adds to a server on --device, and needs; {folder}: the models, "
+        "{scratch}: an empty folder, {port}: a free one"
+    )
     parser.add_argument("--list", action="store_true", help=listing)
     given = parser.parse_args()
     if given.list:
         print("\n".join(listed(name, run, given.device) for name, run in RUNS.items()))
         return
-    # A process that a shell starts in the background ignores it, and so would servers, which are stopped by it. Threads that start them cannot change that.
+    # A process that a shell starts in the background ignores it, and so would servers, which are stopped by
+    # it. Threads that start them cannot change that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop_on_signals()
-    missing = {name: why for name in given.runs or RUNS if (why := cannot(RUNS[name], given.device)) is not None}
+    missing = {
+        name: why for name in given.runs or RUNS if (why := cannot(RUNS[name], given.device)) is not None
+    }
     for name, why in missing.items():
         print(f"{name}: not run, {why}")
     if missing.keys() == set(given.runs or RUNS):
@@ -227,7 +258,14 @@ def main() -> None:
                     all_hold &= holds
                     print(f"{name}: {'' if holds else 'WRONG, '}{says}", flush=True)
                     if given.record:
-                        record(name, RUNS[name].engine, holds, "" if holds else says.replace(str(results), "FOLDER"), device=given.device, gpu=where)
+                        record(
+                            name,
+                            RUNS[name].engine,
+                            holds,
+                            "" if holds else says.replace(str(results), "FOLDER"),
+                            device=given.device,
+                            gpu=where,
+                        )
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 served.stop()

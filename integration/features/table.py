@@ -1,5 +1,6 @@
-"""Which of the engines' features work with this backend: the matrix of docs/engines.md. It is made of how tests and servers ended when they last ran
-(integration/features/outcomes.py).
+"""Which of the engines' features work with this backend: the matrix of docs/engines.md.
+
+It is made of how tests and servers ended when they last ran (integration/features/outcomes.py).
 
 python -m integration.features.table            # prints it
 """
@@ -20,7 +21,8 @@ class Cell:
     """
     Attributes:
         shown: what shows it: runs of `integration.features.serve`, and tests (FILE::NAME).
-        says: what is said of it when all of these ended well on the devices where they ran; where nothing is named, in any case.
+        says: what is said of it when all of these ended well on the devices where they ran; where nothing is
+            named, in any case.
         no_cpu: why a CPU cannot show it, of a feature that runs on GPUs alone.
         option: of the engine, which turns it on; of drafts the method or algorithm.
     """
@@ -46,14 +48,30 @@ TP, TP_IN_SGLANG, DCP = "--tensor-parallel-size", "--tp-size", "--decode-context
 
 
 FEATURES = (
-    Feature("tensor parallel 2", Cell(("vllm-tensor-parallel",), option=TP), Cell(("sglang-tensor-parallel",), option=TP_IN_SGLANG)),
-    Feature("tensor parallel 2, MLA", Cell(("vllm-tensor-parallel-mla",), option=TP), Cell(("sglang-tensor-parallel-mla",), option=TP_IN_SGLANG)),
+    Feature(
+        "tensor parallel 2",
+        Cell(("vllm-tensor-parallel",), option=TP),
+        Cell(("sglang-tensor-parallel",), option=TP_IN_SGLANG),
+    ),
+    Feature(
+        "tensor parallel 2, MLA",
+        Cell(("vllm-tensor-parallel-mla",), option=TP),
+        Cell(("sglang-tensor-parallel-mla",), option=TP_IN_SGLANG),
+    ),
     Feature(
         "pipeline parallel 2",
-        Cell(("vllm-pipeline",), "works; on a CPU not with `--enforce-eager`", option="--pipeline-parallel-size"),
+        Cell(
+            ("vllm-pipeline",),
+            "works; on a CPU not with `--enforce-eager`",
+            option="--pipeline-parallel-size",
+        ),
         Cell(("sglang-pipeline",), option="--pp-size"),
     ),
-    Feature("data parallel 2", Cell(("vllm-data-parallel",), option="--data-parallel-size"), Cell(("sglang-data-parallel",), option="--dp-size")),
+    Feature(
+        "data parallel 2",
+        Cell(("vllm-data-parallel",), option="--data-parallel-size"),
+        Cell(("sglang-data-parallel",), option="--dp-size"),
+    ),
     Feature(
         "decode context parallel 2",
         Cell(
@@ -70,31 +88,49 @@ FEATURES = (
     Feature(
         "decode context parallel 2, MLA",
         Cell(
-            ("vllm-decode-context-parallel-mla", f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused"),
+            (
+                "vllm-decode-context-parallel-mla",
+                f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused",
+            ),
             "works; refused on CPUs",
             option=DCP,
         ),
         Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
     ),
     Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,), option="--enable-mis")),
-    Feature("LoRA", Cell(("vllm-lora",), option="--enable-lora"), Cell(("sglang-lora",), option="--enable-lora")),
+    Feature(
+        "LoRA", Cell(("vllm-lora",), option="--enable-lora"), Cell(("sglang-lora",), option="--enable-lora")
+    ),
     Feature(
         "KV in host memory (OffloadingConnector, HiCache)",
-        Cell(("vllm-offloading",), no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) wants a GPU", option="--kv-offloading-size"),
         Cell(
-            (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded", "sglang-hicache"),
-            no_cpu="it asks CUDA's runtime to pin memory, `sglang/srt/mem_cache/pool_host/common.py` (0.5.23)",
+            ("vllm-offloading",),
+            no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) wants a GPU",
+            option="--kv-offloading-size",
+        ),
+        Cell(
+            (
+                f"{ADAPTERS}/sglang/test_sglang_backend.py::test_a_prefix_that_is_still_being_loaded",
+                "sglang-hicache",
+            ),
+            no_cpu="it asks CUDA's runtime to pin memory, `sglang/srt/mem_cache/pool_host/common.py` "
+            "(0.5.23)",
             option="--enable-hierarchical-cache",
         ),
     ),
-    Feature("KV connector to a folder (ExampleConnector)", Cell(("vllm-pipeline", "vllm-folder"), option="--kv-transfer-config"), NO_OPTION),
+    Feature(
+        "KV connector to a folder (ExampleConnector)",
+        Cell(("vllm-pipeline", "vllm-folder"), option="--kv-transfer-config"),
+        NO_OPTION,
+    ),
     Feature(
         "prefill and decode on two servers (PD)",
         Cell(("vllm-nixl",), "works, through NIXL", option="--kv-transfer-config"),
         Cell(
             ("sglang-nixl",),
             "works, through NIXL",
-            no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) takes the memory of pools for that of a GPU",
+            no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) takes the memory of pools for that of "
+            "a GPU",
             option="--disaggregation-mode",
         ),
     ),
@@ -113,13 +149,21 @@ FEATURES = (
     ),
     Feature(
         "full CUDA graphs",
-        Cell((f"{ADAPTERS}/vllm/test_vllm_backend.py::test_every_batch_may_be_a_full_cuda_graph",), "works, any batch"),
-        Cell((f"{ADAPTERS}/sglang/test_sglang_backend.py::test_captured_decode",), "works: decode, verify and draft steps"),
+        Cell(
+            (f"{ADAPTERS}/vllm/test_vllm_backend.py::test_every_batch_may_be_a_full_cuda_graph",),
+            "works, any batch",
+        ),
+        Cell(
+            (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_captured_decode",),
+            "works: decode, verify and draft steps",
+        ),
     ),
     Feature(
         "piecewise CUDA graphs",
         Cell((f"{ADAPTERS}/vllm/test_vllm_attention.py::test_padding_of_a_piecewise_graph",)),
-        Cell((f"{ADAPTERS}/sglang/test_sglang_backend.py::test_writes_into_the_buffer_that_the_engine_gives",)),
+        Cell(
+            (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_writes_into_the_buffer_that_the_engine_gives",)
+        ),
     ),
     Feature(
         "`--disable-cascade-attn`",
@@ -127,32 +171,57 @@ FEATURES = (
             (f"{ADAPTERS}/vllm/test_vllm_registration.py::test_vllms_own_option_is_obeyed",),
             "obeyed where it is typed; `ATTN_BACKEND_CASCADE=0` is ours",
         ),
-        Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",), "`ATTN_BACKEND_CASCADE=0`"),
+        Cell(
+            (f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",),
+            "`ATTN_BACKEND_CASCADE=0`",
+        ),
     ),
     Feature(
         "an 8-bit cache and its scales, of the checkpoint",
         Cell(("vllm-float8-cache",)),
-        Cell(("sglang-float8-cache",), no_cpu="SGLang refuses 8-bit caches there to all backends but its `intel_amx`"),
+        Cell(
+            ("sglang-float8-cache",),
+            no_cpu="SGLang refuses 8-bit caches there to all backends but its `intel_amx`",
+        ),
     ),
     Feature(
         "8-bit outputs of attention (`fuse_attn_quant`)",
         Cell(("vllm-float8-outputs", "vllm-fused-outputs"), no_cpu="vLLM has no such pass there"),
         NO_OPTION,
     ),
-    Feature("n-gram drafts", Cell(("vllm-tensor-parallel", "vllm-ngram"), option="ngram"), Cell((DRAFTS, "sglang-ngram"), "works, as trees", option="NGRAM")),
-    Feature("draft models", Cell(("vllm-draft-model",), option="draft_model"), Cell((DRAFTS, "sglang-standalone"), option="STANDALONE")),
+    Feature(
+        "n-gram drafts",
+        Cell(("vllm-tensor-parallel", "vllm-ngram"), option="ngram"),
+        Cell((DRAFTS, "sglang-ngram"), "works, as trees", option="NGRAM"),
+    ),
+    Feature(
+        "draft models",
+        Cell(("vllm-draft-model",), option="draft_model"),
+        Cell((DRAFTS, "sglang-standalone"), option="STANDALONE"),
+    ),
     Feature(
         "EAGLE chains",
         Cell(("vllm-eagle",), option="eagle"),
-        Cell(("sglang-eagle", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model"), option="EAGLE"),
+        Cell(
+            ("sglang-eagle", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_steps_of_a_draft_model"),
+            option="EAGLE",
+        ),
     ),
-    Feature("DFLASH blocks", Cell(("vllm-dflash",), option="dflash"), Cell(("sglang-dflash",), "works from 0.5.20 on", option="DFLASH")),
+    Feature(
+        "DFLASH blocks",
+        Cell(("vllm-dflash",), option="dflash"),
+        Cell(("sglang-dflash",), "works from 0.5.20 on", option="DFLASH"),
+    ),
     Feature("MTP chains", Cell(("vllm-mtp",), option="mtp"), Cell(("sglang-mtp",), option="NEXTN")),
     Feature(
         "trees of drafts",
         Cell(says="has none"),
         Cell(
-            (DRAFTS, "sglang-standalone-tree", f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified"),
+            (
+                DRAFTS,
+                "sglang-standalone-tree",
+                f"{ADAPTERS}/sglang/test_sglang_trees.py::test_trees_are_verified",
+            ),
             option="--speculative-eagle-topk",
         ),
     ),
@@ -176,7 +245,11 @@ def matrix(outcomes: Outcomes) -> str:
     """The features as a Markdown table, with what shows them and with which release."""
     lines = ["| feature | vLLM | shown by | SGLang | shown by |", "|---|---|---|---|---|"]
     for feature in FEATURES:
-        cells = [part for engine in ENGINE_NAMES for part in (_says(feature.cell(engine), outcomes), _shown(feature.cell(engine), outcomes))]
+        cells = [
+            part
+            for engine in ENGINE_NAMES
+            for part in (_says(feature.cell(engine), outcomes), _shown(feature.cell(engine), outcomes))
+        ]
         lines.append(f"| {' | '.join([feature.name, *cells])} |")
     return "\n".join(lines)
 
@@ -197,11 +270,15 @@ def _says(cell: Cell, outcomes: Outcomes) -> str:
 
 
 def _shown(cell: Cell, outcomes: Outcomes) -> str:
-    """Tests by their names alone, which say more than their files do; releases once, after the last of neighbours that ran with them."""
+    """Tests by their names alone, which say more than their files do; releases once, after the last of
+    neighbours that ran with them.
+    """
     when = ["; ".join(seen.when for seen in _seen(one, outcomes)) for one in cell.shown]
     shown = []
     for one, of_this, of_next in zip(cell.shown, when, [*when, ""][1:], strict=True):
-        shown.append(f"`{one.rpartition('::')[2]}`{f' ({of_this})' if of_this and of_this != of_next else ''}")
+        shown.append(
+            f"`{one.rpartition('::')[2]}`{f' ({of_this})' if of_this and of_this != of_next else ''}"
+        )
     return ", ".join(shown)
 
 

@@ -1,4 +1,6 @@
-"""In the place of FlashInfer's tests/test_helpers/jit_utils.py, whose functions list kernels to compile ahead: here all are there."""
+"""In the place of FlashInfer's tests/test_helpers/jit_utils.py, whose functions list kernels to compile
+ahead: here all are there.
+"""
 
 from __future__ import annotations
 

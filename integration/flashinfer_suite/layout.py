@@ -40,7 +40,17 @@ _TESTS = tuple(
         "tensor_cores_decode",
         "workspace_size",
     )
-) + tuple(f"tests/utils/test_{name}.py" for name in ("jit_example", "logits_processor", "pod_kernels", "quantization", "sampling", "triton_cascade"))
+) + tuple(
+    f"tests/utils/test_{name}.py"
+    for name in (
+        "jit_example",
+        "logits_processor",
+        "pod_kernels",
+        "quantization",
+        "sampling",
+        "triton_cascade",
+    )
+)
 # Functions beside the references that FlashInfer's traces give for them: two small cases each.
 _TRACES = tuple(
     f"tests/trace/test_{name}_reference_correctness.py"
@@ -90,13 +100,25 @@ FILES = _TESTS + _TRACES
 LINES = {name: (name,) for name in _TESTS} | {"tests/trace/test_*_reference_correctness.py": _TRACES}
 # Beside the tests. jit_utils.py is written anew: it lists kernels that are to be compiled ahead.
 HELPERS = (
-    *(f"tests/test_helpers/{name}.py" for name in ("alibi_reference", "rope_reference", "sink_attention_reference", "test_helpers", "utils_fp4")),
+    *(
+        f"tests/test_helpers/{name}.py"
+        for name in (
+            "alibi_reference",
+            "rope_reference",
+            "sink_attention_reference",
+            "test_helpers",
+            "utils_fp4",
+        )
+    ),
     "tests/trace/reference_utils.py",
 )
 # The traces' inputs and references, by the names of modules: attn_backend.flashinfer.trace in the copy.
 TRACE_MODULES = (
     *(f"trace/{name}" for name in ("__init__", "solution", "template")),
-    *(f"trace/templates/{name}" for name in ("__init__", "_init_helpers", "attention", "cascade", "page", "rope", "sampling")),
+    *(
+        f"trace/templates/{name}"
+        for name in ("__init__", "_init_helpers", "attention", "cascade", "page", "rope", "sampling")
+    ),
 )
 # Text that tests hand to jit_args.
 _DECLARATIONS = "flashinfer/jit/attention/variants.py"
@@ -128,7 +150,11 @@ def _import(match: re.Match[str]) -> str:
     indent, module, alias = match.group(1), match.group(2) or "", match.group(3)
     if alias:
         return f"{indent}import {PACKAGE}{module}{alias}"
-    return f"{indent}import {PACKAGE}{module}; flashinfer = {PACKAGE}" if not module else f"{indent}import {PACKAGE}{module}; import {PACKAGE} as flashinfer"
+    return (
+        f"{indent}import {PACKAGE}{module}; flashinfer = {PACKAGE}"
+        if not module
+        else f"{indent}import {PACKAGE}{module}; import {PACKAGE} as flashinfer"
+    )
 
 
 def missing_files(checkout: Path) -> list[str]:
@@ -138,8 +164,12 @@ def missing_files(checkout: Path) -> list[str]:
 
 
 def lay_out(checkout: Path, folder: Path, device: str) -> None:
-    """Writes the copy into an empty folder: the tests, and beside them modules/, where plugin.py finds modules of FlashInfer's."""
-    copies = {name: name for name in (*FILES, *HELPERS)} | {f"flashinfer/{name}.py": f"modules/{name}.py" for name in TRACE_MODULES}
+    """Writes the copy into an empty folder: the tests, and beside them modules/, where plugin.py finds
+    modules of FlashInfer's.
+    """
+    copies = {name: name for name in (*FILES, *HELPERS)} | {
+        f"flashinfer/{name}.py": f"modules/{name}.py" for name in TRACE_MODULES
+    }
     for name, copy in copies.items():
         (folder / copy).parent.mkdir(parents=True, exist_ok=True)
         (folder / copy).write_text(redirected((checkout / name).read_text(), device))

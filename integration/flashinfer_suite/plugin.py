@@ -1,4 +1,5 @@
-"""The conftest.py of the copied tests: takes a sample, stands in for CUDA on a CPU, and writes what became of each case.
+"""The conftest.py of the copied tests: takes a sample, stands in for CUDA on a CPU, and writes what became of
+each case.
 
 FLASHINFER_SUITE (JSON) says: device, sample, seed, max_tokens, gpu_memory (GiB, 0: all), results (a file).
 """
@@ -34,7 +35,8 @@ MAX_CPU_BYTES = 8 * 2**30  # of memory on a CPU: references of large cases take 
 GPU_MEMORY = OPTIONS["gpu_memory"]
 TOO_LARGE = "too large"
 NOT_SUPPORTED = "is not supported by attn_backend.flashinfer"
-# Tests that a limit of FlashInfer's is refused, where this package has none. They run, and count as this where nothing is refused.
+# Tests that a limit of FlashInfer's is refused, where this package has none. They run, and count as this
+# where nothing is refused.
 NO_SUCH_LIMIT = "no such limit"
 TESTS_OF_LIMITS = {
     "test_batch_decode_rejects_unequal_kv_strides_nvfp4_contract": "K and V may have different strides",
@@ -61,7 +63,9 @@ class _Absent(ModuleType):
 
 def _declarations() -> ModuleType:
     """C++ that tests hand to jit_args, from the checkout."""
-    spec = importlib.util.spec_from_file_location("flashinfer_declarations", Path(__file__).with_name("flashinfer_declarations.py"))
+    spec = importlib.util.spec_from_file_location(
+        "flashinfer_declarations", Path(__file__).with_name("flashinfer_declarations.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -79,7 +83,15 @@ def _found(name: str) -> ModuleType | None:
 
 def _stand_in_for_jit() -> None:
     """Tests import functions that compile ahead from flashinfer.jit, which this package does not need."""
-    names = ("jit", "jit.utils", "jit.attention", "jit.attention.variants", "fp4_quantization", "cutile", "cutile.cutile_common")
+    names = (
+        "jit",
+        "jit.utils",
+        "jit.attention",
+        "jit.attention.variants",
+        "fp4_quantization",
+        "cutile",
+        "cutile.cutile_common",
+    )
     for name in (*names, "quantization.nvfp4_quantization_utils"):
         full = f"{ours.__name__}.{name}"
         if (found := _found(full)) is not None:
@@ -95,7 +107,12 @@ def _stand_in_for_jit() -> None:
     ours.utils.GPUArchitectureError = type("GPUArchitectureError", (Exception,), {})  # type: ignore[attr-defined]
     utils: Any = sys.modules[f"{ours.__name__}.jit.utils"]
     if isinstance(utils, _Absent):
-        utils.__dict__["filename_safe_dtype_map"] = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+        utils.__dict__["filename_safe_dtype_map"] = {
+            torch.float16: "f16",
+            torch.bfloat16: "bf16",
+            torch.float8_e4m3fn: "e4m3",
+            torch.float8_e5m2: "e5m2",
+        }
 
 
 class _Nothing:
@@ -125,7 +142,14 @@ def _skip(reason: str) -> Callable[..., None]:
 
 def _stand_in_for_cuda() -> None:
     cuda: Any = torch.cuda
-    for name in ("synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_device", "set_per_process_memory_fraction"):
+    for name in (
+        "synchronize",
+        "empty_cache",
+        "manual_seed",
+        "manual_seed_all",
+        "set_device",
+        "set_per_process_memory_fraction",
+    ):
         setattr(cuda, name, lambda *_arguments: None)
     for name in ("Stream", "Event", "stream", "device", "current_stream"):
         setattr(cuda, name, _Nothing)
@@ -156,7 +180,9 @@ if ON_CPU:
 def set_gpu_memory(gib: float) -> None:
     """How much of a GPU's memory this process may have; 0: all. What it no longer uses is given back."""
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory) if gib else 1.0)
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory) if gib else 1.0
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -175,13 +201,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """A case that needs more memory than its process may have runs once more without that limit. Of such cases one runs at a time."""
+    """A case that needs more memory than its process may have runs once more without that limit.
+
+    Of such cases one runs at a time.
+    """
     try:
         return (yield)
     except Exception as error:
         if not GPU_MEMORY or not is_out_of_memory(error):
             raise
-    for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # they hold what the case has allocated
+    # they hold what the case has allocated
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         sys.__dict__.pop(name, None)
     gc.collect()
     with Path(__file__).with_name("memory.lock").open("w") as lock:
@@ -195,7 +225,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def tokens_of(parameters: dict[str, Any]) -> int:
-    """Roughly the size of a case: requests times their longest length, or times a thousandth of the vocabulary."""
+    """Roughly the size of a case: requests times their longest length, or times a thousandth of the
+    vocabulary.
+    """
     numbers = {name: value for name, value in parameters.items() if isinstance(value, int)}
     lengths = [value for name, value in numbers.items() if "len" in name]
     return numbers.get("batch_size", 1) * max([*lengths, numbers.get("vocab_size", 0) // 1000, 1])
@@ -226,17 +258,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     total = len(items)
     most = OPTIONS["max_tokens"] or math.inf
     kept = [item for item in items if not (ON_CPU and captures_graph(item))]
-    most = max(most, min((tokens_of(parameters_of(item)) for item in kept), default=0))  # where all are larger the smallest
+    # where all are larger the smallest
+    most = max(most, min((tokens_of(parameters_of(item)) for item in kept), default=0))
     kept = [item for item in kept if tokens_of(parameters_of(item)) <= most]
     if OPTIONS["sample"]:
-        kept = [item for _file, cases in groupby(kept, lambda item: item.path) for item in sample_of(list(cases))]
+        kept = [
+            item for _file, cases in groupby(kept, lambda item: item.path) for item in sample_of(list(cases))
+        ]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
     _write({"cases": total, "taken": len(kept)})
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     outcome = report.outcome
     error = call.excinfo.value if call.excinfo is not None else None
@@ -245,16 +282,25 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "failed"
         report.longrepr = f"skipped itself over {type(caught).__name__}: {caught}"
     text = str(error) if error is not None else ""
-    is_refusal = isinstance(error, NotImplementedError) or "NotImplementedError: " in text  # of a process that the test started
+    # of a process that the test started
+    is_refusal = isinstance(error, NotImplementedError) or "NotImplementedError: " in text
     if report.failed and is_refusal and NOT_SUPPORTED in text:
         outcome = "not supported"  # type: ignore[assignment]
         report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)
-    if report.failed and "DID NOT RAISE" in text and (reason := TESTS_OF_LIMITS.get(getattr(item, "originalname", item.name))):
+    if (
+        report.failed
+        and "DID NOT RAISE" in text
+        and (reason := TESTS_OF_LIMITS.get(getattr(item, "originalname", item.name)))
+    ):
         outcome, text = NO_SUCH_LIMIT, reason  # type: ignore[assignment]
         report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)
-    if report.failed and ON_CPU and ("can't allocate memory" in text or "bad_alloc" in text or isinstance(error, MemoryError)):
+    if (
+        report.failed
+        and ON_CPU
+        and ("can't allocate memory" in text or "bad_alloc" in text or isinstance(error, MemoryError))
+    ):
         text = f"needs more than {MAX_CPU_BYTES >> 30} GiB of memory"
         outcome = report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)
@@ -263,7 +309,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, text)
     if report.when == "call" or outcome != "passed":
-        _write({"case": item.nodeid, "outcome": outcome, "why": text.split(NOT_SUPPORTED)[0].strip()[:300] if outcome != "passed" else ""})
+        _write(
+            {
+                "case": item.nodeid,
+                "outcome": outcome,
+                "why": text.split(NOT_SUPPORTED)[0].strip()[:300] if outcome != "passed" else "",
+            }
+        )
     return report
 
 

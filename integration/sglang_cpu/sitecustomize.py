@@ -1,10 +1,13 @@
 """Lets SGLang start without a GPU: put this folder on PYTHONPATH, for its server and for its clients.
 
-The package index has torchvision for CUDA only. Beside a torch for CPUs it fails at import, because operators that its compiled part would define are missing;
-SGLang needs it importable and nothing more. So the operators are declared just before torchvision is imported. LoRA pins memory, for which torch wants a
-GPU: just before SGLang's code for LoRA in torch is imported, torch is made to leave memory as it is. DFLASH is refused to CPUs by the server's arguments,
-though the worker behind them has a way without kernels: just after the check is imported, it is made to read another device. Its draft model gets bfloat16
-from SGLang: just after it is imported, it is made to take embeddings in its own type. `sgl_kernel`, in this folder, stands in for SGLang's compiled kernels.
+The package index has torchvision for CUDA only. Beside a torch for CPUs it fails at import, because operators
+that its compiled part would define are missing; SGLang needs it importable and nothing more. So the operators
+are declared just before torchvision is imported. LoRA pins memory, for which torch wants a GPU: just before
+SGLang's code for LoRA in torch is imported, torch is made to leave memory as it is. DFLASH is refused to CPUs
+by the server's arguments, though the worker behind them has a way without kernels: just after the check is
+imported, it is made to read another device. Its draft model gets bfloat16 from SGLang: just after it is
+imported, it is made to take embeddings in its own type. `sgl_kernel`, in this folder, stands in for SGLang's
+compiled kernels.
 """
 
 import functools
@@ -24,7 +27,9 @@ class _Before(MetaPathFinder):
     def __init__(self, module: str, action: Callable[[], None]) -> None:
         self.module, self.action = module, action
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname == self.module:
             sys.meta_path.remove(self)
             self.action()
@@ -37,7 +42,9 @@ class _After(MetaPathFinder):
     def __init__(self, module: str, action: Callable[[ModuleType], None]) -> None:
         self.module, self.action = module, action
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self.module:
             return None
         sys.meta_path.remove(self)
@@ -63,7 +70,9 @@ def _declare_operators() -> None:
     if torch.version.cuda is None and not built_for_cpu:
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
-                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                torch.library.define(
+                    f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
 
 
 def _leave_memory_unpinned() -> None:
@@ -129,7 +138,10 @@ def _take_embeddings(dflash: Any) -> None:
     dflash.DFlashDraftModel.forward = in_its_type
 
 
-sys.meta_path[:0] = [_Before("torchvision", _declare_operators), _Before("sglang.srt.lora.backend.torch_backend", _leave_memory_unpinned)]
+sys.meta_path[:0] = [
+    _Before("torchvision", _declare_operators),
+    _Before("sglang.srt.lora.backend.torch_backend", _leave_memory_unpinned),
+]
 sys.meta_path.insert(0, _Before("sglang.srt.speculative.dflash_worker_v2", _leave_streams_unrecorded))
 sys.meta_path.insert(0, _After("sglang.srt.arg_groups.speculative_hook", _allow_dflash))
 sys.meta_path.insert(0, _After("sglang.srt.models.dflash", _take_embeddings))

@@ -1,6 +1,8 @@
-"""Writes a family's checkpoint: configuration, random weights, tokenizer, and a processor where there is one, in the form of published checkpoints.
+"""Writes a family's checkpoint: configuration, random weights, tokenizer, and a processor where there is one,
+in the form of published checkpoints.
 
-python -m integration.tiny_models.checkpoints FOLDER [FAMILY ...]           # default: all of them; needs transformers
+python -m integration.tiny_models.checkpoints FOLDER [FAMILY ...]           # default: all of them; needs
+transformers
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from integration.command_line import one_of
-from integration.tiny_models.families import AUDIO_SECONDS, COMMON, FAMILIES, GEMMA4_PATCHES, MEL_BINS, Family, Images
+from integration.tiny_models.families import (
+    AUDIO_SECONDS,
+    COMMON,
+    FAMILIES,
+    GEMMA4_PATCHES,
+    MEL_BINS,
+    Family,
+    Images,
+)
 from integration.tiny_models.tokenizer import write_tokenizer
 
 
@@ -43,42 +53,59 @@ def make_model(family: Family, folder: Path) -> None:
         _write_unread_weights(folder / "model.safetensors", config.get_text_config())
     write_tokenizer(folder, tells_texts=family.kind == "score")
     if family.name == "gemma3":
-        _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in checkpoints; transformers reads both
+        # as in checkpoints; transformers reads both
+        _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
     if family.images is not None:
         PROCESSORS[config.model_type](family.images, folder).save_pretrained(folder)
     if family.pools_mean:
         _write_mean_pooling(folder)
     if family.kind == "audio":
-        transformers.WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS).save_pretrained(folder)
+        transformers.WhisperFeatureExtractor(
+            feature_size=MEL_BINS, chunk_length=AUDIO_SECONDS
+        ).save_pretrained(folder)
 
 
 def _gemma3_processor(images: Images, folder: Path) -> Any:
     pixels = transformers.Gemma3ImageProcessor(size=dict(zip(("height", "width"), images.size, strict=True)))
-    return transformers.Gemma3Processor(pixels, transformers.AutoTokenizer.from_pretrained(folder), image_seq_length=images.length)
+    return transformers.Gemma3Processor(
+        pixels, transformers.AutoTokenizer.from_pretrained(folder), image_seq_length=images.length
+    )
 
 
 def _gemma4_processor(images: Images, folder: Path) -> Any:
-    unused = dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<unk>")  # the processor insists on them
+    # the processor insists on them
+    unused = dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<unk>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **unused)
     patches = transformers.Gemma4ImageProcessor(max_soft_tokens=images.length, **GEMMA4_PATCHES)
-    return transformers.Gemma4Processor(transformers.Gemma4AudioFeatureExtractor(), patches, tokenizer, transformers.Gemma4VideoProcessor())
+    return transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(), patches, tokenizer, transformers.Gemma4VideoProcessor()
+    )
 
 
-PROCESSORS = {"gemma3": _gemma3_processor, "gemma4": _gemma4_processor}  # what makes tokens and pixels of prompts, by the model's type
+# what makes tokens and pixels of prompts, by the model's type
+PROCESSORS = {"gemma3": _gemma3_processor, "gemma4": _gemma4_processor}
 
 
 def _write_published_widths(file: Path) -> None:
-    """Writes the head widths of Gemma 4 as published checkpoints do. transformers reads it, but writes a list of layers, which older engines do not know."""
+    """Writes the head widths of Gemma 4 as published checkpoints do. transformers reads it, but writes a list
+    of layers, which older engines do not know.
+    """
     config = json.loads(file.read_text())
     text = config["text_config"]
     if layers := text.pop("per_layer_config", None):
         widths = next(iter(layers.values()))
-        text |= {"global_head_dim": widths["head_dim"], "num_global_key_value_heads": widths["num_key_value_heads"]}
+        text |= {
+            "global_head_dim": widths["head_dim"],
+            "num_global_key_value_heads": widths["num_key_value_heads"],
+        }
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_unread_weights(file: Path, config: Any) -> None:
-    """Gives layers that read the cache of another K and V of their own, as published checkpoints do. They are not read, but vLLM 0.26 insists on them."""
+    """Gives layers that read the cache of another K and V of their own, as published checkpoints do.
+
+    They are not read, but vLLM 0.26 insists on them.
+    """
     weights, own = load_file(file), config.num_hidden_layers - config.num_kv_shared_layers
     for name, weight in list(weights.items()):
         before, _, after = name.partition("layers.")
@@ -91,21 +118,34 @@ def _write_unread_weights(file: Path, config: Any) -> None:
 def _write_mean_pooling(folder: Path) -> None:
     """Where engines look for what sentence-transformers does with the states."""
     modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    listed = [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"} for i, (path, module) in enumerate(modules.items())]
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"}
+        for i, (path, module) in enumerate(modules.items())
+    ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": COMMON["hidden_size"], "pooling_mode_mean_tokens": True}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": COMMON["hidden_size"], "pooling_mode_mean_tokens": True})
+    )
 
 
 def _rename_weights(file: Path, old: str, new: str) -> None:
     weights = load_file(file)
-    save_file({name if new in name else name.replace(old, new): weight for name, weight in weights.items()}, file, {"format": "pt"})
+    save_file(
+        {name if new in name else name.replace(old, new): weight for name, weight in weights.items()},
+        file,
+        {"format": "pt"},
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY", type=one_of(FAMILIES))
+    parser.add_argument(
+        "families", nargs="*", default=list(FAMILIES), metavar="FAMILY", type=one_of(FAMILIES)
+    )
     arguments = parser.parse_args()
     for name in arguments.families:
         make_model(FAMILIES[name], arguments.folder / name)

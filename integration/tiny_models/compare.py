@@ -1,4 +1,5 @@
-"""Serves a tiny random model of each family with both engines on a CPU, and compares with transformers and with the engines' own backends.
+"""Serves a tiny random model of each family with both engines on a CPU, and compares with transformers and
+with the engines' own backends.
 
     python -m integration.tiny_models.compare [vllm|sglang ...]
 
@@ -48,33 +49,58 @@ def models_folder() -> Path:
     return cached_folder(f"tiny_models/{digest.hexdigest()[:12]}", fill)
 
 
-def program_of(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None) -> tuple[list[str], dict[str, str]]:
+def program_of(
+    program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of one of the programs of this package."""
     command = [sys.executable, "-m", f"integration.tiny_models.{program}", str(folder), *families, *options]
     environment = os.environ | own_modules() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return command, environment | ({} if answers is None else {"TINY_MODELS_ANSWERS": str(answers)})
 
 
-def run(program: str, folder: Path, families: list[str], *options: str, answers: Path | None = None, shows: bool = False) -> None:
-    """One of the programs of this package, in a process of its own. shows: lines on its standard output are seen when it writes them.
+def run(
+    program: str,
+    folder: Path,
+    families: list[str],
+    *options: str,
+    answers: Path | None = None,
+    shows: bool = False,
+) -> None:
+    """One of the programs of this package, in a process of its own. shows: lines on its standard output are
+    seen when it writes them.
 
     Raises:
         RuntimeError: a family has failed; the end of what the program said and was not seen.
     """
     command, environment = program_of(program, folder, families, *options, answers=answers)
-    done = subprocess.run(command, check=False, stdout=None if shows else subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY)
+    done = subprocess.run(
+        command,
+        check=False,
+        stdout=None if shows else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=REPOSITORY,
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{(done.stdout or '')[-3000:]}\n{done.stderr[-6000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)}: exit status "
+            f"{done.returncode}\n{(done.stdout or '')[-3000:]}\n{done.stderr[-6000:]}"
+        )
 
 
 def serve(engine: str, answers: Path, run: Callable[..., None] = run) -> None:
-    """Writes the answers of an engine's models, with this package's backend and with its own. run: runs a program."""
+    """Writes the answers of an engine's models, with this package's backend and with its own. run: runs a
+    program.
+    """
     served = [name for name, family in FAMILIES.items() if engine in family.engines]
     stock = [name for name in served if engine in FAMILIES[name].stock or name in STOCK_TOO[engine]]
     folder = models_folder()
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run, f"{engine}_runner", folder, served, "--backend", "ours", answers=answers)]
-        runs.append(pool.submit(run, f"{engine}_runner", folder, stock, "--backend", "stock", answers=answers))
+        runs.append(
+            pool.submit(run, f"{engine}_runner", folder, stock, "--backend", "stock", answers=answers)
+        )
         for one in runs:
             one.result()
 
@@ -82,7 +108,11 @@ def serve(engine: str, answers: Path, run: Callable[..., None] = run) -> None:
 def difference(engine: str, family: str, answers: Path) -> float:
     """The largest, from all that this family's answers are compared with."""
     ours = read_answers(answers_file(answers, family, f"{engine}-ours"))
-    others = [] if engine in FAMILIES[family].stock else [read_answers(answers_file(models_folder(), family, "reference"))]
+    others = (
+        []
+        if engine in FAMILIES[family].stock
+        else [read_answers(answers_file(models_folder(), family, "reference"))]
+    )
     stock = answers_file(answers, family, f"{engine}-stock")
     others += [read_answers(stock)] if stock.exists() else []
     return max(largest_difference(ours, other) for other in others)
@@ -91,8 +121,12 @@ def difference(engine: str, family: str, answers: Path) -> float:
 def main() -> None:
     import tempfile
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", nargs="*", default=list(STOCK_TOO), metavar="ENGINE", type=one_of(STOCK_TOO))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "engines", nargs="*", default=list(STOCK_TOO), metavar="ENGINE", type=one_of(STOCK_TOO)
+    )
     engines = parser.parse_args().engines
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,21 @@
-"""Serves a tiny random model of each family with both engines on a GPU in bfloat16, with CUDA graphs, and compares with transformers in float32 on a CPU.
+"""Serves a tiny random model of each family with both engines on a GPU in bfloat16, with CUDA graphs, and
+compares with transformers in float32 on a CPU.
 
     python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME [--family NAME ...]] [--models FOLDER] [--jobs N] [--results FOLDER]
 
-In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours may be 1.5 times as far from transformers as that
-one. A token may be another one than transformers', or than the own backend's, where both are as probable: one of the two is enough, as the own backend may be
-the wrong one. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells them, and of generated tokens, up to the
-first that is another one.
+In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours
+may be 1.5 times as far from transformers as that one. A token may be another one than transformers', or than
+the own backend's, where both are as probable: one of the two is enough, as the own backend may be the wrong
+one. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells
+them, and of generated tokens, up to the first that is another one.
 
-A line says when a family's engine starts, with its log, when it is ready, has answered or failed; a family is compared when both backends have ended with it.
-Answers and logs lie in FOLDER/FAMILY: a run that is killed leaves what there was.
+A line says when a family's engine starts, with its log, when it is ready, has answered or failed; a family is
+compared when both backends have ended with it. Answers and logs lie in FOLDER/FAMILY: a run that is killed
+leaves what there was.
 
-Exit status: 1 if a family is farther away, fails with our backend, or has no token of transformers'; else 0. One that fails with the engine's own backend, or
-has no token of transformers' there, is compared with transformers alone: within 0.1.
+Exit status: 1 if a family is farther away, fails with our backend, or has no token of transformers'; else 0.
+One that fails with the engine's own backend, or has no token of transformers' there, is compared with
+transformers alone: within 0.1.
 """
 
 from __future__ import annotations
@@ -42,15 +46,19 @@ LARGEST_TIE = 0.1  # difference of log-probabilities of two tokens that are as p
 
 
 def distance(ours: list[Answer], other: list[Answer]) -> float | None:
-    """Of answers to the same questions, as far as they have the same tokens: the root mean square of differences of log-probabilities, or of elements of
-    embeddings, or of scores. None: all differ at once.
+    """Of answers to the same questions, as far as they have the same tokens: the root mean square of
+    differences of log-probabilities, or of elements of embeddings, or of scores. None: all differ at once.
 
     Raises:
         ValueError: answers to other questions.
     """
     squares: list[float] = []
     for a, b in zip(ours, other, strict=True):
-        prompts = zip(a.prompt_logprobs, b.prompt_logprobs, strict=True) if a.prompt_logprobs and b.prompt_logprobs else ()
+        prompts = (
+            zip(a.prompt_logprobs, b.prompt_logprobs, strict=True)
+            if a.prompt_logprobs and b.prompt_logprobs
+            else ()
+        )
         squares += [(x - y) ** 2 for x, y in [*prompts, *zip(a.values, b.values, strict=True)]]
         same = _same_tokens(a, b)
         squares += [(x - y) ** 2 for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True)]
@@ -64,28 +72,55 @@ def apart(one: Answer, other: Answer) -> float:
 
 
 def _same_tokens(one: Answer, other: Answer) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), len(one.tokens))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), len(one.tokens)
+    )
 
 
 def families_of(engine: str, asked: list[str] | None) -> list[str]:
     """The families that an engine has, among those that were asked for; None: all."""
-    return [name for name, family in FAMILIES.items() if engine in family.engines and name in (asked or FAMILIES)]
+    return [
+        name for name, family in FAMILIES.items() if engine in family.engines and name in (asked or FAMILIES)
+    ]
 
 
 def served(engine: str, families: list[str], models: Path, results: Path, jobs: int) -> Iterator[str]:
-    """Writes the answers of both backends, and gives each family when both have ended with it; what a backend does not serve has no answers."""
+    """Writes the answers of both backends, and gives each family when both have ended with it; what a backend
+    does not serve has no answers.
+    """
     files = {
-        name: [(answers_file(results, name, who), failure_file(results, name, who)) for who in map(f"{engine}-{{}}".format, BACKENDS)] for name in families
+        name: [
+            (answers_file(results, name, who), failure_file(results, name, who))
+            for who in map(f"{engine}-{{}}".format, BACKENDS)
+        ]
+        for name in families
     }
     for earlier in (file for of_family in files.values() for of_backend in of_family for file in of_backend):
         earlier.unlink(missing_ok=True)
     waiting = list(families)
     with ThreadPoolExecutor(len(BACKENDS)) as pool:
         options = ("--device", "cuda", "--jobs", str(jobs))
-        runs = [pool.submit(run, RUNNERS[engine], models, families, "--backend", name, *options, answers=results, shows=True) for name in BACKENDS]
+        runs = [
+            pool.submit(
+                run,
+                RUNNERS[engine],
+                models,
+                families,
+                "--backend",
+                name,
+                *options,
+                answers=results,
+                shows=True,
+            )
+            for name in BACKENDS
+        ]
         while waiting:
             are_over = all(one.done() for one in runs)  # seen before their files are
-            for name in [name for name in waiting if are_over or all(any(file.exists() for file in of_backend) for of_backend in files[name])]:
+            for name in [
+                name
+                for name in waiting
+                if are_over or all(any(file.exists() for file in of_backend) for of_backend in files[name])
+            ]:
                 waiting.remove(name)
                 yield name
             time.sleep(0 if are_over else POLL_S)
@@ -99,7 +134,9 @@ def compare(engine: str, family: str, models: Path, answers: Path) -> tuple[bool
     found = {backend: answers_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
     logs = {backend: log_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
     if not found["ours"].exists():
-        return False, f"failed, log {logs['ours']}" + ("" if found["stock"].exists() else f"; own backend, too, log {logs['stock']}")
+        return False, f"failed, log {logs['ours']}" + (
+            "" if found["stock"].exists() else f"; own backend, too, log {logs['stock']}"
+        )
     reference, ours = read_answers(answers_file(models, family, "reference")), read_answers(found["ours"])
     stock = read_answers(found["stock"]) if found["stock"].exists() else None
     to_reference, of_stock = distance(ours, reference), None if stock is None else distance(stock, reference)
@@ -120,22 +157,40 @@ def _text(rms: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     engines = f"of {', '.join(RUNNERS)}; default: both"
-    parser.add_argument("engines", nargs="*", default=list(RUNNERS), metavar="ENGINE", type=one_of(RUNNERS), help=engines)
-    parser.add_argument("--family", action="append", choices=list(FAMILIES), help="may be given more than once; default: all")
-    models_help = "a folder that `checkpoints FOLDER` and then `reference FOLDER` of this package have written; default: made, and kept in the cache"
+    parser.add_argument(
+        "engines", nargs="*", default=list(RUNNERS), metavar="ENGINE", type=one_of(RUNNERS), help=engines
+    )
+    parser.add_argument(
+        "--family", action="append", choices=list(FAMILIES), help="may be given more than once; default: all"
+    )
+    models_help = (
+        "a folder that `checkpoints FOLDER` and then `reference FOLDER` of this package have "
+        "written; default: made, and kept in the cache"
+    )
     parser.add_argument("--models", type=Path, help=models_help)
-    parser.add_argument("--jobs", type=int, default=4, help="families that a backend serves at a time; default: %(default)s")
-    parser.add_argument("--results", type=Path, help="folder for answers and logs; default: results/tiny-models-TIME")
+    parser.add_argument(
+        "--jobs", type=int, default=4, help="families that a backend serves at a time; default: %(default)s"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="folder for answers and logs; default: results/tiny-models-TIME"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU; on a CPU: python -m integration.tiny_models.compare")
-    results = (arguments.results or REPOSITORY / "results" / f"tiny-models-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    results = (
+        arguments.results or REPOSITORY / "results" / f"tiny-models-{time.strftime('%Y%m%d-%H%M%S')}"
+    ).resolve()
     print(f"answers and logs go to {results}", flush=True)
     begin = time.monotonic()
     models = arguments.models.resolve() if arguments.models else models_folder()
-    print(f"models and the reference's answers: {models}, there after {time.monotonic() - begin:.0f} s", flush=True)
+    print(
+        f"models and the reference's answers: {models}, there after {time.monotonic() - begin:.0f} s",
+        flush=True,
+    )
     all_near = True
     for engine in arguments.engines:
         for name in served(engine, families_of(engine, arguments.family), models, results, arguments.jobs):

@@ -1,4 +1,6 @@
-"""The families: what each asks of attention, which models are like it, and the configuration of a tiny one, a few layers deep."""
+"""The families: what each asks of attention, which models are like it, and the configuration of a tiny one, a
+few layers deep.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class Images:
 
 _IMAGE, _BEFORE, _AFTER = IMAGE_TOKENS
 GEMMA3_IMAGES = Images((32, 32), _BEFORE, (NEWLINES[1], _BEFORE, *[_IMAGE] * 16, _AFTER, NEWLINES[1]))
-# Longer than a window, and as long as the processor's smallest limit: a shorter one is padded, which the vision tower of SGLang 0.5.23 counts in.
+# Longer than a window, and as long as the processor's smallest limit: a shorter one is padded, which the
+# vision tower of SGLang 0.5.23 counts in.
 GEMMA4_IMAGES = Images((28, 40), _IMAGE, (_BEFORE, *[_IMAGE] * 70, _AFTER))
 GEMMA4_PATCHES: dict[str, int] = {"patch_size": 2, "pooling_kernel_size": 2}
 
@@ -64,9 +67,10 @@ class Family:
         asks: what attention must do.
         models: that ask it.
         make: its configuration and its class.
-        kind: "generate", "embed", "score" (documents to a query), "image", "audio", or "items": the tokens after each of several items are scored.
-        stock: engines whose answers are compared with those of their own backend, because their model is not quite transformers' (another GELU, another
-            pooling).
+        kind: "generate", "embed", "score" (documents to a query), "image", "audio", or "items": the tokens
+            after each of several items are scored.
+        stock: engines whose answers are compared with those of their own backend, because their model is not
+            quite transformers' (another GELU, another pooling).
         pools_mean: whether an embedding is the mean of a prompt's states, not its first token's.
         engines: options of the engines that have such models, as they are given to LLM() or ServerArgs().
         images: of a family of kind "image".
@@ -104,18 +108,42 @@ def _gpt_oss() -> tuple[Any, Any]:
         "beta_slow": 1.0,
         "truncate": False,
     }
-    config: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": rope, "tie_word_embeddings": False}
+    config: dict[str, Any] = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+    }
     return transformers.GptOssConfig(**COMMON, **config), transformers.GptOssForCausalLM
 
 
 def _bloom() -> tuple[Any, Any]:
-    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=256, n_layer=3, n_head=4, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    config = transformers.BloomConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
     return config, transformers.BloomForCausalLM
 
 
 def _bert_config(**more: Any) -> Any:
-    names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id")
-    layers: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 3, "position_embedding_type": "absolute"}
+    names = (
+        "vocab_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "pad_token_id",
+    )
+    layers: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_hidden_layers": 3,
+        "position_embedding_type": "absolute",
+    }
     return transformers.BertConfig(**{name: COMMON[name] for name in names}, **layers, **more)
 
 
@@ -125,19 +153,46 @@ def _bert() -> tuple[Any, Any]:
 
 def _reranker() -> tuple[Any, Any]:
     # What follows the scores in checkpoints of sentence-transformers; both engines read it.
-    return _bert_config(num_labels=1, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity"), transformers.BertForSequenceClassification
+    return _bert_config(
+        num_labels=1, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity"
+    ), transformers.BertForSequenceClassification
 
 
 def _modernbert() -> tuple[Any, Any]:
-    names = ("vocab_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    names = (
+        "vocab_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    )
     special: dict[str, Any] = {"cls_token_id": BOS, "sep_token_id": EOS}
-    layers: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "local_attention": 16, "global_attn_every_n_layers": 2}
-    return transformers.ModernBertConfig(**{name: COMMON[name] for name in names}, **special, **layers), transformers.ModernBertModel
+    layers: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "local_attention": 16,
+        "global_attn_every_n_layers": 2,
+    }
+    return transformers.ModernBertConfig(
+        **{name: COMMON[name] for name in names}, **special, **layers
+    ), transformers.ModernBertModel
 
 
 def _llama4() -> tuple[Any, Any]:
-    config: dict[str, Any] = {"attention_chunk_size": CHUNK, "interleave_moe_layer_step": 100, "intermediate_size_mlp": 64, "no_rope_layers": [1, 1, 1, 0]}
-    config |= {"num_local_experts": 2, "floor_scale": 16, "rope_parameters": PLAIN_ROPE, "tie_word_embeddings": False}
+    config: dict[str, Any] = {
+        "attention_chunk_size": CHUNK,
+        "interleave_moe_layer_step": 100,
+        "intermediate_size_mlp": 64,
+        "no_rope_layers": [1, 1, 1, 0],
+    }
+    config |= {
+        "num_local_experts": 2,
+        "floor_scale": 16,
+        "rope_parameters": PLAIN_ROPE,
+        "tie_word_embeddings": False,
+    }
     config |= {"attn_temperature_tuning": False}  # vLLM decides about it by the longest context
     config |= {"use_qk_norm": False}  # SGLang's needs bfloat16 on a CPU
     return transformers.Llama4TextConfig(**COMMON, **config), transformers.Llama4ForCausalLM
@@ -145,7 +200,12 @@ def _llama4() -> tuple[Any, Any]:
 
 def _gemma3_text_config() -> dict[str, Any]:
     layer_types = ["sliding_attention", "full_attention"] * 2
-    return COMMON | {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "layer_types": layer_types, "sliding_window_pattern": 2}
+    return COMMON | {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 32,
+        "layer_types": layer_types,
+        "sliding_window_pattern": 2,
+    }
 
 
 def _gemma3() -> tuple[Any, Any]:
@@ -158,14 +218,26 @@ def _gemma3() -> tuple[Any, Any]:
         "patch_size": 8,
     }
     vision |= {"vision_use_head": False}
-    tokens: dict[str, Any] = {"eos_token_id": EOS, "image_token_index": IMAGE_TOKENS[0], "boi_token_index": IMAGE_TOKENS[1], "eoi_token_index": IMAGE_TOKENS[2]}
-    config = transformers.Gemma3Config(text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=GEMMA3_IMAGES.length, **tokens)
+    tokens: dict[str, Any] = {
+        "eos_token_id": EOS,
+        "image_token_index": IMAGE_TOKENS[0],
+        "boi_token_index": IMAGE_TOKENS[1],
+        "eoi_token_index": IMAGE_TOKENS[2],
+    }
+    config = transformers.Gemma3Config(
+        text_config=_gemma3_text_config(),
+        vision_config=vision,
+        mm_tokens_per_image=GEMMA3_IMAGES.length,
+        **tokens,
+    )
     return config, transformers.Gemma3ForConditionalGeneration
 
 
 def _embedding_gemma() -> tuple[Any, Any]:
     # The configuration counts both sides of the window.
-    return transformers.Gemma3TextConfig(**_gemma3_text_config(), use_bidirectional_attention=True), transformers.Gemma3TextModel
+    return transformers.Gemma3TextConfig(
+        **_gemma3_text_config(), use_bidirectional_attention=True
+    ), transformers.Gemma3TextModel
 
 
 def _gemma3n() -> tuple[Any, Any]:
@@ -177,20 +249,53 @@ def _gemma3n() -> tuple[Any, Any]:
         "num_kv_shared_layers": 2,
         "laurel_rank": 8,
     }
-    config |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+    config |= {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }
     return transformers.Gemma3nTextConfig(**COMMON, **config), transformers.Gemma3nForCausalLM
 
 
 def _gemma4(**more: Any) -> tuple[Any, Any]:
-    # The last two layers read the cache of the first two; those with 512 columns compute V with the weights of K.
-    rope = {"sliding_attention": PLAIN_ROPE, "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}}
-    text: dict[str, Any] = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2}
-    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "rope_parameters": rope}
+    # The last two layers read the cache of the first two; those with 512 columns compute V with the weights
+    # of K.
+    rope = {
+        "sliding_attention": PLAIN_ROPE,
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+    text: dict[str, Any] = {
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 2,
+    }
+    text |= {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "rope_parameters": rope,
+    }
     text |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, **more}
-    # SGLang finds the two widths in the configuration of the class with images alone; for text alone it is told not to take any.
-    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    vision |= {"head_dim": 16, "position_embedding_size": 32, "default_output_length": GEMMA4_IMAGES.length, **GEMMA4_PATCHES}
-    tokens: dict[str, Any] = {"image_token_id": IMAGE_TOKENS[0], "boi_token_id": IMAGE_TOKENS[1], "eoi_token_id": IMAGE_TOKENS[2]}
+    # SGLang finds the two widths in the configuration of the class with images alone; for text alone it is
+    # told not to take any.
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    vision |= {
+        "head_dim": 16,
+        "position_embedding_size": 32,
+        "default_output_length": GEMMA4_IMAGES.length,
+        **GEMMA4_PATCHES,
+    }
+    tokens: dict[str, Any] = {
+        "image_token_id": IMAGE_TOKENS[0],
+        "boi_token_id": IMAGE_TOKENS[1],
+        "eoi_token_id": IMAGE_TOKENS[2],
+    }
     config = transformers.Gemma4Config(text_config=COMMON | text, vision_config=vision, **tokens)
     return config, transformers.Gemma4ForConditionalGeneration
 
@@ -206,7 +311,10 @@ def _stablelm() -> tuple[Any, Any]:
 
 
 def _phi3() -> tuple[Any, Any]:
-    config = {name: value for name, value in COMMON.items() if name != "head_dim"} | {"hidden_size": 4 * 96, "num_hidden_layers": 2}
+    config = {name: value for name, value in COMMON.items() if name != "head_dim"} | {
+        "hidden_size": 4 * 96,
+        "num_hidden_layers": 2,
+    }
     return transformers.Phi3Config(**config), transformers.Phi3ForCausalLM
 
 
@@ -216,32 +324,102 @@ def _items() -> tuple[Any, Any]:
 
 def _deepseek() -> tuple[Any, Any]:
     # Widths of V2-Lite; no experts.
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
-    latent: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    rope: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    )
+    latent: dict[str, Any] = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    rope: dict[str, Any] = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
     rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707}
-    layers: dict[str, Any] = {"num_hidden_layers": 3, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_key_value_heads": 4, "rope_parameters": rope}
-    layers |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
-    return transformers.DeepseekV2Config(**{name: COMMON[name] for name in names}, **latent, **layers), transformers.DeepseekV2ForCausalLM
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "num_key_value_heads": 4,
+        "rope_parameters": rope,
+    }
+    layers |= {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "tie_word_embeddings": False,
+    }
+    return transformers.DeepseekV2Config(
+        **{name: COMMON[name] for name in names}, **latent, **layers
+    ), transformers.DeepseekV2ForCausalLM
 
 
 def _mimo() -> tuple[Any, Any]:
-    # Dense layers alone. What the engines read has the names of the checkpoint, what transformers reads its own.
+    # Dense layers alone. What the engines read has the names of the checkpoint, what transformers reads its
+    # own.
     layer_types = ["full_attention", "sliding_attention"] * 2
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    config: dict[str, Any] = {"v_head_dim": 32, "sliding_window": WINDOW, "layer_types": layer_types, "mlp_layer_types": ["dense"] * 4, "rms_norm_eps": 1e-5}
-    config |= {"attention_value_scale": 0.7, "rope_parameters": dict.fromkeys(layer_types[:2], rope), "tie_word_embeddings": False}
-    heads = {name: COMMON[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")} | {"v_head_dim": config["v_head_dim"]}
+    config: dict[str, Any] = {
+        "v_head_dim": 32,
+        "sliding_window": WINDOW,
+        "layer_types": layer_types,
+        "mlp_layer_types": ["dense"] * 4,
+        "rms_norm_eps": 1e-5,
+    }
+    config |= {
+        "attention_value_scale": 0.7,
+        "rope_parameters": dict.fromkeys(layer_types[:2], rope),
+        "tie_word_embeddings": False,
+    }
+    heads = {name: COMMON[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")} | {
+        "v_head_dim": config["v_head_dim"]
+    }
     heads["num_key_value_heads"] *= 2  # of layers with a window, in transformers
     named: dict[str, Any] = {f"swa_{name}": value for name, value in heads.items()}
-    named |= {"swa_rope_theta": 10000.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "layernorm_epsilon": 1e-5, "sliding_window_size": WINDOW}
-    named |= {"hybrid_layer_pattern": [0, 1] * 2, "moe_layer_freq": [0] * 4, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+    named |= {
+        "swa_rope_theta": 10000.0,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "layernorm_epsilon": 1e-5,
+        "sliding_window_size": WINDOW,
+    }
+    named |= {
+        "hybrid_layer_pattern": [0, 1] * 2,
+        "moe_layer_freq": [0] * 4,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
     return transformers.MiMoV2FlashConfig(**COMMON, **config, **named), transformers.MiMoV2FlashForCausalLM
 
 
 def _whisper() -> tuple[Any, Any]:
-    sizes: dict[str, Any] = {"d_model": 128, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MEL_BINS, "max_source_positions": 50 * AUDIO_SECONDS, "max_target_positions": 128}
+    sizes: dict[str, Any] = {
+        "d_model": 128,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    sizes |= {
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "num_mel_bins": MEL_BINS,
+        "max_source_positions": 50 * AUDIO_SECONDS,
+        "max_target_positions": 128,
+    }
     special: dict[str, Any] = {
         "decoder_start_token_id": BOS,
         "bos_token_id": BOS,
@@ -250,53 +428,134 @@ def _whisper() -> tuple[Any, Any]:
         "suppress_tokens": None,
         "begin_suppress_tokens": None,
     }
-    return transformers.WhisperConfig(vocab_size=VOCAB, **sizes, **special), transformers.WhisperForConditionalGeneration
+    return transformers.WhisperConfig(
+        vocab_size=VOCAB, **sizes, **special
+    ), transformers.WhisperForConditionalGeneration
 
 
 WHOLE_PROMPTS = {"chunked_prefill_size": -1, "disable_radix_cache": True}
-ENGINES_OF_ENCODERS: dict[str, dict[str, Any]] = {"vllm": {}, "sglang": WHOLE_PROMPTS | {"is_embedding": True}}
+ENGINES_OF_ENCODERS: dict[str, dict[str, Any]] = {
+    "vllm": {},
+    "sglang": WHOLE_PROMPTS | {"is_embedding": True},
+}
 FAMILIES = {
     family.name: family
     for family in (
         Family("gemma2", "soft cap, sliding window", "Gemma 2, Grok 1", _gemma2),
         Family("gpt_oss", "attention sinks, sliding window", "gpt-oss", _gpt_oss),
-        Family("bloom", "ALiBi", "BLOOM, Falcon-RW; Baichuan 13B is below", _bloom, stock=("vllm",), engines={"vllm": {}}),
-        Family("bert", "bidirectional", "BERT, RoBERTa, BGE, E5", _bert, "embed", engines=ENGINES_OF_ENCODERS),
-        Family("reranker", "bidirectional, a query with a document", "BERT rerankers: MS MARCO MiniLM", _reranker, "score", engines=ENGINES_OF_ENCODERS),
-        Family("modernbert", "bidirectional, window to both sides", "ModernBERT, GTE", _modernbert, "embed", ("vllm",), engines={"vllm": {}}),
         Family(
-            "embedding_gemma", "bidirectional, window to both sides, in a decoder", "EmbeddingGemma", _embedding_gemma, "embed", (), True, ENGINES_OF_ENCODERS
+            "bloom",
+            "ALiBi",
+            "BLOOM, Falcon-RW; Baichuan 13B is below",
+            _bloom,
+            stock=("vllm",),
+            engines={"vllm": {}},
+        ),
+        Family(
+            "bert", "bidirectional", "BERT, RoBERTa, BGE, E5", _bert, "embed", engines=ENGINES_OF_ENCODERS
+        ),
+        Family(
+            "reranker",
+            "bidirectional, a query with a document",
+            "BERT rerankers: MS MARCO MiniLM",
+            _reranker,
+            "score",
+            engines=ENGINES_OF_ENCODERS,
+        ),
+        Family(
+            "modernbert",
+            "bidirectional, window to both sides",
+            "ModernBERT, GTE",
+            _modernbert,
+            "embed",
+            ("vllm",),
+            engines={"vllm": {}},
+        ),
+        Family(
+            "embedding_gemma",
+            "bidirectional, window to both sides, in a decoder",
+            "EmbeddingGemma",
+            _embedding_gemma,
+            "embed",
+            (),
+            True,
+            ENGINES_OF_ENCODERS,
         ),
         Family("llama4", "chunked local attention", "Llama 4", _llama4),
-        Family("gemma3", "prefix-LM: images see both sides", "Gemma 3 with images", _gemma3, "image", engines={
-            "vllm": {"disable_chunked_mm_input": True}, "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
-        }, images=GEMMA3_IMAGES),
+        Family(
+            "gemma3",
+            "prefix-LM: images see both sides",
+            "Gemma 3 with images",
+            _gemma3,
+            "image",
+            engines={
+                "vllm": {"disable_chunked_mm_input": True},
+                "sglang": WHOLE_PROMPTS | {"enable_multimodal": True},
+            },
+            images=GEMMA3_IMAGES,
+        ),
         Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
-        Family("gemma4", "heads of 256 and of 512 columns in one model", "Gemma 4", _gemma4, engines={
-            "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
-            "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
-        }),
-        Family("gemma4_images", "images see both sides, cut by a window", "larger ones of Gemma 4, with images", _gemma4_images, "image", engines={
-            "vllm": {"disable_chunked_mm_input": True, "limit_mm_per_prompt": {"video": 0}}, "sglang": WHOLE_PROMPTS,
-        }, images=GEMMA4_IMAGES),
+        Family(
+            "gemma4",
+            "heads of 256 and of 512 columns in one model",
+            "Gemma 4",
+            _gemma4,
+            engines={
+                "vllm": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
+                "sglang": {"json_model_override_args": json.dumps({"language_model_only": True})},
+            },
+        ),
+        Family(
+            "gemma4_images",
+            "images see both sides, cut by a window",
+            "larger ones of Gemma 4, with images",
+            _gemma4_images,
+            "image",
+            engines={
+                "vllm": {"disable_chunked_mm_input": True, "limit_mm_per_prompt": {"video": 0}},
+                "sglang": WHOLE_PROMPTS,
+            },
+            images=GEMMA4_IMAGES,
+        ),
         Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),
         Family("phi3", "heads of 96 columns", "Phi-3 mini", _phi3),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
-        Family("mimo", "keys and values of different sizes, sinks, sliding window", "MiMo V2", _mimo, engines={
-            # SGLang's window leaves the query out; and the nested form of these parameters, transformers' own, it does not know.
-            "vllm": {}, "sglang": {"json_model_override_args": json.dumps({"sliding_window_size": WINDOW - 1, "rope_parameters": PLAIN_ROPE})},
-        }),
+        Family(
+            "mimo",
+            "keys and values of different sizes, sinks, sliding window",
+            "MiMo V2",
+            _mimo,
+            engines={
+                # SGLang's window leaves the query out; and the nested form of these parameters, transformers'
+                # own, it does not know.
+                "vllm": {},
+                "sglang": {
+                    "json_model_override_args": json.dumps(
+                        {"sliding_window_size": WINDOW - 1, "rope_parameters": PLAIN_ROPE}
+                    )
+                },
+            },
+        ),
         Family("whisper", "cross attention", "Whisper", _whisper, "audio"),
-        Family("items", "several items after one prompt", "any generating model with --enable-mis", _items, "items", engines={"sglang": {"enable_mis": True}}),
+        Family(
+            "items",
+            "several items after one prompt",
+            "any generating model with --enable-mis",
+            _items,
+            "items",
+            engines={"sglang": {"enable_mis": True}},
+        ),
     )
-}  # fmt: skip
+}
 
 
 def matrix() -> str:
     """What is served, as a table in Markdown (docs/engines.md)."""
     lines = ["| what attention must do | models | vLLM | SGLang |", "|---|---|---|---|"]
     for family in FAMILIES.values():
-        cells = ["served" if engine in family.engines else "has no such model" for engine in ("vllm", "sglang")]
+        cells = [
+            "served" if engine in family.engines else "has no such model" for engine in ("vllm", "sglang")
+        ]
         if family.kind == "items":
             cells[0] = "has no such option"
         lines.append(f"| {family.asks} | {family.models} | {' | '.join(cells)} |")

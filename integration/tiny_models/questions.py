@@ -39,7 +39,11 @@ class Question:
         """The tokens with those of the image."""
         if self.images is None:
             return self.tokens
-        return [part for token in self.tokens for part in (self.images.tokens if token == self.images.place else [token])]
+        return [
+            part
+            for token in self.tokens
+            for part in (self.images.tokens if token == self.images.place else [token])
+        ]
 
 
 @dataclass
@@ -67,14 +71,33 @@ def questions(family: Family) -> list[Question]:
     pixels = np.random.default_rng(0)
     if images := family.images:
         made = [pixels.integers(0, 256, (*images.size, 3), dtype=np.uint8) for _ in range(2)]
-        prompts = [[BOS, *words(9), images.place, *words(20)], [BOS, *words(33)], [BOS, *words(30), images.place, *words(5)]]
-        return [Question(prompt, image, images=images) for prompt, image in zip(prompts, (made[0], None, made[1]), strict=True)]
+        prompts = [
+            [BOS, *words(9), images.place, *words(20)],
+            [BOS, *words(33)],
+            [BOS, *words(30), images.place, *words(5)],
+        ]
+        return [
+            Question(prompt, image, images=images)
+            for prompt, image in zip(prompts, (made[0], None, made[1]), strict=True)
+        ]
     if family.kind == "audio":
-        return [Question([BOS, *words(count)], audio=pixels.standard_normal(SAMPLING_RATE * AUDIO_SECONDS).astype(np.float32)) for count in (3, 9)]
+        return [
+            Question(
+                [BOS, *words(count)],
+                audio=pixels.standard_normal(SAMPLING_RATE * AUDIO_SECONDS).astype(np.float32),
+            )
+            for count in (3, 9)
+        ]
     if family.kind == "items":
-        return [Question(words(count), items=[words(length) for length in lengths]) for count, lengths in ((30, (1, 4, 2)), (5, (9, 3)))]
+        return [
+            Question(words(count), items=[words(length) for length in lengths])
+            for count, lengths in ((30, (1, 4, 2)), (5, (9, 3)))
+        ]
     if family.kind == "score":
-        return [Question(words(count), items=[words(length) for length in lengths]) for count, lengths in ((12, (40, 3, 80)), (30, (25,)))]
+        return [
+            Question(words(count), items=[words(length) for length in lengths])
+            for count, lengths in ((12, (40, 3, 80)), (30, (25,)))
+        ]
     return [Question(words(count)) for count in (70, 33, 5, 90)]
 
 
@@ -87,7 +110,9 @@ def read_answers(path: Path) -> list[Answer]:
 
 
 def largest_difference(one: list[Answer], other: list[Answer]) -> float:
-    """The largest difference of log-probabilities, or of elements of embeddings of length 1, or of scores. Infinite where tokens differ.
+    """The largest difference of log-probabilities, or of elements of embeddings of length 1, or of scores.
+
+    Infinite where tokens differ.
 
     Raises:
         ValueError: answers to other questions, or none.
@@ -98,7 +123,13 @@ def largest_difference(one: list[Answer], other: list[Answer]) -> float:
     for a, b in zip(one, other, strict=True):
         if a.tokens != b.tokens or len(a.values) != len(b.values) or not (a.tokens or a.values):
             return float("inf")
-        prompts = [a.prompt_logprobs, b.prompt_logprobs] if a.prompt_logprobs and b.prompt_logprobs else [[], []]
-        pairs = [*zip(a.logprobs, b.logprobs, strict=True), *zip(a.values, b.values, strict=True), *zip(*prompts, strict=True)]
+        prompts = (
+            [a.prompt_logprobs, b.prompt_logprobs] if a.prompt_logprobs and b.prompt_logprobs else [[], []]
+        )
+        pairs = [
+            *zip(a.logprobs, b.logprobs, strict=True),
+            *zip(a.values, b.values, strict=True),
+            *zip(*prompts, strict=True),
+        ]
         largest = max(largest, *(abs(x - y) for x, y in pairs))
     return largest

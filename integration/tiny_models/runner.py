@@ -1,4 +1,6 @@
-"""What the programs that answer have in common: their command line, and a process for each family, with a log, that begins with everything imported."""
+"""What the programs that answer have in common: their command line, and a process for each family, with a
+log, that begins with everything imported.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def log_file(folder: Path, name: str, who: str) -> Path:
 
 
 class Progress:
-    """Lines about a family on the standard output that there was; the process's own output, and that of the processes it starts, goes to its log."""
+    """Lines about a family on the standard output that there was; the process's own output, and that of the
+    processes it starts, goes to its log.
+    """
 
     def __init__(self, label: str, log: Path) -> None:
         self._label, self._begin, self._output = label, time.monotonic(), os.dup(1)
@@ -47,7 +51,8 @@ class Progress:
         self.say(f"starts, log {log}")
 
     def say(self, text: str) -> None:
-        os.write(self._output, f"{self._label}: {text}\n".encode())  # at once, and a line of another process does not come between
+        # at once, and a line of another process does not come between
+        os.write(self._output, f"{self._label}: {text}\n".encode())
 
     def say_when(self, what: str, more: str = "") -> None:
         self.say(f"{what} after {time.monotonic() - self._begin:.0f} s{more}")
@@ -62,14 +67,21 @@ def say_ready() -> None:
         progress.say_when("ready")
 
 
-def run_families(description: str | None, who: str, names: list[str], answer_all: Callable[[Family, Path], list[Answer]]) -> None:
-    """Writes the answers of each family that the command line names. Exits with 1 if one has failed; the others are answered all the same.
+def run_families(
+    description: str | None, who: str, names: list[str], answer_all: Callable[[Family, Path], list[Answer]]
+) -> None:
+    """Writes the answers of each family that the command line names.
+
+    Exits with 1 if one has failed; the others are answered all the same.
 
     TINY_MODELS_ANSWERS: a folder for the answers and logs; default: next to the models.
 
-    Engines are made to be started once a process: each family gets a fork of this one, which has imported the engine and has started no thread.
+    Engines are made to be started once a process: each family gets a fork of this one, which has imported the
+    engine and has started no thread.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="where the models are")
     parser.add_argument("families", nargs="*", type=one_of(FAMILIES), help=f"default: {' '.join(names)}")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time")
@@ -88,7 +100,8 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
                 failure.parent.mkdir(parents=True, exist_ok=True)
                 failure.write_text(f"ended with status {os.waitstatus_to_exitcode(status)}")
 
-    gc.freeze()  # the engines collect garbage when they start, which would look through all that was imported, each time
+    # the engines collect garbage when they start, which would look through all that was imported, each time
+    gc.freeze()
     for name in arguments.families or names:
         child = os.fork()
         if child == 0:
@@ -101,7 +114,13 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
     for name in failed:
         log = log_file(answers, name, who)
         lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if log.exists() else []
-        print(f"--- the end of {log}", *(line[:LONGEST_LINE] for line in lines), "---", sep="\n", file=sys.stderr)
+        print(
+            f"--- the end of {log}",
+            *(line[:LONGEST_LINE] for line in lines),
+            "---",
+            sep="\n",
+            file=sys.stderr,
+        )
         print(f"{name}: {failure_file(answers, name, who).read_text()}", file=sys.stderr, flush=True)
     if failed:
         print(f"failed: {' '.join(failed)}", file=sys.stderr)
@@ -109,13 +128,17 @@ def run_families(description: str | None, who: str, names: list[str], answer_all
 
 
 def _leave(status: int) -> NoReturn:
-    """At once: at a usual end libraries of the engines write about what they have not released, after what is to be read."""
+    """At once: at a usual end libraries of the engines write about what they have not released, after what is
+    to be read.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _answer_and_leave(family: Family, folder: Path, answers: Path, who: str, answer_all: Callable[[Family, Path], list[Answer]]) -> None:
+def _answer_and_leave(
+    family: Family, folder: Path, answers: Path, who: str, answer_all: Callable[[Family, Path], list[Answer]]
+) -> None:
     status = 1
     written, failure = answers_file(answers, family.name, who), failure_file(answers, family.name, who)
     partial = written.with_suffix(".partial")
@@ -131,7 +154,9 @@ def _answer_and_leave(family: Family, folder: Path, answers: Path, who: str, ans
         except BaseException as error:
             traceback.print_exc(limit=-12)
             failure.write_text(f"{type(error).__name__}: {error}")
-            progress.say_when("failed", f": {type(error).__name__}: {error}"[:LONGEST_LINE].partition("\n")[0])
+            progress.say_when(
+                "failed", f": {type(error).__name__}: {error}"[:LONGEST_LINE].partition("\n")[0]
+            )
         else:
             progress.say_when("answered")
             status = 0

@@ -1,6 +1,8 @@
-"""Answers of SGLang's whole engine, with this package's backend or with its own: on a GPU in bfloat16, with CUDA graphs, or on a CPU in float32.
+"""Answers of SGLang's whole engine, with this package's backend or with its own: on a GPU in bfloat16, with
+CUDA graphs, or on a CPU in float32.
 
-python -m integration.tiny_models.sglang_engine_runner FOLDER [family ...] --backend ours|stock [--device cuda|cpu] [--jobs N]
+python -m integration.tiny_models.sglang_engine_runner FOLDER [family ...] --backend ours|stock [--device
+cuda|cpu] [--jobs N]
 """
 
 from __future__ import annotations
@@ -27,20 +29,33 @@ OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend"
 ON_CPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"
 SHIMS = Path(__file__).resolve().parents[1] / "sglang_cpu"
 GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "mem_fraction_static": 0.9, "cuda_graph_max_bs_decode": 4}
-# By default there would be a graph of prefills for each of some 50 numbers of tokens, up to max_total_tokens; all questions together have fewer than 256.
+# By default there would be a graph of prefills for each of some 50 numbers of tokens, up to max_total_tokens;
+# all questions together have fewer than 256.
 GPU_OPTIONS |= {"cuda_graph_bs_prefill": [16, 64, 256], "cuda_graph_max_bs_prefill": 256}
-CPU_OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "mem_fraction_static": 0.5, "disable_cuda_graph": True}
-# The Triton backend of SGLang 0.5.17 has no cross attention in graphs, no items and no chunks; it decodes over windows that are a token short, and leaves
-# those to both sides out; and its output for Gemma 3n has dimensions that the model does not take.
-STOCK_OF_FAMILY = {"whisper": "flashinfer", "items": "flashinfer", **dict.fromkeys(("gemma2", "gpt_oss", "embedding_gemma", "llama4", "gemma3n"), "fa3")}
-# In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take; SGLang 0.5.23 refuses to make any where layers
-# share a cache, as in Gemma 4. With images it makes none by itself. The tiny Gemma 4 for text has no processor.
+CPU_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "mem_fraction_static": 0.5,
+    "disable_cuda_graph": True,
+}
+# The Triton backend of SGLang 0.5.17 has no cross attention in graphs, no items and no chunks; it decodes
+# over windows that are a token short, and leaves those to both sides out; and its output for Gemma 3n has
+# dimensions that the model does not take.
+STOCK_OF_FAMILY = {
+    "whisper": "flashinfer",
+    "items": "flashinfer",
+    **dict.fromkeys(("gemma2", "gpt_oss", "embedding_gemma", "llama4", "gemma3n"), "fa3"),
+}
+# In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take;
+# SGLang 0.5.23 refuses to make any where layers share a cache, as in Gemma 4. With images it makes none by
+# itself. The tiny Gemma 4 for text has no processor.
 GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3n": {"disable_prefill_cuda_graph": True},
     "gemma4": {"enable_multimodal": False, "disable_prefill_cuda_graph": True},
     "mimo": {"trust_remote_code": True},
 }
-# The transformers of SGLang 0.5.17 does not know MiMo V2, whose published checkpoints bring their configuration, too.
+# The transformers of SGLang 0.5.17 does not know MiMo V2, whose published checkpoints bring their
+# configuration, too.
 MIMO_MODULE = """from transformers import PretrainedConfig
 
 
@@ -50,7 +65,9 @@ class MiMoV2FlashConfig(PretrainedConfig):
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
-    """Twice, the second time from the prefix cache where a family has one; the answers are those of the second time."""
+    """Twice, the second time from the prefix cache where a family has one; the answers are those of the
+    second time.
+    """
     with TemporaryDirectory() as made:
         engine = start(family, folder if ON_CPU else as_served(family, folder, Path(made)))
         say_ready()
@@ -64,8 +81,10 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
 
 
 def as_served(family: Family, folder: Path, made: Path) -> Path:
-    """Makes a checkpoint as SGLang's models on a GPU expect one: in bfloat16 (gpt-oss makes its weights in the type that the configuration names), and of Llama
-    4 with queries and keys in the order in which it rotates (its class with images permutes them itself, that of text alone does not)."""
+    """Makes a checkpoint as SGLang's models on a GPU expect one: in bfloat16 (gpt-oss makes its weights in
+    the type that the configuration names), and of Llama 4 with queries and keys in the order in which it
+    rotates (its class with images permutes them itself, that of text alone does not).
+    """
     for file in folder.iterdir():
         if file.name == "config.json":
             config = json.loads(file.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
@@ -74,7 +93,10 @@ def as_served(family: Family, folder: Path, made: Path) -> Path:
                 config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoV2FlashConfig"}
             (made / file.name).write_text(json.dumps(config))
         elif family.name == "llama4" and file.suffix == ".safetensors":
-            weights = {name: _halves(weight) if "q_proj" in name or "k_proj" in name else weight for name, weight in load_file(file).items()}
+            weights = {
+                name: _halves(weight) if "q_proj" in name or "k_proj" in name else weight
+                for name, weight in load_file(file).items()
+            }
             save_file(weights, made / file.name, {"format": "pt"})
         else:
             (made / file.name).symlink_to(file.resolve())
@@ -82,7 +104,9 @@ def as_served(family: Family, folder: Path, made: Path) -> Path:
 
 
 def _halves(weight: Tensor) -> Tensor:
-    """Of each head's rows first those with even numbers, then the others: a rotation of neighbours becomes one of halves."""
+    """Of each head's rows first those with even numbers, then the others: a rotation of neighbours becomes
+    one of halves.
+    """
     return weight.view(-1, COMMON["head_dim"] // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -90,13 +114,25 @@ def start(family: Family, folder: Path) -> Any:
     """SGLang's engine."""
     os.environ |= {"HF_HUB_OFFLINE": "1"}
     if ON_CPU:  # in its processes, too
-        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join((str(SHIMS), os.environ.get("PYTHONPATH", "")))}
+        os.environ |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "PYTHONPATH": os.pathsep.join((str(SHIMS), os.environ.get("PYTHONPATH", ""))),
+        }
         sys.path.append(str(SHIMS))
     import sglang
 
     stock = "torch_native" if ON_CPU else STOCK_OF_FAMILY.get(family.name, "triton")
-    options: dict[str, Any] = {"context_length": 128, "max_running_requests": 8, "max_total_tokens": 4096, "log_level": "info", "port": free_port()}
-    options |= {"attention_backend": "attn_backend" if OURS == "ours" else stock, "sampling_backend": "pytorch"}
+    options: dict[str, Any] = {
+        "context_length": 128,
+        "max_running_requests": 8,
+        "max_total_tokens": 4096,
+        "log_level": "info",
+        "port": free_port(),
+    }
+    options |= {
+        "attention_backend": "attn_backend" if OURS == "ours" else stock,
+        "sampling_backend": "pytorch",
+    }
     of_device = CPU_OPTIONS if ON_CPU else GPU_OPTIONS | GPU_OPTIONS_OF_FAMILY.get(family.name, {})
     engine = sglang.Engine(model_path=str(folder), **options | of_device | family.engines["sglang"])
     if family.kind == "audio":
@@ -105,40 +141,61 @@ def start(family: Family, folder: Path) -> Any:
 
 
 def take_prompts(processor: Any) -> None:
-    """Has SGLang's processor of Whisper take a request's prompt, and its features, as they are. Its own makes a prompt of the language, for which these models
-    have no tokens."""
+    """Has SGLang's processor of Whisper take a request's prompt, and its features, as they are.
+
+    Its own makes a prompt of the language, for which these models have no tokens.
+    """
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
     async def process(*, audio_data: list[Any], input_text: list[int], **_: Any) -> Any:
         (features,) = audio_data
-        return MultimodalProcessorOutput(input_ids=list(input_text), mm_items=[MultimodalDataItem(feature=features, modality=Modality.AUDIO)])
+        return MultimodalProcessorOutput(
+            input_ids=list(input_text),
+            mm_items=[MultimodalDataItem(feature=features, modality=Modality.AUDIO)],
+        )
 
     processor.process_mm_data_async = process
 
 
 def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """Answers to tokens and what belongs to them: images as the model's own processor gives them, as in the reference; features of audio."""
+    """Answers to tokens and what belongs to them: images as the model's own processor gives them, as in the
+    reference; features of audio.
+    """
     from integration.tiny_models.reference import audio_features, image_inputs
 
     inputs: dict[str, Any] = {}
     if any(question.image is not None for question in asked):
-        images = [None if question.image is None else {"format": "processor_output", **image_inputs(folder, question)} for question in asked]
+        images = [
+            None
+            if question.image is None
+            else {"format": "processor_output", **image_inputs(folder, question)}
+            for question in asked
+        ]
         inputs["image_data"] = [[image] for image in images]
     if any(question.audio is not None for question in asked):
         inputs["audio_data"] = [[audio_features(folder, question)[0]] for question in asked]
     parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    outputs = engine.generate(input_ids=[question.expanded for question in asked], sampling_params=parameters, return_logprob=True, **inputs)
+    outputs = engine.generate(
+        input_ids=[question.expanded for question in asked],
+        sampling_params=parameters,
+        return_logprob=True,
+        **inputs,
+    )
     return [answer_of(output["meta_info"]["output_token_logprobs"]) for output in outputs]
 
 
 def generate_with_images(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """SGLang's own backend is asked one prompt at a time: its masks fail where one of a step has an image and another has none."""
+    """SGLang's own backend is asked one prompt at a time: its masks fail where one of a step has an image and
+    another has none.
+    """
     steps = [asked] if OURS == "ours" else [[question] for question in asked]
     return [answer for step in steps for answer in generate(engine, folder, step)]
 
 
 def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """What Engine.encode() asks of generate_request() for texts: those of EmbeddingGemma would get one more token."""
+    """What Engine.encode() asks of generate_request() for texts: those of EmbeddingGemma would get one more
+    token.
+    """
     from sglang.srt.managers.io_struct import EmbeddingReqInput
 
     outputs = _outputs(engine, EmbeddingReqInput(input_ids=[question.expanded for question in asked]))
@@ -147,7 +204,10 @@ def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
 
 def score_documents(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
     """Scores of pairs of texts."""
-    scores = [engine.rerank([[text_of(question.tokens), text_of(document)] for document in question.items]) for question in asked]
+    scores = [
+        engine.rerank([[text_of(question.tokens), text_of(document)] for document in question.items])
+        for question in asked
+    ]
     return [Answer(values=[output["embedding"] for output in of_question]) for of_question in scores]
 
 
@@ -164,15 +224,25 @@ def score_items(engine: Any, folder: Path, asked: list[Question]) -> list[Answer
         prompts.append(prompt)
         delimiters.append(places)
     labels = [LABELS] * len(asked)
-    options = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": labels}
+    options = {
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "token_ids_logprob": labels,
+    }
     request = GenerateReqInput(input_ids=prompts, multi_item_delimiter_indices=delimiters, **options)
     outputs = _outputs(engine, request)
     # At every delimiter, the first included, which no item is in front of.
-    return [answer_of([token for place in output["meta_info"]["input_token_ids_logprobs"][1:] for token in place]) for output in outputs]
+    return [
+        answer_of([token for place in output["meta_info"]["input_token_ids_logprobs"][1:] for token in place])
+        for output in outputs
+    ]
 
 
 def _outputs(engine: Any, request: Any) -> list[dict[str, Any]]:
-    outputs: list[dict[str, Any]] = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+    outputs: list[dict[str, Any]] = engine.loop.run_until_complete(
+        anext(engine.tokenizer_manager.generate_request(request, None))
+    )
     return outputs
 
 
@@ -199,4 +269,9 @@ def answer_of(tokens: list[tuple[float, int, Any]]) -> Answer:
 
 
 if __name__ == "__main__":
-    run_families(__doc__, f"sglang-{OURS}", [name for name, family in FAMILIES.items() if "sglang" in family.engines], answer_all)
+    run_families(
+        __doc__,
+        f"sglang-{OURS}",
+        [name for name, family in FAMILIES.items() if "sglang" in family.engines],
+        answer_all,
+    )

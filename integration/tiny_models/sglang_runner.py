@@ -15,7 +15,12 @@ from typing import Any
 
 SHIMS = Path(__file__).resolve().parents[1] / "sglang_cpu"
 OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend") + 1] == "ours" else "stock"
-os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ATTN_BACKEND_SAMPLER": "0"}
+os.environ |= {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "ATTN_BACKEND_SAMPLER": "0",
+}
 sys.path.append(str(SHIMS))
 
 import torch
@@ -35,7 +40,8 @@ from integration.tiny_models.runner import run_families
 from integration.tiny_models.tokenizer import BOS, IMAGE_TOKENS, VOCAB
 
 load_plugins()
-model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config  # it expects one intermediate size (Gemma 3n has one a layer)
+# it expects one intermediate size (Gemma 3n has one a layer)
+model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
 one_batch.get_tokenizer = lambda *arguments, **options: None
 
 _get_rope = llama4.get_rope
@@ -43,7 +49,8 @@ _get_rope = llama4.get_rope
 
 def _rope_in_place(*arguments: Any, **options: Any) -> Any:
     """Llama 4 expects queries and keys to be rotated where they are, as they are on a GPU."""
-    rope = _get_rope(*arguments, **options | {"is_neox_style": False})  # the weights are not permuted, as they are in the multimodal class
+    # the weights are not permuted, as they are in the multimodal class
+    rope = _get_rope(*arguments, **options | {"is_neox_style": False})
     rotate = rope.forward
 
     def forward(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
@@ -63,14 +70,26 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
     init_mm_embedding_cache()
     asked = questions(family)
     if family.kind == "score":
-        return [Answer(values=extend(runner, [_pair(question, document, folder) for document in question.items]).embeddings.tolist()) for question in asked]
+        return [
+            Answer(
+                values=extend(
+                    runner, [_pair(question, document, folder) for document in question.items]
+                ).embeddings.tolist()
+            )
+            for question in asked
+        ]
     requests = [_request(i, question, folder) for i, question in enumerate(asked)]
     if family.kind == "embed":
         return [Answer(values=embedding.tolist()) for embedding in extend(runner, requests).embeddings]
     if family.kind == "items":
         scores = extend(runner, requests).input_token_ids_logprobs_val
-        return [Answer(LABELS * len(question.items), _flat(of_question)[len(LABELS) :]) for question, of_question in zip(asked, scores, strict=True)]
-    longer = [request for request in requests if family.kind == "generate" and len(request.origin_input_ids) > CHUNK]
+        return [
+            Answer(LABELS * len(question.items), _flat(of_question)[len(LABELS) :])
+            for question, of_question in zip(asked, scores, strict=True)
+        ]
+    longer = [
+        request for request in requests if family.kind == "generate" and len(request.origin_input_ids) > CHUNK
+    ]
     if longer:
         for request in longer:
             _show(request, asked[int(request.rid)].expanded[:CHUNK])
@@ -102,9 +121,13 @@ def start(folder: Path, options: dict[str, Any]) -> Any:
         "mem_fraction_static": 0.5,
         "log_level": "error",
     }
-    arguments = ServerArgs(model_path=str(folder), attention_backend=backend, disable_cuda_graph=True, **common | options)
+    arguments = ServerArgs(
+        model_path=str(folder), attention_backend=backend, disable_cuda_graph=True, **common | options
+    )
     arguments.resolve_once()
-    ranks = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
+    ranks = one_batch.SpawnRanks(
+        world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0
+    )
     one_batch.publish(arguments, role="scheduler", ranks=ranks)
     one_batch._init_process_global_configs()
     runner = one_batch.load_model(arguments, PortArgs.init_new(arguments), 0, 0)[0].torch_runner
@@ -116,21 +139,35 @@ def start(folder: Path, options: dict[str, Any]) -> Any:
 @torch.no_grad()
 def extend(runner: Any, requests: list[Req]) -> Any:
     """The output of one step over whole prompts of a model that does not generate."""
-    pools = {"req_to_token_pool": runner.req_to_token_pool, "token_to_kv_pool_allocator": runner.token_to_kv_pool_allocator}
-    tree = one_batch.TreeCacheNamespace(page_size=1, device=runner.device, token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator)
-    options = {"tree_cache": tree, "model_config": runner.model_config, "enable_overlap": False, "spec_algorithm": one_batch.SpeculativeAlgorithm.NONE}
+    pools = {
+        "req_to_token_pool": runner.req_to_token_pool,
+        "token_to_kv_pool_allocator": runner.token_to_kv_pool_allocator,
+    }
+    tree = one_batch.TreeCacheNamespace(
+        page_size=1, device=runner.device, token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator
+    )
+    options = {
+        "tree_cache": tree,
+        "model_config": runner.model_config,
+        "enable_overlap": False,
+        "spec_algorithm": one_batch.SpeculativeAlgorithm.NONE,
+    }
     batch = one_batch.ScheduleBatch.init_new(reqs=requests, **pools, **options)
     batch.is_prefill_only = True
     batch.prepare_for_extend()
     if batch.input_ids is None:
         batch.input_ids, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
-    return runner.forward(one_batch.ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)).logits_output
+    return runner.forward(
+        one_batch.ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    ).logits_output
 
 
 def _request(number: int, question: Question, folder: Path) -> Req:
     tokens = question.expanded
     parameters = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS + 1)
-    request = Req(rid=str(number), origin_input_text="", origin_input_ids=array("q", tokens), sampling_params=parameters)
+    request = Req(
+        rid=str(number), origin_input_text="", origin_input_ids=array("q", tokens), sampling_params=parameters
+    )
     if question.items:
         tokens, delimiters = list(tokens), []
         for item in [*question.items, []]:
@@ -141,7 +178,12 @@ def _request(number: int, question: Question, folder: Path) -> Req:
     if question.image is not None:
         first = tokens.index(IMAGE_TOKENS[0])
         span, inputs = (first, first + tokens.count(IMAGE_TOKENS[0]) - 1), image_inputs(folder, question)
-        item = MultimodalDataItem(modality=Modality.IMAGE, feature=inputs.pop("pixel_values"), offsets=[span], model_specific_data=inputs)
+        item = MultimodalDataItem(
+            modality=Modality.IMAGE,
+            feature=inputs.pop("pixel_values"),
+            offsets=[span],
+            model_specific_data=inputs,
+        )
         item.set_pad_value()
         request.multimodal_inputs = MultimodalInputs(mm_items=[item], im_token_id=IMAGE_TOKENS[0])
         tokens = [item.pad_value if token == IMAGE_TOKENS[0] else token for token in tokens]
@@ -175,4 +217,9 @@ def _show(request: Req, tokens: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    run_families(__doc__, f"sglang-{OURS}", [name for name, family in FAMILIES.items() if "sglang" in family.engines], answer_all)
+    run_families(
+        __doc__,
+        f"sglang-{OURS}",
+        [name for name, family in FAMILIES.items() if "sglang" in family.engines],
+        answer_all,
+    )

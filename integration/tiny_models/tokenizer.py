@@ -10,7 +10,20 @@ PAD, BOS, EOS = 0, 1, 2
 IMAGE_TOKENS = (3, 4, 5)  # of the image, before it, after it
 NEWLINES = (6, 7)
 FIRST_WORD = 12
-_NAMES = ["<pad>", "<s>", "</s>", "<image>", "<begin_of_image>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "<unk>", "<startoftranscript>"]
+_NAMES = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<image>",
+    "<begin_of_image>",
+    "<end_of_image>",
+    "\n",
+    "\n\n",
+    "\n\n\n",
+    "\n\n\n\n",
+    "<unk>",
+    "<startoftranscript>",
+]
 _WORDS = _NAMES + [f"t{i:03}" for i in range(len(_NAMES), VOCAB)]
 
 
@@ -20,7 +33,9 @@ def text_of(tokens: list[int]) -> str:
 
 
 def write_tokenizer(folder: Path, tells_texts: bool = False) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`. tells_texts: of two texts, which tokens are of which (`token_type_ids`)."""
+    """Writes `tokenizer.json` and `tokenizer_config.json`. tells_texts: of two texts, which tokens are of
+    which (`token_type_ids`).
+    """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<unk>"))
@@ -28,7 +43,17 @@ def write_tokenizer(folder: Path, tells_texts: bool = False) -> None:
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _NAMES])
     tokenizer.save(str(folder / "tokenizer.json"))
     image = dict(zip(("image_token", "boi_token", "eoi_token"), _NAMES[3:6], strict=True))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "extra_special_tokens": image}
-    config |= {"pad_token": _NAMES[PAD], "bos_token": _NAMES[BOS], "eos_token": _NAMES[EOS], "unk_token": "<unk>", **image}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 512,
+        "extra_special_tokens": image,
+    }
+    config |= {
+        "pad_token": _NAMES[PAD],
+        "bos_token": _NAMES[BOS],
+        "eos_token": _NAMES[EOS],
+        "unk_token": "<unk>",
+        **image,
+    }
     config |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if tells_texts else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,6 +1,8 @@
-"""Answers of vLLM with its own backend or with this package's: on a CPU in float32, on a GPU in bfloat16 and with CUDA graphs.
+"""Answers of vLLM with its own backend or with this package's: on a CPU in float32, on a GPU in bfloat16 and
+with CUDA graphs.
 
-python -m integration.tiny_models.vllm_runner FOLDER [family ...] --backend ours|stock [--device cpu|cuda] [--jobs N]
+python -m integration.tiny_models.vllm_runner FOLDER [family ...] --backend ours|stock [--device cpu|cuda]
+[--jobs N]
 """
 
 # ruff: noqa: E402  (engines read the environment when they are imported)
@@ -14,7 +16,8 @@ from typing import Any
 
 OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend") + 1] == "ours" else "stock"
 ON_GPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cuda"
-# One process, so that the backend's class can be looked at; one thread, because there is a program for each backend at the same time.
+# One process, so that the backend's class can be looked at; one thread, because there is a program for each
+# backend at the same time.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -24,7 +27,8 @@ os.environ |= {
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"ATTN_BACKEND_VLLM_CPU": str(int(OURS == "ours" and not ON_GPU))}
 if not ON_GPU:
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling what counts a token's rank would take as long as all of a family
+    # compiling what counts a token's rank would take as long as all of a family
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import vllm.v1.engine.core  # (here once, and not in each family's process)
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -43,17 +47,35 @@ from integration.tiny_models.tokenizer import text_of
 if OURS == "ours":
     from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
 
-    MlaMetadataBuilder.reorder_batch_threshold = 16  # so that these short prompts take the way of long ones, too
+    # so that these short prompts take the way of long ones, too
+    MlaMetadataBuilder.reorder_batch_threshold = 16
 
-registry._run_in_subprocess = lambda function: function()  # looks at a model's class in this process, which has imported all that another would
+# looks at a model's class in this process, which has imported all that another would
+registry._run_in_subprocess = lambda function: function()
 
 
-ON_CPU_OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 64}
+ON_CPU_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 64,
+}
 # No kernels of the engine's compiler, which take longer to make than all else; graphs of decodes.
-ON_GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.05}
-ON_GPU_OPTIONS |= {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
+ON_GPU_OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 64 << 20,
+    "gpu_memory_utilization": 0.05,
+}
+ON_GPU_OPTIONS |= {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4],
+    }
+}
 ON_GPU_OPTIONS |= {"attention_backend": "CUSTOM"} if OURS == "ours" else {}
-STARTED: list[LLM] = []  # an engine shuts down when nothing refers to it any more; this one ends with its process, which is faster
+# an engine shuts down when nothing refers to it any more; this one ends with its process, which is faster
+STARTED: list[LLM] = []
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
@@ -74,25 +96,40 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
     tells = family.kind == "generate"
     answers = _generate(llm, prompts, prompt_logprobs=tells)
     again = _generate(llm, prompts, prompt_logprobs=False)
-    if not ON_GPU and [answer.tokens for answer in again] != [answer.tokens for answer in answers]:  # in bfloat16 there are ties
+    # in bfloat16 there are ties
+    if not ON_GPU and [answer.tokens for answer in again] != [answer.tokens for answer in answers]:
         raise AssertionError("other tokens with prefixes from the cache")
     return answers
 
 
 def _score(llm: LLM, question: Question) -> Answer:
-    """The engine takes text alone for it: it joins a query and a document, and tells the model which tokens are whose."""
-    outputs = llm.score(text_of(question.tokens), [text_of(document) for document in question.items], use_tqdm=False)
+    """The engine takes text alone for it: it joins a query and a document, and tells the model which tokens
+    are whose.
+    """
+    outputs = llm.score(
+        text_of(question.tokens), [text_of(document) for document in question.items], use_tqdm=False
+    )
     return Answer(values=[output.outputs.score for output in outputs])
 
 
 def _generate(llm: LLM, prompts: list[Any], prompt_logprobs: bool) -> list[Answer]:
-    parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=1, prompt_logprobs=1 if prompt_logprobs else None, ignore_eos=True)
+    parameters = SamplingParams(
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        logprobs=1,
+        prompt_logprobs=1 if prompt_logprobs else None,
+        ignore_eos=True,
+    )
     answers = []
     for output in llm.generate(prompts, parameters, use_tqdm=False):
         made = output.outputs[0]
-        of_prompt = zip(output.prompt_logprobs[1:] if prompt_logprobs else [], output.prompt_token_ids[1:], strict=False)
+        of_prompt = zip(
+            output.prompt_logprobs[1:] if prompt_logprobs else [], output.prompt_token_ids[1:], strict=False
+        )
         logprobs = [step[token].logprob for step, token in zip(made.logprobs, made.token_ids, strict=True)]
-        answers.append(Answer(list(made.token_ids), logprobs, [step[token].logprob for step, token in of_prompt]))
+        answers.append(
+            Answer(list(made.token_ids), logprobs, [step[token].logprob for step, token in of_prompt])
+        )
     return answers
 
 
@@ -100,20 +137,37 @@ def _prompt(question: Question) -> Any:
     if question.image is not None:
         from PIL import Image
 
-        return TokensPrompt(prompt_token_ids=question.tokens, multi_modal_data={"image": Image.fromarray(question.image)})
+        return TokensPrompt(
+            prompt_token_ids=question.tokens, multi_modal_data={"image": Image.fromarray(question.image)}
+        )
     if question.audio is not None:
-        return TokensPrompt(prompt_token_ids=question.tokens, multi_modal_data={"audio": (question.audio, SAMPLING_RATE)})
+        return TokensPrompt(
+            prompt_token_ids=question.tokens, multi_modal_data={"audio": (question.audio, SAMPLING_RATE)}
+        )
     return TokensPrompt(prompt_token_ids=question.tokens)
 
 
 def _check_backend(llm: LLM) -> None:
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
     layers = getattr(worker, "worker", worker).model_runner.compilation_config.static_forward_context.values()
-    modules = {type(layer.impl).__mro__[-4 if OURS == "ours" else 0].__module__ for layer in layers if hasattr(layer, "impl")}
-    ours = [any(base.__module__.startswith("attn_backend.") for base in type(layer.impl).__mro__) for layer in layers if hasattr(layer, "impl")]
+    modules = {
+        type(layer.impl).__mro__[-4 if OURS == "ours" else 0].__module__
+        for layer in layers
+        if hasattr(layer, "impl")
+    }
+    ours = [
+        any(base.__module__.startswith("attn_backend.") for base in type(layer.impl).__mro__)
+        for layer in layers
+        if hasattr(layer, "impl")
+    ]
     if not ours or set(ours) != {OURS == "ours"}:
         raise AssertionError(f"layers of {modules}, must be those of the {OURS} backend")
 
 
 if __name__ == "__main__":
-    run_families(__doc__, f"vllm-{OURS}", [name for name, family in FAMILIES.items() if "vllm" in family.engines], answer_all)
+    run_families(
+        __doc__,
+        f"vllm-{OURS}",
+        [name for name, family in FAMILIES.items() if "vllm" in family.engines],
+        answer_all,
+    )

@@ -1,4 +1,7 @@
-"""vLLM's own attention tests, unmodified, with attn_backend in the place of FLASH_ATTN. Other backends, which the same tests go through, are left out."""
+"""vLLM's own attention tests, unmodified, with attn_backend in the place of FLASH_ATTN.
+
+Other backends, which the same tests go through, are left out.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     ours = AttentionBackendEnum.FLASH_ATTN
-    register_backend(ours, "attn_backend.adapters.vllm.cpu.CpuAttnBackend" if current_platform.is_cpu() else "attn_backend.adapters.vllm.backend.AttnBackend")
+    register_backend(
+        ours,
+        "attn_backend.adapters.vllm.cpu.CpuAttnBackend"
+        if current_platform.is_cpu()
+        else "attn_backend.adapters.vllm.backend.AttnBackend",
+    )
     for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
         original = module._test_backend_correctness
 
         @functools.wraps(original)
-        def only_ours(batch_spec: Any, model: str, backends: list[Any], *args: Any, original: Any = original, **kwargs: Any) -> None:
+        def only_ours(
+            batch_spec: Any,
+            model: str,
+            backends: list[Any],
+            *args: Any,
+            original: Any = original,
+            **kwargs: Any,
+        ) -> None:
             if ours in backends:
                 original(batch_spec, model, [ours], *args, **kwargs)
 

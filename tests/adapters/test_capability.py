@@ -14,7 +14,12 @@ LOGGER = logging.getLogger("test_capability")
 
 @pytest.mark.parametrize(
     ("compute_capability", "build"),
-    [((8, 0), ": the sm_80 build"), ((8, 9), ": the sm_80 build"), ((10, 0), ": the PTX of the sm_80 build"), ((12, 1), ": the PTX of the sm_80 build")],
+    [
+        ((8, 0), ": the sm_80 build"),
+        ((8, 9), ": the sm_80 build"),
+        ((10, 0), ": the PTX of the sm_80 build"),
+        ((12, 1), ": the PTX of the sm_80 build"),
+    ],
     ids=str,
 )
 def test_what_an_untried_gpu_is_served_with(compute_capability: tuple[int, int], build: str) -> None:

@@ -27,7 +27,9 @@ def test_sources_of_one_origin_agree_whatever_else_draws() -> None:
     assert len(firsts) == 5, "the engine's seed and the rank both count"
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 3 * 2**64 + 5])
+@pytest.mark.parametrize(
+    "seed", [0, 1, -1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 3 * 2**64 + 5]
+)
 def test_lowest_64_bits(seed: int) -> None:
     signed = signed_64_bits(seed)
     assert -(2**63) <= signed < 2**63

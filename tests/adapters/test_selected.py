@@ -1,4 +1,6 @@
-"""SelectedAttention: steps of rows that attend to tokens of their own, layer after layer, against attention in float64; on a GPU also from captured graphs."""
+"""SelectedAttention: steps of rows that attend to tokens of their own, layer after layer, against attention
+in float64; on a GPU also from captured graphs.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,32 @@ TOLERANCE = {"bf16": 5e-3, "e4m3": 1e-2, "latent": 1e-2}
 
 
 class Step:
-    """Requests whose last tokens are rows of Q, and what an indexer selects for each: all that a row sees, but at most TOPK."""
+    """Requests whose last tokens are rows of Q, and what an indexer selects for each: all that a row sees,
+    but at most TOPK.
+    """
 
-    def __init__(self, query_lens: list[int], kv_lens: list[int], device: torch.device, *, seed: int = 0, padding: int = 0) -> None:
+    def __init__(
+        self,
+        query_lens: list[int],
+        kv_lens: list[int],
+        device: torch.device,
+        *,
+        seed: int = 0,
+        padding: int = 0,
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        pages = torch.randperm(NUM_PAGES, generator=self.generator)[: NUM_PAGES // len(kv_lens) * len(kv_lens)]
+        pages = torch.randperm(NUM_PAGES, generator=self.generator)[
+            : NUM_PAGES // len(kv_lens) * len(kv_lens)
+        ]
         self.block_table = pages.view(len(kv_lens), -1).int().to(device)
         requests = [request for request, query_len in enumerate(query_lens) for _ in range(query_len)]
-        self.seen = [kv_lens[i] - query_lens[i] + row + 1 for i in range(len(kv_lens)) for row in range(query_lens[i])]
+        self.seen = [
+            kv_lens[i] - query_lens[i] + row + 1 for i in range(len(kv_lens)) for row in range(query_lens[i])
+        ]
         self.requests = torch.tensor(requests + [0] * padding, dtype=torch.int32, device=device)
-        self.qo_indptr = torch.tensor([0, *query_lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        self.qo_indptr = torch.tensor([0, *query_lens], dtype=torch.int32, device=device).cumsum(
+            0, dtype=torch.int32
+        )
         self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
         self.device = device
 
@@ -35,35 +53,59 @@ class Step:
         return count_visible(self.requests.shape[0], self.requests, self.qo_indptr, self.kv_lens)
 
     def select(self, is_complete: bool = True) -> Tensor:
-        """int32 [rows, TOPK]: a layer's choice, those that are none anywhere between. is_complete: each row has as many as it may have; else fewer, perhaps
-        none, and between them tokens that come after the row's."""
+        """int32 [rows, TOPK]: a layer's choice, those that are none anywhere between. is_complete: each row
+        has as many as it may have; else fewer, perhaps none, and between them tokens that come after the
+        row's.
+        """
         indices = torch.full((self.requests.shape[0], TOPK), -1, dtype=torch.int32)
         for row, seen in enumerate(self.seen):
-            count = min(seen, TOPK) if is_complete else int(torch.randint(min(seen, TOPK) + 1, (), generator=self.generator))
+            count = (
+                min(seen, TOPK)
+                if is_complete
+                else int(torch.randint(min(seen, TOPK) + 1, (), generator=self.generator))
+            )
             if not is_complete:
                 indices[row, ::3] = seen + row % 2
-            indices[row, torch.randperm(TOPK, generator=self.generator)[:count]] = torch.randperm(seen, generator=self.generator)[:count].int()
+            indices[row, torch.randperm(TOPK, generator=self.generator)[:count]] = torch.randperm(
+                seen, generator=self.generator
+            )[:count].int()
         return indices.to(self.device)
 
-    def check(self, out: Tensor, lse: Tensor, q: Tensor, tokens: Tensor, indices: Tensor, tolerance: float) -> None:
+    def check(
+        self, out: Tensor, lse: Tensor, q: Tensor, tokens: Tensor, indices: Tensor, tolerance: float
+    ) -> None:
         """tokens: what the cache stands for."""
         for row in range(len(self.seen)):
             of_request = tokens[self.block_table[self.requests[row].long()].long()].flatten(0, 1)
-            keys = of_request[indices[row][(indices[row] >= 0) & (indices[row] < self.seen[row])].long()][:, None]
-            o, wanted_lse = oracle.attention(q[row : row + 1], keys, keys[..., :512], causal=False, sm_scale=SCALE)
+            keys = of_request[indices[row][(indices[row] >= 0) & (indices[row] < self.seen[row])].long()][
+                :, None
+            ]
+            o, wanted_lse = oracle.attention(
+                q[row : row + 1], keys, keys[..., :512], causal=False, sm_scale=SCALE
+            )
             assert (out[row].double() - o[0]).norm() <= tolerance * o.norm()
             torch.testing.assert_close(lse[row].double(), wanted_lse[0], rtol=1e-2, atol=1e-2)
 
 
-def make_cache(form: str, generator: torch.Generator, device: torch.device, between: int = 0) -> tuple[Tensor, KVCache, Tensor]:
+def make_cache(
+    form: str, generator: torch.Generator, device: torch.device, between: int = 0
+) -> tuple[Tensor, KVCache, Tensor]:
     """Memory of a layer, the cache that it is, and what it stands for: float64 [NUM_PAGES, PAGE, 576].
 
     Args:
         between: pages of other layers between two of this one.
     """
     latents = torch.randn(NUM_PAGES, PAGE, 576, generator=generator).bfloat16().to(device)
-    width, dtype = {"bf16": (576, torch.bfloat16), "e4m3": (576, torch.float8_e4m3fn), "latent": (656, torch.uint8)}[form]
-    memory = torch.zeros(NUM_PAGES, 1 + between, PAGE, width, dtype=torch.uint8, device=device).repeat(1, 1, 1, dtype.itemsize).view(dtype)[:, between]
+    width, dtype = {
+        "bf16": (576, torch.bfloat16),
+        "e4m3": (576, torch.float8_e4m3fn),
+        "latent": (656, torch.uint8),
+    }[form]
+    memory = (
+        torch.zeros(NUM_PAGES, 1 + between, PAGE, width, dtype=torch.uint8, device=device)
+        .repeat(1, 1, 1, dtype.itemsize)
+        .view(dtype)[:, between]
+    )
     cache = KVCache.from_latent(memory, scale=0.5 if form == "e4m3" else None)
     flat = latents.flatten(0, 1)
     append_mla_kv(flat[:, :512], flat[:, 512:], cache, torch.arange(len(flat), device=device))
@@ -72,7 +114,9 @@ def make_cache(form: str, generator: torch.Generator, device: torch.device, betw
 
 def attention(device: torch.device, form: str = "bf16", max_rows: int = 64) -> SelectedAttention:
     kv_dtype = {"bf16": None, "e4m3": torch.float8_e4m3fn, "latent": torch.uint8}[form]
-    return SelectedAttention(16, TOPK, max_rows=max_rows, dtype=torch.bfloat16, kv_dtype=kv_dtype, device=device)
+    return SelectedAttention(
+        16, TOPK, max_rows=max_rows, dtype=torch.bfloat16, kv_dtype=kv_dtype, device=device
+    )
 
 
 @pytest.mark.parametrize("between", [0, 2])
@@ -109,11 +153,21 @@ def test_steps_of_more_rows_than_a_plan_has(device: torch.device, monkeypatch: p
 
 
 @pytest.mark.parametrize("form", ["bf16", "latent"])
-def test_bits_do_not_depend_on_the_batch(device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row of a step that is cut into parts, and the same row alone, whose tokens stand in another order; some rows have several KV chunks."""
+def test_bits_do_not_depend_on_the_batch(
+    device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of a step that is cut into parts, and the same row alone, whose tokens stand in another order;
+    some rows have several KV chunks.
+    """
     topk = 600
     monkeypatch.setattr(selected, "MAX_CUDA_INVARIANT_BATCH", 4)
-    options = {"max_rows": 64, "dtype": torch.bfloat16, "kv_dtype": None if form == "bf16" else torch.uint8, "device": device, "batch_invariant": True}
+    options = {
+        "max_rows": 64,
+        "dtype": torch.bfloat16,
+        "kv_dtype": None if form == "bf16" else torch.uint8,
+        "device": device,
+        "batch_invariant": True,
+    }
     rows = SelectedAttention(16, topk, **options)
     seen = [600, 3, 590, 64, 1, 300, 129]
     generator = torch.Generator().manual_seed(3)
@@ -121,7 +175,9 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, form: str, monkey
     q = torch.randn(len(seen), 16, 576, generator=generator).bfloat16().to(device)
     slots = torch.full((len(seen), topk), -1, dtype=torch.int32)
     for row, count in enumerate(seen):
-        slots[row, torch.randperm(topk, generator=generator)[:count]] = torch.randperm(NUM_PAGES * PAGE, generator=generator)[:count].int()
+        slots[row, torch.randperm(topk, generator=generator)[:count]] = torch.randperm(
+            NUM_PAGES * PAGE, generator=generator
+        )[:count].int()
     slots = slots.to(device)
     rows.plan(torch.tensor(seen, device=device))
     together = rows.run(q, cache, slots, sm_scale=SCALE)
@@ -143,9 +199,14 @@ def test_slots_that_the_engine_has_looked_up(device: torch.device) -> None:
     q = torch.randn(2, 16, 576, generator=step.generator).bfloat16().to(device)
     lse = torch.empty(2, 16, device=device)
     for _ in range(2):
-        slots = step.block_table.gather(1, indices.clamp(min=0).long() // PAGE) * PAGE + indices.clamp(min=0) % PAGE
+        slots = (
+            step.block_table.gather(1, indices.clamp(min=0).long() // PAGE) * PAGE
+            + indices.clamp(min=0) % PAGE
+        )
         slots = torch.where(indices >= 0, slots, -1).int()
-        step.check(rows.run(q, cache, slots, lse=lse, sm_scale=SCALE), lse, q, latents, indices, TOLERANCE["bf16"])
+        step.check(
+            rows.run(q, cache, slots, lse=lse, sm_scale=SCALE), lse, q, latents, indices, TOLERANCE["bf16"]
+        )
         indices[0, ::2] = indices[1] = -1  # the next layer has fewer, and of one row none
 
 
@@ -162,14 +223,22 @@ def test_count_visible(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["bf16", "e4m3", "latent"])
 def test_a_graph_serves_later_steps(device: torch.device, form: str) -> None:
-    """As engines have it: the step is planned before the graph of its layers is replayed; what they select, and the padding, is another each time."""
+    """As engines have it: the step is planned before the graph of its layers is replayed; what they select,
+    and the padding, is another each time.
+    """
     if device.type != "cuda":
         pytest.skip("CUDA graphs")
     batch = 4
     rows = attention(device, form)
     memory, cache, _ = make_cache(form, torch.Generator().manual_seed(9), device, between=1)
-    q, lse = torch.zeros(batch, 16, 576, dtype=torch.bfloat16, device=device), torch.empty(batch, 16, device=device)
-    indices, block_table = torch.full((batch, TOPK), -1, dtype=torch.int32, device=device), torch.zeros(batch, 20, dtype=torch.int32, device=device)
+    q, lse = (
+        torch.zeros(batch, 16, 576, dtype=torch.bfloat16, device=device),
+        torch.empty(batch, 16, device=device),
+    )
+    indices, block_table = (
+        torch.full((batch, TOPK), -1, dtype=torch.int32, device=device),
+        torch.zeros(batch, 20, dtype=torch.int32, device=device),
+    )
     requests = torch.zeros(batch, dtype=torch.int32, device=device)
 
     def layer() -> Tensor:

@@ -14,7 +14,9 @@ CPU = torch.device("cpu")
 
 
 def random_spans(draw: random.Random, batch: int, kv_lens: list[int]) -> list[tuple[int, int, int]]:
-    """(request, first token, last token) of spans that do not overlap, single tokens among them, in any order."""
+    """(request, first token, last token) of spans that do not overlap, single tokens among them, in any
+    order.
+    """
     spans = []
     for request in range(batch):
         token = draw.randint(0, 4)
@@ -29,7 +31,10 @@ def random_spans(draw: random.Random, batch: int, kv_lens: list[int]) -> list[tu
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_one_after_another(seed: int, dtype: torch.dtype) -> None:
-    """Each step finds its own spans, in the same tensors, also after a step without any. Spans may begin before the step's rows."""
+    """Each step finds its own spans, in the same tensors, also after a step without any.
+
+    Spans may begin before the step's rows.
+    """
     draw = random.Random(seed)
     spans = Spans(MAX_ROWS, CPU)
     addresses = spans.begin.data_ptr(), spans.end.data_ptr()

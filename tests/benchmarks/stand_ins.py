@@ -1,4 +1,6 @@
-"""What takes the place of a GPU and of peers in tests of the benchmarks: a timer without a clock, vLLM's kernels in torch, our own FlashInfer API."""
+"""What takes the place of a GPU and of peers in tests of the benchmarks: a timer without a clock, vLLM's
+kernels in torch, our own FlashInfer API.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,19 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox) -
         heads.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
 
 
-def fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight, cos_sin_cache, is_neox, position_ids) -> None:
+def fused_qk_norm_rope(
+    qkv,
+    num_heads_q,
+    num_heads_k,
+    num_heads_v,
+    head_dim,
+    eps,
+    q_weight,
+    k_weight,
+    cos_sin_cache,
+    is_neox,
+    position_ids,
+) -> None:
     q, k, _ = qkv.split([num_heads_q * head_dim, num_heads_k * head_dim, num_heads_v * head_dim], dim=1)
     for flat, weight in ((q, q_weight), (k, k_weight)):
         heads = flat.unflatten(1, (-1, head_dim))
@@ -43,16 +57,25 @@ def fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps
     rotary_embedding(position_ids, q, k, head_dim, cos_sin_cache, is_neox)
 
 
-def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale) -> None:
+def reshape_and_cache_flash(
+    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+) -> None:
     assert (kv_cache_dtype, key_cache.dtype) in (("auto", key.dtype), ("fp8", torch.uint8))
     for tokens, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        written = tokens if kv_cache_dtype == "auto" else (tokens.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        written = (
+            tokens
+            if kv_cache_dtype == "auto"
+            else (tokens.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        )
         cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = written
 
 
 def install_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer, and vLLM's kernels but for FlashAttention-3."""
-    kernels = {function.__name__: function for function in (rotary_embedding, fused_qk_norm_rope, reshape_and_cache_flash)}
+    kernels = {
+        function.__name__: function
+        for function in (rotary_embedding, fused_qk_norm_rope, reshape_and_cache_flash)
+    }
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", SimpleNamespace(**kernels))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "flashinfer", attn_backend.flashinfer)

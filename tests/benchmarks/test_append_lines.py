@@ -30,12 +30,17 @@ def test_lines_have_names_of_their_own() -> None:
 def test_floors() -> None:
     line, of_q, of_kv = Line(40, norm=False), 40 * 32 * 128, 2 * 40 * 8 * 128
     assert Projected(line, torch.device("cpu")).moved_bytes == 4 * of_q + 4 * of_kv + 40 * 256
-    assert Projected(replace(line, cache=E4M3), torch.device("cpu")).moved_bytes == 4 * of_q + 3 * of_kv + 40 * 256
+    assert (
+        Projected(replace(line, cache=E4M3), torch.device("cpu")).moved_bytes
+        == 4 * of_q + 3 * of_kv + 40 * 256
+    )
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("norm", [False, True])
-def test_peers_do_the_same_work(norm: bool, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peers_do_the_same_work(
+    norm: bool, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     install_peers(monkeypatch)
     line = append.measure(Line(40, norm, cache), OneMoreEach(), MACHINE, "cpu")  # type: ignore[arg-type]
     assert capsys.readouterr().out == ""
@@ -45,7 +50,9 @@ def test_peers_do_the_same_work(norm: bool, cache: torch.dtype, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
-def test_a_peer_that_does_something_else_has_no_time(cache: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_does_something_else_has_no_time(
+    cache: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     install_peers(monkeypatch)
     monkeypatch.setattr(append, "vllm_rotate", lambda *arguments: lambda: None)
     monkeypatch.setitem(sys.modules, "flashinfer.rope", SimpleNamespace())
@@ -70,5 +77,7 @@ def test_a_wrong_scale_is_noticed() -> None:
     wrong, rotary = replace(projected.kv, v_scale=2 * append.SCALE), Rotary(projected.table)
     tensors = (projected.q, projected.k, projected.v)
     assert projected.difference(projected.ours()) == 0
-    difference = projected.difference(lambda: append_qkv(*tensors, wrong, projected.slots, rotary=rotary, positions=projected.positions))
+    difference = projected.difference(
+        lambda: append_qkv(*tensors, wrong, projected.slots, rotary=rotary, positions=projected.positions)
+    )
     assert difference > append.LARGEST_DIFFERENCE[E4M3]

@@ -1,4 +1,6 @@
-"""The board of the attention benchmark: its lines, parts that are put together, the ratios of the table, the plot. Nothing is measured."""
+"""The board of the attention benchmark: its lines, parts that are put together, the ratios of the table, the
+plot. Nothing is measured.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from benchmarks.cases import Case, SharedCase, all_cases, prefill_cases
 
 def line(case, **times):
     known = {"shape": case.shape, "ragged": case.ragged} if isinstance(case, Case) else {}
-    return {"case": case.name, "floor": 10.0, "launch": 1.5, "plan": 5.0, "error": 1e-3, "ours": 20.0, **known, **times}
+    return {
+        "case": case.name,
+        "floor": 10.0,
+        "launch": 1.5,
+        "plan": 5.0,
+        "error": 1e-3,
+        "ours": 20.0,
+        **known,
+        **times,
+    }
 
 
 @pytest.fixture
@@ -30,7 +41,11 @@ def find(name):
 
 
 def cells(text, name):
-    rows = {cells[0]: cells for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()) if cells}
+    rows = {
+        cells[0]: cells
+        for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines())
+        if cells
+    }
     return dict(zip(rows["case"], rows[name], strict=True))
 
 
@@ -70,12 +85,24 @@ def test_parts_of_different_gpus_and_unknown_lines_are_refused(write):
 
 def test_the_table_has_ratios_of_lines_to_peers_floor_and_ragged():
     ragged, paged = (find(f"prefill bs4 const4096 h32/8 d128 {form}") for form in ("ragged", "p16"))
-    lines = [line(ragged, FA3=16.0, FlashInfer=25.0, flex_attention=None), line(paged, ours=21.0, FA3=None, FlashInfer=None)]
+    lines = [
+        line(ragged, FA3=16.0, FlashInfer=25.0, flex_attention=None),
+        line(paged, ours=21.0, FA3=None, FlashInfer=None),
+    ]
     text = markdown(lines, ["header"])
     assert text.startswith("header\n\n| case ")
     of_ragged, of_paged = cells(text, ragged.name), cells(text, paged.name)
-    assert (of_ragged["ours / best peer"], of_ragged["ours / floor"], of_ragged["ours / ours ragged"]) == ("1.25", "2.00", "-")
-    assert (of_paged["ours / best peer"], of_paged["FA3"], of_paged["ours / ours ragged"], of_paged["empty launch"]) == ("-", "-", "1.05", "1.5")
+    assert (of_ragged["ours / best peer"], of_ragged["ours / floor"], of_ragged["ours / ours ragged"]) == (
+        "1.25",
+        "2.00",
+        "-",
+    )
+    assert (
+        of_paged["ours / best peer"],
+        of_paged["FA3"],
+        of_paged["ours / ours ragged"],
+        of_paged["empty launch"],
+    ) == ("-", "-", "1.05", "1.5")
     assert "flex_attention" not in text  # it was nowhere measured
 
 

@@ -1,4 +1,7 @@
-"""The head shapes' benchmark: its lines, and small ones of their kinds on a CPU. FlashInfer's place is taken by our own implementation of its API."""
+"""The head shapes' benchmark: its lines, and small ones of their kinds on a CPU.
+
+FlashInfer's place is taken by our own implementation of its API.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ CASES = list(all_cases())
 
 def small(case: ShapeCase) -> ShapeCase:
     """Three requests of at most 70 tokens, of which a page may be shared."""
-    lens = {"qo_lens": tuple(min(n, 20) for n in case.qo_lens[:3]), "kv_lens": tuple(min(n, 70) for n in case.kv_lens[:3])}
+    lens = {
+        "qo_lens": tuple(min(n, 20) for n in case.qo_lens[:3]),
+        "kv_lens": tuple(min(n, 70) for n in case.kv_lens[:3]),
+    }
     return replace(case, **lens, shared=min(case.shared, 64))
 
 
@@ -33,9 +39,23 @@ def test_floors() -> None:
     assert mla.flops == 2 * 16 * 1000 * (576 + 512)
     latents = ShapeCase("MLA decode", (1,), (1000,), 16, 1, 576, 512, page_size=64, v_in_k=True, kv="latent")
     assert latents.bytes == 1000 * 656 + 2 * 16 * (576 + 512)
-    sparse = ShapeCase("sparse MLA", (1,) * 8, (1000,) * 8, 16, 1, 576, 512, page_size=1, v_in_k=True, kv="e4m3", selects_from=5000)
+    sparse = ShapeCase(
+        "sparse MLA",
+        (1,) * 8,
+        (1000,) * 8,
+        16,
+        1,
+        576,
+        512,
+        page_size=1,
+        v_in_k=True,
+        kv="e4m3",
+        selects_from=5000,
+    )
     assert sparse.bytes == 5000 * 576 + 2 * 8 * 16 * (576 + 512), "no token more than once"
-    shared = ShapeCase("MLA decode", (1,) * 4, (1000,) * 4, 16, 1, 576, 512, page_size=64, v_in_k=True, shared=640)
+    shared = ShapeCase(
+        "MLA decode", (1,) * 4, (1000,) * 4, 16, 1, 576, 512, page_size=64, v_in_k=True, shared=640
+    )
     assert shared.bytes == 2 * ((640 + 4 * 360) * 576 + 4 * 16 * (576 + 512)), "what is shared once"
     causal = ShapeCase("prefill", (3,), (5,), 2, 1, 64, 32)
     assert causal.bytes == 2 * (5 * 96 + 3 * 2 * 96)
@@ -65,10 +85,20 @@ def test_requests_share_the_pages_of_their_prefix() -> None:
     assert table[:, 1].unique().numel() == 3
 
 
-KINDS = ("d64 h32/8", "d192/128 h16/16 p16", "d192/128 h16/16 ragged", "d512 h8/2 p16", "d512 h8/2 p16 e4m3", "d576/512 h16/1 p64")
+KINDS = (
+    "d64 h32/8",
+    "d192/128 h16/16 p16",
+    "d192/128 h16/16 ragged",
+    "d512 h8/2 p16",
+    "d512 h8/2 p16 e4m3",
+    "d576/512 h16/1 p64",
+)
 
 
-@pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case.kv != "latent" and any(kind in case.name for kind in KINDS)])
+@pytest.mark.parametrize(
+    "index",
+    [i for i, case in enumerate(CASES) if case.kv != "latent" and any(kind in case.name for kind in KINDS)],
+)
 def test_flashinfer_is_called_as_its_api_is(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     install_peers(monkeypatch)
     tensors = Tensors.make(small(CASES[index]), "cpu")
@@ -84,17 +114,27 @@ def test_flashinfer_is_called_as_its_api_is(index: int, monkeypatch: pytest.Monk
         ("prefill bs4 4096 d80 h32/8 p16", {"FlashInfer": [], "FA3": ["FA3"]}),
         ("decode bs64 4096 d128 h32/8 p16", {"FlashInfer": ["tensor cores", "CUDA cores"], "FA3": ["FA3"]}),
         ("prefill bs4 4096 d512 h8/2 p16 e4m3", {"FlashInfer": ["fa2"]}),
-        ("MLA, 8192 tokens shared, bs64 8448 d576/512 h128/1 p64", {"FlashInfer": ["fa3"], "FA3": ["FA3"], "FlashMLA": ["FlashMLA"]}),
-        ("MLA, 2 query tokens bs64 4096 d576/512 h16/1 p64", {"FlashInfer": ["fa3"], "FA3": ["FA3"], "FlashMLA": ["FlashMLA"]}),
+        (
+            "MLA, 8192 tokens shared, bs64 8448 d576/512 h128/1 p64",
+            {"FlashInfer": ["fa3"], "FA3": ["FA3"], "FlashMLA": ["FlashMLA"]},
+        ),
+        (
+            "MLA, 2 query tokens bs64 4096 d576/512 h16/1 p64",
+            {"FlashInfer": ["fa3"], "FA3": ["FA3"], "FlashMLA": ["FlashMLA"]},
+        ),
         ("MLA decode bs64 4096 d576/512 h16/1 p64 latent", {}),
     ],
 )
 def test_peers_of_a_line(name: str, expected: dict[str, list[str]]) -> None:
     case = next(case for case in CASES if case.name == name)
-    assert {peer: list(kernels) for peer, kernels in peers_of(Tensors.make(small(case), "cpu")).items()} == expected
+    assert {
+        peer: list(kernels) for peer, kernels in peers_of(Tensors.make(small(case), "cpu")).items()
+    } == expected
 
 
-def test_a_line_goes_on_without_peers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_goes_on_without_peers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(head_shapes.Tensors, "make", lambda case, make=Tensors.make: make(case, "cpu"))
     install_peers(monkeypatch)
     monkeypatch.setattr(head_shape_peers, "workspace", lambda device: 1 / 0)
@@ -103,5 +143,12 @@ def test_a_line_goes_on_without_peers(monkeypatch: pytest.MonkeyPatch, capsys: p
     line = head_shapes.measure(small(mla(2, 70, 16)), OneMoreEach(), MACHINE, arguments)
     assert [line[peer] for peer in head_shapes.PEERS] == [None] * 3
     errors = capsys.readouterr().err
-    assert all(text in errors for text in ("FlashInfer, fa3: ZeroDivisionError", "FA3: ModuleNotFoundError", "FlashMLA: ModuleNotFoundError"))
+    assert all(
+        text in errors
+        for text in (
+            "FlashInfer, fa3: ZeroDivisionError",
+            "FA3: ModuleNotFoundError",
+            "FlashMLA: ModuleNotFoundError",
+        )
+    )
     assert line["case"] in head_shapes.markdown([line])

@@ -10,7 +10,10 @@ from benchmarks import layer
 from benchmarks.batches import Batch
 from benchmarks.cases import Case
 
-SMALL = {"decode": Case("decode", (1,) * 3, (100, 64, 77), 8, 2), "prompt": Case("prompt", (40,), (100,), 8, 2)}
+SMALL = {
+    "decode": Case("decode", (1,) * 3, (100, 64, 77), 8, 2),
+    "prompt": Case("prompt", (40,), (100,), 8, 2),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,9 @@ def test_a_small_line_is_right(name: str, rope: bool, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("peers", [(), ("FA3",), ("FlashInfer",)])
-def test_only_peers_that_are_asked_for_have_a_turn(peers: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_peers_that_are_asked_for_have_a_turn(
+    peers: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     line = layer.measure(SMALL["decode"], OneMoreEach(), MACHINE, peers=peers)  # type: ignore[arg-type]
     assert any(name.startswith("FlashInfer, ") for name in line) == ("FlashInfer" in peers)
     assert ("FA3: ModuleNotFoundError" in capsys.readouterr().out) == ("FA3" in peers)

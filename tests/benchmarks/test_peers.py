@@ -12,12 +12,27 @@ import torch
 from benchmarks.peers import fastest
 from benchmarks.report import asked_peers, options
 
-BOARDS = ("append", "attention", "fp8", "head_shapes", "host", "layer", "sampling", "shared_prefix", "variants")
+BOARDS = (
+    "append",
+    "attention",
+    "fp8",
+    "head_shapes",
+    "host",
+    "layer",
+    "sampling",
+    "shared_prefix",
+    "variants",
+)
 
 
 @pytest.mark.parametrize(
     ("given", "asked"),
-    [([], ("A", "B c")), (["--peer", "B c"], ("B c",)), (["--peer", "B c", "--peer", "A"], ("A", "B c")), (["--peer", "none"], ())],
+    [
+        ([], ("A", "B c")),
+        (["--peer", "B c"], ("B c",)),
+        (["--peer", "B c", "--peer", "A"], ("A", "B c")),
+        (["--peer", "none"], ()),
+    ],
 )
 def test_peers_that_are_asked_for(given: list[str], asked: tuple[str, ...]) -> None:
     peers = ("A", "B c")
@@ -25,7 +40,9 @@ def test_peers_that_are_asked_for(given: list[str], asked: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("board", BOARDS)
-def test_every_board_with_peers_has_the_option(board: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_board_with_peers_has_the_option(
+    board: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = import_module(f"benchmarks.{board}")
     monkeypatch.setattr(sys, "argv", [board, "--peer", "nobody"])
     with pytest.raises(SystemExit):
@@ -45,14 +62,23 @@ def test_the_fastest_right_kernel_counts(capsys: pytest.CaptureFixture[str]) -> 
         raise RuntimeError("no such kernel")
 
     computed = {"slow": 1.0, "fast": 2.0, "wrong": 3.0, "not a number": 4.0}
-    kernels = {"missing": failing} | {name: lambda value=value: lambda: torch.tensor([value]) for name, value in computed.items()}
+    kernels = {"missing": failing} | {
+        name: lambda value=value: lambda: torch.tensor([value]) for name, value in computed.items()
+    }
 
     def error(out: torch.Tensor) -> float:
         return {1.0: 1e-3, 2.0: 2e-3, 3.0: 0.5, 4.0: math.nan}[float(out[0])]
 
-    assert fastest("P", "line", kernels, timer, error, 1e-2) == {"P": 7.0, "P backend": "fast", "P error": 2e-3}
+    assert fastest("P", "line", kernels, timer, error, 1e-2) == {
+        "P": 7.0,
+        "P backend": "fast",
+        "P error": 2e-3,
+    }
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == ["line: P, wrong: WRONG, relative error 5.0e-01", "line: P, not a number: WRONG, relative error nan"]
+    assert printed.out.splitlines() == [
+        "line: P, wrong: WRONG, relative error 5.0e-01",
+        "line: P, not a number: WRONG, relative error nan",
+    ]
     assert printed.err == "line: P, missing: RuntimeError: no such kernel\n"
     assert fastest("P", "line", kernels, timer, lambda out: None, 1e-2)["P"] == 0.5, "nothing to compare with"
     assert fastest("P", "line", {"missing": failing}, timer, error, 1e-2) == {"P": None}

@@ -17,7 +17,9 @@ from benchmarks.simulate import TRACE, draw, main, mooncake, read_sharegpt, repl
 
 def requests(lengths: list[tuple[int, int]], shared: int = 0) -> list[Request]:
     """Requests of (input, output) tokens; the first `shared` pages of all are equal, no other pages are."""
-    return [Request(*pair, lambda page, i=i: (-1 if page < shared else i, page)) for i, pair in enumerate(lengths)]
+    return [
+        Request(*pair, lambda page, i=i: (-1 if page < shared else i, page)) for i, pair in enumerate(lengths)
+    ]
 
 
 # PageCache
@@ -119,7 +121,8 @@ def test_limits_hold_and_pages_come_back() -> None:
 def test_shared_pages_are_shared_in_the_step_that_fills_them() -> None:
     engine = Engine(requests([(64, 5), (64, 5), (48, 5)], shared=3), batch_limit=3, cache_tokens=1024)
     step = engine.begin_step()
-    assert [request.scheduled for request in step] == [64, 16, 16]  # 48 tokens are 3 pages, but the last token is computed in any case
+    # 48 tokens are 3 pages, but the last token is computed in any case
+    assert [request.scheduled for request in step] == [64, 16, 16]
     assert step[0].pages[:3].tolist() == step[1].pages[:3].tolist()
     assert step[0].pages[:2].tolist() == step[2].pages[:2].tolist()
     view = engine.view(step)
@@ -132,7 +135,8 @@ def test_the_next_turn_finds_what_was_said() -> None:
     first_turns = sharegpt([[(50, 30), (20, 10)]])
     engine = Engine(first_turns, batch_limit=4, cache_tokens=1024, think_steps=10)
     steps = [step for step in drain(engine) if step]
-    assert [step[0] for step in steps if step[0][0] > 1] == [(50, 0), (100 - 64, 64)]  # 79 tokens fill 4 pages
+    # 79 tokens fill 4 pages
+    assert [step[0] for step in steps if step[0][0] > 1] == [(50, 0), (100 - 64, 64)]
 
 
 def test_samples_share_the_prompt_only() -> None:
@@ -150,7 +154,12 @@ def test_samples_share_the_prompt_only() -> None:
 def test_system_prompt_is_everybody_s() -> None:
     turns = sharegpt([[(50, 30)], [(60, 10)]], system_tokens=40)
     assert [request.input_length for request in turns] == [90, 100]
-    assert [turns[0].page_key(page) == turns[1].page_key(page) for page in range(4)] == [True, True, False, False]
+    assert [turns[0].page_key(page) == turns[1].page_key(page) for page in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 # The replay
@@ -167,7 +176,9 @@ def test_trace_has_mooncake_s_structure() -> None:
 
 def test_replay_measures_what_is_shared() -> None:
     conversations = [[(64, 40)]] * 40
-    alone, together = (replay(sharegpt(conversations, system_tokens=tokens), 8, 1 << 16, every=4) for tokens in (0, 6400))
+    alone, together = (
+        replay(sharegpt(conversations, system_tokens=tokens), 8, 1 << 16, every=4) for tokens in (0, 6400)
+    )
     assert alone.removed == 0
     assert not any(alone.taken)
     assert 0.5 < together.removed < 1
@@ -198,7 +209,10 @@ def test_sharegpt_lengths(tmp_path: Path) -> None:
     [
         ("--sharegpt FOLDER/nowhere.json", "nowhere.json"),
         ("--sharegpt FOLDER/cut.json", "cut.json cannot be read (JSONDecodeError: "),
-        ("--sharegpt FOLDER/other.json", "other.json cannot be read (KeyError: 'conversations'), must be a JSON list of objects"),
+        (
+            "--sharegpt FOLDER/other.json",
+            "other.json cannot be read (KeyError: 'conversations'), must be a JSON list of objects",
+        ),
         ("--sharegpt FOLDER/prompts.json", "prompts.json holds no prompt with an answer"),
         ("--conversations 0", "argument --conversations: is 0, must be at least 1"),
         ("--batch-limits 16 0", "argument --batch-limits: is 0, must be at least 1"),
@@ -208,15 +222,23 @@ def test_sharegpt_lengths(tmp_path: Path) -> None:
         ("--out FOLDER/cut.json", "cut.json"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in (("cut", '[{"conversations": '), ("other", '[{"text": "x"}]'), ("prompts", '[{"conversations": [{"value": "x"}]}]')):
+def test_wrong_arguments_are_named(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (
+        ("cut", '[{"conversations": '),
+        ("other", '[{"text": "x"}]'),
+        ("prompts", '[{"conversations": [{"value": "x"}]}]'),
+    ):
         (tmp_path / f"{name}.json").write_text(text)
     with pytest.raises(SystemExit, match="2"):
         main(arguments.replace("FOLDER", str(tmp_path)).split())
     assert message in capsys.readouterr().err
 
 
-def test_says_what_pictures_need(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_pictures_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(SystemExit, match="2"):
         main(["--out", str(tmp_path)])

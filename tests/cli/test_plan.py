@@ -57,8 +57,15 @@ def write_trace(folder: Path, *lines: dict[str, object]) -> Path:
     return path
 
 
-def request(timestamp: float, input_length: int, hash_ids: list[object], output_length: int = 20) -> dict[str, object]:
-    return {"timestamp": timestamp, "input_length": input_length, "output_length": output_length, "hash_ids": hash_ids}
+def request(
+    timestamp: float, input_length: int, hash_ids: list[object], output_length: int = 20
+) -> dict[str, object]:
+    return {
+        "timestamp": timestamp,
+        "input_length": input_length,
+        "output_length": output_length,
+        "hash_ids": hash_ids,
+    }
 
 
 # Batches
@@ -100,13 +107,25 @@ def test_shared_prefix_shares_full_pages() -> None:
 def test_json_with_and_without_block_table(tmp_path: Path) -> None:
     batch = batches.from_json(write_json(tmp_path, qo_lens=[1, 5], kv_lens=[17, 32]))
     assert pages(batch) == [[0, 1], [2, 3]]
-    batch = batches.from_json(write_json(tmp_path, qo_lens=[1, 1], kv_lens=[7, 3], block_table=[[9, 4, 5], [9]], page_size=4, heads="8/2"))
-    assert (pages(batch), batch.page_size, batch.settings) == ([[9, 4], [9]], 4, {"heads": "8/2"}), "the pages that its tokens need"
+    batch = batches.from_json(
+        write_json(
+            tmp_path, qo_lens=[1, 1], kv_lens=[7, 3], block_table=[[9, 4, 5], [9]], page_size=4, heads="8/2"
+        )
+    )
+    assert (pages(batch), batch.page_size, batch.settings) == ([[9, 4], [9]], 4, {"heads": "8/2"}), (
+        "the pages that its tokens need"
+    )
     assert batches.from_json(tmp_path / "batch.json", page_size=8).page_size == 8
 
 
 def test_trace_shares_the_full_pages_of_equal_inputs(tmp_path: Path) -> None:
-    path = write_trace(tmp_path, request(0, 10, [1]), request(2000, 1000, [7, 8]), request(2500, 1100, [[7, 2], 30]), request(3000, 600, [7, 40]))
+    path = write_trace(
+        tmp_path,
+        request(0, 10, [1]),
+        request(2000, 1000, [7, 8]),
+        request(2500, 1100, [[7, 2], 30]),
+        request(3000, 600, [7, 40]),
+    )
     first, second = pages(batches.from_trace(path, 2, 1.0, 16))
     assert len(first) == -(-1010 // 16)
     assert first[:62] == second[:62]  # 1000 tokens fill 62 pages
@@ -136,12 +155,25 @@ def test_view_is_what_the_batch_says() -> None:
 # Costs
 
 
-@pytest.mark.parametrize("text", ["1x1", "1x5000", "40x300+1x700@900", "30x300@300+1x700@900", "3x0@0+2x64+1x0@9", "2x0@0"])
+@pytest.mark.parametrize(
+    "text", ["1x1", "1x5000", "40x300+1x700@900", "30x300@300+1x700@900", "3x0@0+2x64+1x0@9", "2x0@0"]
+)
 @pytest.mark.parametrize("num_ctas", [1, 7, 132])
 def test_costs_add_up(text: str, num_ctas: int) -> None:
-    """The parts of a CTA follow one another and cover what it is charged; KV tiles and pairs counted one by one give the same sum."""
+    """The parts of a CTA follow one another and cover what it is charged; KV tiles and pairs counted one by
+    one give the same sum.
+    """
     batch = batches.mixed(text, 16)
-    attention = Attention(8, 2, 64, device="cpu", max_rows=max(sum(batch.qo_lens), 1), max_batch=len(batch.kv_lens), num_ctas=num_ctas, kernel="hopper")
+    attention = Attention(
+        8,
+        2,
+        64,
+        device="cpu",
+        max_rows=max(sum(batch.qo_lens), 1),
+        max_batch=len(batch.kv_lens),
+        num_ctas=num_ctas,
+        kernel="hopper",
+    )
     attention.plan(batch.view())
     schedule = attention.schedule()
     costs = ScheduleCosts.of(schedule, 2)
@@ -153,9 +185,14 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
 
     expected = [0] * num_ctas
     positions = [tuple(position) for position in schedule.positions.tolist()]
-    for tile, (kind, num_kv_tiles) in enumerate(zip(schedule.cost_kinds().tolist(), schedule.of_tiles("num_kv_tiles").tolist(), strict=True)):
+    for tile, (kind, num_kv_tiles) in enumerate(
+        zip(schedule.cost_kinds().tolist(), schedule.of_tiles("num_kv_tiles").tolist(), strict=True)
+    ):
         for head in range(2):
-            owners = [sum(position <= (tile, head, kv_tile) for position in positions[:-1]) - 1 for kv_tile in range(num_kv_tiles)]
+            owners = [
+                sum(position <= (tile, head, kv_tile) for position in positions[:-1]) - 1
+                for kv_tile in range(num_kv_tiles)
+            ]
             for cta in owners:
                 expected[cta] += schedule.kv_tile_cost[kind]
             for cta in set(owners):
@@ -166,7 +203,9 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
         return
     # Of CTAs that start at the same position the last one has the work; the others have none.
     assert costs.ctas.tolist() == expected
-    assert costs.kv_tokens == sum(kv_len for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True) if qo_len)
+    assert costs.kv_tokens == sum(
+        kv_len for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True) if qo_len
+    )
     assert costs.balance >= 1
 
 
@@ -174,10 +213,16 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
 
 
 def test_members_are_as_many_as_the_planner_says() -> None:
-    for batch in (batches.shared_prefix("128x8192+256", 16), batches.shared_prefix("4x3x100+1024+20", 16), batches.shared_prefix("5x2x3x64+64+640+9", 16)):
+    for batch in (
+        batches.shared_prefix("128x8192+256", 16),
+        batches.shared_prefix("4x3x100+1024+20", 16),
+        batches.shared_prefix("5x2x3x64+64+640+9", 16),
+    ):
         planned = Planned.make(batch, Target())
         assert planned.schedule.forest
-        assert [len(members) for members in planned.members] == [node.num_requests for node in planned.schedule.forest]
+        assert [len(members) for members in planned.members] == [
+            node.num_requests for node in planned.schedule.forest
+        ]
         order = planned.order()
         assert sorted(order) == list(range(len(batch.kv_lens)))
         for members in planned.members:
@@ -187,13 +232,22 @@ def test_members_are_as_many_as_the_planner_says() -> None:
 
 @pytest.mark.parametrize("pages", [1, 64])
 def test_members_have_all_pages_from_the_first_on(pages: int) -> None:
-    """Requests 0 to 3 share leading pages and 0 and 1 more, which request 4 has, too, but after other ones. One page is not worth it, 64 are."""
+    """Requests 0 to 3 share leading pages and 0 and 1 more, which request 4 has, too, but after other ones.
+
+    One page is not worth it, 64 are.
+    """
     first, second, own = torch.arange(pages), torch.arange(pages, 2 * pages), 1000 * torch.arange(1, 6)
     heads = [[first, second], [first, second], [first], [first], [first + 500, second]]
-    table = [torch.cat([*head, own[i] + torch.arange(136 - pages * len(head))]).int() for i, head in enumerate(heads)]
+    table = [
+        torch.cat([*head, own[i] + torch.arange(136 - pages * len(head))]).int()
+        for i, head in enumerate(heads)
+    ]
     planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), Target())
     forest = planned.schedule.forest
-    assert {node.end_page: members for node, members in zip(forest, planned.members, strict=True)} == {pages: [0, 1, 2, 3], 2 * pages: [0, 1]}
+    assert {node.end_page: members for node, members in zip(forest, planned.members, strict=True)} == {
+        pages: [0, 1, 2, 3],
+        2 * pages: [0, 1],
+    }
     assert all((node.group >= 0) == (pages > 1) for node in forest)
 
 
@@ -231,7 +285,9 @@ def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(tex
     listed = planned.ranked_forest()[:40]
     assert len(lines) == 40
     assert planned.forest_rest().startswith(f"... and {len(planned.schedule.forest) - 40} more")
-    assert sorted(map(tuple, (line.split()[:3:2] for line in lines))) == sorted((str(node.begin_page), str(node.end_page)) for node in listed)
+    assert sorted(map(tuple, (line.split()[:3:2] for line in lines))) == sorted(
+        (str(node.begin_page), str(node.end_page)) for node in listed
+    )
     above: list[tuple[int, int]] = []  # (indentation, last page) of the lines that the next may lie below
     for line in lines:
         indent = len(line) - len(line.lstrip())
@@ -262,7 +318,9 @@ def test_drawing_holds_view_forest_and_ctas() -> None:
     assert ctas.get_title("left").startswith("24 CTAs: busiest ")
     words = texts(figure)
     for node in planned.schedule.forest:
-        assert any(f"pages {node.begin_page} - {node.end_page} x" in word and node.reason in word for word in words)
+        assert any(
+            f"pages {node.begin_page} - {node.end_page} x" in word and node.reason in word for word in words
+        )
     drawn = {tuple(rectangle) for patch in ctas.patches for rectangle in outlines(patch)}
     busy = {cta for cta, cost in enumerate(planned.costs.ctas.tolist()) if cost}
     assert {int(top) for _, top in drawn} == busy
@@ -274,7 +332,11 @@ def test_drawing_holds_view_forest_and_ctas() -> None:
 
 def outlines(patch: Patch) -> list[tuple[float, float]]:
     """The first corner of each rectangle of a shape."""
-    return [(float(x), float(y)) for (x, y), code in zip(patch.get_path().vertices, patch.get_path().codes, strict=True) if code == Outline.MOVETO]
+    return [
+        (float(x), float(y))
+        for (x, y), code in zip(patch.get_path().vertices, patch.get_path().codes, strict=True)
+        if code == Outline.MOVETO
+    ]
 
 
 def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
@@ -306,7 +368,9 @@ def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("option", ["--svg", "--png"])
-def test_says_what_pictures_need(option: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_pictures_need(
+    option: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert main(["plan", "--decode", "2xconst:64", option, str(tmp_path / "plan.png")]) == 2
     captured = capsys.readouterr()
@@ -315,7 +379,9 @@ def test_says_what_pictures_need(option: str, tmp_path: Path, capsys: Capture, m
 
 
 @pytest.mark.parametrize("option", ["--svg", "--png"])
-def test_pictures_that_cannot_be_written_are_refused_before_the_plan(option: str, tmp_path: Path, capsys: Capture) -> None:
+def test_pictures_that_cannot_be_written_are_refused_before_the_plan(
+    option: str, tmp_path: Path, capsys: Capture
+) -> None:
     for path in (tmp_path / "nowhere" / "plan.svg", tmp_path):
         assert main(["plan", "--decode", "2xconst:64", option, str(path)]) == 2
         captured = capsys.readouterr()
@@ -327,12 +393,23 @@ def test_help_names_every_key_of_the_files(capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
     out = capsys.readouterr().out
-    for key in ("qo_lens", "kv_lens", "block_table", *batches.PlanOptions.model_fields, "timestamp", "input_length", "output_length", "hash_ids"):
+    for key in (
+        "qo_lens",
+        "kv_lens",
+        "block_table",
+        *batches.PlanOptions.model_fields,
+        "timestamp",
+        "input_length",
+        "output_length",
+        "hash_ids",
+    ):
         assert f"\n  {key} " in out
 
 
 def test_settings_options_before_file_before_defaults(tmp_path: Path) -> None:
-    batch = batches.from_json(write_json(tmp_path, qo_lens=[1], kv_lens=[9], heads="8/2", head_dim=64, causal=False, num_ctas=8))
+    batch = batches.from_json(
+        write_json(tmp_path, qo_lens=[1], kv_lens=[9], heads="8/2", head_dim=64, causal=False, num_ctas=8)
+    )
     options = argparse.Namespace(heads=None, head_dim=None, num_ctas=16, costs=None, no_cascade=True)
     assert Target.read(options, batch) == Target(8, 2, 64, 16, cascade=False, causal=False)
     assert Target.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Target()
@@ -351,10 +428,15 @@ def test_costs_of_every_kernel(capsys: Capture) -> None:
 
 
 def test_costs_of_a_cpu(capsys: Capture) -> None:
-    assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu", "--head-dim", "40", "--num-ctas", "4"]) == 0
+    assert (
+        main(["plan", "--decode", "2xconst:64", "--costs", "cpu", "--head-dim", "40", "--num-ctas", "4"]) == 0
+    )
     assert "head_dim 40, 4 CTAs, costs of a CPU" in capsys.readouterr().out
     assert main(["plan", "--decode", "2xconst:64", "--costs", "cpu"]) == 0
-    assert "head_dim 128, 32 CTAs (tasks that its threads take one after another: the same number on every CPU), costs of a CPU" in capsys.readouterr().out
+    assert (
+        "head_dim 128, 32 CTAs (tasks that its threads take one after another: the same number on every "
+        "CPU), costs of a CPU" in capsys.readouterr().out
+    )
 
 
 def test_trace_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:

@@ -1,4 +1,6 @@
-"""attn-backend plan: what is wrong is named; what is too large is refused before memory is taken for it, and large batches are planned in little."""
+"""attn-backend plan: what is wrong is named; what is too large is refused before memory is taken for it, and
+large batches are planned in little.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from attn_backend.cli.planned import Planned, Target
 Capture = pytest.CaptureFixture[str]
 GIB = 1 << 30
 
-# main() with a limit on its address space, beside what its imports have, for each list of arguments; ends with what all of them took of it.
+# main() with a limit on its address space, beside what its imports have, for each list of arguments; ends
+# with what all of them took of it.
 LIMITED = """
 import contextlib, io, json, resource, sys
 memory, batches = int(sys.argv[1]), json.loads(sys.argv[2])
@@ -39,9 +42,19 @@ print(json.dumps([results, int(taken) << 10]))
 
 
 def plan(*batches: list[str], memory: int = 4 * GIB) -> tuple[list[tuple[int, str, str]], int]:
-    """For each list of arguments the exit status, stdout and stderr; and bytes of memory. Runs in a process of its own."""
+    """For each list of arguments the exit status, stdout and stderr; and bytes of memory.
+
+    Runs in a process of its own.
+    """
     command = [sys.executable, "-c", LIMITED, str(memory), json.dumps(batches)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     results, taken = json.loads(done.stdout)
     return results, taken
 
@@ -52,7 +65,9 @@ def write(folder: Path, text: str, name: str = "batch.json") -> Path:
 
 
 def request(input_length: int, hash_ids: list[object], output_length: int = 20) -> str:
-    return json.dumps({"timestamp": 0, "input_length": input_length, "output_length": output_length, "hash_ids": hash_ids})
+    return json.dumps(
+        {"timestamp": 0, "input_length": input_length, "output_length": output_length, "hash_ids": hash_ids}
+    )
 
 
 # What is wrong is named
@@ -73,7 +88,8 @@ def request(input_length: int, hash_ids: list[object], output_length: int = 20) 
         (["--decode", "1xconst:5", "--heads", "32"], "heads is '32', must be QO/KV, as 32/8"),
         (
             ["--decode", "1xconst:5", "--head-dim", "84"],
-            "head_dim is 84, must be a multiple of 8 up to 256, 512, or (head_dim, head_dim_v) = (576, 512) with the costs of a GPU",
+            "head_dim is 84, must be a multiple of 8 up to 256, 512, or (head_dim, head_dim_v) = (576, 512) "
+            "with the costs of a GPU",
         ),
         (["--decode", "2xzipf:5", "--seed", "-1"], "seed is -1, must be at least 0"),
         (["--decode", "1xconst:5", "--heads", "32/5"], "num_qo_heads is 32"),
@@ -103,14 +119,23 @@ def test_bad_options_are_named(arguments: list[str], message: str, capsys: Captu
         ({"qo_lens": [1], "kv_lens": [-5]}, "kv_lens[0] is -5"),
         ({"qo_lens": [1.5], "kv_lens": [5]}, "qo_lens[0] is 1.5"),
         ({"qo_lens": 3, "kv_lens": [5]}, "qo_lens is 3"),
-        ({"qo_lens": [1], "kv_lens": [33], "block_table": [[0, 1]]}, "kv_lens[0] is 33, must be at most 32: block_table[0] has 2 pages of 16 tokens"),
-        ({"qo_lens": [1], "kv_lens": [33], "block_table": [[0], [1]]}, "block_table is [[0], [1]], must be a list of len(kv_lens) = 1 lists"),
+        (
+            {"qo_lens": [1], "kv_lens": [33], "block_table": [[0, 1]]},
+            "kv_lens[0] is 33, must be at most 32: block_table[0] has 2 pages of 16 tokens",
+        ),
+        (
+            {"qo_lens": [1], "kv_lens": [33], "block_table": [[0], [1]]},
+            "block_table is [[0], [1]], must be a list of len(kv_lens) = 1 lists",
+        ),
         ({"qo_lens": [1], "kv_lens": [3], "block_table": [["a"]]}, "block_table[0][0] is 'a'"),
         ({"qo_lens": [1], "kv_lens": [3], "page_size": 0}, "page_size is 0"),
         ({"qo_lens": [1], "kv_lens": [3], "heads": 32}, "heads is 32"),
         ({"qo_lens": [1], "kv_lens": [3], "head_dim": "x"}, "head_dim is 'x'"),
         ({"qo_lens": [1], "kv_lens": [3], "causal": 1}, "causal is 1"),
-        ({"qo_lens": [1], "kv_lens": [3], "costs": "cuda"}, "costs is 'cuda', must be 'hopper', 'generic' or 'cpu'"),
+        (
+            {"qo_lens": [1], "kv_lens": [3], "costs": "cuda"},
+            "costs is 'cuda', must be 'hopper', 'generic' or 'cpu'",
+        ),
         ({"qo_lens": [1], "kv_len": [3]}, "'kv_len' is unknown; known are page_size, heads, "),
     ],
 )
@@ -130,7 +155,10 @@ def test_what_is_no_json_is_named(tmp_path: Path, capsys: Capture) -> None:
     ("line", "message"),
     [
         ({"timestamp": 0, "input_length": 5, "output_length": 1}, "trace.jsonl:1: hash_ids is missing"),
-        (json.loads(request(600, [1])), "trace.jsonl:1: len(hash_ids) is 1, must be input_length / 512, rounded up: 2"),
+        (
+            json.loads(request(600, [1])),
+            "trace.jsonl:1: len(hash_ids) is 1, must be input_length / 512, rounded up: 2",
+        ),
         (json.loads(request(600, ["a", "b"])), "trace.jsonl:1: hash_ids[0] is 'a'"),
         (json.loads(request(-1, [])), "trace.jsonl:1: input_length is -1"),
         (json.loads(request(600, [1, 2])), "--at is 100.0"),
@@ -154,24 +182,57 @@ def test_page_size_of_a_trace_divides_its_blocks(tmp_path: Path, capsys: Capture
 
 MOST = 2**31 - 1
 TOO_LARGE = {
-    "tokens": ({"qo_lens": [1], "kv_lens": [MOST]}, "pages of kv_lens is 134217728, must be at most 16777216, of 16 tokens each"),
-    "pages of one token": ({"qo_lens": [1], "kv_lens": [MOST], "page_size": 1}, "pages of kv_lens is 2147483647"),
+    "tokens": (
+        {"qo_lens": [1], "kv_lens": [MOST]},
+        "pages of kv_lens is 134217728, must be at most 16777216, of 16 tokens each",
+    ),
+    "pages of one token": (
+        {"qo_lens": [1], "kv_lens": [MOST], "page_size": 1},
+        "pages of kv_lens is 2147483647",
+    ),
     "tokens together": ({"qo_lens": [1] * 1000, "kv_lens": [1 << 20] * 1000}, "pages of kv_lens is 65536000"),
-    "rows": ({"qo_lens": [MOST], "kv_lens": [100]}, "sum(qo_lens) is 2147483647, must be at most 4194304 with 32 query heads"),
-    "rows together": ({"qo_lens": [1 << 20] * 5, "kv_lens": [100] * 5, "heads": "64/8"}, "sum(qo_lens) is 5242880, must be at most 2097152 with 64 query"),
-    "requests": ({"qo_lens": [1] * 8193, "kv_lens": [1] * 8193}, "len(qo_lens) is 8193, must be at most 8192"),
-    "heads": ({"qo_lens": [1], "kv_lens": [1], "heads": "4294967296/4294967296"}, "heads is '4294967296/4294967296', must be QO/KV"),
-    "more heads": ({"qo_lens": [1], "kv_lens": [1], "heads": "257/1"}, "heads is '257/1', must be of 1 to 256 each"),
-    "no heads": ({"qo_lens": [1], "kv_lens": [1], "heads": "0/0"}, "heads is '0/0', must be of 1 to 256 each"),
-    "window": ({"qo_lens": [1], "kv_lens": [1], "window_left": 10**30}, "window_left is 1000000000000000000000000000000, must be less than 2147483648"),
+    "rows": (
+        {"qo_lens": [MOST], "kv_lens": [100]},
+        "sum(qo_lens) is 2147483647, must be at most 4194304 with 32 query heads",
+    ),
+    "rows together": (
+        {"qo_lens": [1 << 20] * 5, "kv_lens": [100] * 5, "heads": "64/8"},
+        "sum(qo_lens) is 5242880, must be at most 2097152 with 64 query",
+    ),
+    "requests": (
+        {"qo_lens": [1] * 8193, "kv_lens": [1] * 8193},
+        "len(qo_lens) is 8193, must be at most 8192",
+    ),
+    "heads": (
+        {"qo_lens": [1], "kv_lens": [1], "heads": "4294967296/4294967296"},
+        "heads is '4294967296/4294967296', must be QO/KV",
+    ),
+    "more heads": (
+        {"qo_lens": [1], "kv_lens": [1], "heads": "257/1"},
+        "heads is '257/1', must be of 1 to 256 each",
+    ),
+    "no heads": (
+        {"qo_lens": [1], "kv_lens": [1], "heads": "0/0"},
+        "heads is '0/0', must be of 1 to 256 each",
+    ),
+    "window": (
+        {"qo_lens": [1], "kv_lens": [1], "window_left": 10**30},
+        "window_left is 1000000000000000000000000000000, must be less than 2147483648",
+    ),
     "CTAs": ({"qo_lens": [1], "kv_lens": [1], "num_ctas": 10**12}, "num_ctas is 1000000000000"),
 }
 
 
 TRACES_TOO_LARGE = {
-    "one run": ([request(5000, [[0, MOST]])], "trace.jsonl:1: len(hash_ids) is 2147483647, must be input_length / 512, rounded up: 10"),
+    "one run": (
+        [request(5000, [[0, MOST]])],
+        "trace.jsonl:1: len(hash_ids) is 2147483647, must be input_length / 512, rounded up: 10",
+    ),
     "many runs": ([request(5000, [[0, MOST]] * 100)], "trace.jsonl:1: len(hash_ids) is 214748364700"),
-    "input": ([request(MOST, [[0, 1 << 22]])], "--batch is 32, must be of 1 to 8192 requests with at most 16777216 pages of 16 tokens together"),
+    "input": (
+        [request(MOST, [[0, 1 << 22]])],
+        "--batch is 32, must be of 1 to 8192 requests with at most 16777216 pages of 16 tokens together",
+    ),
     "output": ([request(5000, [[0, 10]], MOST)], "--batch is 32"),
     "lines": ([request(MOST, [])] + [request(MOST, [[0, 1 << 22]])] * 9, "trace.jsonl:1: len(hash_ids) is 0"),
 }
@@ -199,11 +260,16 @@ def test_what_is_too_large_is_refused_before_memory_is_taken(tmp_path: Path) -> 
     assert taken < GIB
 
 
-def test_a_trace_has_so_many_hash_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_trace_has_so_many_hash_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setattr(batches, "_MAX_HASH_IDS", 25)
     path = write(tmp_path, "\n".join([request(5000, [[0, 10]])] * 3), "trace.jsonl")
     assert main(["plan", str(path)]) == 2
-    assert "trace.jsonl:3: input_length is 5000, must be smaller: a trace may have 25 blocks of 512 tokens together" in capsys.readouterr().err
+    assert (
+        "trace.jsonl:3: input_length is 5000, must be smaller: a trace may have 25 blocks of 512 tokens "
+        "together" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["batch.json", "trace.jsonl"])
@@ -215,7 +281,9 @@ def test_what_is_nested_deeply_is_named(name: str, tmp_path: Path, capsys: Captu
         assert err.endswith(": nested too deeply\n")
 
 
-def test_files_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+def test_files_without_an_end_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
     monkeypatch.setattr(batches, "_MAX_TEXT", 1000)
     assert main(["plan", "/dev/zero"]) == 2
     assert capsys.readouterr().err == "attn-backend plan: /dev/zero: longer than 1000 characters\n"
@@ -226,9 +294,14 @@ def test_files_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\xff\xfe", "batch.json: not JSON: "), (b'{"qo_lens": [' + b"9" * 5000 + b"]}", "batch.json: not JSON: Exceeds the limit")],
+    [
+        (b"\xff\xfe", "batch.json: not JSON: "),
+        (b'{"qo_lens": [' + b"9" * 5000 + b"]}", "batch.json: not JSON: Exceeds the limit"),
+    ],
 )
-def test_what_is_no_text_or_no_number_is_named(content: bytes, message: str, tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_no_text_or_no_number_is_named(
+    content: bytes, message: str, tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / "batch.json").write_bytes(content)
     assert main(["plan", str(tmp_path / "batch.json")]) == 2
     assert message in capsys.readouterr().err
@@ -237,12 +310,18 @@ def test_what_is_no_text_or_no_number_is_named(content: bytes, message: str, tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--decode", f"1xconst:{10**12}", "--page-size", "1000000"], "kv_lens[0] is 1000000000000, must be below 2^31"),
+        (
+            ["--decode", f"1xconst:{10**12}", "--page-size", "1000000"],
+            "kv_lens[0] is 1000000000000, must be below 2^31",
+        ),
         (["--mixed", f"1x{2**32}@5"], "qo_lens[0] is 4294967296, must be below 2^31"),
         (["--decode", f"1xconst:{'9' * 5000}"], "--decode is '1xconst:999"),
         (["--mixed", f"{'9' * 5000}x1"], "--mixed is '999"),
         (["--shared-prefix", "1x" * 65 + "1+" * 65 + "1"], "--shared-prefix is '1x1x"),
-        (["--shared-prefix", "100000x100000x1+1+1"], "--shared-prefix is '100000x100000x1+1+1', must be of 1 to 8192"),
+        (
+            ["--shared-prefix", "100000x100000x1+1+1"],
+            "--shared-prefix is '100000x100000x1+1+1', must be of 1 to 8192",
+        ),
     ],
 )
 def test_options_that_are_too_large_are_named(arguments: list[str], message: str, capsys: Capture) -> None:
@@ -253,15 +332,22 @@ def test_options_that_are_too_large_are_named(arguments: list[str], message: str
 @pytest.mark.parametrize("beside", mostly_slow([16, 96, 160], fast=1))
 def test_no_memory_is_a_message(beside: int, tmp_path: Path) -> None:
     """Wherever it ends."""
-    [(status, _, err)], _ = plan(["--decode", "1024xconst:131072", "--svg", str(tmp_path / "plan.svg")], memory=beside << 20)
+    [(status, _, err)], _ = plan(
+        ["--decode", "1024xconst:131072", "--svg", str(tmp_path / "plan.svg")], memory=beside << 20
+    )
     assert (status, err) == (2, "attn-backend plan: there is not enough memory for this batch\n")
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(MemoryError(), "there is not enough memory for this batch"), (RecursionError("maximum recursion depth exceeded"), "batch.json is nested too deeply")],
+    [
+        (MemoryError(), "there is not enough memory for this batch"),
+        (RecursionError("maximum recursion depth exceeded"), "batch.json is nested too deeply"),
+    ],
 )
-def test_what_python_has_no_room_for_is_a_message(error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_what_python_has_no_room_for_is_a_message(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setattr(Planned, "make", fails_with(error))
     assert main(["plan", str(write(tmp_path, '{"qo_lens": [1], "kv_lens": [1]}'))]) == 2
     assert capsys.readouterr().err.endswith(f"{message}\n")
@@ -285,7 +371,9 @@ def fails_with(error: Exception) -> Callable[..., None]:
 
 def test_large_batches_take_little_memory() -> None:
     """A block table as wide as the longest request of the second would have 8192 x 6250000 entries."""
-    results, taken = plan(["--decode", "1024xconst:131072"], ["--mixed", "8191x16+1x100000000"], memory=2 * GIB)
+    results, taken = plan(
+        ["--decode", "1024xconst:131072"], ["--mixed", "8191x16+1x100000000"], memory=2 * GIB
+    )
     assert [(status, err) for status, _, err in results] == [(0, "")] * 2
     assert "1024 requests, 1024 rows of Q, 134217728 tokens of KV in 8388608 pages of 16" in results[0][1]
     assert "8192 requests, 8192 rows of Q, 100131056 tokens of KV" in results[1][1]
@@ -294,8 +382,13 @@ def test_large_batches_take_little_memory() -> None:
 
 @pytest.mark.slow
 def test_1024_requests_of_128k_tokens_with_a_block_table(tmp_path: Path) -> None:
-    table = [list(range(8192)), *(list(range(4096)) + list(range(n * 4096, (n + 1) * 4096)) for n in range(2, 1025))]
-    path = write(tmp_path, json.dumps({"qo_lens": [1] * 1024, "kv_lens": [131072] * 1024, "block_table": table}))
+    table = [
+        list(range(8192)),
+        *(list(range(4096)) + list(range(n * 4096, (n + 1) * 4096)) for n in range(2, 1025)),
+    ]
+    path = write(
+        tmp_path, json.dumps({"qo_lens": [1] * 1024, "kv_lens": [131072] * 1024, "block_table": table})
+    )
     [(status, out, err)], _ = plan([str(path)], memory=2 * GIB)
     assert (status, err) == (0, "")
     assert "0 - 4096" in out

@@ -1,5 +1,8 @@
-"""The attention kernels and merge without a GPU (tests/csrc/device_attention.cpp): their own code on fibers. What is emulated is CUDA, instruction by
-instruction, so that a wrong layout, a missing wait or a wrong count is seen."""
+"""The attention kernels and merge without a GPU (tests/csrc/device_attention.cpp): their own code on fibers.
+
+What is emulated is CUDA, instruction by instruction, so that a wrong layout, a missing wait or a wrong count
+is seen.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,14 @@ def small_specs(first: int, count: int) -> list[cases.Spec]:
         dtype, head_dim = FORMS[len(specs) % 3]
         spec = cases.random_spec(seed, "cuda").with_(dtype=dtype, head_dim=head_dim, aligned=True)
         spec = spec.with_(num_ctas=spec.num_ctas if spec.num_ctas and spec.num_ctas < 40 else 11)
-        pairs = sum(q * max(n, 1) for q, n in zip(spec.qo_lens, spec.kv_lens, strict=True)) * spec.num_kv_heads * spec.group_size * head_dim
-        work = pairs + sum(spec.kv_lens) * spec.num_kv_heads * head_dim * 16  # a row tile has 16 rows at least
+        pairs = (
+            sum(q * max(n, 1) for q, n in zip(spec.qo_lens, spec.kv_lens, strict=True))
+            * spec.num_kv_heads
+            * spec.group_size
+            * head_dim
+        )
+        # a row tile has 16 rows at least
+        work = pairs + sum(spec.kv_lens) * spec.num_kv_heads * head_dim * 16
         if work < 2e7:
             specs.append(spec)
         if len(specs) == count:
@@ -67,27 +76,57 @@ def test_random_cases(emulated: Path, kernel: str, block: int) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path, cache: str) -> None:
     for number, (dtype, head_dim) in enumerate(FORMS):
-        spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=2, head_dim=head_dim, dtype=dtype, num_ctas=3, aligned=True)
+        spec = cases.Spec(
+            (1, 70, 3, 20),
+            (200, 70, 300, 150),
+            num_kv_heads=2,
+            group_size=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=3,
+            aligned=True,
+        )
         case = case_tensors.build(spec.with_(**CACHES[cache], seed=number), CPU)
-        attention = DeviceAttention(emulated, case.attention(kernel="hopper", cascade=False), "hopper", number)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel="hopper", cascade=False), "hopper", number
+        )
         run_and_check(case, attention, wants_lse=False)
-        assert attention.launched == ("attention" if cache in ("pages", "large pages", "ragged") else "attention_rows")
+        assert attention.launched == (
+            "attention" if cache in ("pages", "large pages", "ragged") else "attention_rows"
+        )
 
 
 @pytest.mark.parametrize("head_dim", [40, 72, 96])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, head_dim: int) -> None:
-    """K and V come by TMA and gathered; whole rows, rows that several warps share, parts of split tiles, states. After a head's columns comes the next head, or
-    NaN."""
+    """K and V come by TMA and gathered; whole rows, rows that several warps share, parts of split tiles,
+    states. After a head's columns comes the next head, or NaN.
+    """
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged")]
     for number, cache in enumerate(caches):
         dtype = (torch.bfloat16, torch.float16)[head_dim // 8 % 2]
-        spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=1 + 2 * (number % 2), head_dim=head_dim, dtype=dtype, num_ctas=5)
+        spec = cases.Spec(
+            (1, 70, 3, 20),
+            (200, 70, 300, 150),
+            num_kv_heads=2,
+            group_size=1 + 2 * (number % 2),
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=5,
+        )
         case = case_tensors.build(spec.with_(**cache, aligned=True, seed=number), CPU)
         attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
         run_and_check(case, attention, wants_lse=number % 2 == 0)
     rng = numpy.random.default_rng([head_dim, 40])
-    shape = Shape(num_kv_heads=1, group_size=2, page_size=16, head_dim=head_dim, dtype=dtype, num_ctas=7, logits_soft_cap=0.0)
+    shape = Shape(
+        num_kv_heads=1,
+        group_size=2,
+        page_size=16,
+        head_dim=head_dim,
+        dtype=dtype,
+        num_ctas=7,
+        logits_soft_cap=0.0,
+    )
     problem = cascade_problem(rng, shape, CPU, 2)
     problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel), kernel, head_dim))  # type: ignore[arg-type]
     problem.check()
@@ -95,19 +134,37 @@ def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, hea
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (56, 32), (72, 96)])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_keys_and_values_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
+def test_keys_and_values_of_different_widths(
+    emulated: Path, kernel: str, head_dim: int, head_dim_v: int
+) -> None:
     """As above. V in its own memory, or, if it is the narrower one, in K's."""
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged", "large pages")]
     dtype = (torch.bfloat16, torch.float16)[head_dim_v // 8 % 2]
     for number, cache in enumerate(caches):
         group_size = 1 + 2 * (number % 2)
-        spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=group_size, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+        spec = cases.Spec(
+            (1, 70, 3, 20),
+            (200, 70, 300, 150),
+            num_kv_heads=2,
+            group_size=group_size,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+        )
         spec = spec.with_(**{"cache_form": "pair", **cache}, num_ctas=5, aligned=True, seed=number)
         case = case_tensors.build(spec.with_(v_in_k=number == 4 and head_dim_v < head_dim), CPU)
         attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
         run_and_check(case, attention, wants_lse=number % 2 == 0)
     rng = numpy.random.default_rng([head_dim, 48])
-    shape = Shape(num_kv_heads=1, group_size=2, page_size=16, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, num_ctas=7)
+    shape = Shape(
+        num_kv_heads=1,
+        group_size=2,
+        page_size=16,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        num_ctas=7,
+    )
     problem = cascade_problem(rng, shape, CPU, 2)
     problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel), kernel, head_dim))  # type: ignore[arg-type]
     problem.check()
@@ -121,16 +178,39 @@ WIDE_DTYPES = {512: torch.float16, 576: torch.bfloat16}
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), WIDE)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
-    """K and V come by TMA and gathered; row tiles that are full, and that are not; parts of split tiles; V in its own memory, or in K's."""
+    """K and V come by TMA and gathered; row tiles that are full, and that are not; parts of split tiles; V in
+    its own memory, or in K's.
+    """
     names = ("pages", "small pages", "tokens in runs", "ragged", "large pages")
     for number, group_size in enumerate((16, 3, 1, 4, 128)):
-        qo_lens, kv_lens = ((1, 5, 1, 2), (200, 5, 300, 150)) if group_size > 4 else ((1, 40, 3), (130, 40, 210))
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1 + number % 2, group_size=group_size, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k)
-        spec = spec.with_(**{"cache_form": "pair", **CACHES[names[number]]}, dtype=WIDE_DTYPES[head_dim], num_ctas=3, aligned=True)
+        qo_lens, kv_lens = (
+            ((1, 5, 1, 2), (200, 5, 300, 150)) if group_size > 4 else ((1, 40, 3), (130, 40, 210))
+        )
+        spec = cases.Spec(
+            qo_lens,
+            kv_lens,
+            num_kv_heads=1 + number % 2,
+            group_size=group_size,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            v_in_k=v_in_k,
+        )
+        spec = spec.with_(
+            **{"cache_form": "pair", **CACHES[names[number]]},
+            dtype=WIDE_DTYPES[head_dim],
+            num_ctas=3,
+            aligned=True,
+        )
         if v_in_k:
             spec = spec.with_(cache_form="pair")
         case = case_tensors.build(spec.with_(seed=number, window_left=100 if number == 3 else -1), CPU)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number, "sinks" if number == 1 else "standard")
+        attention = DeviceAttention(
+            emulated,
+            case.attention(kernel=kernel, cascade=False),
+            kernel,
+            number,
+            "sinks" if number == 1 else "standard",
+        )
         run_and_check(case, attention, wants_lse=number % 2 == 0)
         if kernel == "hopper":
             assert attention.launched == ("attention_rows" if number in (1, 2) else "attention")
@@ -138,25 +218,59 @@ def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int,
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), WIDE)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_wide_heads_in_several_row_groups(emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
+def test_wide_heads_in_several_row_groups(
+    emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool
+) -> None:
     for seed, options in enumerate([{"cascade": "always"}, {"batch_invariant": True}]):
         rng = numpy.random.default_rng([seed, head_dim, 49])
-        shape = Shape(1, [4, 16][seed], head_dim, WIDE_DTYPES[head_dim], 16, num_ctas=5, head_dim_v=head_dim_v, v_in_k=v_in_k)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=head_dim * 64, budget=2e7, max_requests=8, max_rows=20)
+        shape = Shape(
+            1,
+            [4, 16][seed],
+            head_dim,
+            WIDE_DTYPES[head_dim],
+            16,
+            num_ctas=5,
+            head_dim_v=head_dim_v,
+            v_in_k=v_in_k,
+        )
+        batch = forests.random_batch(
+            rng, shape.page_size, kv_cost=head_dim * 64, budget=2e7, max_requests=8, max_rows=20
+        )
         problem = forests.make_problem(rng, shape, batch, CPU)
-        problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed), batch.view(rng, CPU))  # type: ignore[arg-type]
+        problem.run(
+            DeviceAttention(emulated, problem.attention(kernel=kernel, **options), kernel, seed),
+            batch.view(rng, CPU),
+        )  # type: ignore[arg-type]
         problem.check()
 
 
 @pytest.mark.parametrize("variant", ["standard", "sinks"])
 def test_halves_of_row_tiles(emulated: Path, variant: str) -> None:
-    """With 128 heads and more two CTAs share an interval: its row tiles are split, complete, or taken from the work queue, which each half goes through."""
+    """With 128 heads and more two CTAs share an interval: its row tiles are split, complete, or taken from
+    the work queue, which each half goes through.
+    """
     batches = (((1, 1), (500, 700), 5), ((1, 0, 2), (70, 0, 150), 3), ((6, 4), (70, 64), 3))
     for number, (qo_lens, kv_lens, num_ctas) in enumerate(batches):
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1 + number // 2, group_size=(128, 256, 128)[number], head_dim=576, head_dim_v=512, v_in_k=True)
-        spec = spec.with_(**CACHES[("pages", "tokens", "large pages")[number]], num_ctas=num_ctas, aligned=True, seed=number, padding_rows=number)
+        spec = cases.Spec(
+            qo_lens,
+            kv_lens,
+            num_kv_heads=1 + number // 2,
+            group_size=(128, 256, 128)[number],
+            head_dim=576,
+            head_dim_v=512,
+            v_in_k=True,
+        )
+        spec = spec.with_(
+            **CACHES[("pages", "tokens", "large pages")[number]],
+            num_ctas=num_ctas,
+            aligned=True,
+            seed=number,
+            padding_rows=number,
+        )
         case = case_tensors.build(spec.with_(cache_form="pair", window_left=50 if number == 1 else -1), CPU)
-        attention = DeviceAttention(emulated, case.attention(kernel="hopper", cascade=False), "hopper", number, variant)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel="hopper", cascade=False), "hopper", number, variant
+        )
         run_and_check(case, attention, wants_lse=number % 2 == 0)
         schedule = attention.schedule()
         assert (schedule.of_tiles("kind") == 3).all()
@@ -165,16 +279,26 @@ def test_halves_of_row_tiles(emulated: Path, variant: str) -> None:
     for seed, options in enumerate([{"cascade": "always"}, {"batch_invariant": True}]):
         rng = numpy.random.default_rng([seed, 128])
         shape = Shape(1, 128, 576, torch.bfloat16, 16, num_ctas=5, head_dim_v=512, v_in_k=True)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=576 * 128, budget=2e7, max_requests=8, max_rows=4)
+        batch = forests.random_batch(
+            rng, shape.page_size, kv_cost=576 * 128, budget=2e7, max_requests=8, max_rows=4
+        )
         problem = forests.make_problem(rng, shape, batch, CPU)
-        problem.run(DeviceAttention(emulated, problem.attention(kernel="hopper", **options), "hopper", seed, variant), batch.view(rng, CPU))  # type: ignore[arg-type]
+        problem.run(
+            DeviceAttention(emulated, problem.attention(kernel="hopper", **options), "hopper", seed, variant),
+            batch.view(rng, CPU),
+        )  # type: ignore[arg-type]
         problem.check()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sparse_mla(emulated: Path, kernel: str) -> None:
-    """Tokens anywhere, in any order, twice; rows with few and with none; layers that have fewer than were planned, and not of every KV tile some."""
-    layers = [((130, 64, 0, 65, 1), (3, 0, 0, 64, 1), (129, 1, 0, 0, 0)), ((40, 0, 33), (1, 0, 0), (32, 0, 33))]
+    """Tokens anywhere, in any order, twice; rows with few and with none; layers that have fewer than were
+    planned, and not of every KV tile some.
+    """
+    layers = [
+        ((130, 64, 0, 65, 1), (3, 0, 0, 64, 1), (129, 1, 0, 0, 0)),
+        ((40, 0, 33), (1, 0, 0), (32, 0, 33)),
+    ]
     for number, (heads, topk) in enumerate(((16, 130), (128, 40))):
         planned = layers[number][0]
         generator = torch.Generator().manual_seed(number)
@@ -182,13 +306,25 @@ def test_sparse_mla(emulated: Path, kernel: str) -> None:
         q = torch.randn(len(planned), heads, 576, generator=generator).bfloat16()
         kv = KVCache.from_latent(cache).by_slot()
         slots = torch.full((len(planned), topk), -1, dtype=torch.int32)
-        made = Attention(heads, 1, 576, head_dim_v=512, device="cpu", max_rows=len(planned), max_batch=len(planned), kernel=kernel, num_ctas=3)
+        made = Attention(
+            heads,
+            1,
+            576,
+            head_dim_v=512,
+            device="cpu",
+            max_rows=len(planned),
+            max_batch=len(planned),
+            kernel=kernel,
+            num_ctas=3,
+        )
         attention = DeviceAttention(emulated, made, kernel, number, "standard")
         attention.plan(BSRView.selected(slots, torch.tensor(planned)))
         for counts in layers[number]:
             indices = torch.full((len(counts), topk), -1, dtype=torch.int32)
             for row, count in enumerate(counts):
-                indices[row, torch.randperm(topk, generator=generator)[:count]] = torch.randint(320, (count,), generator=generator).int()
+                indices[row, torch.randperm(topk, generator=generator)[:count]] = torch.randint(
+                    320, (count,), generator=generator
+                ).int()
             made.run(q, kv, selected=SelectedTokens(indices))  # tells the plan
             lse = torch.full((len(counts), heads), torch.nan)
             out = attention.run(q, kv, lse=lse)
@@ -200,12 +336,27 @@ def test_sparse_mla(emulated: Path, kernel: str) -> None:
             assert attention.schedule().errors == 0
 
 
-@pytest.mark.parametrize(("qo_lens", "kv_lens"), [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)])
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens"),
+    [((300,), (300,)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1,) * 40, (70, 300) * 20)],
+)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kind_of_row_tile(emulated: Path, kernel: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
+def test_every_kind_of_row_tile(
+    emulated: Path, kernel: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...]
+) -> None:
     for number, group_size in enumerate((1, 3, 4, 16)):
         dtype, head_dim = FORMS[number % 3]
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1, group_size=group_size, head_dim=head_dim, dtype=dtype, num_ctas=5, padding_rows=2, page_size=5)
+        spec = cases.Spec(
+            qo_lens,
+            kv_lens,
+            num_kv_heads=1,
+            group_size=group_size,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=5,
+            padding_rows=2,
+            page_size=5,
+        )
         case = case_tensors.build(spec.with_(window_left=60 if number == 1 else -1), CPU)
         variant = "standard" if head_dim == 128 else "sinks"
         attention = DeviceAttention(emulated, case.attention(kernel=kernel), kernel, number, variant)
@@ -216,14 +367,25 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, qo_lens: tuple[int,
 def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> None:
     """Logits of tens: those of later KV tiles exceed the first tile's by far."""
     for number, (dtype, head_dim) in enumerate(FORMS):
-        spec = cases.Spec((70, 2), (700, 600), num_kv_heads=1, head_dim=head_dim, dtype=dtype, sm_scale=10 / head_dim**0.5, num_ctas=2, seed=number)
+        spec = cases.Spec(
+            (70, 2),
+            (700, 600),
+            num_kv_heads=1,
+            head_dim=head_dim,
+            dtype=dtype,
+            sm_scale=10 / head_dim**0.5,
+            num_ctas=2,
+            seed=number,
+        )
         case = case_tensors.build(spec, CPU)
         run_and_check(case, DeviceAttention(emulated, case.attention(kernel=kernel), kernel, number))
 
 
 def test_pairs_from_the_work_queue(emulated: Path) -> None:
     """Each pair once, whoever takes it."""
-    for number, (qo_lens, kv_lens) in enumerate((((130,) * 6, (130,) * 6), ((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2))):
+    for number, (qo_lens, kv_lens) in enumerate(
+        (((130,) * 6, (130,) * 6), ((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2))
+    ):
         spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=4, num_ctas=8)
         case = case_tensors.build(spec, CPU)
         attention = DeviceAttention(emulated, case.attention(kernel="hopper"), "hopper", number)
@@ -235,13 +397,18 @@ def test_pairs_from_the_work_queue(emulated: Path) -> None:
 def test_wrong_pages_are_clamped_and_reported(emulated: Path, kernel: str) -> None:
     """The cache ends where its tensors do: a page beyond it would be seen in the output."""
     dtype, head_dim = FORMS[0]
-    case = case_tensors.build(cases.Spec((1, 3), (40, 25), dtype=dtype, head_dim=head_dim, num_kv_heads=1), CPU)
+    case = case_tensors.build(
+        cases.Spec((1, 3), (40, 25), dtype=dtype, head_dim=head_dim, num_kv_heads=1), CPU
+    )
     num_pages = case.kv.num_pages
     for wrong, right in ((-1, 0), (-(2**31), 0), (num_pages, num_pages - 1), (2**31 - 1, num_pages - 1)):
         results = []
         for page in (wrong, right):
             pages = torch.tensor([[2, 0, 0], [1, 1, 0]], dtype=torch.int32)
-            view = BSRView(case.view.qo_indptr, PageTable.block_table(pages, torch.tensor([40, 35], dtype=torch.int32), 16))
+            view = BSRView(
+                case.view.qo_indptr,
+                PageTable.block_table(pages, torch.tensor([40, 35], dtype=torch.int32), 16),
+            )
             cache = KVCache(*(t.nan_to_num(0.5) for t in (case.kv.k, case.kv.v)))
             attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel)
             attention.plan(view)
@@ -256,7 +423,17 @@ def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
     """Nothing beyond K's last row is read, where there is NaN, and it is reported."""
     for number, rows in enumerate((0, 1, 64, 129, 300, 500)):
         dtype, head_dim = FORMS[number % 3]
-        spec = cases.Spec((1, 3), (200, 400), dtype=dtype, head_dim=head_dim, num_kv_heads=1, table_form="ragged", cache_form="ragged", page_size=1, num_ctas=5)
+        spec = cases.Spec(
+            (1, 3),
+            (200, 400),
+            dtype=dtype,
+            head_dim=head_dim,
+            num_kv_heads=1,
+            table_form="ragged",
+            cache_form="ragged",
+            page_size=1,
+            num_ctas=5,
+        )
         case = case_tensors.build(spec.with_(causal=False), CPU)
         attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
         attention.plan(case.view)
@@ -272,10 +449,23 @@ def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tokens_before_the_window_are_not_read(emulated: Path, kernel: str, cache: str) -> None:
     """A row tile's first KV tile begins before the window of its first row. The cache may hold NaN there."""
-    forms = {"table_form": "ragged", "cache_form": "ragged", "page_size": 1} if cache == "ragged" else {"page_size": 16}
+    forms = (
+        {"table_form": "ragged", "cache_form": "ragged", "page_size": 1}
+        if cache == "ragged"
+        else {"page_size": 16}
+    )
     for number, window_left in enumerate((0, 20, 50, 100)):
         dtype, head_dim = FORMS[number % 3]
-        spec = cases.Spec((1, 3, 5, 20), (200, 400, 90, 333), dtype=dtype, head_dim=head_dim, num_kv_heads=1, window_left=window_left, num_ctas=5, **forms)
+        spec = cases.Spec(
+            (1, 3, 5, 20),
+            (200, 400, 90, 333),
+            dtype=dtype,
+            head_dim=head_dim,
+            num_kv_heads=1,
+            window_left=window_left,
+            num_ctas=5,
+            **forms,
+        )
         case = case_tensors.build(spec.with_(causal=True), CPU)
         expected = case.expected()
         for qo_len, kv_len, slots in zip(spec.qo_lens, spec.kv_lens, case.slots, strict=True):
@@ -292,9 +482,15 @@ def test_tokens_before_the_window_are_not_read(emulated: Path, kernel: str, cach
 @pytest.mark.parametrize("cache", ["ragged", "paged"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_cache_without_tokens(emulated: Path, kernel: str, cache: str) -> None:
-    forms = {"table_form": "ragged", "cache_form": "ragged", "page_size": 1} if cache == "ragged" else {"page_size": 16}
+    forms = (
+        {"table_form": "ragged", "cache_form": "ragged", "page_size": 1}
+        if cache == "ragged"
+        else {"page_size": 16}
+    )
     for number, (dtype, head_dim) in enumerate(FORMS):
-        spec = cases.Spec((1, 40), (0, 0), dtype=dtype, head_dim=head_dim, num_kv_heads=1, num_ctas=3, **forms)
+        spec = cases.Spec(
+            (1, 40), (0, 0), dtype=dtype, head_dim=head_dim, num_kv_heads=1, num_ctas=3, **forms
+        )
         case = case_tensors.build(spec, CPU)
         attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel, number)
         attention.plan(case.view)

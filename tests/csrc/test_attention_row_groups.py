@@ -1,4 +1,6 @@
-"""The attention kernels and merge without a GPU, as in test_attention_kernels.py: rows in several row groups, variants and their masks, levels, sinks."""
+"""The attention kernels and merge without a GPU, as in test_attention_kernels.py: rows in several row groups,
+variants and their masks, levels, sinks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_compositions(emulated: Path, kernel: str) -> None:
     for seed in range(6):
         rng = numpy.random.default_rng([seed, 40])
         shape = random_shape(rng, seed)
-        problem = tree_problem(rng, shape, CPU) if seed % 2 else cascade_problem(rng, shape, CPU, 2 + seed % 3)
+        problem = (
+            tree_problem(rng, shape, CPU) if seed % 2 else cascade_problem(rng, shape, CPU, 2 + seed % 3)
+        )
         problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel), kernel, seed))  # type: ignore[arg-type]
         problem.check()
 
@@ -41,7 +45,9 @@ def test_compositions(emulated: Path, kernel: str) -> None:
 @pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_forests_and_chunks(emulated: Path, kernel: str, options: dict[str, object]) -> None:
-    """What `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch invariant plan."""
+    """What `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch invariant
+    plan.
+    """
     merged = 0
     for seed in range(6):
         rng = numpy.random.default_rng([seed, 41])
@@ -63,10 +69,14 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", [{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}], ids=str
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_variants_know_requests_and_positions(emulated: Path, kernel: str, variant: str, options: dict[str, object]) -> None:
+def test_variants_know_requests_and_positions(
+    emulated: Path, kernel: str, variant: str, options: dict[str, object]
+) -> None:
     """In plain batches, after and inside shared prefixes, and in the chunks of a batch invariant plan."""
     merged = 0
     for seed in range(4):
@@ -95,20 +105,40 @@ def test_traced_functions(emulated: Path, kernel: str) -> None:
     variant = Variant.from_functions(biased, same_block_or_sink, tensors={"slopes": torch.float32})
     expected = oracle.Variant(
         logits=lambda logits, at: logits + slopes[at.head] * (at.token - at.position),
-        mask=lambda at: (at.token <= at.position) & ((at.position // 100 == at.token // 100) | (at.token < 4 + at.request)),
+        mask=lambda at: (
+            (at.token <= at.position)
+            & ((at.position // 100 == at.token // 100) | (at.token < 4 + at.request))
+        ),
     )
     dtype, head_dim = FORMS[0]
     for number, page_size in enumerate((16, 3)):
-        spec = cases.Spec((1, 150, 3, 20), (700, 150, 300, 450), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=4, page_size=page_size, causal=False)
+        spec = cases.Spec(
+            (1, 150, 3, 20),
+            (700, 150, 300, 450),
+            group_size=3,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=4,
+            page_size=page_size,
+            causal=False,
+        )
         case = case_tensors.build(spec, CPU)
         slopes = torch.linspace(0.001, 0.02, 6)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant, cascade="always"), kernel, number, variant)
+        attention = DeviceAttention(
+            emulated,
+            case.attention(kernel=kernel, variant=variant, cascade="always"),
+            kernel,
+            number,
+            variant,
+        )
         attention.plan(case.view, variant_args={"slopes": slopes} if number == 0 else None)
         case.run(attention, out=case.out, lse=case.lse, variant_args={"slopes": slopes})  # type: ignore[arg-type]
         case_tensors.check(case, case.out, case.lse, case.expected(variant=expected))
 
 
-@pytest.mark.parametrize("options", [{"cascade": False}, {"cascade": "always"}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"cascade": False}, {"cascade": "always"}, {"batch_invariant": True}], ids=str
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_masks_with_holes(emulated: Path, kernel: str, options: dict[str, object]) -> None:
     """In row tiles of all kinds, wherever CTAs begin and end; by TMA and gathered."""
@@ -116,16 +146,30 @@ def test_masks_with_holes(emulated: Path, kernel: str, options: dict[str, object
     variant = builtin.document()
     for number, (page_size, num_ctas) in enumerate(((16, 5), (3, 2), (64, 40))):
         spec = cases.Spec(
-            (1, 150, 3, 20, 1), (1400, 700, 900, 300, 1000), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=num_ctas, page_size=page_size,
-            causal=False, seed=number, sharing=0.5,
-        )  # fmt: skip
+            (1, 150, 3, 20, 1),
+            (1400, 700, 900, 300, 1000),
+            group_size=3,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=num_ctas,
+            page_size=page_size,
+            causal=False,
+            seed=number,
+            sharing=0.5,
+        )
         case = case_tensors.build(spec, CPU)
-        ids = torch.randint(4, (5, 8), generator=torch.Generator().manual_seed(number), dtype=torch.int32).repeat_interleave(200, dim=1)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant, **options), kernel, number, variant)
+        ids = torch.randint(
+            4, (5, 8), generator=torch.Generator().manual_seed(number), dtype=torch.int32
+        ).repeat_interleave(200, dim=1)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel=kernel, variant=variant, **options), kernel, number, variant
+        )
         attention.plan(case.view, variant_args={"document_ids": ids})
         assert options != {"cascade": False} or int((attention.schedule().tiles[:, 3] < 0).sum()) >= 1
         case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})  # type: ignore[arg-type]
-        seen = oracle.Variant(mask=lambda at, ids=ids: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token])
+        seen = oracle.Variant(
+            mask=lambda at, ids=ids: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token]
+        )
         case_tensors.check(case, case.out, case.lse, case.expected(variant=seen))
 
 
@@ -133,20 +177,35 @@ def test_masks_with_holes(emulated: Path, kernel: str, options: dict[str, object
 def test_kv_tiles_in_holes_are_not_read(emulated: Path, kernel: str) -> None:
     """V is NaN there, which no mask hides. K is transformed by what its tokens' positions are."""
     dtype, head_dim = FORMS[0]
-    twice = "Pair key(Pair x, int32_t, int32_t, const KvToken& token) const { float f = token.position / 100 % 2 + 1; return {x.first * f, x.second * f}; }"
+    twice = (
+        "Pair key(Pair x, int32_t, int32_t, const KvToken& token) const { float f = token.position / 100 "
+        "% 2 + 1; return {x.first * f, x.second * f}; }"
+    )
     variant = builtin.document() & Variant.from_source(twice, name="twice")
     for number, (rows, page_size) in enumerate(((1, 16), (10, 3), (100, 64))):
-        spec = cases.Spec((rows,), (1300,), group_size=3, head_dim=head_dim, dtype=dtype, num_ctas=3, page_size=page_size, causal=False)
+        spec = cases.Spec(
+            (rows,),
+            (1300,),
+            group_size=3,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=3,
+            page_size=page_size,
+            causal=False,
+        )
         case = case_tensors.build(spec, CPU)
         ids = torch.zeros(1, 1300, dtype=torch.int32)
         ids[:, 200:800] = 1
         seen = oracle.Variant(
-            mask=lambda at: (at.token < 200) | (at.token >= 800), key=lambda k, at: k * (torch.arange(1300) // 100 % 2 + 1)[None, :, None].double()
+            mask=lambda at: (at.token < 200) | (at.token >= 800),
+            key=lambda k, at: k * (torch.arange(1300) // 100 % 2 + 1)[None, :, None].double(),
         )
         expected = case.expected(variant=seen)
         hidden = case.slots[0][256:768]
         case.kv.v[hidden // page_size, hidden % page_size] = torch.nan
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant), kernel, number, variant)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel=kernel, variant=variant), kernel, number, variant
+        )
         attention.plan(case.view, variant_args={"document_ids": ids})
         case.run(attention, out=case.out, lse=case.lse, variant_args={"document_ids": ids})  # type: ignore[arg-type]
         case_tensors.check(case, case.out, case.lse, expected)
@@ -157,28 +216,56 @@ def test_levels_say_where_their_tokens_and_rows_stand(emulated: Path) -> None:
     for seed in range(6):
         rng = numpy.random.default_rng([seed, 45])
         shape = replace(random_shape(rng, 0), logits_soft_cap=0.0)
-        batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * shape.head_dim * 16, budget=1e7, max_requests=12, max_rows=60)
+        batch = forests.random_batch(
+            rng,
+            shape.page_size,
+            kv_cost=shape.num_kv_heads * shape.head_dim * 16,
+            budget=1e7,
+            max_requests=12,
+            max_rows=60,
+        )
         batch = replace(batch, causal=False, window_left=-1)
         problem = forests.make_problem(rng, shape, batch, CPU)
         cuts = [int(rng.integers(0, length // batch.page_size + 1)) for length in batch.kv_lens]
         qo_indptr = torch.tensor(prefix_sum(batch.qo_lens), dtype=torch.int32)
-        positions = torch.cat([torch.arange(kv_len - qo_len, kv_len) for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True)]).int()
+        positions = torch.cat(
+            [
+                torch.arange(kv_len - qo_len, kv_len)
+                for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True)
+            ]
+        ).int()
         requests = torch.arange(len(cuts)).repeat_interleave(torch.tensor(batch.qo_lens)).int()
-        fronts = [pages[:cut] for pages, cut in zip(batch.pages, cuts, strict=True)], [cut * batch.page_size for cut in cuts]
-        backs = [pages[cut:] for pages, cut in zip(batch.pages, cuts, strict=True)], [n - front for n, front in zip(batch.kv_lens, fronts[1], strict=True)]
+        fronts = (
+            [pages[:cut] for pages, cut in zip(batch.pages, cuts, strict=True)],
+            [cut * batch.page_size for cut in cuts],
+        )
+        backs = (
+            [pages[cut:] for pages, cut in zip(batch.pages, cuts, strict=True)],
+            [n - front for n, front in zip(batch.kv_lens, fronts[1], strict=True)],
+        )
         levels = []
         for (pages, lens), offsets in ((fronts, None), (backs, torch.tensor(fronts[1], dtype=torch.int32))):
             table = random_table(rng, CPU, batch.page_size, pages, lens)
-            levels.append(BSRView(qo_indptr, table, causal=False, kv_offsets=offsets, positions=positions, requests=requests))
-        attention = DeviceAttention(emulated, problem.attention(kernel="generic", max_levels=2), "generic", seed, "placed")
-        variant = replace(VARIANTS["slanted"], mask=lambda at: (at.token + at.row + 5 * at.request + at.kv_head) % 3 != 0)
+            levels.append(
+                BSRView(
+                    qo_indptr, table, causal=False, kv_offsets=offsets, positions=positions, requests=requests
+                )
+            )
+        attention = DeviceAttention(
+            emulated, problem.attention(kernel="generic", max_levels=2), "generic", seed, "placed"
+        )
+        variant = replace(
+            VARIANTS["slanted"], mask=lambda at: (at.token + at.row + 5 * at.request + at.kv_head) % 3 != 0
+        )
         problem.run(attention, Composition(levels), slope=SLOPE)  # type: ignore[arg-type]
         problem.check(problem.expected(variant=variant))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sinks_join_the_sum_of_each_row_once(emulated: Path, kernel: str) -> None:
-    for seed, options in enumerate([{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}] * 3):
+    for seed, options in enumerate(
+        [{"cascade": "always"}, {"cascade": False}, {"batch_invariant": True}] * 3
+    ):
         rng = numpy.random.default_rng([seed, 44])
         shape = random_shape(rng, seed)
         batch = batch_for(rng, shape, seed, options)

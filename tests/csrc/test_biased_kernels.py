@@ -1,5 +1,8 @@
-"""Biases with a slope (ALiBi's) in the attention kernels, without a GPU. Hopper's take KV tiles from the last to the first, keep the maxima that rows find
-first, and add the bias where they exponentiate."""
+"""Biases with a slope (ALiBi's) in the attention kernels, without a GPU.
+
+Hopper's take KV tiles from the last to the first, keep the maxima that rows find first, and add the bias
+where they exponentiate.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ FAR = 131071  # the position of a row, by far the last
 
 
 def biased(slopes: Tensor) -> oracle.Variant:
-    return oracle.Variant(logits=lambda logits, at: logits + slopes[at.head].double() * (at.token - at.position))
+    return oracle.Variant(
+        logits=lambda logits, at: logits + slopes[at.head].double() * (at.token - at.position)
+    )
 
 
 def slopes_of(name: str, heads: int) -> Tensor:
@@ -48,7 +53,13 @@ def slopes_of(name: str, heads: int) -> Tensor:
     return some[name]
 
 
-def check(case: case_tensors.Case, attention: DeviceAttention, slopes: Tensor, variant: oracle.Variant | None = None, **args: Tensor) -> None:
+def check(
+    case: case_tensors.Case,
+    attention: DeviceAttention,
+    slopes: Tensor,
+    variant: oracle.Variant | None = None,
+    **args: Tensor,
+) -> None:
     attention.plan(case.view, **({"variant_args": {"slopes": slopes, **args}} if args else {}))
     case.run(attention, out=case.out, lse=case.lse, variant_args={"slopes": slopes, **args})  # type: ignore[arg-type]
     case_tensors.check(case, case.out, case.lse, case.expected(variant=variant or biased(slopes)))
@@ -59,28 +70,63 @@ def check(case: case_tensors.Case, attention: DeviceAttention, slopes: Tensor, v
 @pytest.mark.parametrize("name", ["model", "steep", "none", "falling", "both"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
-    """Several KV tiles to an item, parts of split tiles, rows that see nothing in the last KV tile, or one token, or nothing at all."""
+    """Several KV tiles to an item, parts of split tiles, rows that see nothing in the last KV tile, or one
+    token, or nothing at all.
+    """
     lens = (((300, 7), (300, 3)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1, 2, 1, 3), (70, 300, 0, 1290)))
     for number, (qo_lens, kv_lens) in enumerate(lens):
         for dtype, head_dim in FORMS:
-            sizes = {"num_kv_heads": 1, "group_size": (1, 3, 4)[number], "head_dim": head_dim, "num_ctas": 5, "padding_rows": 2}
-            spec = cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=number, page_size=(16, 5)[number % 2], window_left=70 if number == 1 else -1, **sizes)
+            sizes = {
+                "num_kv_heads": 1,
+                "group_size": (1, 3, 4)[number],
+                "head_dim": head_dim,
+                "num_ctas": 5,
+                "padding_rows": 2,
+            }
+            spec = cases.Spec(
+                qo_lens,
+                kv_lens,
+                dtype=dtype,
+                seed=number,
+                page_size=(16, 5)[number % 2],
+                window_left=70 if number == 1 else -1,
+                **sizes,
+            )
             case = case_tensors.build(spec, CPU)
             made = case.attention(kernel=kernel, cascade=False, variant=ALIBI)
-            check(case, DeviceAttention(emulated, made, kernel, number, ALIBI), slopes_of(name, spec.group_size))
+            check(
+                case, DeviceAttention(emulated, made, kernel, number, ALIBI), slopes_of(name, spec.group_size)
+            )
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_every_form_of_cache(emulated: Path, cache: str) -> None:
-    spec = cases.Spec((1, 70, 3, 20), (200, 270, 300, 150), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3, aligned=True)
+    spec = cases.Spec(
+        (1, 70, 3, 20),
+        (200, 270, 300, 150),
+        num_kv_heads=2,
+        group_size=2,
+        head_dim=64,
+        num_ctas=3,
+        aligned=True,
+    )
     case = case_tensors.build(spec.with_(**CACHES[cache]), CPU)
-    attention = DeviceAttention(emulated, case.attention(kernel="hopper", cascade=False, variant=ALIBI), "hopper", 1, ALIBI)
+    attention = DeviceAttention(
+        emulated, case.attention(kernel="hopper", cascade=False, variant=ALIBI), "hopper", 1, ALIBI
+    )
     check(case, attention, slopes_of("model", 4))
-    assert attention.launched == ("attention" if cache in ("pages", "large pages", "ragged") else "attention_rows")
+    assert attention.launched == (
+        "attention" if cache in ("pages", "large pages", "ragged") else "attention_rows"
+    )
 
 
 def test_pairs_from_the_work_queue(emulated: Path) -> None:
-    case = case_tensors.build(cases.Spec((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2, num_kv_heads=2, group_size=4, num_ctas=8), CPU)
+    case = case_tensors.build(
+        cases.Spec(
+            (200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2, num_kv_heads=2, group_size=4, num_ctas=8
+        ),
+        CPU,
+    )
     attention = DeviceAttention(emulated, case.attention(kernel="hopper", variant=ALIBI), "hopper", 0, ALIBI)
     check(case, attention, slopes_of("model", 8))
     assert attention.schedule().uses_queue
@@ -88,21 +134,47 @@ def test_pairs_from_the_work_queue(emulated: Path) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> None:
-    """Logits of tens: those of earlier tokens exceed the nearest ones' by far, above all where a row has seen but one token."""
+    """Logits of tens: those of earlier tokens exceed the nearest ones' by far, above all where a row has seen
+    but one token.
+    """
     for number, (dtype, head_dim) in enumerate(FORMS):
         for name in ("model", "none", "falling"):
-            spec = cases.Spec((200, 2), (400, 600), num_kv_heads=1, group_size=2, head_dim=head_dim, dtype=dtype, sm_scale=10 / head_dim**0.5, num_ctas=2)
+            spec = cases.Spec(
+                (200, 2),
+                (400, 600),
+                num_kv_heads=1,
+                group_size=2,
+                head_dim=head_dim,
+                dtype=dtype,
+                sm_scale=10 / head_dim**0.5,
+                num_ctas=2,
+            )
             case = case_tensors.build(spec.with_(seed=number), CPU)
-            attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=ALIBI), kernel, number, ALIBI)
+            attention = DeviceAttention(
+                emulated, case.attention(kernel=kernel, variant=ALIBI), kernel, number, ALIBI
+            )
             check(case, attention, slopes_of(name, 2) / 8)
 
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_token_of_large_scores(emulated: Path, kernel: str, first: bool) -> None:
-    """The first token, as models have it, whose scores the bias makes small, or the last one. The others must not vanish beside it in float16."""
+    """The first token, as models have it, whose scores the bias makes small, or the last one.
+
+    The others must not vanish beside it in float16.
+    """
     for number, (dtype, head_dim) in enumerate(FORMS):
-        spec = cases.Spec((150,), (500,), num_kv_heads=1, group_size=2, head_dim=head_dim, dtype=dtype, num_ctas=1, causal=first, seed=number)
+        spec = cases.Spec(
+            (150,),
+            (500,),
+            num_kv_heads=1,
+            group_size=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=1,
+            causal=first,
+            seed=number,
+        )
         case = case_tensors.build(spec, CPU)
         token = case.slots[0][0 if first else -1]
         mean = case.q[: case.rows].double().mean((0, 1))
@@ -111,25 +183,46 @@ def test_a_token_of_large_scores(emulated: Path, kernel: str, first: bool) -> No
         case.q[: case.rows] = mean.to(dtype) + case.q[: case.rows] / 16
         case.k_slots[token, 0] = row
         case.kv.k[token // spec.page_size, token % spec.page_size, 0] = row
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=ALIBI), kernel, number, ALIBI)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel=kernel, variant=ALIBI), kernel, number, ALIBI
+        )
         check(case, attention, torch.tensor([1.0, 0.15]))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_far_from_all_that_they_see(emulated: Path, kernel: str, causal: bool) -> None:
-    """Biases of a hundred thousand, where a float32 has no more than seven bits after the point, and slopes that are no powers of 2. Hopper's row tiles of 32
-    rows and more do not round there."""
+    """Biases of a hundred thousand, where a float32 has no more than seven bits after the point, and slopes
+    that are no powers of 2. Hopper's row tiles of 32 rows and more do not round there.
+    """
     for number, (dtype, head_dim) in enumerate(FORMS):
         generator = torch.Generator().manual_seed(number)
         rows, tokens = (3, 100)[number], 386  # two in the last KV tile: those of the one before count, too
-        q, k, v = (torch.randn(n, heads, head_dim, generator=generator).to(dtype) for n, heads in ((rows, 2), (tokens, 1), (tokens, 1)))
+        q, k, v = (
+            torch.randn(n, heads, head_dim, generator=generator).to(dtype)
+            for n, heads in ((rows, 2), (tokens, 1), (tokens, 1))
+        )
         positions = torch.arange(FAR - rows + 1, FAR + 1, dtype=torch.int32)
         view = BSRView(
-            torch.tensor([0, rows], dtype=torch.int32), PageTable.ragged(torch.tensor([0, tokens], dtype=torch.int32)), causal=False, positions=positions
+            torch.tensor([0, rows], dtype=torch.int32),
+            PageTable.ragged(torch.tensor([0, tokens], dtype=torch.int32)),
+            causal=False,
+            positions=positions,
         )
         variant = ALIBI & builtin.causal() if causal else ALIBI
-        made = Attention(2, 1, head_dim, dtype=dtype, device="cpu", max_rows=rows, max_batch=1, variant=ALIBI, kernel=kernel, num_ctas=2, max_levels=2)
+        made = Attention(
+            2,
+            1,
+            head_dim,
+            dtype=dtype,
+            device="cpu",
+            max_rows=rows,
+            max_batch=1,
+            variant=ALIBI,
+            kernel=kernel,
+            num_ctas=2,
+            max_levels=2,
+        )
         attention = DeviceAttention(emulated, made, kernel, number, variant)
         attention.plan(view)
         for slopes in (torch.tensor([0.9171, 0.7333]), torch.tensor([1.0, -0.4141])):
@@ -137,10 +230,16 @@ def test_rows_far_from_all_that_they_see(emulated: Path, kernel: str, causal: bo
             out = attention.run(q, KVCache(k[:, None], v[:, None]), lse=lse, variant_args={"slopes": slopes})
             # The oracle's rows stand at the end of the tokens: `behind` tokens nearer.
             behind = FAR + 1 - tokens
-            far = oracle.Variant(logits=lambda logits, at, s=slopes, b=behind: logits + s[at.head].double() * (at.token - at.position - b))
+            far = oracle.Variant(
+                logits=lambda logits, at, s=slopes, b=behind: (
+                    logits + s[at.head].double() * (at.token - at.position - b)
+                )
+            )
             o, expected = oracle.attention(q, k, v, causal=False, variant=far)
             is_rounded = kernel == "generic" or rows < 16
-            assert float((out.double() - o).norm() / o.norm()) <= (1e-2 if is_rounded else cases.TOLERANCE[dtype])
+            assert float((out.double() - o).norm() / o.norm()) <= (
+                1e-2 if is_rounded else cases.TOLERANCE[dtype]
+            )
             torch.testing.assert_close(lse.double(), expected, rtol=2e-7, atol=1e-3)
 
 
@@ -148,9 +247,20 @@ def test_rows_far_from_all_that_they_see(emulated: Path, kernel: str, causal: bo
 def test_rows_at_the_end_of_many_tokens(emulated: Path, kernel: str) -> None:
     """Steep slopes: what lies far from a row has no weight, in whatever part of the tokens it lies."""
     for number, (dtype, head_dim) in enumerate(FORMS):
-        spec = cases.Spec((1, 33), (9000, 5000), num_kv_heads=1, group_size=2, head_dim=head_dim, dtype=dtype, num_ctas=4, seed=number)
+        spec = cases.Spec(
+            (1, 33),
+            (9000, 5000),
+            num_kv_heads=1,
+            group_size=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=4,
+            seed=number,
+        )
         case = case_tensors.build(spec, CPU)
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=ALIBI), kernel, number, ALIBI)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel=kernel, variant=ALIBI), kernel, number, ALIBI
+        )
         check(case, attention, torch.tensor([1.0, 0.01]))
 
 
@@ -161,9 +271,19 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
     for seed in range(4):
         rng = numpy.random.default_rng([seed, 51])
         dtype, head_dim = FORMS[seed % 2]
-        shape = Shape(num_kv_heads=2, group_size=2, page_size=16, head_dim=head_dim, dtype=dtype, num_ctas=7, logits_soft_cap=0.0)
+        shape = Shape(
+            num_kv_heads=2,
+            group_size=2,
+            page_size=16,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=7,
+            logits_soft_cap=0.0,
+        )
         slopes = slopes_of(("model", "steep", "both", "falling")[seed], 4)
-        problem, links = run_forest(emulated, kernel, rng, shape, seed, options, ALIBI, variant_args={"slopes": slopes})
+        problem, links = run_forest(
+            emulated, kernel, rng, shape, seed, options, ALIBI, variant_args={"slopes": slopes}
+        )
         problem.check(problem.expected(variant=biased(slopes)))
         merged += links
     assert merged > 0
@@ -171,9 +291,13 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
 
 def test_bits_of_a_row_do_not_depend_on_others(emulated: Path) -> None:
     """Whether others find larger scores later, or see nothing."""
-    spec = cases.Spec((64, 70), (400, 320), num_kv_heads=1, group_size=1, dtype=torch.float16, sm_scale=1.0, num_ctas=2)
+    spec = cases.Spec(
+        (64, 70), (400, 320), num_kv_heads=1, group_size=1, dtype=torch.float16, sm_scale=1.0, num_ctas=2
+    )
     case = case_tensors.build(spec, CPU)
-    attention = DeviceAttention(emulated, case.attention(kernel="hopper", variant=ALIBI, batch_invariant=True), "hopper", 0, ALIBI)
+    attention = DeviceAttention(
+        emulated, case.attention(kernel="hopper", variant=ALIBI, batch_invariant=True), "hopper", 0, ALIBI
+    )
     attention.plan(case.view)
     first = attention.run(case.q, case.kv, variant_args={"slopes": torch.tensor([0.05])}).clone()
     for changed in range(0, 64, 9):
@@ -189,29 +313,52 @@ def test_beside_a_mask_with_holes(emulated: Path, kernel: str) -> None:
     """KV tiles are listed, and some are skipped; the nearest tokens may be hidden."""
     variant = ALIBI & builtin.document()
     for number, page_size in enumerate((16, 3)):
-        spec = cases.Spec((1, 150, 3, 20), (1400, 700, 900, 300), group_size=3, num_ctas=5, page_size=page_size, causal=False, seed=number)
+        spec = cases.Spec(
+            (1, 150, 3, 20),
+            (1400, 700, 900, 300),
+            group_size=3,
+            num_ctas=5,
+            page_size=page_size,
+            causal=False,
+            seed=number,
+        )
         case = case_tensors.build(spec, CPU)
-        ids = torch.randint(4, (4, 8), generator=torch.Generator().manual_seed(number), dtype=torch.int32).repeat_interleave(200, dim=1)
+        ids = torch.randint(
+            4, (4, 8), generator=torch.Generator().manual_seed(number), dtype=torch.int32
+        ).repeat_interleave(200, dim=1)
         slopes = slopes_of("model", 6) / 4
-        seen = replace(biased(slopes), mask=lambda at, ids=ids: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token])
-        attention = DeviceAttention(emulated, case.attention(kernel=kernel, variant=variant), kernel, number, variant)
+        seen = replace(
+            biased(slopes),
+            mask=lambda at, ids=ids: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token],
+        )
+        attention = DeviceAttention(
+            emulated, case.attention(kernel=kernel, variant=variant), kernel, number, variant
+        )
         check(case, attention, slopes, seen, document_ids=ids)
 
 
 TRANSFORMED = {
     "keys": ALIBI & builtin.rope(builtin.rope_frequencies(64)),
-    "logits": ALIBI & Variant.from_source("float logits(float logit, const ScoreRow&, int32_t) const { return logit * 0.5f; }", name="halved"),
+    "logits": ALIBI
+    & Variant.from_source(
+        "float logits(float logit, const ScoreRow&, int32_t) const { return logit * 0.5f; }", name="halved"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_beside_other_hooks(emulated: Path, name: str) -> None:
-    """Keys are transformed tile by tile, also from the last to the first. Logits that others change, too, are not a bias alone."""
+    """Keys are transformed tile by tile, also from the last to the first.
+
+    Logits that others change, too, are not a bias alone.
+    """
     variant = TRANSFORMED[name]
     assert variant.has_bias_slope == (name == "keys")
     spec = cases.Spec((150, 3), (600, 290), num_kv_heads=1, group_size=2, num_ctas=2, aligned=True)
     case = case_tensors.build(spec, CPU)
     slopes = slopes_of("model", 2)
-    attention = DeviceAttention(emulated, case.attention(kernel="hopper", cascade=False, variant=variant), "hopper", 0, variant)
+    attention = DeviceAttention(
+        emulated, case.attention(kernel="hopper", cascade=False, variant=variant), "hopper", 0, variant
+    )
     halved = oracle.Variant(logits=lambda logits, at: biased(slopes).logits(logits, at) / 2)
     check(case, attention, slopes, by_reference(variant, {"slopes": slopes}) if name == "keys" else halved)

@@ -1,4 +1,7 @@
-"""The CPU executor with each instruction set that the machine has, on the same random cases. (The set is chosen once a process.)"""
+"""The CPU executor with each instruction set that the machine has, on the same random cases.
+
+(The set is chosen once a process.)
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,19 @@ for seed in range(int(sys.argv[2]), int(sys.argv[3])):
 
 def test_the_best_set_is_what_the_operating_system_says() -> None:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
+    lines = (
+        [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
+        if cpuinfo.exists()
+        else []
+    )
     if not lines or cpu_isa.COMPILER is None:
         pytest.skip("needs g++ and the flags of an x86-64 processor")
     flags = set(lines[0].split())
-    needed = {"avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "amx": {"avx512_bf16", "amx_bf16", "amx_tile"}}
+    needed = {
+        "avx2": {"avx2", "fma", "f16c"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "amx": {"avx512_bf16", "amx_bf16", "amx_tile"},
+    }
     best = "baseline"
     for isa, its_flags in needed.items():
         if not its_flags <= flags:
@@ -71,7 +82,13 @@ for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for 
     problem.case.run(attention, out=problem.case.out, lse=problem.case.lse)
     problem.check(problem.case.out, problem.case.lse)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(TESTS)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(TESTS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -92,7 +109,13 @@ for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128) for t in 
     case.run(attention, out=case.out, lse=case.lse)
     mixed_cases.check(case, case.out, case.lse)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(TESTS)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(TESTS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -116,5 +139,11 @@ for head_dim in range(8, 257, 8):
         case.run(attention, out=case.out, lse=case.lse)
         case_tensors.check(case, case.out, case.lse)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(TESTS)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(TESTS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,7 +10,16 @@ import emulation
 import numpy
 import pytest
 import torch
-from append_problems import HEADS, Problem, check, empty_cache, expected, frequencies, large_positions, random_problem
+from append_problems import (
+    HEADS,
+    Problem,
+    check,
+    empty_cache,
+    expected,
+    frequencies,
+    large_positions,
+    random_problem,
+)
 from device_attention import KvScale, KvScales
 from float8_cases import DTYPES
 from host_planner import COMPILER, ROOT
@@ -29,7 +38,10 @@ class _HeadRows(ctypes.Structure):
 
 
 class _KvTensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
+    )
 
 
 class _IndexArray(ctypes.Structure):
@@ -52,7 +64,10 @@ class _UnalignedParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
         *((name, ctypes.c_int32) for name in ("rotary", "is_interleaved", "rotary_dim", "num_positions")),
         *((name, ctypes.c_float) for name in ("norm_eps", "norm_offset")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_pages", "num_qo_heads", "num_kv_heads", "head_dim")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("num_tokens", "num_pages", "num_qo_heads", "num_kv_heads", "head_dim")
+        ),
         ("page_size", _FastDivisor),
     )
 
@@ -69,7 +84,15 @@ class _QkvParams(_UnalignedParams):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     path, tests = tmp_path_factory.mktemp("append_qkv") / "libappend.so", ROOT / "tests" / "csrc"
-    options = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", "-fPIC", "-shared", f"-I{tests / 'emulated'}", f"-I{ROOT / 'csrc'}"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-Wno-unknown-pragmas",
+        "-fPIC",
+        "-shared",
+        f"-I{tests / 'emulated'}",
+        f"-I{ROOT / 'csrc'}",
+    ]
     sources = [tests / "device_append.cpp", tests / "emulated" / "cuda_emulation.cpp"]
     subprocess.run([str(COMPILER), *options, *map(str, sources), "-o", str(path)], check=True)
     loaded = ctypes.CDLL(str(path))
@@ -91,16 +114,31 @@ def _indices(tensor: Tensor) -> _IndexArray:
 
 def _params(problem: Problem) -> _QkvParams:
     params = _QkvParams(
-        q=_rows(problem.q), k=_rows(problem.k), v=_rows(problem.v), q_out=_rows(problem.written_q), k_cache=_cache(problem.kv.k), v_cache=_cache(problem.kv.v),
-        slots=_indices(problem.slots), norm_eps=problem.norm_eps, norm_offset=problem.norm_offset, num_tokens=len(problem.slots),
-        num_pages=problem.kv.num_pages, num_qo_heads=problem.num_qo_heads, num_kv_heads=HEADS, head_dim=problem.kv.head_dim,
-    )  # fmt: skip
+        q=_rows(problem.q),
+        k=_rows(problem.k),
+        v=_rows(problem.v),
+        q_out=_rows(problem.written_q),
+        k_cache=_cache(problem.kv.k),
+        v_cache=_cache(problem.kv.v),
+        slots=_indices(problem.slots),
+        norm_eps=problem.norm_eps,
+        norm_offset=problem.norm_offset,
+        num_tokens=len(problem.slots),
+        num_pages=problem.kv.num_pages,
+        num_qo_heads=problem.num_qo_heads,
+        num_kv_heads=HEADS,
+        head_dim=problem.kv.head_dim,
+    )
     for name in ("q_norm", "k_norm"):
         weight = getattr(problem, name)
         setattr(params, name, None if weight is None else weight.data_ptr())
     if problem.rotary is not None:
         table = problem.rotary.table
-        params.positions, params.table, params.is_interleaved = _indices(problem.positions), table.data_ptr(), problem.rotary.interleaved
+        params.positions, params.table, params.is_interleaved = (
+            _indices(problem.positions),
+            table.data_ptr(),
+            problem.rotary.interleaved,
+        )
         if table.ndim == 1:
             params.rotary, params.rotary_dim = 1, 2 * len(table)
         else:
@@ -114,25 +152,46 @@ def _params(problem: Problem) -> _QkvParams:
 def test_random_cases(library: ctypes.CDLL, block: int) -> None:
     for seed in range(10 * block, 10 * (block + 1)):
         problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
-        library.device_append_qkv(ctypes.byref(_params(problem)), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16)
+        library.device_append_qkv(
+            ctypes.byref(_params(problem)), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
+        )
         problem.check()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("norms", [(), ("q_norm",), ("k_norm",), ("q_norm", "k_norm")], ids=lambda names: "+".join(names) or "no norm")
+@pytest.mark.parametrize(
+    "norms",
+    [(), ("q_norm",), ("k_norm",), ("q_norm", "k_norm")],
+    ids=lambda names: "+".join(names) or "no norm",
+)
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_aligned_heads(library: ctypes.CDLL, interleaved: bool, norms: tuple[str, ...]) -> None:
-    """What models have: the kernels that move 16 bytes at a time. Numbers of heads that fill groups, and that do not."""
+    """What models have: the kernels that move 16 bytes at a time.
+
+    Numbers of heads that fill groups, and that do not.
+    """
     dtype, cpu = torch.bfloat16, torch.device("cpu")
-    for seed, (head_dim, rotary_dim, q_heads) in enumerate([(128, 128, 4), (64, 32, 5), (96, 96, 1), (256, 64, 3), (16, 16, 2)]):
+    for seed, (head_dim, rotary_dim, q_heads) in enumerate(
+        [(128, 128, 4), (64, 32, 5), (96, 96, 1), (256, 64, 3), (16, 16, 2)]
+    ):
         rng = numpy.random.default_rng([seed, interleaved, len(norms)])
         kv, storage = empty_cache("tensor", "NHD", 5, 16, head_dim, dtype, cpu)
         angles = torch.arange(50)[:, None] * frequencies(rotary_dim)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1).to([dtype, torch.float32][seed % 2])
         problem = Problem(
-            torch.randn(9, q_heads + 2 * HEADS, head_dim).to(dtype), q_heads, kv, storage, torch.from_numpy(rng.permutation(80)[:7] - 5),
-            torch.from_numpy(rng.integers(0, 60, 7)), Rotary(table, interleaved), None, None, norm_eps=1e-5, norm_offset=float(seed % 2), out=None,
-        )  # fmt: skip
+            torch.randn(9, q_heads + 2 * HEADS, head_dim).to(dtype),
+            q_heads,
+            kv,
+            storage,
+            torch.from_numpy(rng.permutation(80)[:7] - 5),
+            torch.from_numpy(rng.integers(0, 60, 7)),
+            Rotary(table, interleaved),
+            None,
+            None,
+            norm_eps=1e-5,
+            norm_offset=float(seed % 2),
+            out=None,
+        )
         for name in norms:
             setattr(problem, name, torch.randn(head_dim).to(dtype))
         kernel = library.device_append_qkv(ctypes.byref(_params(problem)), kv.page_size, True)
@@ -148,7 +207,20 @@ def test_angles_of_large_positions(library: ctypes.CDLL) -> None:
         kv, storage = empty_cache("pair", "NHD", 1, tokens, 64, torch.float16, torch.device("cpu"))
         qkv = torch.randn(tokens, 2 + 2 * HEADS, 64, generator=torch.Generator().manual_seed(1)).half()
         rotary = Rotary(frequencies(64), interleaved)
-        problem = Problem(qkv, 2, kv, storage, torch.arange(tokens), positions, rotary, None, None, norm_eps=1e-5, norm_offset=0.0, out=None)
+        problem = Problem(
+            qkv,
+            2,
+            kv,
+            storage,
+            torch.arange(tokens),
+            positions,
+            rotary,
+            None,
+            None,
+            norm_eps=1e-5,
+            norm_offset=0.0,
+            out=None,
+        )
         library.device_append_qkv(ctypes.byref(_params(problem)), kv.page_size, False)
         problem.check()
 
@@ -156,7 +228,9 @@ def test_angles_of_large_positions(library: ctypes.CDLL) -> None:
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def test_latents_with_scales_of_their_own(tmp_path: Path) -> None:
     """append_latent: the same bytes as on a CPU."""
-    library = emulation.build(tmp_path, "append_latent", emulation.TESTS / "device_append_latent.cpp", options=["-O1"])
+    library = emulation.build(
+        tmp_path, "append_latent", emulation.TESTS / "device_append_latent.cpp", options=["-O1"]
+    )
     generator = torch.Generator().manual_seed(1)
     projection = (torch.randn(9, 512 + 64 + 8, generator=generator) * torch.logspace(-9, 4, 584)).bfloat16()
     latent, rope = projection[:, :512], projection[:, 520:]
@@ -174,7 +248,11 @@ def test_latents_with_scales_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scales", [(0.5, torch.tensor([0.125, 3.0, 0.7])), (1e30, torch.tensor([1e-30, 1e-38, 1e38]))], ids=["ordinary", "extreme"])
+@pytest.mark.parametrize(
+    "scales",
+    [(0.5, torch.tensor([0.125, 3.0, 0.7])), (1e30, torch.tensor([1e-30, 1e-38, 1e38]))],
+    ids=["ordinary", "extreme"],
+)
 def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], dtype: torch.dtype) -> None:
     """The same bytes as on a CPU, aligned and not."""
     for seed in range(12):
@@ -182,26 +260,40 @@ def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], 
         problem.rotary = problem.q_norm = problem.k_norm = None
         problem.qkv.mul_(torch.logspace(-4, 4, len(problem.qkv))[:, None, None])
         problem.qkv[::2, :, ::3] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])[seed % 4]
-        written = [KVCache.from_pair(*(torch.zeros(problem.kv.k.shape).to(dtype) for _ in range(2)), k_scale=scales[0], v_scale=scales[1]) for _ in range(2)]
+        written = [
+            KVCache.from_pair(
+                *(torch.zeros(problem.kv.k.shape).to(dtype) for _ in range(2)),
+                k_scale=scales[0],
+                v_scale=scales[1],
+            )
+            for _ in range(2)
+        ]
         append_kv(problem.k, problem.v, written[0], problem.slots)
         params = _params(problem)
         params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
         element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
         params.scales = KvScales(KvScale.of(scales[0]), KvScale.of(scales[1]), element)
-        library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16)
+        library.device_append_qkv(
+            ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
+        )
         for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
             assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
-def test_caches_of_the_other_16_bit_type(library: ctypes.CDLL, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_caches_of_the_other_16_bit_type(
+    library: ctypes.CDLL, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
     """K normalised and rotated; V, with numbers beyond float16, the same bits as on a CPU."""
     for seed in range(16):
         problem = random_problem(seed, dtypes[0], torch.device("cpu"))
         problem.v.mul_(torch.logspace(-9, 7, len(problem.qkv))[:, None, None])
         problem.before = problem.qkv.clone()
-        written = [KVCache.from_pair(*(torch.zeros(problem.kv.k.shape, dtype=dtypes[1]) for _ in range(2))) for _ in range(2)]
+        written = [
+            KVCache.from_pair(*(torch.zeros(problem.kv.k.shape, dtype=dtypes[1]) for _ in range(2)))
+            for _ in range(2)
+        ]
         append_kv(problem.k, problem.v, written[0], problem.slots)
         params = _params(problem)
         params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
@@ -209,9 +301,24 @@ def test_caches_of_the_other_16_bit_type(library: ctypes.CDLL, dtypes: tuple[tor
         params.scales = KvScales(KvScale.of(None), KvScale.of(None), element)
         library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, dtypes[0] == torch.bfloat16)
         assert torch.equal(written[0].v, written[1].v)
-        tokens, q_heads, norm = len(problem.slots), problem.num_qo_heads, (problem.norm_eps, problem.norm_offset)
-        check(problem.written_q[:tokens], expected(problem.before[:tokens, :q_heads], problem.positions, problem.rotary, problem.q_norm, *norm))
-        k = expected(problem.before[:tokens, q_heads : q_heads + HEADS], problem.positions, problem.rotary, problem.k_norm, *norm)
+        tokens, q_heads, norm = (
+            len(problem.slots),
+            problem.num_qo_heads,
+            (problem.norm_eps, problem.norm_offset),
+        )
+        check(
+            problem.written_q[:tokens],
+            expected(
+                problem.before[:tokens, :q_heads], problem.positions, problem.rotary, problem.q_norm, *norm
+            ),
+        )
+        k = expected(
+            problem.before[:tokens, q_heads : q_heads + HEADS],
+            problem.positions,
+            problem.rotary,
+            problem.k_norm,
+            *norm,
+        )
         for i, slot in enumerate(problem.slots.tolist()):
             if 0 <= slot < problem.kv.num_pages * problem.kv.page_size:
                 check(written[1].k[divmod(slot, problem.kv.page_size)], k[i])
@@ -221,19 +328,38 @@ def test_caches_of_the_other_16_bit_type(library: ctypes.CDLL, dtypes: tuple[tor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> None:
-    """K and V without Q, norm and RoPE, aligned: the same bytes as on a CPU, and those of other slots as they were."""
-    for seed, (heads, element) in enumerate([(1, torch.bfloat16), (2, torch.float16), (8, torch.bfloat16), (17, torch.float16)]):
+    """K and V without Q, norm and RoPE, aligned: the same bytes as on a CPU, and those of other slots as they
+    were.
+    """
+    for seed, (heads, element) in enumerate(
+        [(1, torch.bfloat16), (2, torch.float16), (8, torch.bfloat16), (17, torch.float16)]
+    ):
         qkv = (torch.randn(7, 2 * heads, head_dim) * torch.logspace(-4, 4, 7)[:, None, None]).to(element)
         k, v = qkv[:, :heads], qkv[:, heads:]
         slots = torch.tensor([3, -1, 79, 80, 16, 31, 0], dtype=[torch.int32, torch.int64][seed % 2])
         k_scale, v_scale = torch.rand(heads) + 0.1, 0.37
         shape = (5, heads, 16, head_dim)
-        written = [KVCache.from_pair(*(torch.full(shape, 7.0).to(dtype) for _ in range(2)), layout="HND", k_scale=k_scale, v_scale=v_scale) for _ in range(2)]
+        written = [
+            KVCache.from_pair(
+                *(torch.full(shape, 7.0).to(dtype) for _ in range(2)),
+                layout="HND",
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+            for _ in range(2)
+        ]
         append_kv(k, v, written[0], slots)
         params = _QkvParams(
-            k=_rows(k), v=_rows(v), k_cache=_cache(written[1].k), v_cache=_cache(written[1].v), slots=_indices(slots), num_tokens=len(slots), num_pages=5,
-            num_kv_heads=heads, head_dim=head_dim,
-        )  # fmt: skip
+            k=_rows(k),
+            v=_rows(v),
+            k_cache=_cache(written[1].k),
+            v_cache=_cache(written[1].v),
+            slots=_indices(slots),
+            num_tokens=len(slots),
+            num_pages=5,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+        )
         number = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
         params.scales = KvScales(KvScale.of(k_scale), KvScale.of(v_scale), number)
         assert library.device_append_qkv(ctypes.byref(params), 16, element == torch.bfloat16) == ROUNDED
@@ -247,15 +373,31 @@ def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype)
 def test_rotated_and_rounded(library: ctypes.CDLL, interleaved: bool, dtype: torch.dtype) -> None:
     """K without Q, with V and without, aligned and not: rotated in float32, then rounded once."""
     slots, positions = torch.tensor([3, -1, 79, 80, 16, 31, 0]), torch.tensor([0, 5, 49, 7, 31, 2, 90])
-    for seed, (head_dim, heads, has_v, offset) in enumerate([(64, 2, True, 0), (128, 5, False, 0), (64, 3, False, 1), (256, 1, True, 1)]):
+    for seed, (head_dim, heads, has_v, offset) in enumerate(
+        [(64, 2, True, 0), (128, 5, False, 0), (64, 3, False, 1), (256, 1, True, 1)]
+    ):
         angles = torch.arange(50)[:, None] * frequencies(head_dim)
         rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), interleaved)
-        k, v = torch.randn(2, 7, heads, head_dim + offset, generator=torch.Generator().manual_seed(seed)).half()[..., offset:]
+        k, v = torch.randn(
+            2, 7, heads, head_dim + offset, generator=torch.Generator().manual_seed(seed)
+        ).half()[..., offset:]
         kv = KVCache.from_pair(*(torch.full((5, 16, heads, head_dim), 7.0).to(dtype) for _ in range(2)))
         params = _QkvParams(
-            k=_rows(k), k_cache=_cache(kv.k), slots=_indices(slots), positions=_indices(positions), table=rotary.table.data_ptr(), table_stride=head_dim,
-            rotary=3, is_interleaved=interleaved, rotary_dim=head_dim, num_positions=50, num_tokens=7, num_pages=5, num_kv_heads=heads, head_dim=head_dim,
-        )  # fmt: skip
+            k=_rows(k),
+            k_cache=_cache(kv.k),
+            slots=_indices(slots),
+            positions=_indices(positions),
+            table=rotary.table.data_ptr(),
+            table_stride=head_dim,
+            rotary=3,
+            is_interleaved=interleaved,
+            rotary_dim=head_dim,
+            num_positions=50,
+            num_tokens=7,
+            num_pages=5,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+        )
         if has_v:
             params.v, params.v_cache = _rows(v), _cache(kv.v)
         element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
@@ -263,8 +405,14 @@ def test_rotated_and_rounded(library: ctypes.CDLL, interleaved: bool, dtype: tor
         assert (library.device_append_qkv(ctypes.byref(params), 16, False) == PLAIN) == (offset == 0)
         is_written = (slots >= 0) & (slots < 80)
         exact = expected(k, positions, rotary, None, 0.0, 0.0)[is_written]
-        step = exact.abs().clamp(min=torch.finfo(dtype).smallest_normal).log2().floor().exp2() * torch.finfo(dtype).eps
+        step = (
+            exact.abs().clamp(min=torch.finfo(dtype).smallest_normal).log2().floor().exp2()
+            * torch.finfo(dtype).eps
+        )
         found_k, found_v = (part.view(-1, heads, head_dim).float() for part in (kv.k, kv.v))
         assert ((found_k[slots[is_written]].double() - exact).abs() <= 0.5 * step + 2e-6).all()
         assert (found_k.sum(-1) == 7.0 * head_dim).sum() == (80 - 5) * heads
-        assert torch.equal(found_v[slots[is_written]], v[is_written].to(dtype).float() if has_v else torch.full_like(exact, 7.0).float())
+        assert torch.equal(
+            found_v[slots[is_written]],
+            v[is_written].to(dtype).float() if has_v else torch.full_like(exact, 7.0).float(),
+        )

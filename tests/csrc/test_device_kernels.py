@@ -1,4 +1,7 @@
-"""Append and sampling on a GPU, without one: the kernels of tests/csrc/device_kernels.cpp, on fibers. What is emulated is CUDA; the kernels are their own."""
+"""Append and sampling on a GPU, without one: the kernels of tests/csrc/device_kernels.cpp, on fibers.
+
+What is emulated is CUDA; the kernels are their own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ import pytest
 import torch
 from device_kernels import DeviceSampling
 from sampling_oracle import bits
-from sampling_problems import ROW_KINDS, TOP_P_KINDS, draw_settings, random_logits, random_settings, row_about_its_threshold, rows_of
+from sampling_problems import (
+    ROW_KINDS,
+    TOP_P_KINDS,
+    draw_settings,
+    random_logits,
+    random_settings,
+    row_about_its_threshold,
+    rows_of,
+)
 
 from attn_backend import (
     Samples,
@@ -38,34 +49,48 @@ def library(emulated: Path) -> ctypes.CDLL:
     return device_kernels.build(emulated)
 
 
-def strided(rng: numpy.random.Generator, dtype: torch.dtype, aligned: bool, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A part of a larger tensor of random numbers, with its dimensions in any order but for the last, and the larger one. `aligned`: rows are whole chunks of
-    16 bytes."""
+def strided(
+    rng: numpy.random.Generator, dtype: torch.dtype, aligned: bool, *shape: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A part of a larger tensor of random numbers, with its dimensions in any order but for the last, and the
+    larger one. `aligned`: rows are whole chunks of 16 bytes.
+    """
     step = 16 // dtype.itemsize if aligned else 1
     outer = len(shape) - 1
     before = [*rng.integers(0, 2, outer).tolist(), step * int(rng.integers(0, 2))]
     sizes = [b + size + int(rng.integers(0, 2)) for b, size in zip(before[:-1], shape, strict=False)]
     order = rng.permutation(outer).tolist()
     columns = before[-1] + shape[-1]
-    room = torch.from_numpy(rng.integers(0, 100, [*(sizes[dim] for dim in order), -(-columns // step) * step])).to(dtype)
+    room = torch.from_numpy(
+        rng.integers(0, 100, [*(sizes[dim] for dim in order), -(-columns // step) * step])
+    ).to(dtype)
     whole = room.permute([*(order.index(dim) for dim in range(outer)), outer])
     return whole[tuple(slice(b, b + size) for b, size in zip(before, shape, strict=True))], room
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
 def test_append(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """K and V in any way in larger tensors, of which nothing else is written; chunks of 16 bytes where all rows allow it."""
+    """K and V in any way in larger tensors, of which nothing else is written; chunks of 16 bytes where all
+    rows allow it.
+    """
     for seed in range(60):
         rng = numpy.random.default_rng([seed, 42])
         tokens, heads, pages, page_size = (int(rng.integers(1, most)) for most in (30, 4, 9, 18))
         aligned = seed % 2 == 1
         head_dim = int(rng.choice([16, 64, 128] if aligned else [1, 5, 33, 64]))
-        (k, _), (v, _) = (strided(rng, dtype, aligned, tokens + extra, heads, head_dim) for extra in (seed % 3, seed % 2))
-        (k_cache, k_room), (v_cache, v_room) = (strided(rng, dtype, aligned, pages, page_size, heads, head_dim) for _ in range(2))
-        slots = torch.from_numpy(rng.permutation(pages * page_size + tokens)[:tokens] - tokens // 2)  # some negative, some beyond the cache
+        (k, _), (v, _) = (
+            strided(rng, dtype, aligned, tokens + extra, heads, head_dim) for extra in (seed % 3, seed % 2)
+        )
+        (k_cache, k_room), (v_cache, v_room) = (
+            strided(rng, dtype, aligned, pages, page_size, heads, head_dim) for _ in range(2)
+        )
+        # some negative, some beyond the cache
+        slots = torch.from_numpy(rng.permutation(pages * page_size + tokens)[:tokens] - tokens // 2)
         slots = slots.to([torch.int32, torch.int64][seed // 2 % 2])
         before = k_room.clone(), v_room.clone()
-        device_kernels.append_kv(library, k, v, k_cache, v_cache, slots, blocks=int(rng.integers(1, 2 * tokens + 1)))
+        device_kernels.append_kv(
+            library, k, v, k_cache, v_cache, slots, blocks=int(rng.integers(1, 2 * tokens + 1))
+        )
         got = k_room.clone(), v_room.clone()
         for room, was, cache, source in ((k_room, before[0], k_cache, k), (v_room, before[1], v_cache, v)):
             room.copy_(was)
@@ -87,7 +112,9 @@ def assert_same(got: Samples, expected: Samples) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, masked: bool) -> None:
-    """The CPU's tokens, whatever the number of CTAs: each token's own random bits, its bit of the mask, the end of the row."""
+    """The CPU's tokens, whatever the number of CTAs: each token's own random bits, its bit of the mask, the
+    end of the row.
+    """
     workspace, sampling = torch.zeros(4096, dtype=torch.int64), DeviceSampling(library)
     for number, vocab in enumerate((1, 31, 33, 512, 700, 3000, 9000)):
         generator = torch.Generator().manual_seed(vocab)
@@ -102,21 +129,32 @@ def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, mask
         if masked:
             allowed = torch.rand(batch, vocab, generator=generator) < 0.6
             allowed[3] = False
-            words = torch.randint(-(2**31), 2**31 - 1, (batch, (vocab + 31) // 32 + 2), dtype=torch.int32, generator=generator)
+            words = torch.randint(
+                -(2**31), 2**31 - 1, (batch, (vocab + 31) // 32 + 2), dtype=torch.int32, generator=generator
+            )
             words[:, :-2] = bits(allowed)
             mask = words[:, :-1]
         seed = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
         position = torch.randint(0, 2**62, (batch,), generator=generator)
-        for temperature in (torch.tensor([1.0, 0.7, 0.0, 1.3, 0.7]), torch.tensor([0.5, 0.0, 1.0, torch.nan, 0.0])):
+        for temperature in (
+            torch.tensor([1.0, 0.7, 0.0, 1.3, 0.7]),
+            torch.tensor([0.5, 0.0, 1.0, torch.nan, 0.0]),
+        ):
             expected = sample(logits, temperature=temperature, seed=seed, position=position, token_mask=mask)
             for ctas in (1, 2, 5):
                 given = {"temperature": temperature, "seed": seed, "position": position, "token_mask": mask}
-                assert_same(sampling.sample(logits, unfiltered=True, workspace=workspace, ctas=ctas, **given), expected)
+                assert_same(
+                    sampling.sample(logits, unfiltered=True, workspace=workspace, ctas=ctas, **given),
+                    expected,
+                )
 
 
 @pytest.mark.parametrize("poison", [0, 1, -1])
 def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> None:
-    """Some CTAs of a row start after its last one has stopped waiting. The row is marked, and no later launch accepts their messages."""
+    """Some CTAs of a row start after its last one has stopped waiting.
+
+    The row is marked, and no later launch accepts their messages.
+    """
     rng, sampling = numpy.random.default_rng(poison + 1), DeviceSampling(library)
     workspace = torch.full((4096,), poison, dtype=torch.int64)
     failures = 0
@@ -125,8 +163,11 @@ def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> No
         logits = torch.from_numpy(rng.standard_normal((batch, vocab)).astype(numpy.float32)) * 2
         given = {"seed": torch.from_numpy(rng.integers(0, 2**62, batch)), "position": 0, "temperature": 1.0}
         order = rng.permutation(ctas).tolist() if step % 2 else None
-        closed = workspace.view(torch.int32)[:batch] < 0  # by a wait that expired: senders that run before the receiver give up
-        samples = sampling.sample(logits, unfiltered=True, workspace=workspace, ctas=ctas, run_seed=step, order=order, **given)
+        # by a wait that expired: senders that run before the receiver give up
+        closed = workspace.view(torch.int32)[:batch] < 0
+        samples = sampling.sample(
+            logits, unfiltered=True, workspace=workspace, ctas=ctas, run_seed=step, order=order, **given
+        )
         expected = sample(logits, **given)
         valid = torch.ones_like(closed) if order is None else ~closed & (order[-1] == ctas - 1)
         assert torch.equal(samples.valid, valid), step
@@ -141,8 +182,14 @@ def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
     sampling = DeviceSampling(library)
     for number in range(20 * block, 20 * block + 20):
         choose, generator = random.Random(number), torch.Generator().manual_seed(number)
-        vocab, batch, ctas = choose.choice([1, 31, 512, 513, 1000, 2049, 5000, 8192, 20001]), choose.choice([1, 2]), choose.choice([1, 1, 2, 4])
-        wide = torch.zeros(batch, vocab + choose.choice([0, 3, 8]), dtype=choose.choice([torch.float32, torch.bfloat16]))
+        vocab, batch, ctas = (
+            choose.choice([1, 31, 512, 513, 1000, 2049, 5000, 8192, 20001]),
+            choose.choice([1, 2]),
+            choose.choice([1, 1, 2, 4]),
+        )
+        wide = torch.zeros(
+            batch, vocab + choose.choice([0, 3, 8]), dtype=choose.choice([torch.float32, torch.bfloat16])
+        )
         logits = wide[:, :vocab]
         logits.copy_(random_logits(choose, batch, vocab, generator))
         settings = random_settings(choose, batch, vocab, CPU)
@@ -159,16 +206,32 @@ def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
         }
         if choose.random() < 0.5:
             wanted = {}
-        assert_same(sampling.sample(logits, ctas=ctas, run_seed=number, **settings, **wanted), sample(logits, **settings, **wanted))
+        assert_same(
+            sampling.sample(logits, ctas=ctas, run_seed=number, **settings, **wanted),
+            sample(logits, **settings, **wanted),
+        )
         probs = torch.softmax(logits.float(), -1)
-        of_probs = {name: settings[name] for name in ("top_k", "top_p", "min_p", "seed", "position", "filter_order")}
-        assert_same(sampling.sample(probs, of_probs=True, ctas=ctas, **of_probs), sample_from_probs(probs, **of_probs))
+        of_probs = {
+            name: settings[name] for name in ("top_k", "top_p", "min_p", "seed", "position", "filter_order")
+        }
+        assert_same(
+            sampling.sample(probs, of_probs=True, ctas=ctas, **of_probs), sample_from_probs(probs, **of_probs)
+        )
         hot, top_k, top_p = settings["temperature"].clamp(0.1, 10), settings["top_k"], settings["top_p"]
         for got, expected in (
             (sampling.write_rows(logits, sampling.RENORM, ctas=ctas, temperature=hot), softmax(logits, hot)),
-            (sampling.write_rows(logits, sampling.MASK_LOGITS, ctas=ctas, top_k=top_k), top_k_mask_logits(logits, top_k)),
-            (sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_k=top_k), top_k_renorm_probs(probs, top_k)),
-            (sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_p=top_p), top_p_renorm_probs(probs, top_p)),
+            (
+                sampling.write_rows(logits, sampling.MASK_LOGITS, ctas=ctas, top_k=top_k),
+                top_k_mask_logits(logits, top_k),
+            ),
+            (
+                sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_k=top_k),
+                top_k_renorm_probs(probs, top_k),
+            ),
+            (
+                sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_p=top_p),
+                top_p_renorm_probs(probs, top_p),
+            ),
         ):
             torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -179,10 +242,16 @@ def test_sampling_with_top_p_in_long_rows(library: ctypes.CDLL, kind: str) -> No
     choose, generator = random.Random(kind), torch.Generator().manual_seed(TOP_P_KINDS.index(kind))
     for vocab in (16384, 33001):
         batch = 5
-        logits = row_about_its_threshold(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
+        logits = row_about_its_threshold(kind, batch, vocab, generator).to(
+            choose.choice([torch.float32, torch.bfloat16])
+        )
         settings: dict[str, Any] = {
-            "temperature": torch.tensor([choose.choice([0.6, 0.6, 1.0, 0.1, 3.0, 1e-4, 1e-7, 1e30]) for _ in range(batch)]),
-            "top_p": torch.tensor([choose.choice([0.9, 0.9, 0.95, 0.5, 0.1, 0.999, 0.9999999, 1e-6, 0.0]) for _ in range(batch)]),
+            "temperature": torch.tensor(
+                [choose.choice([0.6, 0.6, 1.0, 0.1, 3.0, 1e-4, 1e-7, 1e30]) for _ in range(batch)]
+            ),
+            "top_p": torch.tensor(
+                [choose.choice([0.9, 0.9, 0.95, 0.5, 0.1, 0.999, 0.9999999, 1e-6, 0.0]) for _ in range(batch)]
+            ),
             "seed": torch.randint(0, 2**62, (batch,), generator=generator),
         }
         if choose.random() < 0.3:
@@ -200,12 +269,18 @@ def test_sampling_of_few_survivors(library: ctypes.CDLL, kind: str) -> None:
         batch = 4
         logits = rows_of(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
         settings = draw_settings(choose, batch, vocab, generator)
-        settings["top_k"] = torch.tensor([choose.choice([1, 2, 20, 40, 50, 50, 64, 65, 100, 0, vocab]) for _ in range(batch)])
-        settings["top_p"] = torch.tensor([choose.choice([0.9, 0.9, 0.95, 0.5, 1.0, 0.0, 0.999]) for _ in range(batch)])
+        settings["top_k"] = torch.tensor(
+            [choose.choice([1, 2, 20, 40, 50, 50, 64, 65, 100, 0, vocab]) for _ in range(batch)]
+        )
+        settings["top_p"] = torch.tensor(
+            [choose.choice([0.9, 0.9, 0.95, 0.5, 1.0, 0.0, 0.999]) for _ in range(batch)]
+        )
         settings["min_p"] = torch.tensor([choose.choice([0.1, 0.01, 0.0, 0.0, 1.0]) for _ in range(batch)])
         settings["filter_order"] = choose.choice(["top_k_first", "top_k_first", "joint"])
         for ctas in (1, 4):
-            assert_same(DeviceSampling(library).sample(logits, ctas=ctas, **settings), sample(logits, **settings))
+            assert_same(
+                DeviceSampling(library).sample(logits, ctas=ctas, **settings), sample(logits, **settings)
+            )
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
@@ -220,15 +295,21 @@ def test_sampling_with_min_p_alone(library: ctypes.CDLL, kind: str) -> None:
             "seed": torch.randint(0, 2**62, (6,), generator=generator),
         }
         for ctas, wanted in ((1, {}), (4, {}), (2, {"return_logprobs": True, "num_top_logprobs": 3})):
-            assert_same(DeviceSampling(library).sample(logits, ctas=ctas, **settings, **wanted), sample(logits, **settings, **wanted))
+            assert_same(
+                DeviceSampling(library).sample(logits, ctas=ctas, **settings, **wanted),
+                sample(logits, **settings, **wanted),
+            )
 
 
 def test_most_likely_tokens_below_the_bound(library: ctypes.CDLL) -> None:
-    """More are asked for than reach the bound of pairs of lanes; the other ones are listed because min-p keeps them."""
+    """More are asked for than reach the bound of pairs of lanes; the other ones are listed because min-p
+    keeps them.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.rand(1, 20001, generator=generator) - 3
     segments, pairs = 512 * torch.arange(8)[:, None], 8 * torch.arange(16)
-    logits[0, (segments + pairs).flatten()] = 5 + torch.rand(128, generator=generator)  # one for each pair of the first CTA's lanes
+    # one for each pair of the first CTA's lanes
+    logits[0, (segments + pairs).flatten()] = 5 + torch.rand(128, generator=generator)
     logits[0, 4096 + 8 * torch.arange(100)] = 4 + torch.rand(100, generator=generator)
     settings: dict[str, Any] = {"min_p": 0.05, "seed": 5, "num_top_logprobs": 128}
     assert_same(DeviceSampling(library).sample(logits, ctas=4, **settings), sample(logits, **settings))
@@ -245,19 +326,27 @@ def test_speculative_sampling(library: ctypes.CDLL, drafts: int) -> None:
     ids = torch.randint(-1, vocab + 1, (batch, drafts), generator=generator)
     expected = chain_speculative_sampling(draft, ids, target, seed=torch.arange(batch), position=3)
     for ctas in (1, 2, 4):
-        got = DeviceSampling(library).speculate(draft, ids, target, seed=torch.arange(batch), position=3, ctas=ctas)
+        got = DeviceSampling(library).speculate(
+            draft, ids, target, seed=torch.arange(batch), position=3, ctas=ctas
+        )
         for name in vars(expected):
             assert torch.equal(getattr(got, name), getattr(expected, name)), (name, ctas)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_merge_states(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """As the CPU's loop: in vectors and one by one, with an indptr, rows that a mask leaves alone, states that have seen nothing."""
+    """As the CPU's loop: in vectors and one by one, with an indptr, rows that a mask leaves alone, states
+    that have seen nothing.
+    """
     for seed in range(24):
         rng = numpy.random.default_rng([seed, 43])
         rows, states, heads, blocks = (int(rng.integers(1, most)) for most in (6, 40, 4, 5))
         head_dim = int(rng.choice([5, 8, 64, 136]))
-        indptr = torch.from_numpy(numpy.concatenate(([0], rng.integers(0, states, rows).cumsum()))) if seed % 3 == 0 else None
+        indptr = (
+            torch.from_numpy(numpy.concatenate(([0], rng.integers(0, states, rows).cumsum())))
+            if seed % 3 == 0
+            else None
+        )
         shape = (rows, states) if indptr is None else (int(indptr[-1]),)
         o = torch.from_numpy(rng.standard_normal((*shape, heads, head_dim))).to(dtype)
         lse = torch.from_numpy(rng.standard_normal((*shape, heads)) * 4).float()
@@ -280,4 +369,5 @@ def test_probabilities_of_rows_that_are_named(library: ctypes.CDLL) -> None:
         given: dict[str, Any] = {"top_p": 0.8, "seed": 3, "position": torch.arange(6)}
         samples = sample_from_probs(probs, rows=rows, **given)
         assert_same(sampling.sample(probs, of_probs=True, rows=rows, **given), samples)
-        assert_same(samples, sample_from_probs(probs[[3, 0, 0, 2, 3, 0]], **given))  # rows that do not exist are the nearest
+        # rows that do not exist are the nearest
+        assert_same(samples, sample_from_probs(probs[[3, 0, 0, 2, 3, 0]], **given))

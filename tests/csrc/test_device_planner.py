@@ -1,4 +1,6 @@
-"""The device planner without a GPU: csrc/planner/device/plan.cu on fibers (tests/csrc/device_planner.cpp) gives the bits of the host planner."""
+"""The device planner without a GPU: csrc/planner/device/plan.cu on fibers (tests/csrc/device_planner.cpp)
+gives the bits of the host planner.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++
 # (num_kv_heads, group_size, head_dim, num_ctas)
 SHAPES = [(8, 4, 128, 264), (3, 3, 64, 132), (1, 1, 64, 1), (2, 16, 128, 700), (1, 5, 256, 7)]
 QO_INDPTR_INVALID = 1  # kQoIndptrInvalid in csrc/planner/schedule.h
-OPTIONS = {"plain": {"cascade": False}, "cascade": {"cascade": True}, "always": {"cascade": "always"}, "invariant": {"batch_invariant": True}}
+OPTIONS = {
+    "plain": {"cascade": False},
+    "cascade": {"cascade": True},
+    "always": {"cascade": "always"},
+    "invariant": {"batch_invariant": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +39,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def make_attention(shape: tuple[int, int, int, int], **options: object) -> Attention:
     num_kv_heads, group_size, head_dim, num_ctas = shape
     room = {"max_rows": batches.MAX_ROWS, "max_batch": batches.MAX_BATCH} | options
-    return Attention(num_kv_heads * group_size, num_kv_heads, head_dim, device="cpu", num_ctas=num_ctas, kernel="hopper", **room)
+    return Attention(
+        num_kv_heads * group_size,
+        num_kv_heads,
+        head_dim,
+        device="cpu",
+        num_ctas=num_ctas,
+        kernel="hopper",
+        **room,
+    )
 
 
 @pytest.mark.parametrize("valid", [True, False])
@@ -41,30 +56,49 @@ def test_random_batches(library: ctypes.CDLL, options: dict[str, object], valid:
     for seed in range(30):
         attention = make_attention(SHAPES[seed % len(SHAPES)], **options)
         view = batches.random_view(1000 + seed, "cpu", valid)
-        assert schedule_model.same(host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)), seed
+        assert schedule_model.same(
+            host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)
+        ), seed
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_requests_without_rows_have_no_row_tile_of_the_largest_kind(library: ctypes.CDLL, options: dict[str, object]) -> None:
-    """A batch invariant plan gives them that kind, as it does all requests but decodes. The Hopper kernel's producer reads the flag."""
-    for seed, qo_lens in enumerate([(0,), (0, 0, 0), (1, 0, 1), (0, 1), (1, 0, 300), (0, 300), (1, 1), (300,)]):
+def test_requests_without_rows_have_no_row_tile_of_the_largest_kind(
+    library: ctypes.CDLL, options: dict[str, object]
+) -> None:
+    """A batch invariant plan gives them that kind, as it does all requests but decodes.
+
+    The Hopper kernel's producer reads the flag.
+    """
+    for seed, qo_lens in enumerate(
+        [(0,), (0, 0, 0), (1, 0, 1), (0, 1), (1, 0, 300), (0, 300), (1, 1), (300,)]
+    ):
         attention = make_attention(SHAPES[0], **options)
         qo_indptr = torch.tensor([0, *torch.tensor(qo_lens).cumsum(0).tolist()], dtype=torch.int32)
         pages = torch.arange(len(qo_lens) * 8, dtype=torch.int32).view(len(qo_lens), 8)
-        view = BSRView(qo_indptr, PageTable.block_table(pages, torch.full((len(qo_lens),), 500, dtype=torch.int32), 64))
+        view = BSRView(
+            qo_indptr, PageTable.block_table(pages, torch.full((len(qo_lens),), 500, dtype=torch.int32), 64)
+        )
         for device_seed in (None, seed):
             planned = host_planner.plan(library, attention, view, device_seed)
-            assert planned.has_largest_tiles == bool((planned.of_tiles("kind") == planned.max_kind).any()) == (300 in qo_lens), qo_lens
+            assert (
+                planned.has_largest_tiles
+                == bool((planned.of_tiles("kind") == planned.max_kind).any())
+                == (300 in qo_lens)
+            ), qo_lens
 
 
 @pytest.mark.parametrize("cascade", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_prefix_sums_that_give_all_rows_to_many_requests(library: ctypes.CDLL, causal: bool, cascade: bool) -> None:
+def test_prefix_sums_that_give_all_rows_to_many_requests(
+    library: ctypes.CDLL, causal: bool, cascade: bool
+) -> None:
     """They fall again and again, which alone is an error, and make more row tiles than the bound knows of."""
     attention = make_attention(SHAPES[2], cascade=cascade)
     qo_indptr = torch.tensor([0, batches.MAX_ROWS] * 30 + [0], dtype=torch.int32)
     pages = torch.zeros(60, 50, dtype=torch.int32)
-    view = BSRView(qo_indptr, PageTable.block_table(pages, torch.full((60,), 3200, dtype=torch.int32), 64), causal=causal)
+    view = BSRView(
+        qo_indptr, PageTable.block_table(pages, torch.full((60,), 3200, dtype=torch.int32), 64), causal=causal
+    )
     planned = host_planner.plan(library, attention, view)
     assert planned.errors == QO_INDPTR_INVALID
     assert len(planned.tiles) == planned.max_tiles
@@ -73,7 +107,11 @@ def test_prefix_sums_that_give_all_rows_to_many_requests(library: ctypes.CDLL, c
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, options: dict[str, object]) -> None:
-    """The batch itself is right. The tiles after the last that there is room for are left out, which is an error, and nothing is written after them."""
+    """The batch itself is right.
+
+    The tiles after the last that there is room for are left out, which is an error, and nothing is written
+    after them.
+    """
     for seed in range(8):
         attention = make_attention(SHAPES[seed % len(SHAPES)], **options)
         view = batches.random_view(2000 + seed, "cpu")
@@ -87,14 +125,19 @@ def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, options: di
             assert planned.cost_begin.tolist() == whole.cost_begin[:max_tiles].tolist(), seed
             assert planned.positions[-1].tolist() == [min(max_tiles, len(whole.tiles)), 0, 0]
             assert not fits or schedule_model.same(planned, whole), seed
-            assert schedule_model.same(host_planner.plan(library, attention, view, seed, max_tiles=max_tiles), planned), seed
+            assert schedule_model.same(
+                host_planner.plan(library, attention, view, seed, max_tiles=max_tiles), planned
+            ), seed
 
 
 def test_random_compositions(library: ctypes.CDLL) -> None:
     for seed in range(15):
         attention = make_attention(SHAPES[seed % len(SHAPES)], max_levels=8)
         composition = batches.random_composition(seed, "cpu", most_levels=8)
-        assert schedule_model.same(host_planner.plan(library, attention, composition, seed), host_planner.plan(library, attention, composition)), seed
+        assert schedule_model.same(
+            host_planner.plan(library, attention, composition, seed),
+            host_planner.plan(library, attention, composition),
+        ), seed
 
 
 @pytest.mark.parametrize("mode", [True, "always"])
@@ -102,9 +145,16 @@ def test_random_forests(library: ctypes.CDLL, mode: object) -> None:
     for seed in range(60):
         rng = numpy.random.default_rng([seed, 5])
         batch = random_batch(rng, int(rng.choice([1, 1, 2, 3, 8, 16, 64])))
-        attention = make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages) + int(rng.integers(9)), cascade=mode)
+        attention = make_attention(
+            SHAPES[seed % len(SHAPES)],
+            max_rows=batch.rows + 1,
+            max_batch=len(batch.pages) + int(rng.integers(9)),
+            cascade=mode,
+        )
         view = batch.view(rng, "cpu")
-        assert schedule_model.same(host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)), seed
+        assert schedule_model.same(
+            host_planner.plan(library, attention, view, seed), host_planner.plan(library, attention, view)
+        ), seed
 
 
 @pytest.mark.parametrize("mode", [True, "always"])
@@ -118,7 +168,9 @@ def test_one_prefix(library: ctypes.CDLL, mode: object) -> None:
         pages = [[*(prefix if shares else []), 1000 + 2 * i, 1001 + 2 * i] for i, shares in enumerate(share)]
         qo_lens = [int(rng.integers(1, 4)) if seed % 2 else 1 for _ in pages]
         batch = Batch(16, qo_lens, [16 * len(own) - int(rng.integers(12)) for own in pages], pages, 5000)
-        attention = make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows, max_batch=num_requests, cascade=mode)
+        attention = make_attention(
+            SHAPES[seed % len(SHAPES)], max_rows=batch.rows, max_batch=num_requests, cascade=mode
+        )
         view = batch.view(rng, "cpu")
         planned = host_planner.plan(library, attention, view)
         assert len(planned.forest) == 1
@@ -127,10 +179,16 @@ def test_one_prefix(library: ctypes.CDLL, mode: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "rows", "alone", "listed"), [(31, 1, 0, 1), (32, 1, 0, 0), (33, 1, 0, 1), (8, 8, 0, 0), (9, 8, 0, 1), (32, 1, 32, 1), (512, 1, 0, 0)]
+    ("requests", "rows", "alone", "listed"),
+    [(31, 1, 0, 1), (32, 1, 0, 0), (33, 1, 0, 1), (8, 8, 0, 0), (9, 8, 0, 1), (32, 1, 32, 1), (512, 1, 0, 0)],
 )
-def test_only_rows_of_all_that_fill_row_tiles_need_no_list(library: ctypes.CDLL, requests: int, rows: int, alone: int, listed: int) -> None:
-    """`alone`: requests that share nothing, before `requests` that share a prefix. 32 rows of 4 heads fill a row tile."""
+def test_only_rows_of_all_that_fill_row_tiles_need_no_list(
+    library: ctypes.CDLL, requests: int, rows: int, alone: int, listed: int
+) -> None:
+    """`alone`: requests that share nothing, before `requests` that share a prefix.
+
+    32 rows of 4 heads fill a row tile.
+    """
     pages = [[*([900 + i] if i < alone else range(20)), 1000 + i] for i in range(alone + requests)]
     batch = Batch(16, [rows] * len(pages), [16 * len(own) - 16 + rows for own in pages], pages, 5000)
     attention = make_attention(SHAPES[0], max_rows=batch.rows, max_batch=len(pages), cascade="always")
@@ -148,9 +206,16 @@ def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, s
     rng = numpy.random.default_rng([seed, 7])
     num_requests = int(rng.choice([3, 33, 70, 500]))
     prefix = list(range(int(rng.integers(1, 20))))
-    branch = numpy.concatenate([[0], rng.permutation(num_requests - 1) % int(rng.integers(1, num_requests - 1)) + 1])  # the first has one of its own
-    pages = [[*prefix, *(100 + 10 * int(own) + k for k in range(3)), 20_000 + i] for i, own in enumerate(branch)]
-    batch = Batch(16, [1] * num_requests, [16 * len(own) - int(rng.integers(12)) for own in pages], pages, 50_000)
+    # the first has one of its own
+    branch = numpy.concatenate(
+        [[0], rng.permutation(num_requests - 1) % int(rng.integers(1, num_requests - 1)) + 1]
+    )
+    pages = [
+        [*prefix, *(100 + 10 * int(own) + k for k in range(3)), 20_000 + i] for i, own in enumerate(branch)
+    ]
+    batch = Batch(
+        16, [1] * num_requests, [16 * len(own) - int(rng.integers(12)) for own in pages], pages, 50_000
+    )
     attention = make_attention(SHAPES[0], max_rows=batch.rows, max_batch=num_requests, cascade="always")
     view = batch.view(rng, "cpu")
     planned = host_planner.plan(library, attention, view)
@@ -159,8 +224,12 @@ def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, s
 
 
 @pytest.mark.parametrize("num_requests", [17, 18, 60])
-def test_more_branches_on_a_path_than_a_request_is_compared_with(library: ctypes.CDLL, num_requests: int) -> None:
-    """Each request shares a page more with those after it than with those before: 16 nodes are found, of batches of any size."""
+def test_more_branches_on_a_path_than_a_request_is_compared_with(
+    library: ctypes.CDLL, num_requests: int
+) -> None:
+    """Each request shares a page more with those after it than with those before: 16 nodes are found, of
+    batches of any size.
+    """
     pages = [[*range(i + 1), 1000 + i] for i in range(num_requests)]
     batch = Batch(16, [1] * num_requests, [16 * len(own) for own in pages], pages, 2000)
     attention = make_attention(SHAPES[0], max_rows=num_requests, max_batch=num_requests, cascade="always")

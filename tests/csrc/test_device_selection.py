@@ -1,4 +1,6 @@
-"""The kernel that packs selected tokens on a GPU, without one: the slots that it writes, and what it tells a plan."""
+"""The kernel that packs selected tokens on a GPU, without one: the slots that it writes, and what it tells a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def library(emulated: Path) -> ctypes.CDLL:
-    library = emulation.build(emulated, "device_selection", emulation.TESTS / "device_selection.cpp", options=["-O1"])
+    library = emulation.build(
+        emulated, "device_selection", emulation.TESTS / "device_selection.cpp", options=["-O1"]
+    )
     library.device_selection.restype = ctypes.c_char_p
     return library
 
@@ -36,10 +40,14 @@ def pack(library: ctypes.CDLL, case: Case, slots: Tensor, plan: list[int] | None
     wide = (t is not None and t.dtype == torch.int64 for t in (case.requests, case.kv_lens))
     of_rows = (*case.indices.shape, slots.shape[1], case.indices.stride(0), slots.stride(0))
     sizes = (ctypes.c_int64 * 12)(*of_rows, *table, case.page_size, case.page_stride, *wide)
-    emulation.check(library.device_selection(pointers, sizes, None if plan is None else (ctypes.c_int64 * 8)(*plan), seed))
+    emulation.check(
+        library.device_selection(pointers, sizes, None if plan is None else (ctypes.c_int64 * 8)(*plan), seed)
+    )
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))])
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))]
+)
 def test_slots(library: ctypes.CDLL, seed: int) -> None:
     case = random_case(seed, CPU, most_topk=5000)
     rows, topk = case.indices.shape
@@ -62,9 +70,18 @@ def error_word(attention: Attention) -> Tensor:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_what_the_plan_is_told(library: ctypes.CDLL, heads: int, batch_invariant: bool) -> None:
-    """The same schedule as on a CPU, byte for byte: fewer than were planned, none, as many, more; rows that are left out."""
+    """The same schedule as on a CPU, byte for byte: fewer than were planned, none, as many, more; rows that
+    are left out.
+    """
     planned, topk = [3000, 2500, 64, 1, 0, 130], 3000
-    options = {"max_rows": 8, "max_batch": 8, "kernel": "hopper", "num_ctas": 9, "batch_invariant": batch_invariant, "cascade": False}
+    options = {
+        "max_rows": 8,
+        "max_batch": 8,
+        "kernel": "hopper",
+        "num_ctas": 9,
+        "batch_invariant": batch_invariant,
+        "cascade": False,
+    }
     plans = [Attention(heads, 1, 576, head_dim_v=512, device="cpu", **options) for _ in range(2)]  # type: ignore[arg-type]
     slots = [torch.zeros(len(planned), topk, dtype=torch.int32) for _ in range(2)]
     for attention, own in zip(plans, slots, strict=True):
@@ -72,19 +89,37 @@ def test_what_the_plan_is_told(library: ctypes.CDLL, heads: int, batch_invariant
     q, kv = torch.zeros(6, heads, 576).bfloat16(), KVCache.from_latent(torch.zeros(4000, 1, 576).bfloat16())
     generator = torch.Generator().manual_seed(heads)
     schedules = set()
-    for number, counts in enumerate(([3000, 2500, 64, 1, 0, 130], [1, 2499, 0, 1, 0, 129], [0] * 6, [1025, 1024, 65, 0, 3, 500], [2999, 768, 10])):
+    for number, counts in enumerate(
+        (
+            [3000, 2500, 64, 1, 0, 130],
+            [1, 2499, 0, 1, 0, 129],
+            [0] * 6,
+            [1025, 1024, 65, 0, 3, 500],
+            [2999, 768, 10],
+        )
+    ):
         indices = torch.full((len(counts), topk), -1, dtype=torch.int32)
         for row, count in enumerate(counts):
-            indices[row, torch.randperm(topk, generator=generator)[:count]] = torch.randint(4000, (count,), generator=generator).int()
+            indices[row, torch.randperm(topk, generator=generator)[:count]] = torch.randint(
+                4000, (count,), generator=generator
+            ).int()
         is_too_long = any(count > most for count, most in zip(counts, planned, strict=False))
-        with pytest.raises(ValueError, match="more tokens than were planned") if is_too_long else nullcontext():
+        with (
+            pytest.raises(ValueError, match="more tokens than were planned") if is_too_long else nullcontext()
+        ):
             plans[0].run(q[: len(counts)], kv, selected=SelectedTokens(indices))
         config = unpack("ScheduleConfig", plans[1]._library.schedule_config(plans[1]._handle))
         layout = unpack("ScheduleLayout", plans[1]._library.schedule_layout(plans[1]._handle))
         base = plans[1]._schedule.data_ptr()
         places = [base, base + int(layout["groups"]), base + int(layout["tiles"])]
         case = Case(indices, None, None, 1, 1, None)
-        pack(library, case, slots[1], [*places, len(planned), heads, int(config["kv_tile"]), topk, batch_invariant], number)
+        pack(
+            library,
+            case,
+            slots[1],
+            [*places, len(planned), heads, int(config["kv_tile"]), topk, batch_invariant],
+            number,
+        )
         assert (plans[1].schedule().errors != 0) == is_too_long
         if is_too_long:  # a GPU keeps it until the next plan
             error_word(plans[1])[:] = 0
@@ -96,5 +131,7 @@ def test_what_the_plan_is_told(library: ctypes.CDLL, heads: int, batch_invariant
         groups = plans[0].schedule().groups[:, [GROUP_COLUMNS.index(name) for name in ("request", "kv_len")]]
         for request, kv_len in groups.tolist():
             lens[request] += kv_len
-        assert [lens[row] for row in range(6)] == [min(count, most) for count, most in zip([*counts, 0, 0, 0], planned, strict=False)]
+        assert [lens[row] for row in range(6)] == [
+            min(count, most) for count, most in zip([*counts, 0, 0, 0], planned, strict=False)
+        ]
     assert len(schedules) == 5

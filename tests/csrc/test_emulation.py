@@ -1,5 +1,6 @@
-"""What stands in for CUDA when device code runs on a CPU (tests/csrc/emulated/): right results from small kernels (tests/csrc/emulation_test.cpp), and each of
-their faults noticed, as a wrong result or by name."""
+"""What stands in for CUDA when device code runs on a CPU (tests/csrc/emulated/): right results from small
+kernels (tests/csrc/emulation_test.cpp), and each of their faults noticed, as a wrong result or by name.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +15,26 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
-KERNELS = ("named_barrier", "registers", "copy_async", "load_box", "store_box", "copy_to_cta", "multiply", "multiply_registers", "multiply_rows")
+KERNELS = (
+    "named_barrier",
+    "registers",
+    "copy_async",
+    "load_box",
+    "store_box",
+    "copy_to_cta",
+    "multiply",
+    "multiply_registers",
+    "multiply_rows",
+)
 KERNELS += ("multiply_float8", "multiply_float8_registers")
 SEEDS = range(8)
 
 
 @pytest.fixture(scope="module")
 def library(emulated: Path) -> ctypes.CDLL:
-    library = emulation.build(emulated, "emulation_test", emulation.TESTS / "emulation_test.cpp", options=["-O1"])
+    library = emulation.build(
+        emulated, "emulation_test", emulation.TESTS / "emulation_test.cpp", options=["-O1"]
+    )
     library.run_kernel.restype = ctypes.c_char_p
     return library
 
@@ -48,7 +61,9 @@ def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tenso
     elif kernel == "copy_to_cta":
         expected[::2], expected[1::2] = b[::2].float(), a[1::2].float()
     else:
-        expected = (a.double() @ (b.double().T if kernel == "multiply" or "float8" in kernel else b.double())).float()
+        expected = (
+            a.double() @ (b.double().T if kernel == "multiply" or "float8" in kernel else b.double())
+        ).float()
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, out, tensor)]
     emulation.check(library.run_kernel(KERNELS.index(kernel), fault, *pointers, seed))
     return (tensor.float() if kernel == "store_box" else out), expected
@@ -68,7 +83,11 @@ def test_results(library: ctypes.CDLL, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("kernel", "fault", "message"),
     [
-        ("named_barrier", 1, "all threads wait:\n  CTA 0, threads 0 to 31: at barrier 2, to which 32 of 64 threads have come"),
+        (
+            "named_barrier",
+            1,
+            "all threads wait:\n  CTA 0, threads 0 to 31: at barrier 2, to which 32 of 64 threads have come",
+        ),
         ("named_barrier", 2, "threads 32 to 63: at barrier 3, to which 32 of 64"),
         ("registers", 1, "for registers, of which 0 are free"),
         ("load_box", 2, "lacks 0 of 1 arrivals and -16 bytes"),

@@ -1,4 +1,6 @@
-"""The attention kernels over 8-bit caches without a GPU (test_attention_kernels.py): widened in registers for mma.sync, in shared memory for wgmma."""
+"""The attention kernels over 8-bit caches without a GPU (test_attention_kernels.py): widened in registers for
+mma.sync, in shared memory for wgmma.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,28 @@ import torch
 import variant_sources
 from compositions import Shape, cascade_problem
 from device_attention import KERNELS, DeviceAttention
-from float8_cases import DTYPES, MULTIPLIED_LSE_TOLERANCE, MULTIPLIED_TOLERANCE, Q_SCALES, SCALES, Float8Case, Needle, rounded_cache
+from float8_cases import (
+    DTYPES,
+    MULTIPLIED_LSE_TOLERANCE,
+    MULTIPLIED_TOLERANCE,
+    Q_SCALES,
+    SCALES,
+    Float8Case,
+    Needle,
+    rounded_cache,
+)
 
 from attn_backend import KVCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
-FORMS = ((torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 72), (torch.bfloat16, 256), (torch.bfloat16, 128))
+FORMS = (
+    (torch.bfloat16, 64),
+    (torch.float16, 128),
+    (torch.bfloat16, 72),
+    (torch.bfloat16, 256),
+    (torch.bfloat16, 128),
+)
 BATCHES = (
     ((1, 70, 3, 20), (200, 70, 300, 150)),
     ((1,) * 6, (70, 300, 1, 0, 64, 129)),
@@ -28,9 +45,13 @@ BATCHES = (
 )
 
 
-def run_and_check(problem: Float8Case, emulated: Path, kernel: str, seed: int, wants_lse: bool = True, **options: object) -> str:
+def run_and_check(
+    problem: Float8Case, emulated: Path, kernel: str, seed: int, wants_lse: bool = True, **options: object
+) -> str:
     case = problem.case
-    attention = DeviceAttention(emulated, case.attention(kernel=kernel, **problem.options, **options), kernel, seed)
+    attention = DeviceAttention(
+        emulated, case.attention(kernel=kernel, **problem.options, **options), kernel, seed
+    )
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse if wants_lse else None, **problem.run_options)  # type: ignore[arg-type]
     lse = case.lse.clone()
@@ -49,31 +70,87 @@ def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]
     kv_dtype = DTYPES[dtype == torch.float16]
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
         rng = numpy.random.default_rng([number, head_dim, 82])
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=int(rng.choice([1, 3, 4])), head_dim=head_dim, dtype=dtype, seed=number)
-        spec = spec.with_(page_size=int(rng.choice([1, 3, 16, 64])), num_ctas=int(rng.choice([3, 11])), run_pages=int(rng.choice([1, 1000])), sharing=0.9)
-        spec = spec.with_(window_left=int(rng.choice([-1, 60])), logits_soft_cap=float(rng.choice([0.0, 20.0])), causal=bool(rng.random() < 0.8))
+        spec = cases.Spec(
+            qo_lens,
+            kv_lens,
+            num_kv_heads=2,
+            group_size=int(rng.choice([1, 3, 4])),
+            head_dim=head_dim,
+            dtype=dtype,
+            seed=number,
+        )
+        spec = spec.with_(
+            page_size=int(rng.choice([1, 3, 16, 64])),
+            num_ctas=int(rng.choice([3, 11])),
+            run_pages=int(rng.choice([1, 1000])),
+            sharing=0.9,
+        )
+        spec = spec.with_(
+            window_left=int(rng.choice([-1, 60])),
+            logits_soft_cap=float(rng.choice([0.0, 20.0])),
+            causal=bool(rng.random() < 0.8),
+        )
         k_form, v_form = (str(of) for of in rng.choice(SCALES, size=2))
         problem = Float8Case(spec, "cpu", kv_dtype, k_form, v_form)
-        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+        run_and_check(
+            problem,
+            emulated,
+            kernel,
+            number,
+            wants_lse=number % 2 == 0,
+            cascade=("always", False)[number % 2],
+        )
 
 
-@pytest.mark.parametrize(("kernel", "form"), [*(("hopper", form) for form in FORMS), *(("generic", form) for form in FORMS[1:3])], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "form"),
+    [*(("hopper", form) for form in FORMS), *(("generic", form) for form in FORMS[1:3])],
+    ids=str,
+)
 def test_queries_of_8_bits(emulated: Path, kernel: str, form: tuple[torch.dtype, int]) -> None:
     """The generic kernel always widens them, as it loads them: for whole rows of a tile, and for others."""
     dtype, head_dim = form
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
         rng = numpy.random.default_rng([number, head_dim, 84])
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=int(rng.choice([1, 3, 4])), head_dim=head_dim, dtype=dtype, seed=number)
-        spec = spec.with_(page_size=int(rng.choice([1, 3, 16, 64])), num_ctas=int(rng.choice([3, 11])), run_pages=int(rng.choice([1, 1000])), sharing=0.9)
-        spec = spec.with_(window_left=int(rng.choice([-1, 60])), logits_soft_cap=float(rng.choice([0.0, 20.0])), causal=bool(rng.random() < 0.8))
+        spec = cases.Spec(
+            qo_lens,
+            kv_lens,
+            num_kv_heads=2,
+            group_size=int(rng.choice([1, 3, 4])),
+            head_dim=head_dim,
+            dtype=dtype,
+            seed=number,
+        )
+        spec = spec.with_(
+            page_size=int(rng.choice([1, 3, 16, 64])),
+            num_ctas=int(rng.choice([3, 11])),
+            run_pages=int(rng.choice([1, 1000])),
+            sharing=0.9,
+        )
+        spec = spec.with_(
+            window_left=int(rng.choice([-1, 60])),
+            logits_soft_cap=float(rng.choice([0.0, 20.0])),
+            causal=bool(rng.random() < 0.8),
+        )
         k_form, v_form = (str(of) for of in rng.choice(SCALES, size=2))
-        problem = Float8Case(spec, "cpu", DTYPES[dtype == torch.float16], k_form, v_form, Q_SCALES[number % 3])
-        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+        problem = Float8Case(
+            spec, "cpu", DTYPES[dtype == torch.float16], k_form, v_form, Q_SCALES[number % 3]
+        )
+        run_and_check(
+            problem,
+            emulated,
+            kernel,
+            number,
+            wants_lse=number % 2 == 0,
+            cascade=("always", False)[number % 2],
+        )
 
 
 @pytest.mark.parametrize(("rows", "place"), [(40, 0), (128, 9_000)])
 def test_a_needle(emulated: Path, rows: int, place: int) -> None:
-    """Emulated products of 8 bits keep 14 bits of a sum: summed over all 16 384 tokens, one by one, 1 % is lost."""
+    """Emulated products of 8 bits keep 14 bits of a sum: summed over all 16 384 tokens, one by one, 1 % is
+    lost.
+    """
     needle = Needle(16_384, place, rows, 64, torch.device("cpu"))
     attention = DeviceAttention(emulated, needle.attention(kernel="hopper"), "hopper")
     attention.plan(needle.view)
@@ -82,19 +159,28 @@ def test_a_needle(emulated: Path, rows: int, place: int) -> None:
 
 def test_8_bit_products_of_variants(emulated: Path) -> None:
     """Logits and a mask of a variant's own, which see scaled scores; a sink."""
-    slanted = replace(variant_sources.slanted_oracle(0.03), mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0)
+    slanted = replace(
+        variant_sources.slanted_oracle(0.03),
+        mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0,
+    )
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3, page_size=16, seed=number)
+        spec = cases.Spec(
+            qo_lens, kv_lens, num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3, page_size=16, seed=number
+        )
         problem = Float8Case(spec, "cpu", DTYPES[0], "head", "request", "head")
         case = problem.case
-        attention = DeviceAttention(emulated, case.attention(kernel="hopper", **problem.options), "hopper", number, "slanted")
+        attention = DeviceAttention(
+            emulated, case.attention(kernel="hopper", **problem.options), "hopper", number, "slanted"
+        )
         attention.plan(case.view)
         out = case.run(attention, logits_soft_cap=0.0, slope=0.03, **problem.run_options)  # type: ignore[arg-type]
         expected, _ = problem.expected(variant=slanted)
         assert (out[: case.rows].double() - expected).norm() <= MULTIPLIED_TOLERANCE * expected.norm()
 
         sinks = torch.linspace(-2, 3, 4)
-        attention = DeviceAttention(emulated, case.attention(kernel="hopper", sinks=True, **problem.options), "hopper", number)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel="hopper", sinks=True, **problem.options), "hopper", number
+        )
         attention.plan(case.view)
         case.run(attention, out=case.out, lse=case.lse, sinks=sinks, **problem.run_options)  # type: ignore[arg-type]
         expected, expected_lse = problem.expected(sinks=sinks)
@@ -106,22 +192,47 @@ def test_8_bit_products_of_variants(emulated: Path) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
     """Loaded by TMA, gathered, in runs of tokens; V in its own memory."""
-    caches = [{"page_size": 16}, {"page_size": 3}, {"page_size": 1, "run_pages": 1000}, {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"}]
+    caches = [
+        {"page_size": 16},
+        {"page_size": 3},
+        {"page_size": 1, "run_pages": 1000},
+        {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
+    ]
     for number, cache in enumerate(caches):
         spec = cases.Spec(
-            *BATCHES[number % 2 * 3], num_kv_heads=2, group_size=1 + number % 3, head_dim=head_dim, head_dim_v=head_dim_v, num_ctas=5, seed=number
+            *BATCHES[number % 2 * 3],
+            num_kv_heads=2,
+            group_size=1 + number % 3,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            num_ctas=5,
+            seed=number,
         )
         spec = spec.with_(**{"cache_form": "pair", **cache}, window_left=60 if number == 2 else -1)
         problem = Float8Case(spec, "cpu", DTYPES[head_dim_v // 8 % len(DTYPES)], SCALES[number + 1], "head")
-        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2])
+        run_and_check(
+            problem,
+            emulated,
+            kernel,
+            number,
+            wants_lse=number % 2 == 0,
+            cascade=("always", False)[number % 2],
+        )
 
 
-# Query tokens, tokens, query heads, the cache, scales of K and of V: rows of one row tile and of several, KV tiles that CTAs share, shared prefixes.
+# Query tokens, tokens, query heads, the cache, scales of K and of V: rows of one row tile and of several, KV
+# tiles that CTAs share, shared prefixes.
 WIDE_BATCHES = (
     ((1, 2, 1), (200, 70, 0), 16, {"page_size": 16}, ("request and head", "head")),
     ((1, 1, 1), (130, 130, 130), 4, {"page_size": 1, "sharing": 0.9}, ("request", "request")),
     ((30,), (150,), 5, {"page_size": 7, "window_left": 60, "logits_soft_cap": 20.0}, ("head", "tensor")),
-    ((5, 1), (90, 300), 3, {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"}, ("number", "request and head")),
+    (
+        (5, 1),
+        (90, 300),
+        3,
+        {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
+        ("number", "request and head"),
+    ),
 )
 
 
@@ -130,42 +241,90 @@ WIDE_BATCHES = (
 def test_wide_heads(emulated: Path, kernel: str, dtype: torch.dtype) -> None:
     """Widened on their way to shared memory, and scaled as others are."""
     for number, (qo_lens, kv_lens, heads, cache, scales) in enumerate(WIDE_BATCHES):
-        spec = cases.Spec(qo_lens, kv_lens, num_kv_heads=1 + number % 2, group_size=heads, head_dim=512, dtype=dtype, num_ctas=3, seed=number)
+        spec = cases.Spec(
+            qo_lens,
+            kv_lens,
+            num_kv_heads=1 + number % 2,
+            group_size=heads,
+            head_dim=512,
+            dtype=dtype,
+            num_ctas=3,
+            seed=number,
+        )
         problem = Float8Case(spec.with_(**cache), "cpu", DTYPES[dtype == torch.float16], *scales)
-        launched = run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=("always", False)[number % 2 == 0])
+        launched = run_and_check(
+            problem,
+            emulated,
+            kernel,
+            number,
+            wants_lse=number % 2 == 0,
+            cascade=("always", False)[number % 2 == 0],
+        )
         assert launched == "attention"
 
 
 def test_wide_values_in_the_bytes_of_keys(emulated: Path) -> None:
     """They are loaded twice: their scales may differ."""
-    spec = cases.Spec((1, 30), (200, 90), num_kv_heads=1, group_size=16, head_dim=512, cache_form="pair", num_ctas=3)
+    spec = cases.Spec(
+        (1, 30), (200, 90), num_kv_heads=1, group_size=16, head_dim=512, cache_form="pair", num_ctas=3
+    )
     case, outs = Float8Case(spec, "cpu", DTYPES[0]).case, []
     for v in (case.kv.k, case.kv.k.clone()):
         attention = DeviceAttention(emulated, case.attention(kernel="hopper", kv_dtype=DTYPES[0]), "hopper")
         attention.plan(case.view)
-        outs.append(attention.run(case.q[: case.rows], KVCache.from_pair(case.kv.k, v, k_scale=0.5, v_scale=2.0)))
+        outs.append(
+            attention.run(case.q[: case.rows], KVCache.from_pair(case.kv.k, v, k_scale=0.5, v_scale=2.0))
+        )
     assert outs[0].isfinite().all()
     assert torch.equal(*outs)
 
 
 def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path) -> None:
     caches = {
-        "attention": [{"page_size": 16}, {"page_size": 256, "layout": "HND"}, {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"}],
-        "attention_rows": [{"page_size": 3}, {"page_size": 1, "run_pages": 1000}, {"page_size": 1, "run_pages": 1}],
+        "attention": [
+            {"page_size": 16},
+            {"page_size": 256, "layout": "HND"},
+            {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
+        ],
+        "attention_rows": [
+            {"page_size": 3},
+            {"page_size": 1, "run_pages": 1000},
+            {"page_size": 1, "run_pages": 1},
+        ],
     }
     for kernel, forms in caches.items():
         for number, cache in enumerate(forms):
             dtype, head_dim = FORMS[(0, 1, 4)[number]]
-            spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), num_kv_heads=2, group_size=2, head_dim=head_dim, dtype=dtype, num_ctas=3, seed=number)
+            spec = cases.Spec(
+                (1, 70, 3, 20),
+                (200, 70, 300, 150),
+                num_kv_heads=2,
+                group_size=2,
+                head_dim=head_dim,
+                dtype=dtype,
+                num_ctas=3,
+                seed=number,
+            )
             problem = Float8Case(spec.with_(**cache), "cpu", DTYPES[dtype == torch.float16], "head", "head")
-            assert run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False) == kernel
+            assert (
+                run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False) == kernel
+            )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_shared_prefixes_with_scales_of_requests(emulated: Path, kernel: str) -> None:
     """Rows of one row tile, also for wgmma, with scales of their own."""
     for number, (rows, group_size) in enumerate(((1, 4), (5, 4), (20, 2))):
-        spec = cases.Spec((rows,) * 7, (200,) * 7, num_kv_heads=2, group_size=group_size, head_dim=64, sharing=0.9, num_ctas=5, seed=number)
+        spec = cases.Spec(
+            (rows,) * 7,
+            (200,) * 7,
+            num_kv_heads=2,
+            group_size=group_size,
+            head_dim=64,
+            sharing=0.9,
+            num_ctas=5,
+            seed=number,
+        )
         problem = Float8Case(spec, "cpu", DTYPES[0], "request and head", "request")
         run_and_check(problem, emulated, kernel, number, cascade="always")
 
@@ -173,11 +332,23 @@ def test_shared_prefixes_with_scales_of_requests(emulated: Path, kernel: str) ->
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compositions(emulated: Path, kernel: str) -> None:
     for seed in range(3):
-        shape = Shape(num_kv_heads=2, group_size=2, page_size=(1, 16, 3)[seed], head_dim=64, dtype=torch.bfloat16, num_ctas=7)
+        shape = Shape(
+            num_kv_heads=2,
+            group_size=2,
+            page_size=(1, 16, 3)[seed],
+            head_dim=64,
+            dtype=torch.bfloat16,
+            num_ctas=7,
+        )
         problem = cascade_problem(numpy.random.default_rng([seed, 83]), shape, torch.device("cpu"), 2)
         memory = problem.memory
         memory.kv = rounded_cache(memory.kv, DTYPES[0], 0.75, torch.full((2,), 0.5))
         # The oracle computes in the type of K and V: these numbers are bf16 numbers.
-        memory.k_slots, memory.v_slots = (slots.to(DTYPES[0]).to(torch.bfloat16) * scale for slots, scale in ((memory.k_slots, 0.75), (memory.v_slots, 0.5)))
-        problem.run(DeviceAttention(emulated, problem.attention(kernel=kernel, kv_dtype=DTYPES[0]), kernel, seed))  # type: ignore[arg-type]
+        memory.k_slots, memory.v_slots = (
+            slots.to(DTYPES[0]).to(torch.bfloat16) * scale
+            for slots, scale in ((memory.k_slots, 0.75), (memory.v_slots, 0.5))
+        )
+        problem.run(
+            DeviceAttention(emulated, problem.attention(kernel=kernel, kv_dtype=DTYPES[0]), kernel, seed)
+        )  # type: ignore[arg-type]
         problem.check()

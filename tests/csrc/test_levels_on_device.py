@@ -1,4 +1,6 @@
-"""Windows, and a variant's range(), over several levels, without a GPU: the attention kernels on fibers, and the kernel in front of the planner."""
+"""Windows, and a variant's range(), over several levels, without a GPU: the attention kernels on fibers, and
+the kernel in front of the planner.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,15 @@ def seen_of(request: int, position: int, at: Tensor) -> Tensor:
 def cascades() -> list[Cascade]:
     """The first with row tiles that have holes, in both levels."""
     shape = Shape(2, 4, 64, torch.bfloat16, 16, 5)
-    some = [Cascade(numpy.random.default_rng(46), shape, CPU, [[2500, 1300], [40, 1500, 900]], [[0, 0, 1]], [2, 3, 1])]
-    return some + [Cascade.random(numpy.random.default_rng([seed, 46]), CPU, 2 + seed % 2, longest=1500, max_rows=3) for seed in range(5)]
+    some = [
+        Cascade(
+            numpy.random.default_rng(46), shape, CPU, [[2500, 1300], [40, 1500, 900]], [[0, 0, 1]], [2, 3, 1]
+        )
+    ]
+    return some + [
+        Cascade.random(numpy.random.default_rng([seed, 46]), CPU, 2 + seed % 2, longest=1500, max_rows=3)
+        for seed in range(5)
+    ]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -63,8 +72,16 @@ def test_attention(emulated: Path, kernel: str) -> None:
 
 def test_row_ranges_and_lists_of_each_level(tmp_path: Path) -> None:
     """The device finds the host's, bit for bit."""
-    kernel = manifest.variant_kernels("sm_80", manifest.DESIGNS["generic"], manifest.KernelShape("bf16", HeadDims.of(64)), VARIANT)["row_ranges"]
-    library = emulation.build(tmp_path, "row_ranges", emulation.TESTS / "device_row_ranges.cpp", header=kernel.source, options=["-O1"])
+    kernel = manifest.variant_kernels(
+        "sm_80", manifest.DESIGNS["generic"], manifest.KernelShape("bf16", HeadDims.of(64)), VARIANT
+    )["row_ranges"]
+    library = emulation.build(
+        tmp_path,
+        "row_ranges",
+        emulation.TESTS / "device_row_ranges.cpp",
+        header=kernel.source,
+        options=["-O1"],
+    )
     library.device_row_ranges.restype = ctypes.c_char_p
     for seed, cascade in enumerate(cascades()):
         attention = cascade.attention(GIVEN, kernel="hopper")
@@ -78,9 +95,18 @@ def test_row_ranges_and_lists_of_each_level(tmp_path: Path) -> None:
         for level in range(len(composition.levels)):
             emulation.check(
                 library.device_row_ranges(
-                    attention._library.schedule_config(attention._handle), ctypes.c_void_p(attention._schedule.data_ptr()), levels.data,
-                    len(composition.levels), level, b"", ctypes.c_size_t(0), ctypes.c_void_p(memory[level * attention.max_rows * 16 :].data_ptr()),
-                    ctypes.c_void_p(lists[level * num_lists * 4096 :].data_ptr()), num_lists, 1 + seed, ctypes.c_uint32(seed),
+                    attention._library.schedule_config(attention._handle),
+                    ctypes.c_void_p(attention._schedule.data_ptr()),
+                    levels.data,
+                    len(composition.levels),
+                    level,
+                    b"",
+                    ctypes.c_size_t(0),
+                    ctypes.c_void_p(memory[level * attention.max_rows * 16 :].data_ptr()),
+                    ctypes.c_void_p(lists[level * num_lists * 4096 :].data_ptr()),
+                    num_lists,
+                    1 + seed,
+                    ctypes.c_uint32(seed),
                 )
-            )  # fmt: skip
+            )
         assert torch.equal(memory, expected), seed

@@ -1,4 +1,6 @@
-"""The threads of the CPU executor, above all in a child after fork() (parallel_test.cpp): vLLM and data loaders fork."""
+"""The threads of the CPU executor, above all in a child after fork() (parallel_test.cpp): vLLM and data
+loaders fork.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,14 @@ for work in (make_a_larger_attention, use_one_thread_of_torch):
 
 def check_run(command: list[str], environment: dict[str, str]) -> None:
     """Runs it in a session of its own: children that wait for ever are ended with it."""
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -94,15 +103,23 @@ def test_loops_before_and_after_fork(openmp: bool, tmp_path: Path) -> None:
     program = tmp_path / "parallel_test"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'csrc'}"]
     libraries = ["-ldl", *(["-Wl,--no-as-needed", "-lgomp"] if openmp else [])]
-    sources = [str(Path(__file__).with_name("parallel_test.cpp")), str(ROOT / "csrc" / "common" / "cpu" / "parallel.cpp")]
+    sources = [
+        str(Path(__file__).with_name("parallel_test.cpp")),
+        str(ROOT / "csrc" / "common" / "cpu" / "parallel.cpp"),
+    ]
     subprocess.run([COMPILER, *flags, *sources, "-o", str(program), *libraries], check=True)
     check_run([str(program)], {**os.environ, "OMP_NUM_THREADS": "4"})
 
 
 def test_attention_after_fork() -> None:
-    check_run([sys.executable, "-c", IN_PYTHON, str(TESTS)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    check_run(
+        [sys.executable, "-c", IN_PYTHON, str(TESTS)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
 
 
 def test_what_a_forked_child_may_do() -> None:
     """It may make an Attention of any size. docs/how_it_works.md promises both."""
-    check_run([sys.executable, "-c", IN_FORKED_CHILDREN, str(TESTS)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    check_run(
+        [sys.executable, "-c", IN_FORKED_CHILDREN, str(TESTS)],
+        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )

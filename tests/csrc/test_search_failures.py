@@ -1,4 +1,6 @@
-"""What the device planner believes of what its CTAs tell each other: nothing that an earlier launch left, nothing that contradicts what it has read itself."""
+"""What the device planner believes of what its CTAs tell each other: nothing that an earlier launch left,
+nothing that contradicts what it has read itself.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,17 @@ def forests(count: int) -> Iterator[tuple[int, numpy.random.Generator, Batch, At
         rng = numpy.random.default_rng([seed, 11])
         batch = random_batch(rng, int(rng.choice([2, 8, 16, 64])))
         shape = SHAPES[seed % len(SHAPES)]
-        yield seed, rng, batch, make_attention(shape, max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade="always" if seed % 3 else True)
+        yield (
+            seed,
+            rng,
+            batch,
+            make_attention(
+                shape,
+                max_rows=batch.rows + 1,
+                max_batch=len(batch.pages),
+                cascade="always" if seed % 3 else True,
+            ),
+        )
 
 
 def poisoned(library: ctypes.CDLL, attention: Attention, rng: numpy.random.Generator) -> torch.Tensor:
@@ -57,40 +69,63 @@ def test_whatever_the_workspace_holds(library: ctypes.CDLL) -> None:
         guard = workspace[-_GUARD:].clone()
         planned = host_planner.plan(library, attention, view)
         for again in range(3):
-            assert schedule_model.same(host_planner.plan(library, attention, view, seed + again, workspace=workspace), planned), (seed, again)
+            assert schedule_model.same(
+                host_planner.plan(library, attention, view, seed + again, workspace=workspace), planned
+            ), (seed, again)
         assert torch.equal(workspace[-_GUARD:], guard)
 
 
 def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctypes.CDLL) -> None:
-    """One CTA's findings get lost: the plan ends, says so, and plans every request for itself. The next one is right again."""
+    """One CTA's findings get lost: the plan ends, says so, and plans every request for itself.
+
+    The next one is right again.
+    """
     for seed, rng, batch, attention in forests(16):
         view = batch.view(rng, "cpu")
         workspace = poisoned(library, attention, rng)
         whole = host_planner.plan(library, attention, view)
-        alone = host_planner.plan(library, make_attention(SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade=False), view)
+        alone = host_planner.plan(
+            library,
+            make_attention(
+                SHAPES[seed % len(SHAPES)], max_rows=batch.rows + 1, max_batch=len(batch.pages), cascade=False
+            ),
+            view,
+        )
         lost = int(rng.integers(1, 1 + min(len(batch.pages), 128)))
         planned = host_planner.plan(library, attention, view, seed, workspace=workspace, lost=lost)
-        assert planned.errors == (_SEARCH_FAILED if len(batch.pages) > 1 else 0), seed  # one request is planned without a search
+        # one request is planned without a search
+        assert planned.errors == (_SEARCH_FAILED if len(batch.pages) > 1 else 0), seed
         assert planned.forest == ()
         for name in ("groups", "table_begin", "tiles", "cost_begin", "positions", "links"):
             assert torch.equal(getattr(planned, name), getattr(alone, name)), (seed, name)
-        assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), whole), seed
+        assert schedule_model.same(
+            host_planner.plan(library, attention, view, seed, workspace=workspace), whole
+        ), seed
 
 
 def test_ctas_that_start_after_the_wait(library: ctypes.CDLL) -> None:
-    """Some CTAs start after the first one has stopped waiting. Their messages reach no later plan, although the batch has changed."""
+    """Some CTAs start after the first one has stopped waiting.
+
+    Their messages reach no later plan, although the batch has changed.
+    """
     failures = 0
     for seed, rng, batch, attention in forests(24):
         if len(batch.pages) < 2:
             continue  # one request is planned without a search
-        workspace = poisoned(library, attention, rng) if seed % 2 else torch.zeros(host_planner.workspace_bytes(library, attention) + _GUARD, dtype=torch.uint8)
+        workspace = (
+            poisoned(library, attention, rng)
+            if seed % 2
+            else torch.zeros(host_planner.workspace_bytes(library, attention) + _GUARD, dtype=torch.uint8)
+        )
         view = batch.view(rng, "cpu")
         host_planner.plan(library, attention, view, seed, workspace=workspace)
         num_ctas = 1 + min(len(batch.pages), 128)
         for step in range(4):
             view = changed(rng, batch.view(rng, "cpu"))
             order = rng.permutation(num_ctas).tolist() if step % 2 == 0 else None
-            planned = host_planner.plan(library, attention, view, seed + step, workspace=workspace, order=order)
+            planned = host_planner.plan(
+                library, attention, view, seed + step, workspace=workspace, order=order
+            )
             is_late = order is not None and order[-1] != 0
             failures += is_late
             if is_late:
@@ -104,11 +139,15 @@ def test_ctas_that_start_after_the_wait(library: ctypes.CDLL) -> None:
 def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
     """`view` before or after the engine changed some of its metadata: pages, lengths, query lengths."""
     table = view.table
-    tensors = {name: getattr(table, name) for name in ("indices", "indptr", "last_page_len", "kv_lens", "rows")}
+    tensors = {
+        name: getattr(table, name) for name in ("indices", "indptr", "last_page_len", "kv_lens", "rows")
+    }
     for name in ("indices", "kv_lens", "last_page_len"):
         if tensors[name] is None or tensors[name].numel() == 0 or rng.random() < 0.4:
             continue
-        new = torch.empty_strided(tensors[name].shape, tensors[name].stride(), dtype=tensors[name].dtype).copy_(tensors[name])
+        new = torch.empty_strided(
+            tensors[name].shape, tensors[name].stride(), dtype=tensors[name].dtype
+        ).copy_(tensors[name])
         some = torch.from_numpy(rng.random(tuple(new.shape)) < rng.choice([0.02, 0.3, 1]))
         if name == "indices":
             new[some] = new.flatten()[torch.from_numpy(rng.integers(0, new.numel(), int(some.sum())))]
@@ -117,17 +156,28 @@ def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
         tensors[name] = new
     qo_indptr = view.qo_indptr.clone()
     if rng.random() < 0.4:
-        qo_indptr = torch.sort(torch.from_numpy(rng.integers(0, int(qo_indptr[-1]) + 1, len(qo_indptr)))).values.to(qo_indptr.dtype)
+        qo_indptr = torch.sort(
+            torch.from_numpy(rng.integers(0, int(qo_indptr[-1]) + 1, len(qo_indptr)))
+        ).values.to(qo_indptr.dtype)
         qo_indptr[0] = 0
-    return BSRView(qo_indptr, type(table)(table.page_size, **tensors, entry_step=table.entry_step), causal=view.causal, window_left=view.window_left)
+    return BSRView(
+        qo_indptr,
+        type(table)(table.page_size, **tensors, entry_step=table.entry_step),
+        causal=view.causal,
+        window_left=view.window_left,
+    )
 
 
 def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention) -> None:
     """No kernel that runs it reads or writes outside the workspace, the rows of Q, or the page table."""
     config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle))
-    max_groups, max_rows, max_tiles, max_states, max_merge_rows = (config[f"max_{of}"] for of in ("groups", "rows", "tiles", "states", "merge_rows"))
+    max_groups, max_rows, max_tiles, max_states, max_merge_rows = (
+        config[f"max_{of}"] for of in ("groups", "rows", "tiles", "states", "merge_rows")
+    )
     num_groups = len(schedule.groups)
-    qo_begin, qo_len, kv_len, level, state_begin = map(schedule.of_groups, ("qo_begin", "qo_len", "kv_len", "level", "state_begin"))
+    qo_begin, qo_len, kv_len, level, state_begin = map(
+        schedule.of_groups, ("qo_begin", "qo_len", "kv_len", "level", "state_begin")
+    )
     group, num_kv_tiles = map(schedule.of_tiles, ("group", "num_kv_tiles"))
     assert num_groups <= max_groups
     assert len(schedule.tiles) <= max_tiles
@@ -146,7 +196,9 @@ def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention)
 
 
 def test_metadata_that_changes_during_a_plan(library: ctypes.CDLL) -> None:
-    """The searching CTAs have read other metadata than the one that plans: the plan ends in bounds, and the next one is right."""
+    """The searching CTAs have read other metadata than the one that plans: the plan ends in bounds, and the
+    next one is right.
+    """
     failures = 0
     for seed, rng, batch, attention in forests(80):
         view = batch.view(rng, "cpu")
@@ -157,6 +209,9 @@ def test_metadata_that_changes_during_a_plan(library: ctypes.CDLL) -> None:
         check_bounds(planned, library, attention)
         assert planned.errors in (0, _SEARCH_FAILED)
         failures += planned.errors != 0
-        assert schedule_model.same(host_planner.plan(library, attention, view, seed, workspace=workspace), host_planner.plan(library, attention, view)), seed
+        assert schedule_model.same(
+            host_planner.plan(library, attention, view, seed, workspace=workspace),
+            host_planner.plan(library, attention, view),
+        ), seed
         assert torch.equal(workspace[-_GUARD:], guard)
     assert failures > 3

@@ -1,4 +1,5 @@
-"""Transforms of Q, K and V in the attention kernels' shared memory, without a GPU: every kind of row tile, every way that caches are loaded, prefixes, chunks.
+"""Transforms of Q, K and V in the attention kernels' shared memory, without a GPU: every kind of row tile,
+every way that caches are loaded, prefixes, chunks.
 
 The emulation gives wgmma NaN for what was written without a fence, and reports threads that wait for ever.
 """
@@ -32,7 +33,8 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 KERNELS = device_attention.KERNELS
-# What differs: halves and neighbours as pairs, some columns and all, Q, K and V, all requests alike or each by itself, beside a mask and a score function.
+# What differs: halves and neighbours as pairs, some columns and all, Q, K and V, all requests alike or each
+# by itself, beside a mask and a score function.
 FORMS = {
     "rope": (torch.bfloat16, 128),
     "rope_interleaved": (torch.float16, 64),
@@ -64,18 +66,42 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
     lens = (((200,), (200,)), ((40, 5, 130, 20), (90, 500, 200, 45)), ((1, 2, 1, 3), (70, 300, 0, 129)))
     for seed, (qo_lens, kv_lens) in enumerate(lens):
         for group_size in (1, 4) if kernel == "hopper" else (4,):
-            sizes = {"num_kv_heads": 2, "group_size": group_size, "head_dim": head_dim, "num_ctas": 5, "padding_rows": 2, "page_size": 5}
-            spec = cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=seed, aligned=True, causal=entry.is_plain or entry.variant.causal, **sizes)
+            sizes = {
+                "num_kv_heads": 2,
+                "group_size": group_size,
+                "head_dim": head_dim,
+                "num_ctas": 5,
+                "padding_rows": 2,
+                "page_size": 5,
+            }
+            spec = cases.Spec(
+                qo_lens,
+                kv_lens,
+                dtype=dtype,
+                seed=seed,
+                aligned=True,
+                causal=entry.is_plain or entry.variant.causal,
+                **sizes,
+            )
             check_case(emulated, entry, spec, kernel)
 
 
 def test_large_row_tiles_after_small_ones(emulated: Path) -> None:
-    """One CTA computes both: the ring holds few tiles of what follows a row tile of 16 rows, and of wide heads fewer than transforms might wait for."""
+    """One CTA computes both: the ring holds few tiles of what follows a row tile of 16 rows, and of wide
+    heads fewer than transforms might wait for.
+    """
     entry = entry_of("scaled")
-    for seed, (qo_lens, kv_lens) in enumerate((((1, 40, 2, 100), (300, 700, 500, 400)), ((2, 130, 1, 20, 1), (70, 600, 900, 450, 200)))):
+    for seed, (qo_lens, kv_lens) in enumerate(
+        (((1, 40, 2, 100), (300, 700, 500, 400)), ((2, 130, 1, 20, 1), (70, 600, 900, 450, 200)))
+    ):
         for dtype, head_dim in ((torch.bfloat16, 256), (torch.float16, 128)):
             sizes = {"num_kv_heads": 1, "group_size": 2, "head_dim": head_dim, "num_ctas": 1, "page_size": 16}
-            check_case(emulated, entry, cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=seed, aligned=True, **sizes), "hopper")
+            check_case(
+                emulated,
+                entry,
+                cases.Spec(qo_lens, kv_lens, dtype=dtype, seed=seed, aligned=True, **sizes),
+                "hopper",
+            )
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -84,10 +110,20 @@ def test_every_form_of_cache(emulated: Path, kernel: str, cache: str) -> None:
     for seed, name in enumerate(("rope", "by_request")):
         dtype, head_dim = FORMS[name]
         sizes = {"num_kv_heads": 2, "group_size": 2, "head_dim": head_dim, "num_ctas": 3}
-        spec = cases.Spec((1, 70, 3, 20), (200, 70, 300, 150), dtype=dtype, aligned=True, seed=seed, window_left=90 if seed else -1, **sizes)
+        spec = cases.Spec(
+            (1, 70, 3, 20),
+            (200, 70, 300, 150),
+            dtype=dtype,
+            aligned=True,
+            seed=seed,
+            window_left=90 if seed else -1,
+            **sizes,
+        )
         attention = check_case(emulated, entry_of(name), spec.with_(**CACHES[cache]), kernel)
         if kernel == "hopper":
-            assert attention.launched == ("attention" if cache in ("pages", "large pages", "ragged") else "attention_rows")
+            assert attention.launched == (
+                "attention" if cache in ("pages", "large pages", "ragged") else "attention_rows"
+            )
 
 
 @pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
@@ -99,8 +135,23 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
         merged = 0
         for seed in range(3):
             rng = numpy.random.default_rng([seed, 47])
-            shape = Shape(num_kv_heads=2, group_size=2, page_size=16, head_dim=head_dim, dtype=dtype, num_ctas=7, logits_soft_cap=0.0)
-            batch = forests.random_batch(rng, shape.page_size, kv_cost=shape.num_kv_heads * head_dim * 16, budget=1e7, max_requests=12, max_rows=60)
+            shape = Shape(
+                num_kv_heads=2,
+                group_size=2,
+                page_size=16,
+                head_dim=head_dim,
+                dtype=dtype,
+                num_ctas=7,
+                logits_soft_cap=0.0,
+            )
+            batch = forests.random_batch(
+                rng,
+                shape.page_size,
+                kv_cost=shape.num_kv_heads * head_dim * 16,
+                budget=1e7,
+                max_requests=12,
+                max_rows=60,
+            )
             problem = forests.make_problem(rng, shape, batch, CPU)
             args = entry.args(rng, Sizes(batch.qo_lens, batch.kv_lens, 4))
             made = problem.attention(kernel=kernel, variant=entry.variant, **options)
@@ -114,8 +165,14 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
 
 @pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize(("design", "kv_element"), [("sm90", None), ("sm90", "e4m3"), ("sm80", "e4m3")])
-def test_they_compile_into_each_kernel(design: str, kv_element: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = manifest.attention_source(design, manifest.KernelShape("bf16", HeadDims.of(128), kv_element), manifest.USER_VARIANT)
+def test_they_compile_into_each_kernel(
+    design: str, kv_element: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = manifest.attention_source(
+        design, manifest.KernelShape("bf16", HeadDims.of(128), kv_element), manifest.USER_VARIANT
+    )
     text = manifest.variant_text(builtin.rope(builtin.rope_frequencies(128))) + source
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"rope": text})
-    assert fault(cubins.compile_kernel("rope", "sm_90a")[1]) in ("", "SPILLS"), "its products wait for each other"
+    assert fault(cubins.compile_kernel("rope", "sm_90a")[1]) in ("", "SPILLS"), (
+        "its products wait for each other"
+    )

@@ -10,5 +10,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
 
 def test_every_public_name_is_on_the_page() -> None:
-    shown = {line.removeprefix("::: attn_backend.") for line in PAGE.read_text().splitlines() if line.startswith("::: attn_backend.")}
+    shown = {
+        line.removeprefix("::: attn_backend.")
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("::: attn_backend.")
+    }
     assert not set(attn_backend.__all__) - shown

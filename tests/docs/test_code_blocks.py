@@ -1,6 +1,8 @@
-"""Every Python block of docs/ and of README.md runs as it stands there, block after block of a page, on a CPU; and on a GPU, where one is there.
+"""Every Python block of docs/ and of README.md runs as it stands there, block after block of a page, on a
+CPU; and on a GPU, where one is there.
 
-A block that needs more than that says so in a comment on the line before it: `<!-- needs: gpu -->`, `<!-- needs: vllm -->` (any module that may be missing).
+A block that needs more than that says so in a comment on the line before it: `<!-- needs: gpu -->`, `<!--
+needs: vllm -->` (any module that may be missing).
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
-PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "```python" in page.read_text()]
+PAGES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if "```python" in page.read_text()
+]
 
 
 def is_there(needed: str) -> bool:
@@ -23,7 +29,10 @@ def is_there(needed: str) -> bool:
 
 
 LONG = {"quickstart.md"}  # its first block is that of README.md
-MARKED = [pytest.param(page, marks=pytest.mark.slow if page.name in LONG else (), id=str(page.relative_to(ROOT))) for page in PAGES]
+MARKED = [
+    pytest.param(page, marks=pytest.mark.slow if page.name in LONG else (), id=str(page.relative_to(ROOT)))
+    for page in PAGES
+]
 
 
 @pytest.mark.parametrize("page", MARKED)
@@ -34,8 +43,12 @@ def test_blocks_run(page: Path, device: torch.device, capsys: pytest.CaptureFixt
         if needed and not is_there(needed):
             left_out.append(needed)
             continue
-        code = block.replace('"cuda"', f'"{device.type}"').replace('device = "cpu"', f'device = "{device.type}"')
-        expected = re.findall(r"^# (.*)", "".join(re.findall(r"^print\(.*\n((?:# .*\n)+)", block, re.MULTILINE)), re.MULTILINE)
+        code = block.replace('"cuda"', f'"{device.type}"').replace(
+            'device = "cpu"', f'device = "{device.type}"'
+        )
+        expected = re.findall(
+            r"^# (.*)", "".join(re.findall(r"^print\(.*\n((?:# .*\n)+)", block, re.MULTILINE)), re.MULTILINE
+        )
         exec(compile(code, str(page), "exec"), names)
         said = capsys.readouterr().out.splitlines()
         assert not expected or said == expected, "the comment below a print() is what it prints"
@@ -48,7 +61,13 @@ def test_blocks_run(page: Path, device: torch.device, capsys: pytest.CaptureFixt
 
 def test_no_block_hides() -> None:
     """A fence of another form would not be found."""
-    assert {page.name for page in PAGES} >= {"README.md", "quickstart.md", "variants.md", "worked_example.md", "flashinfer.md"}
+    assert {page.name for page in PAGES} >= {
+        "README.md",
+        "quickstart.md",
+        "variants.md",
+        "worked_example.md",
+        "flashinfer.md",
+    }
     for page in PAGES:
         fences = len(re.findall(r"^```\w", page.read_text(), re.MULTILINE))
         assert fences == len(BLOCK.findall(page.read_text())), page

@@ -1,4 +1,7 @@
-"""Commands in the documents are understood by the programs that they name: each one's own parser reads them. Nothing is run."""
+"""Commands in the documents are understood by the programs that they name: each one's own parser reads them.
+
+Nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,22 @@ def commands() -> list[tuple[str, str]]:
         for line in map(str.strip, text.splitlines()):
             command = re.sub(r"^(\$ )?([A-Z_]+=\S* )*", "", line)
             module = re.match(r"python -m ([\w.]+) ", command + " ")
-            if (module and module[1].startswith(OURS) and module[1] not in IMPORT_AN_ENGINE) or re.match(r"attn-backend [a-z]+( |$)", command):
+            if (module and module[1].startswith(OURS) and module[1] not in IMPORT_AN_ENGINE) or re.match(
+                r"attn-backend [a-z]+( |$)", command
+            ):
                 found.append((str(path.relative_to(ROOT)), command))
     return sorted(set(found))
 
 
 def understand(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parses a command as its program does, with all that its parse_arguments() checks if it has one. A wrong argument raises SystemExit or ValueError."""
+    """Parses a command as its program does, with all that its parse_arguments() checks if it has one.
+
+    A wrong argument raises SystemExit or ValueError.
+    """
     words = shlex.split(command, comments=True)
-    name, arguments = ("attn_backend.cli.main", words[1:]) if words[0] == "attn-backend" else (words[2], words[3:])
+    name, arguments = (
+        ("attn_backend.cli.main", words[1:]) if words[0] == "attn-backend" else (words[2], words[3:])
+    )
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     if hasattr(module := import_module(name), "parse_arguments"):
         module.parse_arguments()
@@ -64,7 +74,11 @@ def test_a_documented_command_is_understood(document, command, monkeypatch):
     ("command", "message"),
     [
         ("attn-backend doctor --jsn", "--jsn"),
-        ("python -m integration.serve_benchmark --engine vllm --backends stock --dataset a.json b.json --num-prompts 1 2 3", "num-prompts"),
+        (
+            "python -m integration.serve_benchmark --engine vllm --backends stock --dataset a.json b.json "
+            "--num-prompts 1 2 3",
+            "num-prompts",
+        ),
     ],
 )
 def test_a_wrong_command_is_not(command, message, monkeypatch, capsys):
@@ -74,5 +88,17 @@ def test_a_wrong_command_is_not(command, message, monkeypatch, capsys):
 
 
 def test_all_kinds_of_programs_are_documented():
-    programs = {shlex.split(command, comments=True)[2 if command.startswith("python") else 1] for _, command in commands()}
-    assert {"bench", "compile", "demo", "doctor", "plan", "benchmarks.attention", "integration.serve_benchmark", "integration.soak"} <= programs
+    programs = {
+        shlex.split(command, comments=True)[2 if command.startswith("python") else 1]
+        for _, command in commands()
+    }
+    assert {
+        "bench",
+        "compile",
+        "demo",
+        "doctor",
+        "plan",
+        "benchmarks.attention",
+        "integration.serve_benchmark",
+        "integration.soak",
+    } <= programs

@@ -1,4 +1,6 @@
-"""What the site's Markdown would show in another form than it was meant: tables and commands that are broken apart, lists that begin within a paragraph."""
+"""What the site's Markdown would show in another form than it was meant: tables and commands that are broken
+apart, lists that begin within a paragraph.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,19 @@ def faults(text: str) -> Iterator[str]:
         is_text = bool(line) and not line.startswith((" ", "|", "#", ":::")) and not _LIST.match(line)
         if is_text and not before and after.startswith("    "):
             yield f"the first line of a block of commands is not indented: {line}"
-        if line.startswith("|") and not before.startswith("|") and (before or not _ABOVE_A_TABLES_ROWS.fullmatch(after)):
+        if (
+            line.startswith("|")
+            and not before.startswith("|")
+            and (before or not _ABOVE_A_TABLES_ROWS.fullmatch(after))
+        ):
             yield f"a table's row that stands alone: {line}"
-        if _LIST.match(line) and before and not before.startswith(" ") and not _LIST.match(before) and not _in_list(lines, line):
+        if (
+            _LIST.match(line)
+            and before
+            and not before.startswith(" ")
+            and not _LIST.match(before)
+            and not _in_list(lines, line)
+        ):
             yield f"a list without an empty line before it: {line}"
 
 
@@ -52,4 +64,6 @@ def test_faults_are_found(text: str, fault: str) -> None:
 
 
 def test_good_pages_pass() -> None:
-    assert not list(faults("Words.\n\n    command\n    command\n\n| a |\n|---|\n| b |\n\n- one\n- two\n  more\n"))
+    assert not list(
+        faults("Words.\n\n    command\n    command\n\n| a |\n|---|\n| b |\n\n- one\n- two\n  more\n")
+    )

@@ -10,10 +10,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = ("attn_backend", "benchmarks", "csrc", "docs", "examples", "flashinfer_alias", "integration", "release", "tests")
+FOLDERS = (
+    "attn_backend",
+    "benchmarks",
+    "csrc",
+    "docs",
+    "examples",
+    "flashinfer_alias",
+    "integration",
+    "release",
+    "tests",
+)
 SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp", ".md", ".svg", ".yml", ".toml", ".jsonl")
-# Made by a command, or of an installed package; a name that a reader chooses; what is of an engine, of a model, of FlashInfer.
-ELSEWHERE = re.compile(r"(results|dist|lib|build|\.build)(/|$)|.*(ENGINE|<engine>|sm100)|(vllm|sglang)/|tokenizer\.json|BatchDecode/")
+# Made by a command, or of an installed package; a name that a reader chooses; what is of an engine, of a
+# model, of FlashInfer.
+ELSEWHERE = re.compile(
+    r"(results|dist|lib|build|\.build)(/|$)|.*(ENGINE|<engine>|sm100)|(vllm|sglang)/|tokenizer\.json|BatchDecode/"
+)
 FLASHINFERS_TESTS = "## FlashInfer's own tests"
 
 
@@ -32,12 +45,21 @@ def words() -> set[str]:
 
 
 def missing(text: str) -> list[str]:
-    """Code spans that look like paths, or like functions, of which there are none. A path may begin in the folder that the page is about; * is any text."""
+    """Code spans that look like paths, or like functions, of which there are none.
+
+    A path may begin in the folder that the page is about; * is any text.
+    """
     prose = re.sub(r"^```.*?^```$", "", text.partition(FLASHINFERS_TESTS)[0], flags=re.DOTALL | re.MULTILINE)
     found = []
     for span in re.findall(r"`([^`\n]+)`", prose):
-        is_path = re.fullmatch(r"[\w.*<>-]+(/[\w.*<>-]+)*/?", span) and ("/" in span or span.endswith(SUFFIXES))
-        if is_path and not ELSEWHERE.match(span) and not any(entry.match(span.rstrip("/")) for entry in entries()):
+        is_path = re.fullmatch(r"[\w.*<>-]+(/[\w.*<>-]+)*/?", span) and (
+            "/" in span or span.endswith(SUFFIXES)
+        )
+        if (
+            is_path
+            and not ELSEWHERE.match(span)
+            and not any(entry.match(span.rstrip("/")) for entry in entries())
+        ):
             found.append(span)
         if (function := re.fullmatch(r"(?:[\w.:]*[.:])?(\w+)\(\)", span)) and function[1] not in words():
             found.append(span)
@@ -49,6 +71,18 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert not missing(page.read_text())
 
 
-@pytest.mark.parametrize("span", ["csrc/attention/sm70/", "attn_backend/nothing.py", "nothing.cuh", "docs/adr/9999-*.md", f"Attention.{'run' * 3}()"])
+@pytest.mark.parametrize(
+    "span",
+    [
+        "csrc/attention/sm70/",
+        "attn_backend/nothing.py",
+        "nothing.cuh",
+        "docs/adr/9999-*.md",
+        f"Attention.{'run' * 3}()",
+    ],
+)
 def test_what_is_not_there_is_found(span: str) -> None:
-    assert missing(f"As `{span}` says, `attn_backend/settings.py`, `plan()`, `csrc/attention/sm90/`, `design.h` and `docs/adr/0001-*.md` do.") == [span]
+    assert missing(
+        f"As `{span}` says, `attn_backend/settings.py`, `plan()`, `csrc/attention/sm90/`, `design.h` and "
+        f"`docs/adr/0001-*.md` do."
+    ) == [span]

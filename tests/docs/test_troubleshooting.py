@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md: each message that it explains is one that the package, or an engine, still has, and each that a user may meet is explained."""
+"""docs/troubleshooting.md: each message that it explains is one that the package, or an engine, still has,
+and each that a user may meet is explained.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,23 @@ NOT_IN_SOURCES = {
 
 
 def attend(
-    q_dtype: torch.dtype = torch.float32, cache: torch.Tensor | None = None, page: int = 0, device: str = "cpu", stride: int = 1, variant: Variant | None = None
+    q_dtype: torch.dtype = torch.float32,
+    cache: torch.Tensor | None = None,
+    page: int = 0,
+    device: str = "cpu",
+    stride: int = 1,
+    variant: Variant | None = None,
 ) -> None:
     """A run of one request over two pages of 16 tokens, with one mistake."""
-    attention = Attention(4, 2, 64, dtype=torch.float32, device=device, max_rows=1, max_batch=1, variant=variant)
-    attention.plan(BSRView(torch.tensor([0, 1]), PageTable.block_table(torch.tensor([[page, 0]], dtype=torch.int32), torch.tensor([20]), 16)))
+    attention = Attention(
+        4, 2, 64, dtype=torch.float32, device=device, max_rows=1, max_batch=1, variant=variant
+    )
+    attention.plan(
+        BSRView(
+            torch.tensor([0, 1]),
+            PageTable.block_table(torch.tensor([[page, 0]], dtype=torch.int32), torch.tensor([20]), 16),
+        )
+    )
     q = torch.zeros(1, 4, 64 * stride, dtype=q_dtype)[..., ::stride]
     attention.run(q, KVCache.from_tensor(torch.zeros(2, 2, 16, 2, 64) if cache is None else cache))
 
@@ -36,12 +50,20 @@ def attend(
 MADE = {
     "q.stride(2) is ..., must be 1": lambda: attend(stride=2),
     "q.dtype is ..., must be ...": lambda: attend(torch.bfloat16),
-    "kv.k.dtype is float8_e4m3fn, must be ...": lambda: attend(cache=torch.zeros(2, 2, 16, 2, 64).to(torch.float8_e4m3fn)),
-    "kv.k.shape is ..., must be [pages, page_size = ..., ...]": lambda: attend(cache=torch.zeros(2, 2, 2, 16, 64)),
+    "kv.k.dtype is float8_e4m3fn, must be ...": lambda: attend(
+        cache=torch.zeros(2, 2, 16, 2, 64).to(torch.float8_e4m3fn)
+    ),
+    "kv.k.shape is ..., must be [pages, page_size = ..., ...]": lambda: attend(
+        cache=torch.zeros(2, 2, 2, 16, 64)
+    ),
     "block_table: page ... of request ... is ..., must be in [0, ...)": lambda: attend(page=9),
     "device is 'cuda', must be 'cpu': torch sees no GPU": lambda: attend(device="cuda"),
-    "cpp of <variant ...> has ..., must include no file": lambda: Variant.from_source("#include <cmath>", name="mine"),
-    "value of '...' is ..., must be at least of shape [...]": lambda: attend(variant=Variant.builtin("alibi", torch.ones(3))),
+    "cpp of <variant ...> has ..., must include no file": lambda: Variant.from_source(
+        "#include <cmath>", name="mine"
+    ),
+    "value of '...' is ..., must be at least of shape [...]": lambda: attend(
+        variant=Variant.builtin("alibi", torch.ones(3))
+    ),
 }
 
 
@@ -56,12 +78,21 @@ def test_a_message_that_is_put_together(message: str, monkeypatch: pytest.Monkey
 def messages() -> list[str]:
     """What stands in backquotes in the first column of the tables."""
     rows = re.findall(r"^\| (.*?) \| ", PAGE.read_text(), re.MULTILINE)
-    return [message for row in rows for message in re.findall(r"`([^`]+)`", row) if message not in NOT_IN_SOURCES | set(MADE)]
+    return [
+        message
+        for row in rows
+        for message in re.findall(r"`([^`]+)`", row)
+        if message not in NOT_IN_SOURCES | set(MADE)
+    ]
 
 
 def said() -> str:
     """The sources, with their messages in one piece: neither broken into lines nor interrupted by values."""
-    files = [*sorted((ROOT / "attn_backend").rglob("*.py")), *sorted((ROOT / "csrc").rglob("*.cpp")), *sorted((ROOT / "csrc").rglob("*.h"))]
+    files = [
+        *sorted((ROOT / "attn_backend").rglob("*.py")),
+        *sorted((ROOT / "csrc").rglob("*.cpp")),
+        *sorted((ROOT / "csrc").rglob("*.h")),
+    ]
     text = "\n".join(file.read_text() for file in files)
     text = re.sub(r'"\s*(<<\s*)?\n?\s*f?"', "", text)
     return text
@@ -86,8 +117,16 @@ def test_messages_are_found() -> None:
     assert len(messages()) > 50
 
 
-# Of one form each: `NAME is VALUE, must be ...`; `... cannot be traced: ...`; `attn_backend does not support ...: ...`.
-OF_ONE_FORM = {"ValueError", "AttributeError", "TracingError", "ExpressionError", "error_at_definition", "refuse"}
+# Of one form each: `NAME is VALUE, must be ...`; `... cannot be traced: ...`; `attn_backend does not support
+# ...: ...`.
+OF_ONE_FORM = {
+    "ValueError",
+    "AttributeError",
+    "TracingError",
+    "ExpressionError",
+    "error_at_definition",
+    "refuse",
+}
 WITHOUT_A_ROW = {
     "... has the fields ...; got ...": "a mistake in this package",
     "....... cannot be ...": "a mistake in this package",
@@ -150,7 +189,9 @@ def thrown() -> Iterator[str]:
             continue
         for name, streamed in re.findall(r"TVM_FFI_THROW\((\w+)\)\s*<<(.*?);\n", file.read_text(), re.DOTALL):
             if name not in ("ValueError", "TypeError"):
-                pieces = (re.findall(r'"((?:[^"\\]|\\.)*)"', piece) or ["..."] for piece in streamed.split("<<"))
+                pieces = (
+                    re.findall(r'"((?:[^"\\]|\\.)*)"', piece) or ["..."] for piece in streamed.split("<<")
+                )
                 text = "".join("".join(piece) for piece in pieces)
                 if re.search("[a-z]{3}", text):
                     yield text

@@ -42,10 +42,16 @@ def alone(engine: ModuleType, prompt: list[int], count: int) -> list[int]:
             cos, sin = angles.cos()[:, None], angles.sin()[:, None]
             return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-        def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turned: object = turned) -> torch.Tensor:
+        def attend(
+            _: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turned: object = turned
+        ) -> torch.Tensor:
             q, k = turned(q), turned(k)  # type: ignore[operator]
             heads = [x.double().transpose(0, 1) for x in (q, k, v)]
-            return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1).float()
+            return (
+                torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+                .transpose(0, 1)
+                .float()
+            )
 
         tokens.append(int(model.forward(torch.tensor(tokens), attend)[-1].argmax()))
     return tokens[len(prompt) :]
@@ -55,13 +61,18 @@ def alone(engine: ModuleType, prompt: list[int], count: int) -> list[int]:
 def test_engine_gives_each_request_the_tokens_that_it_gets_alone(example: ModuleType) -> None:
     llama = import_module("llama")
     model = llama.load(None, "cpu")
-    engine = example.Engine(model, "cpu", num_pages=24, max_batch=3, max_rows=24)  # too few pages, rows and places for all at once
+    # too few pages, rows and places for all at once
+    engine = example.Engine(model, "cpu", num_pages=24, max_batch=3, max_rows=24)
     common = list(range(70, 110))
     prompts = [[*common, 1, 2], [*common, 3], list(range(9)), [*common[:20], 9], [5], common]
     requests = [example.Request(list(prompt), 6) for prompt in prompts]
     engine.generate(requests)
-    assert [request.tokens[len(prompt) :] for request, prompt in zip(requests, prompts, strict=True)] == [alone(example, prompt, 6) for prompt in prompts]
-    assert set(requests[0].pages[:2]) == set(requests[1].pages[:2]), "the pages of the common prompt are shared"
+    assert [request.tokens[len(prompt) :] for request, prompt in zip(requests, prompts, strict=True)] == [
+        alone(example, prompt, 6) for prompt in prompts
+    ]
+    assert set(requests[0].pages[:2]) == set(requests[1].pages[:2]), (
+        "the pages of the common prompt are shared"
+    )
     assert sorted(engine.free_pages) == list(range(1, 24))
     assert not engine.page_of_prefix
 
@@ -86,8 +97,12 @@ def test_streaming_cache_stays_constant_and_full_attention_is_its_limit(example:
     model = import_module("llama").load(None, "cpu")
     tokens = torch.randint(256, (120,)).tolist()
     streams = [example.Stream(model, "cpu", window) for window in (32, 256)]
-    small, large = ([stream.feed(tokens[begin : begin + 16]) for begin in range(0, 120, 16)] for stream in streams)
-    assert [(a - b).abs().max() < 1e-4 for a, b in zip(small[:4], large[:4], strict=True)] == [True] * 4, "nothing is dropped yet"
+    small, large = (
+        [stream.feed(tokens[begin : begin + 16]) for begin in range(0, 120, 16)] for stream in streams
+    )
+    assert [(a - b).abs().max() < 1e-4 for a, b in zip(small[:4], large[:4], strict=True)] == [True] * 4, (
+        "nothing is dropped yet"
+    )
     assert (small[-1] - large[-1]).abs().max() > 1e-2
     assert len(streams[0].pages) == 4
     assert streams[0].pages[0] == 0, "the sinks stay"
@@ -128,7 +143,9 @@ def test_tree_speculation_gives_the_text_of_one_token_at_a_time(example: ModuleT
     tokens, calls = example.generate(llama.load(None, "cpu"), "cpu", prompt, 40, depth=4, width=3)
     assert tokens == alone(example, prompt, 40)
     assert calls < 40
-    sampled, _ = example.generate(llama.load(None, "cpu"), "cpu", prompt, 10, depth=4, width=1, temperature=0.8)
+    sampled, _ = example.generate(
+        llama.load(None, "cpu"), "cpu", prompt, 10, depth=4, width=1, temperature=0.8
+    )
     assert len(sampled) == 10
 
 
@@ -165,9 +182,21 @@ def test_a_missing_package_is_named_with_what_installs_it(example: str, missing:
         pytest.importorskip("tokenizers", reason="what is imported before huggingface_hub")
         pytest.importorskip("safetensors", reason="what is imported before huggingface_hub")
     name, *arguments = example.split()
-    program = f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv = {[name, *arguments]}; runpy.run_path('{name}.py', run_name='__main__')"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    ended = subprocess.run([sys.executable, "-c", program], cwd=EXAMPLES, env=environment, check=False, capture_output=True, text=True)
+    program = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv = {[name, *arguments]}; "
+        f"runpy.run_path('{name}.py', run_name='__main__')"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=EXAMPLES,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert missing in ended.stderr
@@ -178,5 +207,7 @@ def test_a_model_that_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyP
     for package in ("huggingface_hub", "tokenizers", "safetensors"):
         pytest.importorskip(package)
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    with pytest.raises(SystemExit, match=r"error: --model is 'no name', must be a folder, or a name that the hub gives: "):
+    with pytest.raises(
+        SystemExit, match=r"error: --model is 'no name', must be a folder, or a name that the hub gives: "
+    ):
         import_module("llama").load("no name", "cpu")

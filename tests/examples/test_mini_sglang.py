@@ -1,4 +1,6 @@
-"""examples/mini_sglang.py, by what mini-sglang's scheduler and model runner call, over a cache and a table as it has them."""
+"""examples/mini_sglang.py, by what mini-sglang's scheduler and model runner call, over a cache and a table as
+it has them.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,20 @@ class Cache:
 
 
 def request(table_idx: int, cached_len: int, device_len: int) -> SimpleNamespace:
-    return SimpleNamespace(table_idx=table_idx, cached_len=cached_len, device_len=device_len, extend_len=device_len - cached_len)
+    return SimpleNamespace(
+        table_idx=table_idx, cached_len=cached_len, device_len=device_len, extend_len=device_len - cached_len
+    )
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """float64 causal attention of a request's last rows over all of its tokens [tokens, KV heads, head_dim]."""
     k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     hidden = torch.ones(len(q), len(k)).tril(len(k) - len(q)) == 0
-    weights = (torch.einsum("qhd,khd->hqk", q.double(), k) * HEAD_DIM**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    weights = (
+        (torch.einsum("qhd,khd->hqk", q.double(), k) * HEAD_DIM**-0.5)
+        .masked_fill(hidden, -torch.inf)
+        .softmax(-1)
+    )
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
@@ -50,10 +58,14 @@ def test_prefill_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.zeros(5, 128, dtype=torch.int32)
     pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).view(5, 8)
     for row in range(5):
-        table[row] = (pages[row].repeat_interleave(PAGE_SIZE) * PAGE_SIZE + torch.arange(128) % PAGE_SIZE).int()
+        table[row] = (
+            pages[row].repeat_interleave(PAGE_SIZE) * PAGE_SIZE + torch.arange(128) % PAGE_SIZE
+        ).int()
     context = SimpleNamespace(kv_cache=Cache(), page_table=table, page_size=PAGE_SIZE)
     backend = example.AttnBackend(context, HEADS, KV_HEADS, HEAD_DIM)
-    known: dict[tuple[int, int], list[Tensor]] = {(layer, row): [] for layer in range(LAYERS) for row in range(5)}
+    known: dict[tuple[int, int], list[Tensor]] = {
+        (layer, row): [] for layer in range(LAYERS) for row in range(5)
+    }
     steps = [
         [request(3, 0, 40), request(1, 0, 7)],
         [request(1, 7, 8), request(4, 0, 100)],  # a decode beside a prompt
@@ -69,14 +81,19 @@ def test_prefill_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             backend.prepare_metadata(batch)
         lens = [r.extend_len for r in requests]
-        assert batch.attn_metadata.get_last_indices(len(lens)).tolist() == (torch.tensor(lens).cumsum(0) - 1).tolist()
+        assert (
+            batch.attn_metadata.get_last_indices(len(lens)).tolist()
+            == (torch.tensor(lens).cumsum(0) - 1).tolist()
+        )
         for layer in range(LAYERS):
             q, k, v = (torch.randn(sum(lens), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
             out = backend.forward(q, k.flatten(1), v.flatten(1), layer, batch)
             for r, *rows in zip(requests, *(x.split(lens) for x in (out, q, k, v)), strict=True):
                 tokens = known[layer, r.table_idx]
                 tokens.append(torch.stack(rows[2:]))
-                torch.testing.assert_close(rows[0].double(), expected(rows[1], *torch.cat(tokens, 1)), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    rows[0].double(), expected(rows[1], *torch.cat(tokens, 1)), rtol=1e-4, atol=1e-5
+                )
 
 
 SERVER = """
@@ -109,10 +126,20 @@ REGISTRY = """
 def test_schedulers_that_are_spawned_know_it(tmp_path: Path) -> None:
     """As mini-sglang's server starts them."""
     files = {"__init__": "", "attention": REGISTRY, "server": SERVER}
-    files |= {"core": "get_global_ctx = None", "distributed": "get_tp_info = None", "utils": "div_even = None"}
+    files |= {
+        "core": "get_global_ctx = None",
+        "distributed": "get_tp_info = None",
+        "utils": "div_even = None",
+    }
     (tmp_path / "minisgl").mkdir()
     for name, text in files.items():
         (tmp_path / "minisgl" / f"{name}.py").write_text(dedent(text))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    ended = subprocess.run([sys.executable, str(EXAMPLES / "mini_sglang.py")], env=environment, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / "mini_sglang.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert ended.stdout == "registered: attn_backend\n"

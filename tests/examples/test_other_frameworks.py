@@ -29,13 +29,17 @@ def test_arrays_of_a_framework(example: Any, name: str) -> None:
     out = example.framework(name).from_dlpack(example.attend(converted))
     assert type(out) is type(converted["q"])
     assert numpy.abs(example.on_host(out) - wanted).max() < 2e-3
-    tokens = example.on_host(converted["cache"]).swapaxes(1, 2).reshape(-1, 2, example.KV_HEADS, example.HEAD_DIM)
+    tokens = (
+        example.on_host(converted["cache"]).swapaxes(1, 2).reshape(-1, 2, example.KV_HEADS, example.HEAD_DIM)
+    )
     assert (tokens[given["slots"]] == numpy.stack((given["k"], given["v"]), 1)).all()
 
 
 @pytest.mark.gpu
 def test_streams_of_cupy(example: Any) -> None:
-    """CuPy writes Q on a stream of its own, after kernels that take long; torch reads it on another stream, and CuPy the output on the first."""
+    """CuPy writes Q on a stream of its own, after kernels that take long; torch reads it on another stream,
+    and CuPy the output on the first.
+    """
     cupy = pytest.importorskip("cupy", reason="cupy is not installed: no array of it was given")
     given = example.arrays()
     wanted = example.expected(given)
@@ -48,7 +52,8 @@ def test_streams_of_cupy(example: Any) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
             for _ in range(20):
                 large @ large
-        converted["q"].data.copy_from_device_async(q.data, q.nbytes)  # not by assignment: CuPy would compile a kernel for it
+        # not by assignment: CuPy would compile a kernel for it
+        converted["q"].data.copy_from_device_async(q.data, q.nbytes)
         with torch.cuda.stream(torch.cuda.Stream()):
             out = cupy.from_dlpack(example.attend(converted))
         assert numpy.abs(example.on_host(out) - wanted).max() < 2e-3

@@ -23,7 +23,9 @@ SIZES: dict[str, Any] = {
 }
 MODELS = {
     "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "Mistral, window 16": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=16)),
+    "Mistral, window 16": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, sliding_window=16)
+    ),
 }
 NEW_TOKENS = 10
 
@@ -44,7 +46,9 @@ def test_tokens(example: ModuleType, name: str) -> None:
     model = MODELS[name]().eval()
     prompts = [torch.randint(1, SIZES["vocab_size"], (length,)).tolist() for length in example.PROMPT_LENS]
     expected = example.generated(model, prompts, "sdpa", NEW_TOKENS)
-    assert len({token for tokens in expected for token in tokens}) > NEW_TOKENS, "tokens that would not show a difference"
+    assert len({token for tokens in expected for token in tokens}) > NEW_TOKENS, (
+        "tokens that would not show a difference"
+    )
     assert example.generated(model, prompts, "attn_backend", NEW_TOKENS) == expected
     assert example.generated(model, prompts[:1], "attn_backend", NEW_TOKENS) == expected[:1]
     if name == "Llama":

@@ -1,4 +1,6 @@
-"""What differs between two runs of one plan is seen, though layers come again every step, and views of their K and V are kept."""
+"""What differs between two runs of one plan is seen, though layers come again every step, and views of their
+K and V are kept.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ from torch import Tensor
 from attn_backend import flashinfer
 from attn_backend.flashinfer import arguments
 
-PAGE_SIZE = HEADS = 2  # of K and V: two of a cache's dimensions may be exchanged without a change of its shape
+# of K and V: two of a cache's dimensions may be exchanged without a change of its shape
+PAGE_SIZE = HEADS = 2
 
 
 def decodes() -> Batch:
     return make_batch([1] * 3, [7, 1, 12], heads=(4, HEADS, 64), page_size=PAGE_SIZE)
 
 
-def planned(batch: Batch, kv_layout: str = "NHD", **options: Any) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+def planned(
+    batch: Batch, kv_layout: str = "NHD", **options: Any
+) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), kv_layout)
     wrapper.plan(*batch.tables(), *batch.shape, PAGE_SIZE, **options)
     return wrapper
@@ -68,7 +73,9 @@ def test_a_cache_of_another_dtype(form: str) -> None:
     wrapper.run(batch.q, cache)
     changed = cache if isinstance(cache, Tensor) else cache["kv".index(form)]
     changed.data = changed.view(torch.bfloat16)  # at the same place
-    with pytest.raises(ValueError, match=rf"^kv\.{'v' if form == 'v' else 'k'}.dtype is bfloat16, must be float16"):
+    with pytest.raises(
+        ValueError, match=rf"^kv\.{'v' if form == 'v' else 'k'}.dtype is bfloat16, must be float16"
+    ):
         wrapper.run(batch.q, cache)
 
 
@@ -96,8 +103,17 @@ def test_views_end_with_either_tensor() -> None:
 
 
 FLOAT8: dict[str, Any] = {"kv_data_type": torch.float8_e4m3fn}
-NUMBERS: list[dict[str, Any]] = [{}, {"q_scale": 0.5}, {"q_scale": 0.5, "k_scale": 3.0}, {"q_scale": 1.5, "k_scale": 1.5}, {"k_scale": 0.5}]
-TENSORS: list[dict[str, Any]] = [{"k_scale": torch.tensor([0.5, 2.0])}, {"k_scale": torch.tensor([3.0, 1.0]), "v_scale": torch.tensor([2.0, 0.5])}]
+NUMBERS: list[dict[str, Any]] = [
+    {},
+    {"q_scale": 0.5},
+    {"q_scale": 0.5, "k_scale": 3.0},
+    {"q_scale": 1.5, "k_scale": 1.5},
+    {"k_scale": 0.5},
+]
+TENSORS: list[dict[str, Any]] = [
+    {"k_scale": torch.tensor([0.5, 2.0])},
+    {"k_scale": torch.tensor([3.0, 1.0]), "v_scale": torch.tensor([2.0, 0.5])},
+]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,11 @@ def test_scales_of_runs(options: dict[str, Any], given: list[dict[str, Any]]) ->
     found = [wrapper.run(batch.q, cache, **scales) for scales in given]
     for scales, output in zip(given, found, strict=True):
         assert torch.equal(output, planned(batch, **options).run(batch.q, cache.clone(), **scales))
-    products = [scales.get("q_scale", 1.0) * scales.get("k_scale", 1.0) for scales in given if not any(isinstance(s, Tensor) for s in scales.values())]
+    products = [
+        scales.get("q_scale", 1.0) * scales.get("k_scale", 1.0)
+        for scales in given
+        if not any(isinstance(s, Tensor) for s in scales.values())
+    ]
     assert len(set(products)) > 3  # numbers whose product is another one
     for (one, before), (other, after) in pairwise(zip(given, found, strict=True)):
         assert one == other or not torch.equal(before, after)
@@ -168,4 +188,9 @@ def test_strides_of_ragged_keys(heads: int, kv_len: int, kv_layout: str) -> None
     assert cache.k.stride() == arguments.KVCache.from_ragged(k, v).k.stride()
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    check(flashinfer.single_prefill_with_kv_cache(batch.q, k, v, kv_layout=kv_layout, causal=True, return_lse=True), batch.expected(causal=True))
+    check(
+        flashinfer.single_prefill_with_kv_cache(
+            batch.q, k, v, kv_layout=kv_layout, causal=True, return_lse=True
+        ),
+        batch.expected(causal=True),
+    )

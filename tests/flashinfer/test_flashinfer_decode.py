@@ -17,11 +17,16 @@ KV_LENS = [7, 1, 33, 0, 20]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("options", [{}, {"window_left": 4}, {"soft_cap": 5.0}, {"sm_scale": 0.3}, {"alibi": True, "soft_cap": 8.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_left": 4}, {"soft_cap": 5.0}, {"sm_scale": 0.3}, {"alibi": True, "soft_cap": 8.0}],
+)
 def test_single_decode(device: str, kv_layout: str, options: dict[str, object]) -> None:
     batch = make_batch([1], [37], device=device)
     k, v = (x if kv_layout == "NHD" else x.transpose(0, 1).contiguous() for x in (batch.k, batch.v))
-    found = flashinfer.single_decode_with_kv_cache(batch.q[0], k, v, kv_layout, return_lse=True, **named(options))
+    found = flashinfer.single_decode_with_kv_cache(
+        batch.q[0], k, v, kv_layout, return_lse=True, **named(options)
+    )
     expected = attention(batch.q, batch.k, batch.v, causal=True, **options)  # type: ignore[arg-type]
     check((found[0].unsqueeze(0), found[1].unsqueeze(0)), expected)
 
@@ -55,7 +60,16 @@ def test_batch_decode(device: str, kv_layout: str, dtype: torch.dtype, page_size
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{"window_left": 4}, {"soft_cap": 5.0}, {"sm_scale": 0.3}, {"alibi": True}, {"alibi": True, "soft_cap": 8.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_left": 4},
+        {"soft_cap": 5.0},
+        {"sm_scale": 0.3},
+        {"alibi": True},
+        {"alibi": True, "soft_cap": 8.0},
+    ],
+)
 def test_options_in_plan_and_in_forward(device: str, options: dict[str, object]) -> None:
     batch = make_batch([1] * 5, KV_LENS, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
@@ -82,17 +96,30 @@ def test_scales_and_sinks(device: str) -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(*batch.tables(), *batch.shape, batch.page_size)
     o, lse = batch.expected(causal=True, sm_scale=64**-0.5 * 0.5 * 3)
-    check(wrapper.run(batch.q, batch.cache, q_scale=0.5, k_scale=3.0, v_scale=2.0, return_lse=True), (o * 2, lse))
-    check(wrapper.run(batch.q, batch.cache, q_scale=torch.tensor(0.5), k_scale=torch.tensor([3.0]), return_lse=True), (o, lse))  # type: ignore[arg-type]
+    check(
+        wrapper.run(batch.q, batch.cache, q_scale=0.5, k_scale=3.0, v_scale=2.0, return_lse=True),
+        (o * 2, lse),
+    )
+    check(
+        wrapper.run(
+            batch.q, batch.cache, q_scale=torch.tensor(0.5), k_scale=torch.tensor([3.0]), return_lse=True
+        ),
+        (o, lse),
+    )  # type: ignore[arg-type]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
-    check(wrapper.run(batch.q, batch.cache, sinks=sinks, return_lse=True), batch.expected(causal=True, sinks=sinks))
+    check(
+        wrapper.run(batch.q, batch.cache, sinks=sinks, return_lse=True),
+        batch.expected(causal=True, sinks=sinks),
+    )
     check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True))
 
 
 def test_plans_grow_and_shrink() -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     for size in (3, 200, 1500, 7):
-        batch = make_batch([1] * size, [1 + i % 9 for i in range(size)], heads=(1, 1, 8), page_size=4, seed=size)
+        batch = make_batch(
+            [1] * size, [1 + i % 9 for i in range(size)], heads=(1, 1, 8), page_size=4, seed=size
+        )
         wrapper.plan(*batch.tables(), *batch.shape, 4)
         check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True))
 
@@ -107,9 +134,14 @@ def test_a_table_that_does_not_start_at_0() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_buffers_of_cuda_graphs(device: str) -> None:
-    indptr, last = torch.zeros(6, dtype=torch.int32, device=device), torch.zeros(5, dtype=torch.int32, device=device)
+    indptr, last = (
+        torch.zeros(6, dtype=torch.int32, device=device),
+        torch.zeros(5, dtype=torch.int32, device=device),
+    )
     indices = torch.zeros(100, dtype=torch.int32, device=device)
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), indptr, indices, last, "NHD")
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace(device), indptr, indices, last, "NHD"
+    )
     assert wrapper.is_cuda_graph_enabled
     for seed in (0, 1):
         batch = make_batch([1] * 5, KV_LENS[seed:] + [4] * seed, device=device, seed=seed)
@@ -180,9 +212,19 @@ def test_views_of_a_cache_end_with_it() -> None:
 def test_fast_plan_has_every_option() -> None:
     batch = make_batch([1] * 3, [40, 7, 100])
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
-    options = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 5e3, "window_left": 20, "logits_soft_cap": 3.0, "sm_scale": 0.2}
+    options = {
+        "pos_encoding_mode": "ROPE_LLAMA",
+        "rope_scale": 2.0,
+        "rope_theta": 5e3,
+        "window_left": 20,
+        "logits_soft_cap": 3.0,
+        "sm_scale": 0.2,
+    }
     flashinfer.fast_decode_plan(wrapper, *batch.tables(), *batch.shape, 5, **options)  # type: ignore[arg-type]
-    check(wrapper.run(batch.q, batch.cache), batch.expected(causal=True, rope=(2.0, 5e3), window_left=20, soft_cap=3.0, sm_scale=0.2))
+    check(
+        wrapper.run(batch.q, batch.cache),
+        batch.expected(causal=True, rope=(2.0, 5e3), window_left=20, soft_cap=3.0, sm_scale=0.2),
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -191,15 +233,25 @@ def test_scales_of_requests(device: str) -> None:
     batch = make_batch([1] * 3, [40, 7, 100], device=device)
     scales = torch.tensor([0.05, 0.3, 0.11], device=device)
     expected = [batch.expected(sm_scale=float(scale), soft_cap=2.0) for scale in scales]
-    of_each = tuple(torch.cat([parts[which][i : i + 1] for i, parts in enumerate(expected)]) for which in (0, 1))
+    of_each = tuple(
+        torch.cat([parts[which][i : i + 1] for i, parts in enumerate(expected)]) for which in (0, 1)
+    )
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(*batch.tables(), *batch.shape, 5, sm_scale=scales, logits_soft_cap=2.0)
     check(wrapper.run(batch.q, batch.cache, return_lse=True), of_each)
-    check(wrapper.run(batch.q, batch.cache, k_scale=torch.tensor(2.0, device=device), q_scale=0.5, return_lse=True), of_each)
+    check(
+        wrapper.run(
+            batch.q, batch.cache, k_scale=torch.tensor(2.0, device=device), q_scale=0.5, return_lse=True
+        ),
+        of_each,
+    )
     wrapper.plan(*batch.tables(), *batch.shape, 5, sm_scale=0.2)
     check(wrapper.run(batch.q, batch.cache), batch.expected(sm_scale=0.2))
     if device == "cuda":  # on a CPU it is a number
-        check(wrapper.run(batch.q, batch.cache, k_scale=torch.tensor([0.5], device=device)), batch.expected(sm_scale=0.1))
+        check(
+            wrapper.run(batch.q, batch.cache, k_scale=torch.tensor([0.5], device=device)),
+            batch.expected(sm_scale=0.1),
+        )
 
 
 BATCH = make_batch([1] * 2, [4, 6])
@@ -208,28 +260,66 @@ WRAPPER.plan(*BATCH.tables(), *BATCH.shape, 5)
 
 
 def plan(**options: object) -> None:
-    flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu")).plan(*BATCH.tables(), *BATCH.shape, 5, **options)  # type: ignore[arg-type]
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu")).plan(
+        *BATCH.tables(), *BATCH.shape, 5, **options
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
-        (ValueError, lambda: WRAPPER.run(BATCH.q[:1], BATCH.cache), "q.shape.0. is 1, must be batch_size . q_len_per_req"),
-        (ValueError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, window_left=3), "window_left is 3, must be -1"),
+        (
+            ValueError,
+            lambda: WRAPPER.run(BATCH.q[:1], BATCH.cache),
+            "q.shape.0. is 1, must be batch_size . q_len_per_req",
+        ),
+        (
+            ValueError,
+            lambda: WRAPPER.run(BATCH.q, BATCH.cache, window_left=3),
+            "window_left is 3, must be -1",
+        ),
         (ValueError, lambda: WRAPPER.run(BATCH.q, BATCH.cache[:, 0]), "paged_kv_cache is"),
         (ValueError, lambda: WRAPPER.run(BATCH.q.bfloat16(), BATCH.cache), "q.dtype is bfloat16"),
-        (ValueError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu")).run(BATCH.q, BATCH.cache), "before a successful plan"),
-        (ValueError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), "DHN"), "kv_layout is 'DHN'"),
-        (ValueError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), use_cuda_graph=True), "paged_kv_indptr_buffer is None"),
+        (
+            ValueError,
+            lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu")).run(BATCH.q, BATCH.cache),
+            "before a successful plan",
+        ),
+        (
+            ValueError,
+            lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), "DHN"),
+            "kv_layout is 'DHN'",
+        ),
+        (
+            ValueError,
+            lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), use_cuda_graph=True),
+            "paged_kv_indptr_buffer is None",
+        ),
         (ValueError, lambda: plan(q_data_type="float17"), "q_data_type is 'float17'"),
         (ValueError, lambda: plan(q_len_per_req=2), "q_len_per_req is 2, must be 1 without use_tensor_cores"),
         (ValueError, lambda: plan(pos_encoding_mode="ROPE"), "pos_encoding_mode is 'ROPE'"),
         (NotImplementedError, lambda: plan(kv_data_type=torch.int8), "kv_data_type = torch.int8"),
         (NotImplementedError, lambda: plan(window_right=1), "window_right = 1"),
-        (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache.to(torch.int8)), "a KV-cache of torch.int8"),
-        (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, kv_cache_sf=BATCH.cache), "the argument kv_cache_sf"),
-        (NotImplementedError, lambda: WRAPPER.run(BATCH.q, BATCH.cache, k_scale=torch.ones(2)), r"k_scale as a tensor of shape \[2\]"),
-        (NotImplementedError, lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), backend="trtllm-gen"), "backend = 'trtllm-gen'"),
+        (
+            NotImplementedError,
+            lambda: WRAPPER.run(BATCH.q, BATCH.cache.to(torch.int8)),
+            "a KV-cache of torch.int8",
+        ),
+        (
+            NotImplementedError,
+            lambda: WRAPPER.run(BATCH.q, BATCH.cache, kv_cache_sf=BATCH.cache),
+            "the argument kv_cache_sf",
+        ),
+        (
+            NotImplementedError,
+            lambda: WRAPPER.run(BATCH.q, BATCH.cache, k_scale=torch.ones(2)),
+            r"k_scale as a tensor of shape \[2\]",
+        ),
+        (
+            NotImplementedError,
+            lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), backend="trtllm-gen"),
+            "backend = 'trtllm-gen'",
+        ),
     ],
 )
 def test_refusals(error: type[Exception], call: object, message: str) -> None:

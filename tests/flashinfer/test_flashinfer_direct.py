@@ -1,4 +1,6 @@
-"""Runs that are one call of the library, of tensors as they are given: nothing is lost beside those that Attention.run checks."""
+"""Runs that are one call of the library, of tensors as they are given: nothing is lost beside those that
+Attention.run checks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def decode(kv_layout: str, form: str, **planned: Any) -> Run:
         cache = cache.to(planned["kv_data_type"])
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), kv_layout)
     wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, **planned)
-    return lambda **options: wrapper.run(batch.q, cache if form == "one" else tuple(cache.unbind(1)), **options)
+    return lambda **options: wrapper.run(
+        batch.q, cache if form == "one" else tuple(cache.unbind(1)), **options
+    )
 
 
 def ragged(kv_layout: str, first: int = 0) -> Run:
@@ -42,7 +46,10 @@ def ragged(kv_layout: str, first: int = 0) -> Run:
 
 def mla(width: int = 576, kv_dtype: torch.dtype = torch.bfloat16) -> Run:
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
-    tables = (torch.arange(3, dtype=torch.int32),) * 2 + (torch.arange(2, dtype=torch.int32), torch.tensor([4, 3], dtype=torch.int32))
+    tables = (torch.arange(3, dtype=torch.int32),) * 2 + (
+        torch.arange(2, dtype=torch.int32),
+        torch.tensor([4, 3], dtype=torch.int32),
+    )
     wrapper.plan(*tables, 16, LATENT, width - LATENT, 4, True, 0.1, torch.bfloat16, kv_dtype)
     q, cache = torch.randn(2, 16, width).bfloat16(), torch.randn(2, 4, width).to(kv_dtype)
     sizes = (LATENT, width - LATENT)
@@ -87,11 +94,14 @@ def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPat
         for return_lse in (True, False):  # lse is written if it is given, as in FlashInfer
             given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
             returned = run(return_lse=return_lse, out=given[0], lse=given[1], **options)
-            assert (returned[0] is given[0] and returned[1] is given[1]) if return_lse else returned is given[0]
+            assert (
+                (returned[0] is given[0] and returned[1] is given[1]) if return_lse else returned is given[0]
+            )
             assert torch.equal(given[0], out)
             assert torch.equal(given[1], lse)
 
-    monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")  # whose Attention is another, so that runs are Attention.run
+    # whose Attention is another, so that runs are Attention.run
+    monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")
     torch.manual_seed(0)
     run = make()
     wanted, wanted_lse = run(return_lse=True, **options)
@@ -102,13 +112,18 @@ def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPat
     assert lse.isfinite().all()
 
 
-@pytest.mark.parametrize(("kv_layout", "form"), [("NHD", r"\[tokens, num_kv_heads = 2, head_dim\]"), ("HND", r"\[num_kv_heads = 2, tokens, head_dim\]")])
+@pytest.mark.parametrize(
+    ("kv_layout", "form"),
+    [("NHD", r"\[tokens, num_kv_heads = 2, head_dim\]"), ("HND", r"\[num_kv_heads = 2, tokens, head_dim\]")],
+)
 def test_says_that_the_layout_is_another(kv_layout: str, form: str) -> None:
     batch = make_batch([3, 1], [7, 9])
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), kv_layout)
     wrapper.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape)
     k, v = (batch.k, batch.v) if kv_layout == "HND" else (batch.k.transpose(0, 1), batch.v.transpose(0, 1))
-    with pytest.raises(ValueError, match=rf"^k is a float16 tensor .*, must be {form}, as kv_layout = '{kv_layout}' has it$"):
+    with pytest.raises(
+        ValueError, match=rf"^k is a float16 tensor .*, must be {form}, as kv_layout = '{kv_layout}' has it$"
+    ):
         wrapper.run(batch.q, k, v)
 
 
@@ -117,15 +132,24 @@ def test_refuses_what_a_handle_does_not_tell(name: str) -> None:
     batch = make_batch([1] * 3, [7, 12, 5])
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     wrapper.plan(*batch.tables(), *batch.shape, batch.page_size)
-    given: dict[str, Tensor] = {"q": batch.q, "out": torch.empty_like(batch.q), "lse": torch.empty(3, 4), "sinks": torch.zeros(4)}
+    given: dict[str, Tensor] = {
+        "q": batch.q,
+        "out": torch.empty_like(batch.q),
+        "lse": torch.empty(3, 4),
+        "sinks": torch.zeros(4),
+    }
     for change in (torch._neg_view, lambda tensor: tensor.clone().requires_grad_()):
         changed = given | {name: change(given[name])}
         with pytest.raises(ValueError, match=f"^{name} is .*(resolve_neg|gradient)"):
             wrapper.run(changed.pop("q"), batch.cache, return_lse=True, **changed)
 
 
-@pytest.mark.parametrize("make", [lambda: decode("NHD", "one"), lambda: ragged("NHD"), mla], ids=["decode", "ragged", "MLA"])
-def test_an_error_of_the_one_call_is_the_error_of_the_run(make: Callable[[], Run], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: decode("NHD", "one"), lambda: ragged("NHD"), mla], ids=["decode", "ragged", "MLA"]
+)
+def test_an_error_of_the_one_call_is_the_error_of_the_run(
+    make: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(**_: Any) -> None:
         raise RuntimeError("an error that no argument explains")
 
@@ -139,8 +163,16 @@ def test_an_error_of_the_one_call_is_the_error_of_the_run(make: Callable[[], Run
     [
         (decode, {"out": torch.empty(3, 4, 32)}, r"out\.dtype is float32, must be float16"),
         (decode, {"out": [1.0]}, r"out is \[1\.0\], must be a tensor"),
-        (decode, {"lse": torch.empty(2, 4)}, r"lse\.shape is \[2, 4\], must be \[rows = 3, num_qo_heads = 4\]"),
-        (decode, {"sinks": torch.zeros(4).to_sparse()}, r"sinks is a sparse_coo tensor, must be a dense tensor"),
+        (
+            decode,
+            {"lse": torch.empty(2, 4)},
+            r"lse\.shape is \[2, 4\], must be \[rows = 3, num_qo_heads = 4\]",
+        ),
+        (
+            decode,
+            {"sinks": torch.zeros(4).to_sparse()},
+            r"sinks is a sparse_coo tensor, must be a dense tensor",
+        ),
         (mla, {"out": torch.empty(2, 16, 512)}, r"out\.dtype is float32, must be bfloat16"),
     ],
 )
@@ -154,8 +186,12 @@ def test_names_what_is_wrong(make: Any, given: dict[str, Any], message: str) -> 
 def test_refuses_parts_of_q_whose_sign_is_to_be_changed(name: str) -> None:
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
     indptr = torch.arange(3, dtype=torch.int32)
-    wrapper.plan(indptr, indptr, indptr[:2], indptr[1:], 16, LATENT, 64, 4, True, 0.1, torch.bfloat16, torch.bfloat16)
-    parts = dict(zip(("q_nope", "q_pe"), torch.randn(2, 16, 576).bfloat16().split((LATENT, 64), -1), strict=True))
+    wrapper.plan(
+        indptr, indptr, indptr[:2], indptr[1:], 16, LATENT, 64, 4, True, 0.1, torch.bfloat16, torch.bfloat16
+    )
+    parts = dict(
+        zip(("q_nope", "q_pe"), torch.randn(2, 16, 576).bfloat16().split((LATENT, 64), -1), strict=True)
+    )
     caches = torch.randn(2, 4, 576).bfloat16().split((LATENT, 64), -1)
     parts[name] = torch._neg_view(parts[name])
     with pytest.raises(ValueError, match=f"^{name} is .*resolve_neg"):
@@ -183,6 +219,10 @@ def test_runs_again_once_a_late_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("attn_backend.flashinfer.planned_attention.by_name", lambda *_, **__: late)
     run = decode("NHD", "one", pos_encoding_mode="ALIBI")
     monkeypatch.setattr(AttentionVariant, "file_of", lambda _, name: f"{name}.cubin")
-    monkeypatch.setattr(library(), "load_attention_kernel", lambda _, name, file: missing.remove(name) if file == f"{name}.cubin" else None)
+    monkeypatch.setattr(
+        library(),
+        "load_attention_kernel",
+        lambda _, name, file: missing.remove(name) if file == f"{name}.cubin" else None,
+    )
     assert torch.equal(run(), expected)
     assert not missing

@@ -41,14 +41,20 @@ def test_missing_classes_are_classes() -> None:
     from attn_backend.flashinfer import SegmentGEMMWrapper, SfLayout
 
     assert not isinstance(1, SegmentGEMMWrapper)
-    with pytest.raises(NotImplementedError, match=r"^SegmentGEMMWrapper is not supported by attn_backend\.flashinfer"):
+    with pytest.raises(
+        NotImplementedError, match=r"^SegmentGEMMWrapper is not supported by attn_backend\.flashinfer"
+    ):
         type("Own", (SegmentGEMMWrapper,), {})()
     assert not hasattr(SfLayout, "layout_linear")
-    with pytest.raises(AttributeError, match=r"^SfLayout\.layout_linear is not supported by attn_backend\.flashinfer"):
+    with pytest.raises(
+        AttributeError, match=r"^SfLayout\.layout_linear is not supported by attn_backend\.flashinfer"
+    ):
         SfLayout.layout_linear  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["CuteDslMoEWrapper", "add_rmsnorm_fp4quant", "gdn_fused_decode_step", "norm", "activation"])
+@pytest.mark.parametrize(
+    "name", ["CuteDslMoEWrapper", "add_rmsnorm_fp4quant", "gdn_fused_decode_step", "norm", "activation"]
+)
 def test_optional_names_do_not_exist(name: str) -> None:
     """Code that asks whether FlashInfer has them does without."""
     assert not hasattr(flashinfer, name)
@@ -62,7 +68,13 @@ def test_unknown_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mm_fp8", "nvfp4_quantize_append_paged_kv_cache", "cudnn_batch_decode_with_kv_cache", "BatchDecodeMlaWithPagedKVCacheWrapper"]
+    "name",
+    [
+        "mm_fp8",
+        "nvfp4_quantize_append_paged_kv_cache",
+        "cudnn_batch_decode_with_kv_cache",
+        "BatchDecodeMlaWithPagedKVCacheWrapper",
+    ],
 )
 def test_functions_that_are_missing_refuse(name: str) -> None:
     with pytest.raises(NotImplementedError, match=name):

@@ -15,11 +15,19 @@ DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 SCALES = {"k_scale": 0.5, "v_scale": 0.25}
 
 
-def make_float8(q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, device: str, q_dtype: torch.dtype = torch.float16) -> tuple[Batch, Batch]:
+def make_float8(
+    q_lens: list[int],
+    kv_lens: list[int],
+    dtype: torch.dtype,
+    device: str,
+    q_dtype: torch.dtype = torch.float16,
+) -> tuple[Batch, Batch]:
     """The batch with K and V of 8 bits; with what these stand for, for expected()."""
     batch = make_batch(q_lens, kv_lens, dtype=q_dtype, device=device)
     k, v, cache = (x.float().clamp(-400, 400).to(dtype) for x in (batch.k, batch.v, batch.cache))
-    return replace(batch, k=k, v=v, cache=cache), replace(batch, k=k.double() * SCALES["k_scale"], v=v.double() * SCALES["v_scale"])
+    return replace(batch, k=k, v=v, cache=cache), replace(
+        batch, k=k.double() * SCALES["k_scale"], v=v.double() * SCALES["v_scale"]
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -28,8 +36,12 @@ def make_float8(q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, devic
 def test_decode(device: str, dtype: torch.dtype, kv_layout: str) -> None:
     batch, meaning = make_float8([1] * 5, [7, 1, 33, 0, 20], dtype, device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
-    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, q_data_type=torch.float16, kv_data_type=dtype)
-    check(wrapper.run(batch.q, batch.paged(kv_layout), return_lse=True, **SCALES), meaning.expected(causal=True))
+    wrapper.plan(
+        *batch.tables(), *batch.shape, batch.page_size, q_data_type=torch.float16, kv_data_type=dtype
+    )
+    check(
+        wrapper.run(batch.q, batch.paged(kv_layout), return_lse=True, **SCALES), meaning.expected(causal=True)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -39,10 +51,20 @@ def test_prefill(device: str, dtype: torch.dtype, q_dtype: torch.dtype) -> None:
     batch, meaning = make_float8([5, 1, 40, 3], [7, 1, 63, 20], dtype, device, q_dtype)
     expected, tolerance = meaning.expected(causal=True), 2e-3 if q_dtype == torch.float16 else 2e-2
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    paged.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, q_data_type=q_dtype, kv_data_type=dtype)
+    paged.plan(
+        batch.qo_indptr,
+        *batch.tables(),
+        *batch.shape,
+        batch.page_size,
+        causal=True,
+        q_data_type=q_dtype,
+        kv_data_type=dtype,
+    )
     check(paged.run(batch.q, batch.cache, return_lse=True, **SCALES), expected, tolerance)
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-    ragged.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, causal=True, q_data_type=q_dtype, kv_data_type=dtype)
+    ragged.plan(
+        batch.qo_indptr, batch.kv_indptr, *batch.shape, causal=True, q_data_type=q_dtype, kv_data_type=dtype
+    )
     check(ragged.run(batch.q, batch.k, batch.v, return_lse=True, **SCALES), expected, tolerance)
 
 
@@ -59,16 +81,24 @@ def test_single(device: str) -> None:
 FLOAT8_Q_SCALES = {
     "of all": (torch.tensor([0.5]), torch.tensor([0.25]), torch.tensor([2.0])),
     "of KV heads": (torch.tensor([0.5, 1.5]), torch.tensor([0.25, 0.75]), torch.tensor([2.0, 0.5])),
-    "of query heads": (torch.tensor([0.5, 1.5, 0.125, 0.75]), torch.tensor([0.25, 0.75]), torch.tensor([2.0, 0.5])),
+    "of query heads": (
+        torch.tensor([0.5, 1.5, 0.125, 0.75]),
+        torch.tensor([0.25, 0.75]),
+        torch.tensor([2.0, 0.5]),
+    ),
     "numbers": (0.5, 0.25, 2.0),
 }
 
 
-def make_float8_q(q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, device: str, form: str) -> tuple[Batch, Batch, tuple[Tensor | float, ...]]:
+def make_float8_q(
+    q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, device: str, form: str
+) -> tuple[Batch, Batch, tuple[Tensor | float, ...]]:
     """As make_float8(), with Q of 8 bits and scales of Q, K and V."""
     batch, _ = make_float8(q_lens, kv_lens, dtype, device)
     batch = replace(batch, q=batch.q.to(dtype))
-    scales = tuple(scale.to(device) if isinstance(scale, Tensor) else scale for scale in FLOAT8_Q_SCALES[form])
+    scales = tuple(
+        scale.to(device) if isinstance(scale, Tensor) else scale for scale in FLOAT8_Q_SCALES[form]
+    )
 
     def meaning(x: Tensor, scale: Tensor | float) -> Tensor:
         factor = torch.as_tensor(scale).double().cpu().reshape(-1)
@@ -106,10 +136,16 @@ def test_float8_queries(device: str, dtype: torch.dtype, form: str) -> None:
     batch, meaning, scales = make_float8_q([1] * 5, [7, 1, 33, 0, 20], dtype, device, form)
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     decode.plan(*batch.tables(), *batch.shape, batch.page_size, logits_soft_cap=3.0, **types)  # type: ignore[arg-type]
-    close(decode.run(batch.q, batch.cache, *scales, return_lse=True), meaning.expected(causal=True, soft_cap=3.0), device)
+    close(
+        decode.run(batch.q, batch.cache, *scales, return_lse=True),
+        meaning.expected(causal=True, soft_cap=3.0),
+        device,
+    )
 
     batch, meaning, scales = make_float8_q([6], [37], dtype, device, form)
-    found = flashinfer.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, *scales, torch.float16, causal=True, return_lse=True)  # type: ignore[arg-type]
+    found = flashinfer.single_prefill_with_kv_cache(
+        batch.q, batch.k, batch.v, *scales, torch.float16, causal=True, return_lse=True
+    )  # type: ignore[arg-type]
     close(found, meaning.expected(causal=True), device)
 
 
@@ -117,11 +153,18 @@ def test_float8_queries(device: str, dtype: torch.dtype, form: str) -> None:
 def test_float8_queries_of_sparse_blocks(device: str) -> None:
     batch, meaning, scales = make_float8_q([8], [40], DTYPES[0], device, "of KV heads")
     sparse = flashinfer.BlockSparseAttentionWrapper(workspace(device))
-    blocks = torch.tensor([0, 2, 3], dtype=torch.int32, device=device), torch.tensor([1, 3, 0], dtype=torch.int32, device=device)
+    blocks = (
+        torch.tensor([0, 2, 3], dtype=torch.int32, device=device),
+        torch.tensor([1, 3, 0], dtype=torch.int32, device=device),
+    )
     sparse.plan(*blocks, 8, 40, 4, 10, *batch.shape, q_data_type=DTYPES[0])
     mask = torch.zeros(8, 40, dtype=torch.bool)
     mask[:4, 10:20] = mask[:4, 30:] = mask[4:, :10] = True
-    close(sparse.run(batch.q, batch.k, batch.v, *scales, return_lse=True), meaning.expected(masks=[mask]), device)  # type: ignore[arg-type]
+    close(
+        sparse.run(batch.q, batch.k, batch.v, *scales, return_lse=True),
+        meaning.expected(masks=[mask]),
+        device,
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -129,7 +172,14 @@ def test_float8_queries_under_rope(device: str) -> None:
     batch, meaning, scales = make_float8_q([1, 1], [7, 30], DTYPES[0], device, "of KV heads")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(
-        *batch.tables(), *batch.shape, batch.page_size, "ROPE_LLAMA", q_data_type=DTYPES[0], kv_data_type=DTYPES[0], o_data_type="bfloat16", rope_theta=5e3
+        *batch.tables(),
+        *batch.shape,
+        batch.page_size,
+        "ROPE_LLAMA",
+        q_data_type=DTYPES[0],
+        kv_data_type=DTYPES[0],
+        o_data_type="bfloat16",
+        rope_theta=5e3,
     )
     o, lse = meaning.expected(causal=True, rope=(1.0, 5e3))
     o = o / torch.tensor([2.0, 2.0, 0.5, 0.5])[:, None]  # without the scale of V
@@ -142,8 +192,14 @@ def test_scales_of_heads_under_16_bit_queries(device: str) -> None:
     k_scale, v_scale = torch.tensor([0.5, 2.0], device=device), torch.tensor([0.25, 3.0], device=device)
     meaning = replace(batch, k=batch.k.double() * k_scale[:, None], v=batch.v.double() * v_scale[:, None])
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, kv_data_type=DTYPES[0])
-    check(wrapper.run(batch.q, batch.cache, k_scale=k_scale, v_scale=v_scale, return_lse=True), meaning.expected(causal=True), 4e-3)
+    wrapper.plan(
+        batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, kv_data_type=DTYPES[0]
+    )
+    check(
+        wrapper.run(batch.q, batch.cache, k_scale=k_scale, v_scale=v_scale, return_lse=True),
+        meaning.expected(causal=True),
+        4e-3,
+    )
     for name in ("q_scale", "k_scale", "v_scale"):
         with pytest.raises(NotImplementedError, match=rf"{name} as a tensor of shape \[3\]"):
             wrapper.run(batch.q, batch.cache, **{name: torch.ones(3, device=device)})
@@ -158,7 +214,16 @@ def test_append(device: str) -> None:
     k, v = (torch.randn(5, 2, 64, device=device).half() for _ in range(2))
     for dtype in (torch.float16, DTYPES[0]):
         cache = torch.zeros_like(batch.cache)
-        flashinfer.append_paged_kv_cache(k.to(dtype), v.to(dtype), requests, positions, cache, batch.page_indices, batch.page_indptr, batch.last_page_len)
+        flashinfer.append_paged_kv_cache(
+            k.to(dtype),
+            v.to(dtype),
+            requests,
+            positions,
+            cache,
+            batch.page_indices,
+            batch.page_indptr,
+            batch.last_page_len,
+        )
         for token, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
             page = int(batch.page_indices[int(batch.page_indptr[request]) + position // batch.page_size])
             at = cache[page, :, position % batch.page_size].float()
@@ -171,7 +236,14 @@ def test_rope(device: str, dtype: torch.dtype) -> None:
     """Keys are turned where they are read, with scales of all and of each head."""
     batch, meaning = make_float8([1, 1], [7, 30], dtype, device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, pos_encoding_mode="ROPE_LLAMA", kv_data_type=dtype, rope_theta=5e3)
+    wrapper.plan(
+        *batch.tables(),
+        *batch.shape,
+        batch.page_size,
+        pos_encoding_mode="ROPE_LLAMA",
+        kv_data_type=dtype,
+        rope_theta=5e3,
+    )
     expected = meaning.expected(causal=True, rope=(1.0, 5e3))
     check(wrapper.run(batch.q, batch.cache, return_lse=True, **SCALES), expected)
     of_heads = {name: torch.full((2,), scale, device=device) for name, scale in SCALES.items()}
@@ -185,17 +257,33 @@ def test_the_scale_of_outputs(device: str) -> None:
     o, lse = meaning.expected(causal=True)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     wrapper.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, causal=True, kv_data_type=DTYPES[0])
-    check(wrapper.run(batch.q, batch.k, batch.v, o_scale=1.7, return_lse=True, **SCALES), (o * 1.7, lse), 4e-3)
-    check(wrapper.run(batch.q, batch.k, batch.v, k_scale=0.5, o_scale=1.7, return_lse=True), (o * 1.7 / SCALES["v_scale"], lse), 1e-2)
+    check(
+        wrapper.run(batch.q, batch.k, batch.v, o_scale=1.7, return_lse=True, **SCALES), (o * 1.7, lse), 4e-3
+    )
+    check(
+        wrapper.run(batch.q, batch.k, batch.v, k_scale=0.5, o_scale=1.7, return_lse=True),
+        (o * 1.7 / SCALES["v_scale"], lse),
+        1e-2,
+    )
     of_heads = {name: torch.full((2,), scale, device=device) for name, scale in SCALES.items()}
-    check(wrapper.run(batch.q, batch.k, batch.v, o_scale=1.7, return_lse=True, **of_heads), (o * 1.7, lse), 4e-3)
+    check(
+        wrapper.run(batch.q, batch.k, batch.v, o_scale=1.7, return_lse=True, **of_heads), (o * 1.7, lse), 4e-3
+    )
     plain = make_batch([5, 1, 9], [7, 33, 20], device=device)
     o, lse = plain.expected(causal=True)
     wrapper.plan(plain.qo_indptr, plain.kv_indptr, *plain.shape, causal=True)
-    check(wrapper.run(plain.q, plain.k, plain.v, v_scale=0.5, o_scale=1.7, return_lse=True), (o * 0.85, lse), 4e-3)
+    check(
+        wrapper.run(plain.q, plain.k, plain.v, v_scale=0.5, o_scale=1.7, return_lse=True),
+        (o * 0.85, lse),
+        4e-3,
+    )
     wrapper.plan(plain.qo_indptr, plain.kv_indptr, *plain.shape, causal=True, o_data_type=DTYPES[0])
-    assert torch.equal(*(wrapper.run(plain.q, plain.k, plain.v, o_scale=scale).view(torch.uint8) for scale in (None, 1.0)))  # type: ignore[union-attr]
-    with pytest.raises(NotImplementedError, match=r"^o_scale with o_data_type = torch\.float8_e4m3fn is not supported"):
+    assert torch.equal(
+        *(wrapper.run(plain.q, plain.k, plain.v, o_scale=scale).view(torch.uint8) for scale in (None, 1.0))
+    )  # type: ignore[union-attr]
+    with pytest.raises(
+        NotImplementedError, match=r"^o_scale with o_data_type = torch\.float8_e4m3fn is not supported"
+    ):
         wrapper.run(plain.q, plain.k, plain.v, o_scale=1.7)
 
 
@@ -208,17 +296,29 @@ def test_scales_that_kernels_do_not_take() -> None:
     check(wrapper.run(batch.q, batch.cache, k_scale=0.5, v_scale=-0.25, return_lse=True), (-o, lse))
     plain = make_batch([1, 1], [7, 30])
     wrapper.plan(*plain.tables(), *plain.shape, plain.page_size)
-    check(wrapper.run(plain.q, plain.cache, v_scale=torch.tensor([0.5])), (plain.expected(causal=True)[0] / 2, lse))
+    check(
+        wrapper.run(plain.q, plain.cache, v_scale=torch.tensor([0.5])),
+        (plain.expected(causal=True)[0] / 2, lse),
+    )
 
 
 def test_what_there_is_not() -> None:
     batch, _ = make_float8([1], [7], DTYPES[0], "cpu")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     for options, message in (
-        ({"q_data_type": DTYPES[1], "kv_data_type": DTYPES[1]}, "o_data_type = torch.float8_e5m2"),  # Q's, as in FlashInfer
-        ({"q_data_type": DTYPES[1], "o_data_type": torch.float16}, "kv_data_type = torch.float8_e4m3fn with q_data_type = torch.float8_e5m2"),
+        # Q's, as in FlashInfer
+        ({"q_data_type": DTYPES[1], "kv_data_type": DTYPES[1]}, "o_data_type = torch.float8_e5m2"),
+        (
+            {"q_data_type": DTYPES[1], "o_data_type": torch.float16},
+            "kv_data_type = torch.float8_e4m3fn with q_data_type = torch.float8_e5m2",
+        ),
         ({"q_data_type": torch.float16, "o_data_type": DTYPES[1]}, "o_data_type = torch.float8_e5m2"),
-        ({"q_data_type": torch.float16, "o_data_type": torch.bfloat16}, "o_data_type = torch.bfloat16 with q_data_type = torch.float16"),
+        (
+            {"q_data_type": torch.float16, "o_data_type": torch.bfloat16},
+            "o_data_type = torch.bfloat16 with q_data_type = torch.float16",
+        ),
     ):
         with pytest.raises(NotImplementedError, match=message):
-            wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, **({"kv_data_type": DTYPES[0]} | options))
+            wrapper.plan(
+                *batch.tables(), *batch.shape, batch.page_size, **({"kv_data_type": DTYPES[0]} | options)
+            )

@@ -26,7 +26,9 @@ def of(q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, device: str) -
 
 def types(batch: Batch, default: bool) -> dict[str, Any]:
     """With which a plan asks for outputs of float8: by the type of Q if that is what it is by default."""
-    return {"q_data_type": batch.q.dtype, "kv_data_type": batch.k.dtype} | ({} if default else {"o_data_type": E4M3})
+    return {"q_data_type": batch.q.dtype, "kv_data_type": batch.k.dtype} | (
+        {} if default else {"o_data_type": E4M3}
+    )
 
 
 def decode(batch: Batch, default: bool, **scales: Any) -> Found:
@@ -37,14 +39,18 @@ def decode(batch: Batch, default: bool, **scales: Any) -> Found:
 
 def paged(batch: Batch, default: bool, **scales: Any) -> Found:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(batch.q.device.type), "HND")
-    wrapper.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, **types(batch, default))
+    wrapper.plan(
+        batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, **types(batch, default)
+    )
     return wrapper.run(batch.q, batch.paged("HND"), return_lse=True, **scales)
 
 
 def ragged(batch: Batch, default: bool, **scales: Any) -> Found:
     """Whose first request does not begin with the first row; that is no request's."""
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(batch.q.device.type))
-    wrapper.plan(batch.qo_indptr.cpu() + 1, batch.kv_indptr.cpu(), *batch.shape, causal=True, **types(batch, default))
+    wrapper.plan(
+        batch.qo_indptr.cpu() + 1, batch.kv_indptr.cpu(), *batch.shape, causal=True, **types(batch, default)
+    )
     out, lse = wrapper.run(torch.cat((batch.q[:1], batch.q)), batch.k, batch.v, return_lse=True, **scales)
     assert not out[0].float().any()
     return out[1:], lse[1:]
@@ -55,7 +61,15 @@ def any_batch(batch: Batch, default: bool, k_scale: Any = None, v_scale: Any = N
     wrapper = flashinfer.BatchAttention(device=batch.q.device.type)
     kv_lens = batch.kv_indptr[1:] - batch.kv_indptr[:-1]
     tables = (batch.qo_indptr, batch.page_indptr, batch.page_indices, kv_lens)
-    wrapper.plan(*tables, *batch.shape, batch.shape[2], batch.page_size, causal=True, q_data_type=batch.q.dtype, kv_data_type=batch.k.dtype)
+    wrapper.plan(
+        *tables,
+        *batch.shape,
+        batch.shape[2],
+        batch.page_size,
+        causal=True,
+        q_data_type=batch.q.dtype,
+        kv_data_type=batch.k.dtype,
+    )
     return wrapper.run(batch.q, batch.cache, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -64,22 +78,37 @@ def cascade(batch: Batch, default: bool) -> Found:
     assert default
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(batch.q.device.type))
     rows = len(batch.q)
-    nothing = [torch.tensor(values, dtype=torch.int32, device=batch.q.device) for values in ([0, rows], [0, 0], [], [0])]
+    nothing = [
+        torch.tensor(values, dtype=torch.int32, device=batch.q.device)
+        for values in ([0, rows], [0, 0], [], [0])
+    ]
     levels = zip(nothing, (batch.qo_indptr, *batch.tables()), strict=True)
-    wrapper.plan(*map(list, levels), *batch.shape, batch.page_size, causal=True, q_data_type=batch.q.dtype, kv_data_type=batch.k.dtype)  # type: ignore[arg-type]
+    wrapper.plan(
+        *map(list, levels),
+        *batch.shape,
+        batch.page_size,
+        causal=True,
+        q_data_type=batch.q.dtype,
+        kv_data_type=batch.k.dtype,
+    )  # type: ignore[arg-type]
     return wrapper.run(batch.q, batch.cache)
 
 
 Run = Callable[..., Found]
-RUNS: dict[str, tuple[Run, list[int], bool]] = {  # queries of each request; whether a plan may name the type of outputs
+# queries of each request; whether a plan may name the type of outputs
+RUNS: dict[str, tuple[Run, list[int], bool]] = {
     "decode": (decode, [1, 1, 1], True),
     "paged prefill": (paged, [5, 1, 9], True),
     "ragged prefill": (ragged, [5, 1, 9], True),
     "BatchAttention": (any_batch, [5, 1, 9], False),
     "cascade": (cascade, [5, 1, 9], False),
 }
-CASES = [(name, dtype, default) for name, (_, _, may_name) in RUNS.items() for dtype, default in ((torch.float16, False), (E4M3, False), (E4M3, True))
-         if default or may_name]  # fmt: skip
+CASES = [
+    (name, dtype, default)
+    for name, (_, _, may_name) in RUNS.items()
+    for dtype, default in ((torch.float16, False), (E4M3, False), (E4M3, True))
+    if default or may_name
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,7 +118,9 @@ def test_outputs_of_float8(device: str, name: str, dtype: torch.dtype, default: 
     batch = of(q_lens, [7, 33, 20], dtype, device)
     found = run(batch, default)
     out, lse = found if isinstance(found, tuple) else (found, None)
-    expected, expected_lse = replace(batch, **{x: getattr(batch, x).double() for x in "qkv"}).expected(causal=True)
+    expected, expected_lse = replace(batch, **{x: getattr(batch, x).double() for x in "qkv"}).expected(
+        causal=True
+    )
     check_rounded(out, expected, 1.0, 2e-2 if dtype == E4M3 else 2e-3)
     if lse is not None:
         torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=0, atol=2e-2)
@@ -104,10 +135,16 @@ def test_scales(device: str, name: str, dtype: torch.dtype, form: str) -> None:
     run, q_lens, _ = RUNS[name]
     batch = of(q_lens, [7, 33, 20], dtype, device)
     numbers = {"k_scale": 0.5, "v_scale": 2.0**7}
-    scales = numbers if form == "numbers" else {name: torch.tensor([value], device=device) for name, value in numbers.items()}
+    scales = (
+        numbers
+        if form == "numbers"
+        else {name: torch.tensor([value], device=device) for name, value in numbers.items()}
+    )
     found = run(batch, False, **scales)
     assert isinstance(found, tuple)
-    expected, _ = replace(batch, q=batch.q.double(), k=batch.k.double() * 0.5, v=batch.v.double() * 2.0**7).expected(causal=True)
+    expected, _ = replace(
+        batch, q=batch.q.double(), k=batch.k.double() * 0.5, v=batch.v.double() * 2.0**7
+    ).expected(causal=True)
     check_rounded(found[0], expected, 1.0, 2e-2 if dtype == E4M3 else 2e-3)
     assert float(found[0].float().abs().max()) > 100
 
@@ -137,7 +174,12 @@ def test_pod(device: str) -> None:
     wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, q_data_type=E4M3, kv_data_type=E4M3)
     out_p, out_d = wrapper.run(prefill.q, prefill.k, prefill.v, batch.q, batch.cache, causal_p=True)
     check_rounded(out_p, attention(prefill.q, prefill.k, prefill.v, causal=True)[0], 1.0, 2e-2)
-    check_rounded(out_d, replace(batch, q=batch.q.double(), k=batch.k.double(), v=batch.v.double()).expected(causal=True)[0], 1.0, 2e-2)
+    check_rounded(
+        out_d,
+        replace(batch, q=batch.q.double(), k=batch.k.double(), v=batch.v.double()).expected(causal=True)[0],
+        1.0,
+        2e-2,
+    )
 
 
 def test_the_output_that_is_given() -> None:

@@ -15,10 +15,16 @@ TOLERANCE = 2e-2
 PAIRS = pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 
 
-def make_mixed(q_lens: list[int], kv_lens: list[int], dtypes: tuple[torch.dtype, torch.dtype], device: str) -> Batch:
+def make_mixed(
+    q_lens: list[int], kv_lens: list[int], dtypes: tuple[torch.dtype, torch.dtype], device: str
+) -> Batch:
     """Q of numbers that both types have, to which it is rounded."""
     batch = make_batch(q_lens, kv_lens, dtype=torch.bfloat16, device=device)
-    return replace(batch, q=batch.q.to(dtypes[0]), **{name: getattr(batch, name).to(dtypes[1]) for name in ("k", "v", "cache")})
+    return replace(
+        batch,
+        q=batch.q.to(dtypes[0]),
+        **{name: getattr(batch, name).to(dtypes[1]) for name in ("k", "v", "cache")},
+    )
 
 
 @PAIRS
@@ -27,7 +33,9 @@ def make_mixed(q_lens: list[int], kv_lens: list[int], dtypes: tuple[torch.dtype,
 def test_decode(device: str, dtypes: tuple[torch.dtype, torch.dtype], kv_layout: str) -> None:
     batch = make_mixed([1] * 5, [7, 1, 33, 0, 20], dtypes, device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
-    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, q_data_type=dtypes[0], kv_data_type=dtypes[1])
+    wrapper.plan(
+        *batch.tables(), *batch.shape, batch.page_size, q_data_type=dtypes[0], kv_data_type=dtypes[1]
+    )
     found = wrapper.run(batch.q, batch.paged(kv_layout), return_lse=True)
     assert found[0].dtype == dtypes[0]
     check(found, batch.expected(causal=True), TOLERANCE)
@@ -41,22 +49,60 @@ def test_prefill(device: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     batch = make_mixed([5, 1, 40, 3], [7, 1, 63, 20], dtypes, device)
     expected = batch.expected(causal=True)
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    paged.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, q_data_type=dtypes[0], kv_data_type=dtypes[1])
+    paged.plan(
+        batch.qo_indptr,
+        *batch.tables(),
+        *batch.shape,
+        batch.page_size,
+        causal=True,
+        q_data_type=dtypes[0],
+        kv_data_type=dtypes[1],
+    )
     check(paged.run(batch.q, batch.cache, return_lse=True), expected, TOLERANCE)
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-    ragged.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, causal=True, q_data_type=dtypes[0], kv_data_type=dtypes[1])
+    ragged.plan(
+        batch.qo_indptr,
+        batch.kv_indptr,
+        *batch.shape,
+        causal=True,
+        q_data_type=dtypes[0],
+        kv_data_type=dtypes[1],
+    )
     check(ragged.run(batch.q, batch.k, batch.v, return_lse=True), expected, TOLERANCE)
     one = make_mixed([6], [37], dtypes, device)
-    check(flashinfer.single_prefill_with_kv_cache(one.q, one.k, one.v, causal=True, return_lse=True), one.expected(causal=True), TOLERANCE)
+    check(
+        flashinfer.single_prefill_with_kv_cache(one.q, one.k, one.v, causal=True, return_lse=True),
+        one.expected(causal=True),
+        TOLERANCE,
+    )
 
 
 def test_refuses() -> None:
     batch = make_mixed([1], [9], MIXTURES[0], "cpu")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
-    with pytest.raises(NotImplementedError, match=r"kv_data_type = torch.float16 with q_data_type = torch.float32"):
-        wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, q_data_type=torch.float32, kv_data_type=torch.float16)
-    with pytest.raises(NotImplementedError, match=r"o_data_type = torch.bfloat16 with q_data_type = torch.float16"):
-        wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, q_data_type="float16", kv_data_type="bfloat16", o_data_type="bfloat16")
-    wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, q_data_type="float16", kv_data_type="bfloat16")
+    with pytest.raises(
+        NotImplementedError, match=r"kv_data_type = torch.float16 with q_data_type = torch.float32"
+    ):
+        wrapper.plan(
+            *batch.tables(),
+            *batch.shape,
+            batch.page_size,
+            q_data_type=torch.float32,
+            kv_data_type=torch.float16,
+        )
+    with pytest.raises(
+        NotImplementedError, match=r"o_data_type = torch.bfloat16 with q_data_type = torch.float16"
+    ):
+        wrapper.plan(
+            *batch.tables(),
+            *batch.shape,
+            batch.page_size,
+            q_data_type="float16",
+            kv_data_type="bfloat16",
+            o_data_type="bfloat16",
+        )
+    wrapper.plan(
+        *batch.tables(), *batch.shape, batch.page_size, q_data_type="float16", kv_data_type="bfloat16"
+    )
     with pytest.raises(ValueError, match=r"dtype"):
         wrapper.run(batch.q, batch.cache.half())

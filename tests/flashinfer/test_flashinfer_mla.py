@@ -1,4 +1,6 @@
-"""BatchMLAPagedAttentionWrapper and append_paged_mla_kv_cache: caches in one tensor and in two, several query tokens, lse, graphs' buffers."""
+"""BatchMLAPagedAttentionWrapper and append_paged_mla_kv_cache: caches in one tensor and in two, several query
+tokens, lse, graphs' buffers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,17 @@ class Batch:
     def plan(self, wrapper: flashinfer.BatchMLAPagedAttentionWrapper, causal: bool) -> None:
         tables = self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_lens
         width = self.q.shape[-1] - LATENT
-        wrapper.plan(*tables, self.q.shape[1], LATENT, width, self.cache.shape[1], causal, SCALE, self.q.dtype, self.cache.dtype)
+        wrapper.plan(
+            *tables,
+            self.q.shape[1],
+            LATENT,
+            width,
+            self.cache.shape[1],
+            causal,
+            SCALE,
+            self.q.dtype,
+            self.cache.dtype,
+        )
 
     def expected(self, causal: bool) -> tuple[Tensor, Tensor]:
         parts = []
@@ -42,7 +54,16 @@ class Batch:
         return torch.cat(o), torch.cat(lse)
 
 
-def make_batch(q_lens: list[int], kv_lens: list[int], *, page_size: int = 4, heads: int = 16, width: int = 576, spare: int = 0, device: str = "cpu") -> Batch:
+def make_batch(
+    q_lens: list[int],
+    kv_lens: list[int],
+    *,
+    page_size: int = 4,
+    heads: int = 16,
+    width: int = 576,
+    spare: int = 0,
+    device: str = "cpu",
+) -> Batch:
     generator = torch.Generator().manual_seed(len(q_lens))
     pages = [-(-length // page_size) + spare for length in kv_lens]
     cache = torch.full((sum(pages) + 2, page_size, width), torch.nan, dtype=torch.bfloat16)
@@ -55,7 +76,12 @@ def make_batch(q_lens: list[int], kv_lens: list[int], *, page_size: int = 4, hea
             cache[indices[begin[i] + token // page_size], token % page_size] = row[token]
         rows.append(row)
     q = torch.randn(sum(q_lens), heads, width, generator=generator).bfloat16()
-    tensors = torch.tensor([0, *q_lens]).cumsum(0).int(), begin.int(), indices, torch.tensor(kv_lens, dtype=torch.int32)
+    tensors = (
+        torch.tensor([0, *q_lens]).cumsum(0).int(),
+        begin.int(),
+        indices,
+        torch.tensor(kv_lens, dtype=torch.int32),
+    )
     return Batch(q.to(device), rows, cache.to(device), *(tensor.to(device) for tensor in tensors))
 
 
@@ -98,7 +124,11 @@ def test_without_a_rotated_part(device: str) -> None:
     batch = make_batch([1, 2], [9, 33], width=LATENT, device=device)
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
     batch.plan(wrapper, True)
-    check(wrapper.run(batch.q, batch.q[..., :0], batch.cache, batch.cache[..., :0], return_lse=True), batch.expected(True), 2e-2)
+    check(
+        wrapper.run(batch.q, batch.q[..., :0], batch.cache, batch.cache[..., :0], return_lse=True),
+        batch.expected(True),
+        2e-2,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -152,9 +182,17 @@ def test_caches_of_8_bits(device: str, dtype: torch.dtype, in_one: bool) -> None
         wrapper.run(*parts, ckv_scale=0.5, kpe_scale=-1.0)
     scales = {"ckv_scale": 1.0, "kpe_scale": 1.0}
     names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
-    for name, other in zip(names, (torch.float16, torch.float16, torch.bfloat16, torch.bfloat16), strict=True):
-        wrong = [part.to(other) if name == of_part else part for part, of_part in zip(parts, names, strict=True)]
-        with pytest.raises(ValueError, match=rf"^{name}\.dtype is {other}, must be {dtype if name.endswith('cache') else torch.bfloat16}, as planned"):
+    for name, other in zip(
+        names, (torch.float16, torch.float16, torch.bfloat16, torch.bfloat16), strict=True
+    ):
+        wrong = [
+            part.to(other) if name == of_part else part for part, of_part in zip(parts, names, strict=True)
+        ]
+        with pytest.raises(
+            ValueError,
+            match=rf"^{name}\.dtype is {other}, must be "
+            rf"{dtype if name.endswith('cache') else torch.bfloat16}, as planned",
+        ):
             wrapper.run(*wrong, **scales)
     array = {"ckv_scale_arr": torch.ones(*caches[0].shape[:2], 4, device=device)}
     for given in ({}, {"kpe_scale": 1.0}, scales | array):
@@ -173,13 +211,21 @@ def test_engines_that_fill_the_buffers_themselves() -> None:
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"), True, *buffers)
     assert wrapper._cached_module is None
     first.plan(wrapper, False)
-    for buffer, tensor in zip(buffers, (second.qo_indptr, second.kv_indptr, second.kv_indices, second.kv_lens), strict=True):
+    for buffer, tensor in zip(
+        buffers, (second.qo_indptr, second.kv_indptr, second.kv_indices, second.kv_lens), strict=True
+    ):
         buffer[: len(tensor)].copy_(tensor)
     module = wrapper._cached_module
     assert module is not None
-    workspaces = wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
+    workspaces = (
+        wrapper._float_workspace_buffer,
+        wrapper._int_workspace_buffer,
+        wrapper._pin_memory_int_workspace_buffer,
+    )
     module.plan(*workspaces, second.qo_indptr, second.kv_indptr, second.kv_lens, 16, LATENT, False)
-    found = wrapper.run(*second.q.split([LATENT, ROPE], -1), *second.cache.split([LATENT, ROPE], -1), return_lse=True)
+    found = wrapper.run(
+        *second.q.split([LATENT, ROPE], -1), *second.cache.split([LATENT, ROPE], -1), return_lse=True
+    )
     check(found, second.expected(False), 2e-2)
     with pytest.raises(ValueError, match=r"\(num_heads, head_dim_ckv\) is \(8, 512\), must be \(16, 512\)"):
         module.plan(*workspaces, second.qo_indptr, second.kv_indptr, second.kv_lens, 8, LATENT, False)
@@ -194,7 +240,16 @@ def test_append(device: str, in_one: bool) -> None:
     positions = torch.tensor([32, 4, 7, 0], dtype=torch.int32, device=device)
     new = torch.randn(4, 576, device=device).bfloat16()
     before = ckv.clone(), kpe.clone()
-    flashinfer.append_paged_mla_kv_cache(*new.split([LATENT, ROPE], -1), requests, positions, ckv, kpe, batch.kv_indices, batch.kv_indptr, batch.kv_lens)
+    flashinfer.append_paged_mla_kv_cache(
+        *new.split([LATENT, ROPE], -1),
+        requests,
+        positions,
+        ckv,
+        kpe,
+        batch.kv_indices,
+        batch.kv_indptr,
+        batch.kv_lens,
+    )
     for i in (0, 1, 3):
         page = int(batch.kv_indices[int(batch.kv_indptr[int(requests[i])]) + int(positions[i]) // 4])
         place = page, int(positions[i]) % 4
@@ -213,18 +268,28 @@ def test_refuses() -> None:
     with pytest.raises(NotImplementedError, match="backend = 'cutlass'"):
         flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"), backend="cutlass")
     with pytest.raises(ValueError, match=r"len\(kv_len_arr\) is 3, must be 2"):
-        flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"), True, *(torch.zeros(n, dtype=torch.int32) for n in (3, 3, 9, 3)))
+        flashinfer.BatchMLAPagedAttentionWrapper(
+            workspace("cpu"), True, *(torch.zeros(n, dtype=torch.int32) for n in (3, 3, 9, 3))
+        )
     tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
     with pytest.raises(NotImplementedError, match=r"kv_data_type = torch\.float32"):
         wrapper.plan(*tables, 16, LATENT, ROPE, 4, True, SCALE, torch.bfloat16, torch.float32)
     with pytest.raises(NotImplementedError, match="head_dim"):
         wrapper.plan(*tables, 16, 1024, ROPE, 4, True, SCALE, torch.bfloat16, torch.bfloat16)
     batch.plan(wrapper, True)
-    for name, wrong in (("q_nope.dtype", (parts[0].half(), *parts[1:])), ("kpe_cache", (*parts[:3], parts[2])), ("q_nope", (parts[0][:0], *parts[1:]))):
+    for name, wrong in (
+        ("q_nope.dtype", (parts[0].half(), *parts[1:])),
+        ("kpe_cache", (*parts[:3], parts[2])),
+        ("q_nope", (parts[0][:0], *parts[1:])),
+    ):
         with pytest.raises(ValueError, match=rf"^{name}(\.shape\[0\])? is .*, must be "):
             wrapper.run(*wrong)
     for name, scale in (("ckv_scale", 1.0), ("kpe_scale", 1.0), ("ckv_scale_arr", torch.ones(1))):
-        with pytest.raises(ValueError, match=r"^\(ckv_scale, ckv_scale_arr, kpe_scale\) is .*, must be None where kv_data_type is torch\.bfloat16"):
+        with pytest.raises(
+            ValueError,
+            match=r"^\(ckv_scale, ckv_scale_arr, kpe_scale\) is .*, must be None where kv_data_type is "
+            r"torch\.bfloat16",
+        ):
             wrapper.run(*parts, **{name: scale})
     for option in ({"o_scale": 1.0}, {"profiler_buffer": parts[0]}):
         with pytest.raises(NotImplementedError, match=f"the argument {next(iter(option))}"):

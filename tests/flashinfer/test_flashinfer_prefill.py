@@ -44,20 +44,31 @@ def named(options: dict[str, Any]) -> dict[str, Any]:
 def test_single_prefill(device: str, options: dict[str, Any], kv_layout: str) -> None:
     batch = make_batch([17], [33], device=device)
     k, v = (x if kv_layout == "NHD" else x.transpose(0, 1).contiguous() for x in (batch.k, batch.v))
-    found = flashinfer.single_prefill_with_kv_cache(batch.q, k, v, kv_layout=kv_layout, return_lse=True, **named(options))
+    found = flashinfer.single_prefill_with_kv_cache(
+        batch.q, k, v, kv_layout=kv_layout, return_lse=True, **named(options)
+    )
     check(found, attention(batch.q, batch.k, batch.v, **options))
 
 
 def test_more_queries_than_tokens() -> None:
     batch = make_batch([5], [3])
-    check(flashinfer.single_prefill_with_kv_cache_return_lse(batch.q, batch.k, batch.v, causal=True), attention(batch.q, batch.k, batch.v, causal=True))
+    check(
+        flashinfer.single_prefill_with_kv_cache_return_lse(batch.q, batch.k, batch.v, causal=True),
+        attention(batch.q, batch.k, batch.v, causal=True),
+    )
 
 
-def runs(batch: Batch, device: str, layout: str = "NHD") -> list[tuple[Any, Callable[..., None], Callable[..., Any]]]:
+def runs(
+    batch: Batch, device: str, layout: str = "NHD"
+) -> list[tuple[Any, Callable[..., None], Callable[..., Any]]]:
     """(wrapper, its plan of the batch, its run): over pages, and over the same K and V one after another."""
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout)
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), layout)
-    k, v = (batch.k, batch.v) if layout == "NHD" else (batch.k.transpose(0, 1).contiguous(), batch.v.transpose(0, 1).contiguous())
+    k, v = (
+        (batch.k, batch.v)
+        if layout == "NHD"
+        else (batch.k.transpose(0, 1).contiguous(), batch.v.transpose(0, 1).contiguous())
+    )
 
     def plan_paged(**options: Any) -> None:
         paged.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, **options)
@@ -84,18 +95,28 @@ def test_batches(device: str, options: dict[str, Any], kv_layout: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"soft_cap": 5.0}, {"alibi": True, "causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"soft_cap": 5.0}, {"alibi": True, "causal": True}], ids=str
+)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_keys_of_no_tokens(device: str, options: dict[str, Any], kv_layout: str) -> None:
     """K and V of 0 tokens, and caches of 0 pages: outputs of 0 and lse of -inf, as FlashInfer has them."""
     batch = make_batch([3, 1, 17], [0, 0, 0], device=device)
     batch.cache = batch.cache[:0]
-    expected = torch.zeros(21, 4, 64, dtype=torch.float64), torch.full((21, 4), -torch.inf, dtype=torch.float64)
+    expected = (
+        torch.zeros(21, 4, 64, dtype=torch.float64),
+        torch.full((21, 4), -torch.inf, dtype=torch.float64),
+    )
     for _, plan, run in runs(batch, device, kv_layout):
         plan(**named(options))
         check(run(return_lse=True), expected)
     k, v = (x if kv_layout == "NHD" else x.transpose(0, 1).contiguous() for x in (batch.k, batch.v))
-    check(flashinfer.single_prefill_with_kv_cache(batch.q, k, v, kv_layout=kv_layout, return_lse=True, **named(options)), expected)
+    check(
+        flashinfer.single_prefill_with_kv_cache(
+            batch.q, k, v, kv_layout=kv_layout, return_lse=True, **named(options)
+        ),
+        expected,
+    )
     of_decode = {name: value for name, value in named(options).items() if name != "causal"}
     o, lse = flashinfer.single_decode_with_kv_cache(batch.q[0], k, v, kv_layout, return_lse=True, **of_decode)
     check((o.unsqueeze(0), lse.unsqueeze(0)), (expected[0][:1], expected[1][:1]))
@@ -128,7 +149,9 @@ def test_custom_masks(device: str, packed: bool, soft_cap: float) -> None:
     for _, plan, run in runs(batch, device):
         plan(causal=True, logits_soft_cap=soft_cap, **options)  # causal does not count
         check(run(return_lse=True), batch.expected(masks=masks, soft_cap=soft_cap))
-    single = flashinfer.single_prefill_with_kv_cache(batch.q[4:21], batch.k[8:41], batch.v[8:41], custom_mask=masks[2].to(device))
+    single = flashinfer.single_prefill_with_kv_cache(
+        batch.q[4:21], batch.k[8:41], batch.v[8:41], custom_mask=masks[2].to(device)
+    )
     assert isinstance(single, Tensor)
     check(single, attention(batch.q[4:21], batch.k[8:41], batch.v[8:41], mask=masks[2]))
 
@@ -136,7 +159,8 @@ def test_custom_masks(device: str, packed: bool, soft_cap: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_multi_item_scoring(device: str) -> None:
     batch = make_batch([9, 7], [12, 12], device=device)
-    # Prompts of 3 and 5 tokens, items of 3 and 4, of 2 and 2 tokens after a delimiter each, and one at the end.
+    # Prompts of 3 and 5 tokens, items of 3 and 4, of 2 and 2 tokens after a delimiter each, and one at the
+    # end.
     positions = [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 0]]
     prefix_lens = [3, 5]
     masks = []
@@ -165,9 +189,23 @@ def test_multi_item_scoring(device: str) -> None:
 def test_multi_item_scoring_of_one_request() -> None:
     batch = make_batch([4], [9])
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
-    items = {"token_pos_in_items_ptr": torch.tensor([0, 1, 2, 0]).to(torch.uint16), "token_pos_in_items_len": 100}  # as FlashInfer's tests have it
-    wrapper.plan(batch.qo_indptr, *batch.tables(), *batch.shape, 5, causal=True, prefix_len_ptr=torch.tensor(5).to(torch.uint32), **items)
-    mask = torch.tensor([[1] * 5 + own for own in ([0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0])], dtype=torch.bool)
+    # as FlashInfer's tests have it
+    items = {
+        "token_pos_in_items_ptr": torch.tensor([0, 1, 2, 0]).to(torch.uint16),
+        "token_pos_in_items_len": 100,
+    }
+    wrapper.plan(
+        batch.qo_indptr,
+        *batch.tables(),
+        *batch.shape,
+        5,
+        causal=True,
+        prefix_len_ptr=torch.tensor(5).to(torch.uint32),
+        **items,
+    )
+    mask = torch.tensor(
+        [[1] * 5 + own for own in ([0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0])], dtype=torch.bool
+    )
     check(wrapper.run(batch.q, batch.cache), batch.expected(masks=[mask]))
 
 
@@ -211,7 +249,9 @@ def test_buffers_of_cuda_graphs() -> None:
         check(wrapper.run(planned.q, planned.cache), planned.expected(causal=True))
         assert torch.equal(buffers[0], planned.qo_indptr)
     larger = make_batch([20] * 5, [20] * 5)
-    with pytest.raises(ValueError, match=r"qo_indptr\[-1\] is 100, must be at most 23, that of the first plan"):
+    with pytest.raises(
+        ValueError, match=r"qo_indptr\[-1\] is 100, must be at most 23, that of the first plan"
+    ):
         wrapper.plan(larger.qo_indptr, *larger.tables(), *larger.shape, larger.page_size)
 
 
@@ -241,14 +281,22 @@ def plan(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
-        (ValueError, lambda: plan().run(BATCH.q[:4], BATCH.cache), r"q.shape\[0\] is 4, must be qo_indptr\[-1\] = 5"),
+        (
+            ValueError,
+            lambda: plan().run(BATCH.q[:4], BATCH.cache),
+            r"q.shape\[0\] is 4, must be qo_indptr\[-1\] = 5",
+        ),
         (ValueError, lambda: plan(custom_mask=torch.ones(24)), "custom_mask is a float32 tensor"),
         (ValueError, lambda: plan(custom_mask=torch.ones(23, dtype=torch.bool)), r"indptr\[-1\] is 24"),
         (ValueError, lambda: plan(prefix_len_ptr=torch.ones(2)), "token_pos_in_items_ptr is None"),
         (NotImplementedError, lambda: plan(head_dim_vo=1024), "head_dim = 64_1024"),
         (NotImplementedError, lambda: plan(o_data_type="bfloat16"), "o_data_type = torch.bfloat16"),
         (NotImplementedError, lambda: plan().run(BATCH.q, BATCH.cache, torch.ones(4)), "the argument args"),
-        (NotImplementedError, lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), backend="cudnn"), "backend = 'cudnn'"),
+        (
+            NotImplementedError,
+            lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), backend="cudnn"),
+            "backend = 'cudnn'",
+        ),
         (
             NotImplementedError,
             lambda: flashinfer.single_prefill_with_kv_cache(BATCH.q, BATCH.k, BATCH.v, scale_q=torch.ones(4)),
@@ -265,17 +313,31 @@ def test_refusals(error: type[Exception], call: Callable[[], Any], message: str)
 def test_heads_of_v_that_are_narrower(device: str) -> None:
     batch = make_batch([3, 17], [9, 33], heads=(4, 2, 192), device=device)
     k, v = batch.k, batch.v[..., :128].contiguous()
-    expected = [attention(batch.q[q], k[kv], v[kv], causal=True) for q, kv in ((slice(3), slice(9)), (slice(3, 20), slice(9, 42)))]
+    expected = [
+        attention(batch.q[q], k[kv], v[kv], causal=True)
+        for q, kv in ((slice(3), slice(9)), (slice(3, 20), slice(9, 42)))
+    ]
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     ragged.plan(batch.qo_indptr, batch.kv_indptr, *batch.shape, head_dim_vo=128, causal=True)
-    check(ragged.run(batch.q, k, v, return_lse=True), (torch.cat([o for o, _ in expected]), torch.cat([lse for _, lse in expected])))
-    check(flashinfer.single_prefill_with_kv_cache(batch.q[:3], k[:9], v[:9], causal=True, return_lse=True), expected[0])
+    check(
+        ragged.run(batch.q, k, v, return_lse=True),
+        (torch.cat([o for o, _ in expected]), torch.cat([lse for _, lse in expected])),
+    )
+    check(
+        flashinfer.single_prefill_with_kv_cache(batch.q[:3], k[:9], v[:9], causal=True, return_lse=True),
+        expected[0],
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rotation_of_wide_heads(device: str) -> None:
     """On a Hopper GPU the generic kernel turns them."""
     generator = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(rows, heads, 512, generator=generator).half().to(device) for rows, heads in ((5, 4), (40, 2), (40, 2)))
-    found = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, pos_encoding_mode="ROPE_LLAMA", rope_theta=500.0, return_lse=True)
+    q, k, v = (
+        torch.randn(rows, heads, 512, generator=generator).half().to(device)
+        for rows, heads in ((5, 4), (40, 2), (40, 2))
+    )
+    found = flashinfer.single_prefill_with_kv_cache(
+        q, k, v, causal=True, pos_encoding_mode="ROPE_LLAMA", rope_theta=500.0, return_lse=True
+    )
     check(found, attention(q, k, v, causal=True, rope=(1.0, 500.0)), 4e-3)

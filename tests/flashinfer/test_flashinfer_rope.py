@@ -19,9 +19,17 @@ LLAMA31 = {"rope_scale": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0, "
 def problem(device: str, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, indptr, offsets and the positions of the rows. Q and K are slices of one tensor."""
     qkv = torch.randn(sum(LENS), 6, head_dim, device=device).to(torch.float16)
-    positions = torch.cat([torch.arange(length) + offset for length, offset in zip(LENS, OFFSETS, strict=True)])
+    positions = torch.cat(
+        [torch.arange(length) + offset for length, offset in zip(LENS, OFFSETS, strict=True)]
+    )
     indptr = torch.tensor([0, *LENS]).cumsum(0).int()
-    return qkv[:, :4], qkv[:, 4:], indptr.to(device), torch.tensor(OFFSETS, dtype=torch.int32, device=device), positions.int().to(device)
+    return (
+        qkv[:, :4],
+        qkv[:, 4:],
+        indptr.to(device),
+        torch.tensor(OFFSETS, dtype=torch.int32, device=device),
+        positions.int().to(device),
+    )
 
 
 def close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -32,10 +40,20 @@ def close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, None), (128, 64), (256, None)])
 @pytest.mark.parametrize("interleave", [False, True])
-def test_given_positions_and_offsets(device: str, head_dim: int, rotary_dim: int | None, interleave: bool) -> None:
+def test_given_positions_and_offsets(
+    device: str, head_dim: int, rotary_dim: int | None, interleave: bool
+) -> None:
     q, k, indptr, offsets, positions = problem(device, head_dim)
-    options: dict[str, Any] = {"rotary_dim": rotary_dim, "interleave": interleave, "rope_scale": 2.0, "rope_theta": 5000.0}
-    expected = (rotated(q, positions, 2.0, 5000.0, rotary_dim, interleave), rotated(k, positions, 2.0, 5000.0, rotary_dim, interleave))
+    options: dict[str, Any] = {
+        "rotary_dim": rotary_dim,
+        "interleave": interleave,
+        "rope_scale": 2.0,
+        "rope_theta": 5000.0,
+    }
+    expected = (
+        rotated(q, positions, 2.0, 5000.0, rotary_dim, interleave),
+        rotated(k, positions, 2.0, 5000.0, rotary_dim, interleave),
+    )
     before = q.clone(), k.clone()
     close(flashinfer.apply_rope(q, k, indptr, offsets, **options), expected)
     close(flashinfer.apply_rope_pos_ids(q, k, positions, **options), expected)
@@ -52,7 +70,9 @@ def test_given_positions_and_offsets(device: str, head_dim: int, rotary_dim: int
 @pytest.mark.parametrize("device", DEVICES)
 def test_frequencies_of_llama31(device: str) -> None:
     q, k, indptr, offsets, positions = problem(device, 128)
-    frequencies = llama3_frequencies(128, 5e5, factor=4.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position_embeddings=512)
+    frequencies = llama3_frequencies(
+        128, 5e5, factor=4.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position_embeddings=512
+    )
     angles = torch.arange(4096).double()[:, None] * frequencies
     table = torch.cat([angles.cos(), angles.sin()], -1).float().to(device)
     flat = q.flatten(1).contiguous(), k.flatten(1).contiguous()
@@ -74,7 +94,10 @@ def test_table_of_cosines_and_sines(device: str, is_neox: bool) -> None:
     q, k, _, _, positions = problem(device, 64)
     angles = torch.arange(4096).double()[:, None] * 1e4 ** (-torch.arange(0, 32, 2).double() / 32)
     table = torch.cat([angles.cos(), angles.sin()], -1).float().to(device)
-    expected = (rotated(q, positions, 1.0, 1e4, 32, not is_neox), rotated(k, positions, 1.0, 1e4, 32, not is_neox))
+    expected = (
+        rotated(q, positions, 1.0, 1e4, 32, not is_neox),
+        rotated(k, positions, 1.0, 1e4, 32, not is_neox),
+    )
     flat = q.flatten(1).contiguous(), k.flatten(1).contiguous()
     found = flashinfer.apply_rope_with_cos_sin_cache(positions, *flat, 64, table, is_neox)
     assert [x.shape for x in found] == [x.shape for x in flat]
@@ -87,9 +110,13 @@ def test_table_of_cosines_and_sines(device: str, is_neox: bool) -> None:
 def test_wrong_arguments_are_named() -> None:
     q, k, indptr, offsets, positions = problem("cpu", 64)
     with pytest.raises(ValueError, match="cos_sin_cache is"):
-        flashinfer.apply_rope_with_cos_sin_cache(positions, q.flatten(1), k.flatten(1), 64, torch.zeros(9, 64).half())
+        flashinfer.apply_rope_with_cos_sin_cache(
+            positions, q.flatten(1), k.flatten(1), 64, torch.zeros(9, 64).half()
+        )
     with pytest.raises(ValueError, match=r"query is .*, must be a tensor \[rows, heads \* 48\]"):
-        flashinfer.apply_rope_with_cos_sin_cache(positions, q.flatten(1), k.flatten(1), 48, torch.zeros(9, 48))
+        flashinfer.apply_rope_with_cos_sin_cache(
+            positions, q.flatten(1), k.flatten(1), 48, torch.zeros(9, 48)
+        )
     with pytest.raises(ValueError, match="positions"):
         flashinfer.apply_rope_pos_ids(q, k, positions.float())
     with pytest.raises(ValueError, match="theta"):

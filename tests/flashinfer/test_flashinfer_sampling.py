@@ -12,7 +12,17 @@ from torch import Tensor
 
 from attn_backend import flashinfer, sample, sample_from_probs
 from attn_backend.flashinfer import sampling
-from attn_backend.flashinfer.logits_processor import LogitsPipe, MinP, Sample, Softmax, TaggedTensor, Temperature, TensorType, TopK, TopP
+from attn_backend.flashinfer.logits_processor import (
+    LogitsPipe,
+    MinP,
+    Sample,
+    Softmax,
+    TaggedTensor,
+    Temperature,
+    TensorType,
+    TopK,
+    TopP,
+)
 from attn_backend.kernels.draws import mixed
 
 VOCAB = 50
@@ -22,7 +32,10 @@ DRAWS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "top_k": (sampling.top_k_sampling_from_probs, {"top_k": 7}),
     "min_p": (sampling.min_p_sampling_from_probs, {"min_p": 0.3}),
     "both": (sampling.top_k_top_p_sampling_from_probs, {"top_k": 9, "top_p": 0.6}),
-    "joint": (sampling.top_k_top_p_sampling_from_probs, {"top_k": 9, "top_p": 0.6, "filter_apply_order": "joint"}),
+    "joint": (
+        sampling.top_k_top_p_sampling_from_probs,
+        {"top_k": 9, "top_p": 0.6, "filter_apply_order": "joint"},
+    ),
 }
 
 
@@ -30,11 +43,19 @@ def logits_of(batch: int, device: str = "cpu", seed: int = 0) -> Tensor:
     return (torch.randn(batch, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2).to(device)
 
 
-def kept(probs: Tensor, top_k: int = VOCAB, top_p: float = 1.0, min_p: float = 0.0, filter_apply_order: str = "top_k_first") -> Tensor:
+def kept(
+    probs: Tensor,
+    top_k: int = VOCAB,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    filter_apply_order: str = "top_k_first",
+) -> Tensor:
     """What the filters leave, normalised, in float64."""
     probs = probs.cpu().double()
     ordered = probs.sort(descending=True).values
-    mass = ordered.cumsum(-1) / (1.0 if filter_apply_order == "joint" else ordered[:, :top_k].sum(-1, keepdim=True))
+    mass = ordered.cumsum(-1) / (
+        1.0 if filter_apply_order == "joint" else ordered[:, :top_k].sum(-1, keepdim=True)
+    )
     least = ordered.gather(1, (mass < top_p).sum(-1, keepdim=True).clamp(max=VOCAB - 1))
     is_kept = (probs >= ordered[:, top_k - 1 : top_k]) & (probs >= least) & (probs >= min_p * ordered[:, :1])
     left = probs * is_kept
@@ -44,7 +65,9 @@ def kept(probs: Tensor, top_k: int = VOCAB, top_p: float = 1.0, min_p: float = 0
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_have_the_distribution(device: str, name: str) -> None:
-    """20,000 draws from each of three rows: no token that the filters remove, and frequencies within five standard deviations."""
+    """20,000 draws from each of three rows: no token that the filters remove, and frequencies within five
+    standard deviations.
+    """
     draw, options = DRAWS[name]
     probs = torch.softmax(logits_of(3, device), -1)
     indices = torch.arange(60000, device=device) % 3
@@ -54,7 +77,9 @@ def test_draws_have_the_distribution(device: str, name: str) -> None:
     for row in range(3):
         found = torch.bincount(tokens[indices == row].cpu(), minlength=VOCAB) / 20000
         assert not found[expected[row] == 0].any()
-        assert ((found - expected[row]).abs() <= 5 * (expected[row] * (1 - expected[row]) / 20000).sqrt() + 1e-9).all()
+        assert (
+            (found - expected[row]).abs() <= 5 * (expected[row] * (1 - expected[row]) / 20000).sqrt() + 1e-9
+        ).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,22 +160,35 @@ def test_renormalisation_and_masks(device: str, dtype: torch.dtype) -> None:
     masked = sampling.top_k_mask_logits(logits, torch.tensor([5, 1, 50, 5], device=device))
     assert masked.dtype == dtype
     assert (~masked.isneginf()).sum(-1).tolist()[1] == 1
-    torch.testing.assert_close(sampling.softmax(logits, 0.5).cpu().double(), torch.softmax(logits.cpu().double() * 2, -1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        sampling.softmax(logits, 0.5).cpu().double(),
+        torch.softmax(logits.cpu().double() * 2, -1),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_speculation(device: str) -> None:
     target = torch.softmax(logits_of(8, device), -1).view(2, 4, VOCAB)
     drafts = target[:, :3].argmax(-1)
-    counts = torch.ones(2, dtype=torch.int32, device=device), torch.full((2,), 5, dtype=torch.int32, device=device)
-    tokens, accepted, emitted = flashinfer.chain_speculative_sampling(target[:, :3].contiguous(), drafts, target, *counts, seed=1, offset=1)
+    counts = (
+        torch.ones(2, dtype=torch.int32, device=device),
+        torch.full((2,), 5, dtype=torch.int32, device=device),
+    )
+    tokens, accepted, emitted = flashinfer.chain_speculative_sampling(
+        target[:, :3].contiguous(), drafts, target, *counts, seed=1, offset=1
+    )
     assert torch.equal(tokens[:, :3], drafts.to(torch.int32))  # a draft that is the target is always accepted
     assert accepted is counts[0]
     assert (accepted.tolist(), emitted.tolist()) == ([4, 4], [8, 8])
     refusing = target.clone()
     refusing[0, 1, drafts[0, 1]] = 0.0
-    _, accepted, emitted = flashinfer.chain_speculative_sampling(target[:, :3].contiguous(), drafts, refusing, seed=1, offset=1)
-    assert (accepted.tolist(), emitted.tolist()) == ([2, 3], [1, 3])  # the first count goes on after a draft that was refused
+    _, accepted, emitted = flashinfer.chain_speculative_sampling(
+        target[:, :3].contiguous(), drafts, refusing, seed=1, offset=1
+    )
+    # the first count goes on after a draft that was refused
+    assert (accepted.tolist(), emitted.tolist()) == ([2, 3], [1, 3])
 
 
 def test_rows_that_cannot_be_sampled() -> None:
@@ -164,7 +202,10 @@ def test_rows_that_cannot_be_sampled() -> None:
 @pytest.mark.parametrize("name", [*DRAWS, "logits", "logits, both"])
 def test_a_nan_is_refused_on_request(name: str) -> None:
     """Every function that draws looks for it, and only where check_nan asks for that."""
-    of_logits = {"logits": (sampling.sampling_from_logits, {}), "logits, both": (sampling.top_k_top_p_sampling_from_logits, {"top_k": 9, "top_p": 0.6})}
+    of_logits = {
+        "logits": (sampling.sampling_from_logits, {}),
+        "logits, both": (sampling.top_k_top_p_sampling_from_logits, {"top_k": 9, "top_p": 0.6}),
+    }
     draw, options = (DRAWS | of_logits)[name]
     rows = torch.full((3, VOCAB), 1 / VOCAB)
     draw(rows, **options, check_nan=True)
@@ -179,7 +220,14 @@ def test_a_nan_is_refused_on_request(name: str) -> None:
 def test_pipes_do_what_their_steps_do(compiled: bool) -> None:
     logits = logits_of(400)
     probs = torch.softmax(logits, -1)
-    options: dict[str, Any] = {"temperature": 0.7, "top_k": 9, "top_p": 0.6, "min_p": 0.2, "seed": 4, "offset": 8}
+    options: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.6,
+        "min_p": 0.2,
+        "seed": 4,
+        "offset": 8,
+    }
     cold = torch.softmax(logits / 0.7, -1)
     cases: list[tuple[list[Any], TensorType, Tensor]] = [
         ([Temperature(), Softmax()], TensorType.LOGITS, cold.double()),
@@ -187,9 +235,13 @@ def test_pipes_do_what_their_steps_do(compiled: bool) -> None:
         ([Temperature(), Softmax(), MinP()], TensorType.LOGITS, kept(cold, min_p=0.2)),
     ]
     for steps, given, expected in cases:
-        values = LogitsPipe(steps, compiled, given)(logits if given is TensorType.LOGITS else probs, **options)
+        values = LogitsPipe(steps, compiled, given)(
+            logits if given is TensorType.LOGITS else probs, **options
+        )
         torch.testing.assert_close(values.double(), expected, rtol=1e-4, atol=1e-6)
-        tokens = LogitsPipe([*steps, Sample()], compiled, given)(logits if given is TensorType.LOGITS else probs, **options)
+        tokens = LogitsPipe([*steps, Sample()], compiled, given)(
+            logits if given is TensorType.LOGITS else probs, **options
+        )
         assert tokens.dtype == torch.int32
         assert (expected.gather(1, tokens.long().unsqueeze(1)) > 0).all()
 
@@ -199,9 +251,24 @@ def test_steps_together_draw_as_the_functions_do() -> None:
     probs = torch.softmax(logits, -1)
     draw = {"seed": 4, "offset": 8}
     cases: list[tuple[LogitsPipe, Tensor, dict[str, Any], Any]] = [
-        (LogitsPipe([Sample()], input_type=TensorType.LOGITS), logits, {}, sampling.sampling_from_logits(logits, **draw)),
-        (LogitsPipe([TopP(), Sample()]), probs, {"top_p": 0.5}, sampling.top_p_sampling_from_probs(probs, 0.5, **draw)),
-        (LogitsPipe([MinP(), Sample()]), probs, {"min_p": 0.1}, sampling.min_p_sampling_from_probs(probs, 0.1, **draw)),
+        (
+            LogitsPipe([Sample()], input_type=TensorType.LOGITS),
+            logits,
+            {},
+            sampling.sampling_from_logits(logits, **draw),
+        ),
+        (
+            LogitsPipe([TopP(), Sample()]),
+            probs,
+            {"top_p": 0.5},
+            sampling.top_p_sampling_from_probs(probs, 0.5, **draw),
+        ),
+        (
+            LogitsPipe([MinP(), Sample()]),
+            probs,
+            {"min_p": 0.1},
+            sampling.min_p_sampling_from_probs(probs, 0.1, **draw),
+        ),
         (
             LogitsPipe([Softmax(), TopK(joint_topk_topp=True), TopP(), Sample()]),
             logits,
@@ -217,19 +284,61 @@ def test_steps_together_draw_as_the_functions_do() -> None:
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
-        (ValueError, lambda: sampling.top_p_sampling_from_probs(torch.ones(2, 3), torch.ones(3)), "batch size mismatch: top_p has 3 elements, must have 2"),
-        (ValueError, lambda: sampling.top_k_renorm_probs(torch.ones(2, 3), torch.ones(2, 1)), "top_k: Expected a 1D tensor or scalar, got a 2D tensor"),
-        (ValueError, lambda: sampling.min_p_sampling_from_probs(torch.ones(2, 3), torch.tensor(0.5)), "got a 0-dimensional tensor"),
-        (ValueError, lambda: sampling.sampling_from_probs(torch.ones(2, 3), seed=torch.ones(1), offset=1), "offset is 1, must be a tensor"),
-        (ValueError, lambda: sampling.sampling_from_probs(torch.ones(2, 3), seed=torch.ones(1), offset=torch.ones(1)), "seed is a float32 tensor"),
-        (ValueError, lambda: sampling.top_k_top_p_sampling_from_probs(torch.ones(2, 3), 1, 1.0, filter_apply_order="p"), "filter_apply_order is 'p'"),
+        (
+            ValueError,
+            lambda: sampling.top_p_sampling_from_probs(torch.ones(2, 3), torch.ones(3)),
+            "batch size mismatch: top_p has 3 elements, must have 2",
+        ),
+        (
+            ValueError,
+            lambda: sampling.top_k_renorm_probs(torch.ones(2, 3), torch.ones(2, 1)),
+            "top_k: Expected a 1D tensor or scalar, got a 2D tensor",
+        ),
+        (
+            ValueError,
+            lambda: sampling.min_p_sampling_from_probs(torch.ones(2, 3), torch.tensor(0.5)),
+            "got a 0-dimensional tensor",
+        ),
+        (
+            ValueError,
+            lambda: sampling.sampling_from_probs(torch.ones(2, 3), seed=torch.ones(1), offset=1),
+            "offset is 1, must be a tensor",
+        ),
+        (
+            ValueError,
+            lambda: sampling.sampling_from_probs(torch.ones(2, 3), seed=torch.ones(1), offset=torch.ones(1)),
+            "seed is a float32 tensor",
+        ),
+        (
+            ValueError,
+            lambda: sampling.top_k_top_p_sampling_from_probs(
+                torch.ones(2, 3), 1, 1.0, filter_apply_order="p"
+            ),
+            "filter_apply_order is 'p'",
+        ),
         # as before FlashInfer drew its own random numbers
-        (ValueError, lambda: sampling.top_k_top_p_sampling_from_probs(torch.ones(2, 3), torch.rand(32, 2), 5, 0.9), "indices is 0.9, must be a tensor"),
+        (
+            ValueError,
+            lambda: sampling.top_k_top_p_sampling_from_probs(torch.ones(2, 3), torch.rand(32, 2), 5, 0.9),
+            "indices is 0.9, must be a tensor",
+        ),
         (ValueError, lambda: LogitsPipe([]), "processors is"),
         (ValueError, lambda: LogitsPipe([TopK()]), "input_type is None, must be given"),
-        (ValueError, lambda: LogitsPipe([Softmax(), Softmax()]), r"processors\[1\] is Softmax.* must be a step that takes PROBS"),
-        (ValueError, lambda: LogitsPipe([TopP()])(torch.ones(2, 3)), "top_p is None, must be a number above 0"),
-        (NotImplementedError, lambda: LogitsPipe([TopP()], custom_fusion_rules=[1]), "the argument custom_fusion_rules"),
+        (
+            ValueError,
+            lambda: LogitsPipe([Softmax(), Softmax()]),
+            r"processors\[1\] is Softmax.* must be a step that takes PROBS",
+        ),
+        (
+            ValueError,
+            lambda: LogitsPipe([TopP()])(torch.ones(2, 3)),
+            "top_p is None, must be a number above 0",
+        ),
+        (
+            NotImplementedError,
+            lambda: LogitsPipe([TopP()], custom_fusion_rules=[1]),
+            "the argument custom_fusion_rules",
+        ),
     ],
 )
 def test_refusals(error: type[Exception], call: Callable[[], Any], message: str) -> None:
@@ -242,8 +351,15 @@ def test_probabilities_of_16_bits(dtype: torch.dtype) -> None:
     """Draws are those from the same numbers in float32."""
     probs = torch.softmax(torch.randn(12, 700, generator=torch.Generator().manual_seed(11)), -1).to(dtype)
     given = {"seed": 3, "offset": 5}
-    assert torch.equal(sampling.top_p_sampling_from_probs(probs, 0.9, **given), sampling.top_p_sampling_from_probs(probs.float(), 0.9, **given))
-    draft, target, tokens = probs[:4].view(2, 2, 700), probs[4:10].view(2, 3, 700), torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    assert torch.equal(
+        sampling.top_p_sampling_from_probs(probs, 0.9, **given),
+        sampling.top_p_sampling_from_probs(probs.float(), 0.9, **given),
+    )
+    draft, target, tokens = (
+        probs[:4].view(2, 2, 700),
+        probs[4:10].view(2, 3, 700),
+        torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+    )
     for found, exact in zip(
         sampling.chain_speculative_sampling(draft, tokens, target, **given),
         sampling.chain_speculative_sampling(draft.float(), tokens, target.float(), **given),

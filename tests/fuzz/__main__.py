@@ -1,4 +1,5 @@
-"""The public API under random calls: valid ones are compared with float64, invalid ones must be refused by the name of what is wrong.
+"""The public API under random calls: valid ones are compared with float64, invalid ones must be refused by
+the name of what is wrong.
 
     python -m tests.fuzz                                   # 60 seconds on a CPU
     python -m tests.fuzz --seed 3 --calls 200000
@@ -6,8 +7,9 @@
     python -m tests.fuzz --scenario float8_batches         # 8-bit caches alone
     python -m tests.fuzz --seed 3 --only 41227             # one call, in this process, with its traceback
 
-Run from the root of the repository, with attn_backend installed. Each chunk of calls runs in a process of its own, so that a crash or a call that does not
-come back is a finding like every other. The exit status is 1 with findings.
+Run from the root of the repository, with attn_backend installed. Each chunk of calls runs in a process of its
+own, so that a crash or a call that does not come back is a finding like every other. The exit status is 1
+with findings.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-# `python -m` looks for modules in the working directory first: there is the source tree of attn_backend, which has no built library.
+# `python -m` looks for modules in the working directory first: there is the source tree of attn_backend,
+# which has no built library.
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 sys.path.insert(0, str(TESTS))
@@ -35,24 +38,62 @@ import attn_backend  # noqa: E402
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, help="begin no scenario after so many seconds; default: 60, or no limit with --calls")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="begin no scenario after so many seconds; default: 60, or no limit with --calls",
+    )
     parser.add_argument("--calls", type=int, help="so many calls")
     parser.add_argument("--seed", type=int, default=0, help="every seed has other calls; default: 0")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with the scenario of call number N")
-    parser.add_argument("--only", type=int, metavar="K", help="make call number K, after those that share its objects, in this process; show its outcome")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="N", help="begin with the scenario of call number N"
+    )
+    parser.add_argument(
+        "--only",
+        type=int,
+        metavar="K",
+        help="make call number K, after those that share its objects, in this process; show its outcome",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--scenario", action="append", default=[], choices=sorted(NAMES), help="may be given more than once; default: all")
+    parser.add_argument(
+        "--scenario",
+        action="append",
+        default=[],
+        choices=sorted(NAMES),
+        help="may be given more than once; default: all",
+    )
     parser.add_argument("--jobs", type=int, help="processes at a time; default: one a core, four on a GPU")
     parser.add_argument("--chunk", type=int, help="calls of one process; default: 500, on a GPU 2000")
-    parser.add_argument("--fresh", action="store_true", help="begin each process anew instead of forking it; always so on a GPU")
-    parser.add_argument("--work", nargs=3, type=int, metavar=("FIRST", "LAST", "EVENTS"), help=argparse.SUPPRESS)  # of such a process
-    parser.add_argument("--limit", type=float, help="seconds that a call may take; default: 60, on a GPU 300 (a kernel may have to be compiled)")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin each process anew instead of forking it; always so on a GPU",
+    )
+    # of such a process
+    parser.add_argument(
+        "--work", nargs=3, type=int, metavar=("FIRST", "LAST", "EVENTS"), help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help="seconds that a call may take; default: 60, on a GPU 300 (a kernel may have to be compiled)",
+    )
     arguments = parser.parse_args()
     on_cuda = arguments.device == "cuda"
     if on_cuda and torch.cuda.device_count() == 0:
         parser.error("--device is cuda, and torch sees no GPU")
-    for name, least in {"seconds": 0, "calls": 1, "first": 0, "only": 0, "jobs": 1, "chunk": 1, "limit": 0}.items():
+    for name, least in {
+        "seconds": 0,
+        "calls": 1,
+        "first": 0,
+        "only": 0,
+        "jobs": 1,
+        "chunk": 1,
+        "limit": 0,
+    }.items():
         value = getattr(arguments, name)
         if value is not None and value < least:
             parser.error(f"--{name} is {value}, must be at least {least}")
@@ -68,7 +109,9 @@ def only(arguments: argparse.Namespace) -> int:
     """One call, with all that is known of it."""
     faulthandler.enable()
     scenario, place = divmod(arguments.only, CALLS)
-    for i, call in enumerate(calls_of(arguments.seed, scenario, torch.device(arguments.device), arguments.scenario)):
+    for i, call in enumerate(
+        calls_of(arguments.seed, scenario, torch.device(arguments.device), arguments.scenario)
+    ):
         print(f"call {scenario * CALLS + i}: {call.title}", flush=True)
         outcome = run_call(call, arguments.device == "cuda")
         print(f"    {outcome.kind}{': ' if outcome.message else ''}{outcome.message}", flush=True)
@@ -79,7 +122,10 @@ def only(arguments: argparse.Namespace) -> int:
 
 
 def warm_up() -> None:
-    """Loads once, here, what every process needs. Nothing is computed, so that no thread and no GPU is there to be lost in a fork."""
+    """Loads once, here, what every process needs.
+
+    Nothing is computed, so that no thread and no GPU is there to be lost in a fork.
+    """
     import torch._dynamo.source  # of fake tensors, at the first of which it is imported
 
     assert torch._dynamo.source is not None
@@ -93,13 +139,24 @@ def report(tally: Tally, options: list[str], seconds: float) -> None:
     print(f"\n{'':32s}" + "".join(f"{kind:>26s}" for kind in classes))
     for surface in surfaces:
         print(f"{surface:32s}" + "".join(f"{tally.counts[surface, kind]:26d}" for kind in classes))
-    print(f"{'all':32s}" + "".join(f"{sum(tally.counts[surface, kind] for surface in surfaces):26d}" for kind in classes))
-    findings = sorted(tally.findings.values(), key=lambda finding: (FINDINGS.index(finding.kind), finding.title))
+    print(
+        f"{'all':32s}"
+        + "".join(f"{sum(tally.counts[surface, kind] for surface in surfaces):26d}" for kind in classes)
+    )
+    findings = sorted(
+        tally.findings.values(), key=lambda finding: (FINDINGS.index(finding.kind), finding.title)
+    )
     for finding in findings:
         print(f"\n{finding.count} x {finding.kind}: {finding.title}\n    {_shortened(finding.message)}")
-        print(f"    python -m tests.fuzz {' '.join(options)} --only {finding.call}      # or, after others: --first {finding.chunk}")
+        print(
+            f"    python -m tests.fuzz {' '.join(options)} --only {finding.call}      # or, after others: "
+            f"--first {finding.chunk}"
+        )
     wrong = sum(finding.count for finding in findings)
-    print(f"\n{tally.calls} calls in {seconds:.0f} s, {' '.join(options)}: {wrong} findings of {len(findings)} kinds")
+    print(
+        f"\n{tally.calls} calls in {seconds:.0f} s, {' '.join(options)}: {wrong} findings of {len(findings)} "
+        f"kinds"
+    )
 
 
 def _shortened(message: str) -> str:
@@ -113,11 +170,23 @@ def main() -> int:
     device = torch.device(arguments.device)
     if arguments.only is not None:
         return only(arguments)
-    options = ["--device", arguments.device, "--seed", str(arguments.seed), *(word for name in arguments.scenario for word in ("--scenario", name))]
+    options = [
+        "--device",
+        arguments.device,
+        "--seed",
+        str(arguments.seed),
+        *(word for name in arguments.scenario for word in ("--scenario", name)),
+    ]
 
     def command(chunk: Chunk, events: int, seconds: float | None) -> list[str]:
         own = [*options, "--work", str(chunk.next), str(chunk.last), str(events)]
-        return [sys.executable, "-m", "tests.fuzz", *own, *(["--seconds", str(seconds)] if seconds is not None else ["--calls", "1"])]
+        return [
+            sys.executable,
+            "-m",
+            "tests.fuzz",
+            *own,
+            *(["--seconds", str(seconds)] if seconds is not None else ["--calls", "1"]),
+        ]
 
     runner = Runner(
         lambda scenario: calls_of(arguments.seed, scenario, device, arguments.scenario),
@@ -129,7 +198,11 @@ def main() -> int:
         command=command if arguments.fresh or arguments.device == "cuda" else None,
     )
     if arguments.work is not None:
-        runner.work(Chunk(*arguments.work[:2]), arguments.work[2], None if arguments.seconds is None else time.monotonic() + arguments.seconds)
+        runner.work(
+            Chunk(*arguments.work[:2]),
+            arguments.work[2],
+            None if arguments.seconds is None else time.monotonic() + arguments.seconds,
+        )
     if runner.command is None:
         warm_up()
     print(f"seed {arguments.seed}, {arguments.jobs} processes", flush=True)

@@ -1,4 +1,6 @@
-"""Scenarios of attention: batches of all forms on one object, prefix forests, trees, cascades, the constructor."""
+"""Scenarios of attention: batches of all forms on one object, prefix forests, trees, cascades, the
+constructor.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,13 @@ def small_spec(rng: numpy.random.Generator, device: torch.device, **changes: obj
         qo_lens[int(rng.integers(batch))] = int(rng.integers(1, 30))
     page_size = spec.page_size if rng.random() < 0.03 else min(spec.page_size, 32)
     window_left = spec.window_left % (longest + 2) if spec.window_left >= 0 else -1
-    return spec.with_(qo_lens=tuple(qo_lens), kv_lens=tuple(kv_lens), page_size=page_size, window_left=window_left, padding_rows=int(rng.choice([0, 0, 1, 5])))
+    return spec.with_(
+        qo_lens=tuple(qo_lens),
+        kv_lens=tuple(kv_lens),
+        page_size=page_size,
+        window_left=window_left,
+        padding_rows=int(rng.choice([0, 0, 1, 5])),
+    )
 
 
 def heads_of(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any]:
@@ -52,13 +60,23 @@ def heads_of(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any
     spec = cases.random_spec(seed_of(rng), device.type)
     kv_heads = min(spec.num_kv_heads, 2)
     head_dim = spec.head_dim if kv_heads * spec.group_size * spec.head_dim <= 1024 else 64
-    return {"num_kv_heads": kv_heads, "group_size": spec.group_size, "head_dim": head_dim, "dtype": spec.dtype, "num_ctas": spec.num_ctas}
+    return {
+        "num_kv_heads": kv_heads,
+        "group_size": spec.group_size,
+        "head_dim": head_dim,
+        "dtype": spec.dtype,
+        "num_ctas": spec.num_ctas,
+    }
 
 
 def object_options(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any]:
     """Arguments of Attention that change no result."""
     on_cuda = device.type == "cuda"
-    kernel = attention_kernels.kernel_of(device, seed_of(rng)) if on_cuda else [None, None, None, "hopper", "generic"][rng.integers(5)]
+    kernel = (
+        attention_kernels.kernel_of(device, seed_of(rng))
+        if on_cuda
+        else [None, None, None, "hopper", "generic"][rng.integers(5)]
+    )
     batch_invariant = bool(rng.random() < 0.15)
     return {
         "kernel": kernel,
@@ -109,26 +127,54 @@ def float8_batches(rng: numpy.random.Generator, device: torch.device) -> Iterato
     attention = None
     while True:
         k_form, v_form = (str(form) for form in rng.choice(SCALES, size=2))
-        problem = Float8Case(small_spec(rng, device, **heads), device, dtype, k_form, v_form, "number" if has_float8_q else None)
+        problem = Float8Case(
+            small_spec(rng, device, **heads),
+            device,
+            dtype,
+            k_form,
+            v_form,
+            "number" if has_float8_q else None,
+        )
         case = problem.case
-        attention = case.attention(**problem.options, **object_options(rng, device)) if attention is None else attention
-        step = Step(case.q, case.kv, case.view, case.out, case.lse, case.spec, once(problem.expected), problem.run_options.get("q_scale"))
+        attention = (
+            case.attention(**problem.options, **object_options(rng, device))
+            if attention is None
+            else attention
+        )
+        step = Step(
+            case.q,
+            case.kv,
+            case.view,
+            case.out,
+            case.lse,
+            case.spec,
+            once(problem.expected),
+            problem.run_options.get("q_scale"),
+        )
         yield from around(rng, step_call(rng, attention, step))
 
 
 def float8_outputs(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
-    """One object whose runs have outputs of 8 bits, some of them beyond the largest number, and outputs of 16 bits."""
+    """One object whose runs have outputs of 8 bits, some of them beyond the largest number, and outputs of 16
+    bits.
+    """
     heads = heads_of(rng, device) | {"strided": False}
     if device.type == "cuda":  # what is in the package
         heads |= {"head_dim": 128, "dtype": torch.bfloat16}
     attention = None
     while True:
         case = case_tensors.build(small_spec(rng, device, **heads), device)
-        attention = case.attention(float8_out=True, **object_options(rng, device)) if attention is None else attention
+        attention = (
+            case.attention(float8_out=True, **object_options(rng, device)) if attention is None else attention
+        )
         step = step_of_case(case)
         if rng.random() < 0.8:
             scale = scale_for(step.expected()[0], 0.2 * (rng.random() < 0.5))
-            step = replace(step, out=out_of_8_bits(case), out_scale=scale if rng.random() < 0.5 else torch.tensor([scale], device=device))
+            step = replace(
+                step,
+                out=out_of_8_bits(case),
+                out_scale=scale if rng.random() < 0.5 else torch.tensor([scale], device=device),
+            )
         yield from around(rng, step_call(rng, attention, step))
 
 
@@ -137,7 +183,14 @@ def copied(rng: numpy.random.Generator, attention: Attention) -> Call:
     functions = (copy.copy, copy.deepcopy, pickle.dumps)
     function = functions[rng.integers(3)]
     wrong = Wrong("Attention", "unknown", attention, ("Attention",))  # a TypeError is right, too
-    return Call(function.__name__, lambda **given: function(given["Attention"]), {"Attention": attention}, {}, lambda *_: None, wrong=wrong)
+    return Call(
+        function.__name__,
+        lambda **given: function(given["Attention"]),
+        {"Attention": attention},
+        {},
+        lambda *_: None,
+        wrong=wrong,
+    )
 
 
 def prefix_forests(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
@@ -145,32 +198,62 @@ def prefix_forests(rng: numpy.random.Generator, device: torch.device) -> Iterato
     shape = small_shape(rng, device)
     attention = None
     while True:
-        batch = forests.random_batch(rng, shape.page_size, pair_cost=0.1, budget=2500, max_requests=int(rng.choice([2, 4, 8])), max_rows=40)
+        batch = forests.random_batch(
+            rng,
+            shape.page_size,
+            pair_cost=0.1,
+            budget=2500,
+            max_requests=int(rng.choice([2, 4, 8])),
+            max_rows=40,
+        )
         problem = forests.make_problem(rng, shape, batch, device)
         room = {"max_rows": 1000, "max_batch": 200, "cascade": True if rng.random() < 0.3 else "always"}
         attention = problem.attention(**room) if attention is None else attention
         view = batch.view(rng, device)
-        step = Step(problem.q, problem.memory.kv, view, problem.out, problem.lse, shape, once(problem.expected))
+        step = Step(
+            problem.q, problem.memory.kv, view, problem.out, problem.lse, shape, once(problem.expected)
+        )
         yield from around(rng, step_call(rng, attention, step))
 
 
 def small_shape(rng: numpy.random.Generator, device: torch.device) -> compositions.Shape:
     shape = compositions.random_shape(rng, device)
-    return replace(shape, num_kv_heads=min(shape.num_kv_heads, 2), group_size=min(shape.group_size, 4), page_size=min(shape.page_size, 16))
+    return replace(
+        shape,
+        num_kv_heads=min(shape.num_kv_heads, 2),
+        group_size=min(shape.group_size, 4),
+        page_size=min(shape.page_size, 16),
+    )
 
 
 # ---- Several levels ----
 
 
 def level_call(
-    rng: numpy.random.Generator, problem: compositions.Problem, name: str, make: Callable[..., Composition], arguments: Arguments, kinds: Kinds
+    rng: numpy.random.Generator,
+    problem: compositions.Problem,
+    name: str,
+    make: Callable[..., Composition],
+    arguments: Arguments,
+    kinds: Kinds,
 ) -> Call:
     """A composition, plan and run, from what the composition is made of."""
     attention = problem.attention(max_rows=len(problem.q) + 1 + int(rng.integers(3)))
     shape, kv = problem.shape, problem.memory.kv
-    rows = torch.tensor(sorted({row for seen in problem.seen for row in seen.rows}), dtype=torch.int64, device=problem.q.device)
+    rows = torch.tensor(
+        sorted({row for seen in problem.seen for row in seen.rows}),
+        dtype=torch.int64,
+        device=problem.q.device,
+    )
     expected = once(problem.expected)
-    of_run = {"q": problem.q, "kv": kv, "out": problem.out, "lse": problem.lse, "sm_scale": shape.sm_scale, "logits_soft_cap": shape.logits_soft_cap}
+    of_run = {
+        "q": problem.q,
+        "kv": kv,
+        "out": problem.out,
+        "lse": problem.lse,
+        "sm_scale": shape.sm_scale,
+        "logits_soft_cap": shape.logits_soft_cap,
+    }
     of_run["after_append"] = False
 
     def function(**given: Any) -> torch.Tensor:
@@ -185,15 +268,29 @@ def level_call(
         problem.out.fill_(torch.nan)
         problem.lse.fill_(torch.nan)
 
-    of_kinds = kinds | run_kinds(attention, problem.q) | {"kv": ChoiceArgument("Attention.run", wrong=((kv.k, kv.v),))}
-    return Call(name, function, arguments | of_run, of_kinds, check, prepare=prepare, reported=attention.raise_for_errors)
+    of_kinds = (
+        kinds
+        | run_kinds(attention, problem.q)
+        | {"kv": ChoiceArgument("Attention.run", wrong=((kv.k, kv.v),))}
+    )
+    return Call(
+        name,
+        function,
+        arguments | of_run,
+        of_kinds,
+        check,
+        prepare=prepare,
+        reported=attention.raise_for_errors,
+    )
 
 
 def trees(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
     while True:
         shape = small_shape(rng, device)
         parents = compositions.random_forest(rng, int(rng.integers(0, 4)))[:8]
-        memory = compositions.make_memory(rng, shape, device, [compositions.skewed(rng, 40, zero=0.06) for _ in parents])
+        memory = compositions.make_memory(
+            rng, shape, device, [compositions.skewed(rng, 40, zero=0.06) for _ in parents]
+        )
         node_of_row = compositions.random_nodes(rng, parents)[: int(rng.integers(1, 30))]
         table = memory.table(rng, list(range(len(parents))))
         composition = Composition.tree(parents, table, node_of_row)
@@ -201,7 +298,11 @@ def trees(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
         seen = []
         for node in sorted(set(node_of_row) - {-1}):
             rows = [row for row, own in enumerate(node_of_row) if own == node]
-            seen.append(compositions.Seen(rows, torch.cat([memory.slots[n] for n in compositions.path_to(parents, node)]), nothing))
+            seen.append(
+                compositions.Seen(
+                    rows, torch.cat([memory.slots[n] for n in compositions.path_to(parents, node)]), nothing
+                )
+            )
         problem = compositions.make_problem(rng, shape, memory, composition, seen, len(node_of_row))
         at, row = int(rng.integers(len(parents))), int(rng.integers(len(node_of_row)))
         wrong_parents = (*(_at(parents, at, value) for value in (at, -2, 2**63, 0.5)), parents[:-1])
@@ -230,18 +331,39 @@ def cascades(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call
         if rng.random() < 0.5:
             yield from around(rng, cascade_call(rng, problem, levels))
         else:
-            wrong = ((), [], None, 7, "levels", [None], _at(list(levels), 0, levels[0].table), list(levels) * 9)
+            wrong = (
+                (),
+                [],
+                None,
+                7,
+                "levels",
+                [None],
+                _at(list(levels), 0, levels[0].table),
+                list(levels) * 9,
+            )
             kinds: Kinds = {"levels": ChoiceArgument("Composition", wrong=wrong)}
-            yield from around(rng, level_call(rng, problem, "Composition", Composition, {"levels": levels}, kinds))
+            yield from around(
+                rng, level_call(rng, problem, "Composition", Composition, {"levels": levels}, kinds)
+            )
 
 
 def cascade_call(rng: numpy.random.Generator, problem: compositions.Problem, levels: Any) -> Call:
     count = len(levels)
     arguments: Arguments = {f"qo_indptr_{i}": level.qo_indptr for i, level in enumerate(levels)}
-    kinds: Kinds = {name: TensorArgument("Composition.cascade", ("qo_indptr",), dtypes=INDEX, exact=(0,)) for name in arguments}
+    kinds: Kinds = {
+        name: TensorArgument("Composition.cascade", ("qo_indptr",), dtypes=INDEX, exact=(0,))
+        for name in arguments
+    }
     qo_indptrs, tables = list(arguments.values()), [level.table for level in levels]
     arguments |= {"tables": tables, "causal": levels[-1].causal, "window_left": -1}
-    wrong_tables = (tables[:-1], [*tables, tables[0]], _at(tables, 0, None), _at(tables, 0, qo_indptrs[0]), "tables", [])
+    wrong_tables = (
+        tables[:-1],
+        [*tables, tables[0]],
+        _at(tables, 0, None),
+        _at(tables, 0, qo_indptrs[0]),
+        "tables",
+        [],
+    )
     kinds |= {
         "tables": ChoiceArgument("Composition.cascade", ("tables", "table", "levels"), wrong=wrong_tables),
         "causal": ChoiceArgument("Composition.cascade", wrong=(1, 0), optional=True),
@@ -250,7 +372,9 @@ def cascade_call(rng: numpy.random.Generator, problem: compositions.Problem, lev
 
     def make(**given: Any) -> Composition:
         indptrs = [given[f"qo_indptr_{i}"] for i in range(count)]
-        return Composition.cascade(indptrs, given["tables"], causal=given["causal"], window_left=given["window_left"])
+        return Composition.cascade(
+            indptrs, given["tables"], causal=given["causal"], window_left=given["window_left"]
+        )
 
     return level_call(rng, problem, "Composition.cascade", make, arguments, kinds)
 
@@ -273,7 +397,17 @@ def constructors(rng: numpy.random.Generator, device: torch.device) -> Iterator[
             "float8_out": device.type == "cpu" and bool(rng.random() < 0.3),
             **options,
         }
-        yield from around(rng, Call("Attention", Attention, arguments, constructor_kinds(arguments, device), check_constructed, public=True))
+        yield from around(
+            rng,
+            Call(
+                "Attention",
+                Attention,
+                arguments,
+                constructor_kinds(arguments, device),
+                check_constructed,
+                public=True,
+            ),
+        )
         yield from around(rng, plan_call(rng, device))
 
 
@@ -281,15 +415,24 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
     on_cuda = device.type == "cuda"
     kv_heads = arguments["num_kv_heads"]
     not_a_multiple = (arguments["num_qo_heads"] + 1,) if kv_heads > 1 else ()
-    too_many_rows = ((2**31 - 1) // arguments["max_levels"] + 1,) if arguments["max_levels"] > 1 else ()  # rows of all levels do not fit an int32
+    # rows of all levels do not fit an int32
+    too_many_rows = ((2**31 - 1) // arguments["max_levels"] + 1,) if arguments["max_levels"] > 1 else ()
     return {
         "num_qo_heads": IntArgument(others=("max_rows",), low=1, high=2**31 - 1, wrong=not_a_multiple),
-        "num_kv_heads": IntArgument(others=("num_qo_heads",), low=1, high=2**31 - 1, wrong=(arguments["num_qo_heads"] + 1,)),
+        "num_kv_heads": IntArgument(
+            others=("num_qo_heads",), low=1, high=2**31 - 1, wrong=(arguments["num_qo_heads"] + 1,)
+        ),
         "head_dim": IntArgument(low=8, high=576, wrong=(9, 65, 255, *((264, 576) if on_cuda else ()))),
-        "head_dim_v": IntArgument(low=8, high=576, wrong=(9, 65, 255, *((264, 576) if on_cuda else ())), optional=True),
-        "dtype": ChoiceArgument(wrong=(torch.float64, torch.int32, torch.bool, "float16", *((torch.float32,) if on_cuda else ()))),
+        "head_dim_v": IntArgument(
+            low=8, high=576, wrong=(9, 65, 255, *((264, 576) if on_cuda else ())), optional=True
+        ),
+        "dtype": ChoiceArgument(
+            wrong=(torch.float64, torch.int32, torch.bool, "float16", *((torch.float32,) if on_cuda else ()))
+        ),
         "device": ChoiceArgument(wrong=("meta", "gpu", "cpu:x", "cuda:63", "mps")),
-        "max_rows": IntArgument(others=("max_levels", "max_rows * max_levels"), low=1, high=2**31 - 1, wrong=too_many_rows),
+        "max_rows": IntArgument(
+            others=("max_levels", "max_rows * max_levels"), low=1, high=2**31 - 1, wrong=too_many_rows
+        ),
         "max_batch": IntArgument(low=1, high=8192 if on_cuda else 2**20),
         "max_levels": IntArgument(low=1, high=8),
         "num_ctas": IntArgument(low=1, high=4096, optional=True),
@@ -303,7 +446,16 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
 def check_constructed(given: Arguments, attention: Attention) -> None:
     assert attention.workspace_bytes > 0
     assert attention.head_dim_v == (given["head_dim"] if given["head_dim_v"] is None else given["head_dim_v"])
-    for name in ("num_qo_heads", "num_kv_heads", "head_dim", "dtype", "max_rows", "max_batch", "max_levels", "batch_invariant"):
+    for name in (
+        "num_qo_heads",
+        "num_kv_heads",
+        "head_dim",
+        "dtype",
+        "max_rows",
+        "max_batch",
+        "max_levels",
+        "batch_invariant",
+    ):
         assert getattr(attention, name) == given[name], name
 
 
@@ -332,7 +484,11 @@ def plan_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     if k.dtype != torch.float32:
         others.append(KVCache(k.float(), v.float()))
     kinds: Kinds = {
-        "composition": ChoiceArgument("Attention.plan", ("composition", "levels", "batch"), wrong=(view.table, [view], (view,), deep, crowd)),
+        "composition": ChoiceArgument(
+            "Attention.plan",
+            ("composition", "levels", "batch"),
+            wrong=(view.table, [view], (view,), deep, crowd),
+        ),
         "kv": ChoiceArgument("Attention.run", ("kv", "kv.k"), wrong=((k, v), k, *others)),
     }
     as_levels = batch > 0 and rng.random() < 0.5

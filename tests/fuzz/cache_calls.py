@@ -1,4 +1,6 @@
-"""Scenarios of the cache: append_kv into every storage form; the constructors of caches, tables and workspaces by themselves."""
+"""Scenarios of the cache: append_kv into every storage form; the constructors of caches, tables and
+workspaces by themselves.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,22 @@ def append_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
     slots = rng.permutation(num_slots)[:count]
     is_int64 = rng.random() < 0.5
     skipped = [-1, -(2**31), num_slots, 2**31 - 1] + ([2**32, 2**40 + 1, -(2**63)] if is_int64 else [])
-    slots = numpy.where(rng.random(count) < 0.2, rng.choice(numpy.array(skipped, dtype=numpy.int64), count), slots)
+    slots = numpy.where(
+        rng.random(count) < 0.2, rng.choice(numpy.array(skipped, dtype=numpy.int64), count), slots
+    )
     generator = torch.Generator(device).manual_seed(seed_of(rng))
     shape = (count + int(rng.integers(3)), 2 * kv.num_kv_heads, kv.head_dim)
-    fused = torch.randn(shape, device=device, generator=generator).to(spec.dtype)  # K and V are slices of one tensor, as a projection leaves them
+    # K and V are slices of one tensor, as a projection leaves them
+    fused = torch.randn(shape, device=device, generator=generator).to(spec.dtype)
     k, v = fused[:, : kv.num_kv_heads], fused[:, kv.num_kv_heads :]
     if rng.random() < 0.3:  # of different strides
         v = v.contiguous()
-    arguments: Arguments = {"k": k, "v": v, "kv": kv, "slots": torch.from_numpy(slots).to(device, torch.int64 if is_int64 else torch.int32)}
+    arguments: Arguments = {
+        "k": k,
+        "v": v,
+        "kv": kv,
+        "slots": torch.from_numpy(slots).to(device, torch.int64 if is_int64 else torch.int32),
+    }
     kinds: Kinds = {
         "k": TensorArgument(others=("kv.k", "v"), dtypes=(spec.dtype,), exact=(1, 2)),
         "v": TensorArgument(others=("kv.v",), dtypes=(spec.dtype,), exact=(1, 2)),
@@ -66,7 +76,9 @@ def append_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
             place = room.as_strided(cache.shape, cache.stride(), cache.storage_offset())
             place[at // kv.page_size, at % kv.page_size] = new[:count][kept]
         for name, room, cache in zip("kv", expected, (kv.k, kv.v), strict=True):
-            assert torch.equal(storage(cache).view(torch.uint8), room.view(torch.uint8)), f"kv.{name} or what lies around it is not what it should be"
+            assert torch.equal(storage(cache).view(torch.uint8), room.view(torch.uint8)), (
+                f"kv.{name} or what lies around it is not what it should be"
+            )
 
     return Call("append_kv", append_kv, arguments, kinds, check, prepare=prepare, public=True)
 
@@ -90,25 +102,50 @@ def cache_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
         assert (kv.dtype, kv.device) == (case.kv.dtype, case.kv.device)
         for made, right in ((kv.k, case.kv.k), (kv.v, case.kv.v)):
             assert torch.equal(made.nan_to_num(), right.nan_to_num()), "the cache holds something else"
-            assert made.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in given.values() if isinstance(t, torch.Tensor)}, "a copy"
+            assert made.untyped_storage().data_ptr() in {
+                t.untyped_storage().data_ptr() for t in given.values() if isinstance(t, torch.Tensor)
+            }, "a copy"
 
     # Other heads make another cache; and so do another dtype and device, where there is one tensor.
-    own = {name: replace(kind, exact=()) if name in ("k", "v", "kv") else kind for name, kind in kinds.items()}
+    own = {
+        name: replace(kind, exact=()) if name in ("k", "v", "kv") else kind for name, kind in kinds.items()
+    }
     if "kv" in own:
         own["kv"] = replace(own["kv"], dtypes=(torch.float32, torch.float16, torch.bfloat16), leads=True)
-    return Call(make.__qualname__, lambda **given: make(**without_prefix(given, arguments)), arguments, own, check, without=WITHOUT_MEMORY)
+    return Call(
+        make.__qualname__,
+        lambda **given: make(**without_prefix(given, arguments)),
+        arguments,
+        own,
+        check,
+        without=WITHOUT_MEMORY,
+    )
 
 
 def table_call(case: case_tensors.Case) -> Call:
     table = case.view.table
     make, arguments, kinds = table_arguments(table)
     # Alone, these may be of any size.
-    free = {"ragged": ("kv_indptr",), "token_slots": ("req_to_token",), "csr": ("kv_indices",)}.get(table.form, ())
-    own = {name: replace(kind, exact=(), leads=table.form == "ragged") if name in free else kind for name, kind in kinds.items()}
+    free = {"ragged": ("kv_indptr",), "token_slots": ("req_to_token",), "csr": ("kv_indices",)}.get(
+        table.form, ()
+    )
+    own = {
+        name: replace(kind, exact=(), leads=table.form == "ragged") if name in free else kind
+        for name, kind in kinds.items()
+    }
 
     def check(given: Arguments, made: PageTable) -> None:
-        assert (made.form, made.batch_size, made.device, made.page_size) == (table.form, table.batch_size, table.device, table.page_size)
-        assert all(any(value is held for held in vars(made).values()) for value in given.values() if isinstance(value, torch.Tensor)), "a copy"
+        assert (made.form, made.batch_size, made.device, made.page_size) == (
+            table.form,
+            table.batch_size,
+            table.device,
+            table.page_size,
+        )
+        assert all(
+            any(value is held for held in vars(made).values())
+            for value in given.values()
+            if isinstance(value, torch.Tensor)
+        ), "a copy"
 
     if "page_size" in own:
         own["page_size"] = IntArgument(low=1, high=ANY)
@@ -135,7 +172,12 @@ def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
     }
 
     def check(given: Arguments, made: BSRView) -> None:
-        assert (made.batch_size, made.device, made.causal, made.window_left) == (view.batch_size, view.device, view.causal, view.window_left)
+        assert (made.batch_size, made.device, made.causal, made.window_left) == (
+            view.batch_size,
+            view.device,
+            view.causal,
+            view.window_left,
+        )
         assert made.table is view.table
 
     return Call("BSRView", BSRView, arguments, kinds, check, public=True, without=WITHOUT_MEMORY)
@@ -143,7 +185,11 @@ def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
 
 def workspace_call(device: torch.device) -> Call:
     def check(given: Arguments, workspace: torch.Tensor) -> None:
-        assert (workspace.dtype, workspace.shape, workspace.device.type) == (torch.int64, (4096,), device.type)
+        assert (workspace.dtype, workspace.shape, workspace.device.type) == (
+            torch.int64,
+            (4096,),
+            device.type,
+        )
         assert not workspace.any()
 
     kinds: Kinds = {"device": ChoiceArgument(wrong=("gpu", "cpu:x", "cuda:63"), optional=True)}

@@ -14,7 +14,8 @@ import torch
 
 RIGHT = "valid, right"
 REFUSED = "refused by name"
-REPORTED = "taken, reported by name"  # wrong values in metadata on a GPU: clamped, and told by raise_for_errors
+# wrong values in metadata on a GPU: clamped, and told by raise_for_errors
+REPORTED = "taken, reported by name"
 UNNAMED = "refused without its name"
 ACCEPTED = "accepted though invalid"
 WRONG_RESULT = "wrong result"
@@ -48,8 +49,8 @@ class Argument:
 class TensorArgument(Argument):
     """A tensor.
 
-    dtypes: those that are right. exact: dimensions that may be neither longer nor shorter. written: an output. number: a number may stand there too.
-    leads: where it is, the call happens.
+    dtypes: those that are right. exact: dimensions that may be neither longer nor shorter. written: an
+    output. number: a number may stand there too. leads: where it is, the call happens.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -77,7 +78,9 @@ class FloatArgument(Argument):
 
 @dataclass(frozen=True)
 class ChoiceArgument(Argument):
-    """One of a few values, or an object of a class. wrong: what must be refused. types: objects of other types, which must be, too; None: the usual ones."""
+    """One of a few values, or an object of a class. wrong: what must be refused. types: objects of other
+    types, which must be, too; None: the usual ones.
+    """
 
     wrong: tuple[object, ...] = ()
     types: tuple[object, ...] | None = None
@@ -85,7 +88,9 @@ class ChoiceArgument(Argument):
 
 @dataclass(frozen=True)
 class Wrong:
-    """An argument that was made wrong: how, and the names of which one must begin the message. reported: on a GPU the call is taken, and then reported."""
+    """An argument that was made wrong: how, and the names of which one must begin the message. reported: on a
+    GPU the call is taken, and then reported.
+    """
 
     argument: str
     how: str
@@ -102,8 +107,9 @@ def _nothing() -> None:
 class Call:
     """One call.
 
-    function: is given `arguments` by name. public: it is the API's own function, so that an argument may also be missing or one too many.
-    check: is given the arguments and the result; raises AssertionError where that is wrong.
+    function: is given `arguments` by name. public: it is the API's own function, so that an argument may also
+    be missing or one too many. check: is given the arguments and the result; raises AssertionError where that
+    is wrong.
     prepare: called before each call, the repeated ones too.
     values: wrong values of this call's own, beyond what the kinds of its arguments tell.
     reported: of a call that was taken with wrong metadata on a GPU: raises what reports it.
@@ -149,9 +155,17 @@ class StalePlanError(AssertionError):
 
 
 def is_named(message: str, names: tuple[str, ...]) -> bool:
-    """Whether a message begins with one of the names, or one of its sentences does; a level's number may stand in front."""
+    """Whether a message begins with one of the names, or one of its sentences does; a level's number may
+    stand in front.
+    """
     alternatives = "|".join(map(re.escape, names))
-    return re.search(rf"(?:^|; )(?:levels\[\d+\](?:\.|: ))?(?:len\()?(?:composition\.)?(?:{alternatives})(?!\w)", message) is not None
+    return (
+        re.search(
+            rf"(?:^|; )(?:levels\[\d+\](?:\.|: ))?(?:len\()?(?:composition\.)?(?:{alternatives})(?!\w)",
+            message,
+        )
+        is not None
+    )
 
 
 def judge(call: Call) -> Outcome:
@@ -170,7 +184,11 @@ def judge(call: Call) -> Outcome:
     try:
         call.check(call.arguments, result)
     except AssertionError as error:
-        return Outcome(WRONG_RESULT, str(error).partition("\n")[0] or "(no message)", f"{traceback.format_exc()}\n{_described(call)}")
+        return Outcome(
+            WRONG_RESULT,
+            str(error).partition("\n")[0] or "(no message)",
+            f"{traceback.format_exc()}\n{_described(call)}",
+        )
     return Outcome(RIGHT)
 
 
@@ -181,7 +199,9 @@ def _judge_refusal(call: Call, error: Exception) -> Outcome:
     if call.wrong is None:
         return Outcome(VALID_REFUSED, message, f"{traceback.format_exc()}\n{_described(call)}")
     if call.wrong.how in ("missing", "unknown"):
-        named = isinstance(error, TypeError | ValueError) and any(name in str(error) for name in call.wrong.names)
+        named = isinstance(error, TypeError | ValueError) and any(
+            name in str(error) for name in call.wrong.names
+        )
     else:
         named = isinstance(error, ValueError) and is_named(str(error), call.wrong.names)
     return Outcome(REFUSED if named else UNNAMED, message, f"{traceback.format_exc()}\n{_described(call)}")
@@ -192,14 +212,25 @@ def _judge_report(call: Call) -> Outcome:
     try:
         call.reported()
     except ValueError as error:
-        return Outcome(REPORTED if is_named(str(error), call.wrong.names) else UNNAMED, f"raise_for_errors: {error}")
+        return Outcome(
+            REPORTED if is_named(str(error), call.wrong.names) else UNNAMED, f"raise_for_errors: {error}"
+        )
     return Outcome(ACCEPTED, f"{_described(call)}, and raise_for_errors() says nothing")
 
 
 def is_fatal(error: Exception) -> bool:
     """After an error of the device this process can do nothing more on it."""
     text = str(error)
-    return any(word in text for word in ("CUDA error", "CUDA_ERROR", "cudaError", "illegal memory access", "unspecified launch failure"))
+    return any(
+        word in text
+        for word in (
+            "CUDA error",
+            "CUDA_ERROR",
+            "cudaError",
+            "illegal memory access",
+            "unspecified launch failure",
+        )
+    )
 
 
 def _described(call: Call) -> str:
@@ -212,7 +243,12 @@ def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         try:
             text = f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            small = type(value) is torch.Tensor and value.layout == torch.strided and value.device.type != "meta" and not value.is_quantized
+            small = (
+                type(value) is torch.Tensor
+                and value.layout == torch.strided
+                and value.device.type != "meta"
+                and not value.is_quantized
+            )
             small = small and 0 < value.numel() <= 12 and value.untyped_storage().nbytes() > 0
             return f"{text} {value.tolist()}" if small else text
         except RuntimeError:

@@ -1,4 +1,6 @@
-"""Chunks of calls, each in a process of its own: one that dies or does not come back is a finding, and the next one goes on after it."""
+"""Chunks of calls, each in a process of its own: one that dies or does not come back is a finding, and the
+next one goes on after it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Tally:
         self.counts[surface, outcome.kind] += 1
         if outcome.kind not in FINDINGS:
             return
-        known = self.findings.setdefault((outcome.kind, title), Finding(outcome.kind, title, outcome.message, call, chunk, 0))
+        known = self.findings.setdefault(
+            (outcome.kind, title), Finding(outcome.kind, title, outcome.message, call, chunk, 0)
+        )
         known.count += 1
         if call < known.call:
             known.call, known.chunk, known.message = call, chunk, outcome.message
@@ -91,7 +95,8 @@ class Runner:
     calls_of: the calls of a scenario; runs in the process of the chunk.
     calls_of_scenario: so many at most.
     scenarios: of a chunk.
-    command: begins the process of a chunk, which then calls `work`: given the chunk, the descriptor that takes its events, and the seconds that are left.
+    command: begins the process of a chunk, which then calls `work`: given the chunk, the descriptor that
+    takes its events, and the seconds that are left.
         None: the process is forked, which is quicker, and cannot be with a GPU.
     limit: seconds that a call may take.
     """
@@ -108,7 +113,13 @@ class Runner:
         command: Callable[[Chunk, int, float | None], list[str]] | None = None,
     ) -> None:
         self.calls_of, self.calls_of_scenario = calls_of, calls_of_scenario
-        self.on_cuda, self.jobs, self.scenarios, self.limit, self.command = on_cuda, jobs, scenarios, limit, command
+        self.on_cuda, self.jobs, self.scenarios, self.limit, self.command = (
+            on_cuda,
+            jobs,
+            scenarios,
+            limit,
+            command,
+        )
         self.tally = Tally()
 
     def run(self, first: int, last: int | None, seconds: float | None) -> Tally:
@@ -125,7 +136,11 @@ class Runner:
                     if waiting:
                         chunk = waiting.pop()
                     else:
-                        end = upcoming + self.scenarios if last is None else min(upcoming + self.scenarios, last)
+                        end = (
+                            upcoming + self.scenarios
+                            if last is None
+                            else min(upcoming + self.scenarios, last)
+                        )
                         chunk, upcoming = Chunk(upcoming, end), end
                     self._start(chunk, deadline)
                     assert chunk.events is not None
@@ -158,7 +173,9 @@ class Runner:
         sys.stdout.flush()
         if self.command is not None:
             left = None if deadline is None else deadline - time.monotonic()
-            chunk.process = subprocess.Popen(self.command(chunk, writer, left), pass_fds=(writer,), stderr=chunk.errors)
+            chunk.process = subprocess.Popen(
+                self.command(chunk, writer, left), pass_fds=(writer,), stderr=chunk.errors
+            )
             chunk.pid = chunk.process.pid
         else:
             chunk.pid = os.fork()
@@ -205,7 +222,13 @@ class Runner:
             except Exception as error:
                 if is_fatal(error):
                     raise
-                tell("broken", number, f"{type(error).__name__}: {error} at {traceback.format_exc().splitlines()[-3].strip()}"[:2000])
+                tell(
+                    "broken",
+                    number,
+                    f"{type(error).__name__}: {error} at {traceback.format_exc().splitlines()[-3].strip()}"[
+                        :2000
+                    ],
+                )
 
     # ---- In the parent ----
 
@@ -237,7 +260,9 @@ class Runner:
             chunk.surface = chunk.title = "making the next call"
         elif event == "broken":
             number, message = what
-            self.tally.add("(fuzz)", f"making the calls: {message}", Outcome(BROKEN, message), number, chunk.first)
+            self.tally.add(
+                "(fuzz)", f"making the calls: {message}", Outcome(BROKEN, message), number, chunk.first
+            )
 
     def _hung(self, chunk: Chunk) -> None:
         os.kill(chunk.pid, signal.SIGABRT)  # faulthandler says where it was
@@ -248,12 +273,22 @@ class Runner:
 
     def _died(self, chunk: Chunk, kind: str, message: str) -> None:
         call = chunk.call if chunk.call is not None else chunk.first
-        self.tally.add(chunk.surface or "(fuzz)", chunk.title or "beginning the process", Outcome(kind, message), call, chunk.first)
+        self.tally.add(
+            chunk.surface or "(fuzz)",
+            chunk.title or "beginning the process",
+            Outcome(kind, message),
+            call,
+            chunk.first,
+        )
         chunk.next += 1  # what is left of this scenario is not called
 
     def _wait(self, chunk: Chunk) -> int:
         """The exit status of the process; of a signal the negative number."""
-        status = os.waitstatus_to_exitcode(os.waitpid(chunk.pid, 0)[1]) if chunk.process is None else chunk.process.wait()
+        status = (
+            os.waitstatus_to_exitcode(os.waitpid(chunk.pid, 0)[1])
+            if chunk.process is None
+            else chunk.process.wait()
+        )
         chunk.pid = 0
         return status
 
@@ -263,7 +298,11 @@ class Runner:
         chunk.errors.seek(0)
         lines = chunk.errors.read().decode(errors="replace").splitlines()
         frames = [line.strip() for line in lines if line.strip().startswith("File ")]
-        ends = frames[:3] if any("most recent call first" in line for line in lines) else [line.strip() for line in lines[-3:]]
+        ends = (
+            frames[:3]
+            if any("most recent call first" in line for line in lines)
+            else [line.strip() for line in lines[-3:]]
+        )
         return "".join(f"\n        {line}" for line in ends)
 
     def _close(self, chunk: Chunk) -> None:

@@ -1,4 +1,5 @@
-"""Scenarios of a captured CUDA graph: plan and run are captured once for a configuration, over fixed buffers, and replayed for each of its batches.
+"""Scenarios of a captured CUDA graph: plan and run are captured once for a configuration, over fixed buffers,
+and replayed for each of its batches.
 
 On a CPU, which has no graphs, plan and run are called again over the same buffers.
 """
@@ -72,7 +73,11 @@ class Buffers:
         _fill(self.qo_indptr, case.view.qo_indptr, case.rows)
         if table.indptr is not None:
             _fill(self.kv_indptr, table.indptr, int(table.indptr[-1]))
-        for buffer, values in ((self.last_page_len, table.last_page_len), (self.kv_lens, table.kv_lens), (self.rows, table.rows)):
+        for buffer, values in (
+            (self.last_page_len, table.last_page_len),
+            (self.kv_lens, table.kv_lens),
+            (self.rows, table.rows),
+        ):
             if values is not None:
                 _fill(buffer, values, 0)
         if table.indices is not None:
@@ -107,11 +112,26 @@ def replays(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]
     spec = small_spec(rng, device, **heads_of(rng, device))
     spec = spec.with_(page_size=min(spec.page_size, 32))
     buffers = Buffers(spec, device)
-    options = object_options(rng, device) | {"max_rows": MAX_ROWS + int(rng.integers(3)), "max_batch": MAX_BATCH + int(rng.integers(3))}
+    options = object_options(rng, device) | {
+        "max_rows": MAX_ROWS + int(rng.integers(3)),
+        "max_batch": MAX_BATCH + int(rng.integers(3)),
+    }
     heads = spec.num_kv_heads * spec.group_size
-    attention = Attention(heads, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device, num_ctas=spec.num_ctas, **options)
+    attention = Attention(
+        heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        dtype=spec.dtype,
+        device=device,
+        num_ctas=spec.num_ctas,
+        **options,
+    )
     after_append = bool(rng.random() < 0.3)
-    run_options = {"sm_scale": spec.sm_scale, "logits_soft_cap": spec.logits_soft_cap, "after_append": after_append}
+    run_options = {
+        "sm_scale": spec.sm_scale,
+        "logits_soft_cap": spec.logits_soft_cap,
+        "after_append": after_append,
+    }
 
     def step() -> None:
         attention.plan(buffers.view)
@@ -119,7 +139,12 @@ def replays(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]
 
     def batch() -> case_tensors.Case:
         lengths = small_spec(rng, device)
-        same = spec.with_(qo_lens=lengths.qo_lens, kv_lens=lengths.kv_lens, seed=lengths.seed, sharing=0.0 if spec.table_form == "ragged" else lengths.sharing)
+        same = spec.with_(
+            qo_lens=lengths.qo_lens,
+            kv_lens=lengths.kv_lens,
+            seed=lengths.seed,
+            sharing=0.0 if spec.table_form == "ragged" else lengths.sharing,
+        )
         return case_tensors.build(same, device)
 
     buffers.fill(batch())
@@ -129,7 +154,9 @@ def replays(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]
         yield replay_call(buffers, batch(), replay, attention)
 
 
-def replay_call(buffers: Buffers, case: case_tensors.Case, replay: Callable[[], None], attention: Attention) -> Call:
+def replay_call(
+    buffers: Buffers, case: case_tensors.Case, replay: Callable[[], None], attention: Attention
+) -> Call:
     expected = once(case.expected)
 
     def function(**given: Any) -> Tensor:

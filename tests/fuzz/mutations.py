@@ -14,7 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .call import MISSING, Argument, Call, ChoiceArgument, FloatArgument, IntArgument, TensorArgument, Wrong
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.complex64)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
 NOT_TENSORS = (None, 3.5, "tensor", [1.0, 2.0], object(), torch.float32, {"shape": 3})
 NOT_NUMBERS = ("4", [1], object(), 1j, torch.float32, {})
 NOT_CHOICES = (3.5, "x", [1], object(), {}, torch.int8)
@@ -25,10 +36,14 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device)
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(
+        cls, function: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         raise NotImplementedError(f"{function} of a wrapper")
 
 
@@ -51,7 +66,11 @@ def _of_another_dtype(rng: numpy.random.Generator, tensor: Tensor, kind: TensorA
 
 
 def _of_other_dimensions(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor:
-    return tensor.unsqueeze(int(rng.integers(tensor.ndim + 1))) if tensor.ndim < 2 or rng.random() < 0.5 else tensor.flatten(0, 1)
+    return (
+        tensor.unsqueeze(int(rng.integers(tensor.ndim + 1)))
+        if tensor.ndim < 2 or rng.random() < 0.5
+        else tensor.flatten(0, 1)
+    )
 
 
 def _of_another_size(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
@@ -63,7 +82,9 @@ def _of_another_size(rng: numpy.random.Generator, tensor: Tensor, kind: TensorAr
         return tensor.narrow(dim, 0, tensor.shape[dim] - 1) if tensor.shape[dim] > 0 else None
     shape = list(tensor.shape)
     shape[dim] = 1
-    return torch.cat([tensor, tensor.narrow(dim, 0, 1) if tensor.shape[dim] else tensor.new_zeros(shape)], dim)
+    return torch.cat(
+        [tensor, tensor.narrow(dim, 0, 1) if tensor.shape[dim] else tensor.new_zeros(shape)], dim
+    )
 
 
 def _with_gaps(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
@@ -102,7 +123,11 @@ def _conjugate(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument
     if not tensor.dtype.is_floating_point or tensor.numel() == 0:
         return None
     conjugate = torch.complex(tensor.float(), tensor.float()).conj()
-    return conjugate.imag if torch.float32 in kind.dtypes and tensor.shape[-1] > 1 and rng.random() < 0.5 else conjugate
+    return (
+        conjugate.imag
+        if torch.float32 in kind.dtypes and tensor.shape[-1] > 1 and rng.random() < 0.5
+        else conjugate
+    )
 
 
 def _sparse(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
@@ -120,7 +145,11 @@ def _sparse(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -
 
 
 def _with_gradient(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
-    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() if tensor.dtype.is_floating_point and tensor.numel() else None
+    return (
+        tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        if tensor.dtype.is_floating_point and tensor.numel()
+        else None
+    )
 
 
 def _over_itself(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
@@ -147,7 +176,15 @@ OF_TENSORS: dict[str, Callable[[numpy.random.Generator, Tensor, TensorArgument],
     "requires grad": _with_gradient,
     "overlaps itself": _over_itself,
 }
-_DISAGREE = ("another dtype", "another size", "another device", "conjugate", "sparse or quantised", "requires grad")  # may be blamed on another argument
+# may be blamed on another argument
+_DISAGREE = (
+    "another dtype",
+    "another size",
+    "another device",
+    "conjugate",
+    "sparse or quantised",
+    "requires grad",
+)
 
 
 # ---- Numbers and the rest ----
@@ -155,11 +192,31 @@ _DISAGREE = ("another dtype", "another size", "another device", "conjugate", "sp
 
 def _wrong_ints(kind: IntArgument, value: object) -> Iterator[tuple[str, object]]:
     valid = value if isinstance(value, int) else max(kind.low, 0)
-    edges = {kind.low - 1, kind.high + 1, -1, 0, 2**31, 2**32 + valid, 2**40, 2**63, 2**64 + valid, -(2**63) - 1}  # some are right once they are cut
+    # some are right once they are cut
+    edges = {
+        kind.low - 1,
+        kind.high + 1,
+        -1,
+        0,
+        2**31,
+        2**32 + valid,
+        2**40,
+        2**63,
+        2**64 + valid,
+        -(2**63) - 1,
+    }
     yield from (("out of range", edge) for edge in sorted(edges) if not kind.low <= edge <= kind.high)
     yield from (("out of range", edge) for edge in kind.wrong)
     yield "bool", True
-    yield from (("another type", other) for other in (1.5, torch.tensor([1, 2]).float()[:0], *NOT_NUMBERS, *(() if kind.optional else (None,))))
+    yield from (
+        ("another type", other)
+        for other in (
+            1.5,
+            torch.tensor([1, 2]).float()[:0],
+            *NOT_NUMBERS,
+            *(() if kind.optional else (None,)),
+        )
+    )
 
 
 def _wrong_floats(kind: FloatArgument) -> Iterator[tuple[str, object]]:
@@ -171,7 +228,13 @@ def _wrong_floats(kind: FloatArgument) -> Iterator[tuple[str, object]]:
 
 def _wrong_choices(kind: ChoiceArgument, value: object) -> Iterator[tuple[str, object]]:
     yield from (("out of range", other) for other in kind.wrong)
-    yield from (("another type", other) for other in (*(NOT_CHOICES if kind.types is None else kind.types), *(() if kind.optional else (None,))))
+    yield from (
+        ("another type", other)
+        for other in (
+            *(NOT_CHOICES if kind.types is None else kind.types),
+            *(() if kind.optional else (None,)),
+        )
+    )
 
 
 def _wrong_argument(rng: numpy.random.Generator, call: Call, name: str, kind: Argument) -> Wrong | None:
@@ -200,7 +263,11 @@ def _wrong_argument(rng: numpy.random.Generator, call: Call, name: str, kind: Ar
 
 def _wrong_signature(rng: numpy.random.Generator, call: Call) -> Wrong:
     """An argument that is missing, or one too many."""
-    needed = [name for name, kind in call.kinds.items() if not kind.optional and not isinstance(kind, ChoiceArgument | FloatArgument)]
+    needed = [
+        name
+        for name, kind in call.kinds.items()
+        if not kind.optional and not isinstance(kind, ChoiceArgument | FloatArgument)
+    ]
     if rng.random() < 0.5 or not needed:
         return Wrong("unheard_of", "unknown", 1, ("unheard_of",))
     name = needed[0]
@@ -226,21 +293,36 @@ def with_wrong_argument(rng: numpy.random.Generator, call: Call) -> Call:
 
 
 def with_harmless_argument(rng: numpy.random.Generator, call: Call) -> Call:
-    """The call with a tensor of another class, or one that requires a gradient where none is recorded; as right as it was."""
-    names = [name for name, kind in call.kinds.items() if isinstance(kind, TensorArgument) and isinstance(call.arguments[name], Tensor)]
+    """The call with a tensor of another class, or one that requires a gradient where none is recorded; as
+    right as it was.
+    """
+    names = [
+        name
+        for name, kind in call.kinds.items()
+        if isinstance(kind, TensorArgument) and isinstance(call.arguments[name], Tensor)
+    ]
     floats = [name for name in names if call.arguments[name].dtype.is_floating_point]
     if not names:
         return call
     style = rng.integers(4)
     if style < 2 and floats:
         name = floats[rng.integers(len(floats))]
-        context: Callable[[], contextlib.AbstractContextManager[object]] = torch.no_grad if style == 0 else torch.inference_mode
+        context: Callable[[], contextlib.AbstractContextManager[object]] = (
+            torch.no_grad if style == 0 else torch.inference_mode
+        )
         changed = call.arguments[name].detach().requires_grad_()
-        return replace(call, arguments=call.arguments | {name: changed}, context=context, variant=f"{name} requires a gradient, {context.__name__}")
+        return replace(
+            call,
+            arguments=call.arguments | {name: changed},
+            context=context,
+            variant=f"{name} requires a gradient, {context.__name__}",
+        )
     name = names[rng.integers(len(names))]
     tensor = call.arguments[name]
     changed = tensor.as_subclass(Subclass) if style == 2 else torch.nn.Parameter(tensor, requires_grad=False)
-    return replace(call, arguments=call.arguments | {name: changed}, variant=f"{name} is a {type(changed).__name__}")
+    return replace(
+        call, arguments=call.arguments | {name: changed}, variant=f"{name} is a {type(changed).__name__}"
+    )
 
 
 def around(rng: numpy.random.Generator, call: Call) -> Iterator[Call]:

@@ -1,4 +1,6 @@
-"""Scenarios of sampling: every function, with parameters of all kinds, rows that cannot be sampled among them."""
+"""Scenarios of sampling: every function, with parameters of all kinds, rows that cannot be sampled among
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from .steps import INDEX, Arguments, Kinds
 
 INF = math.inf
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-RELATIVE = 2e-6  # the weights of tokens are this good: a threshold may fall on either side of a token that is closer
+# the weights of tokens are this good: a threshold may fall on either side of a token that is closer
+RELATIVE = 2e-6
 
 
 def sampling(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
@@ -47,7 +50,12 @@ def with_row_stride(rng: numpy.random.Generator, values: Tensor, device: torch.d
     """On the device; a slice of wider rows, perhaps."""
     if rng.random() < 0.7:
         return values.to(device)
-    room = torch.full((values.shape[0], values.shape[1] + int(rng.integers(1, 9))), math.nan, dtype=values.dtype, device=device)
+    room = torch.full(
+        (values.shape[0], values.shape[1] + int(rng.integers(1, 9))),
+        math.nan,
+        dtype=values.dtype,
+        device=device,
+    )
     room[:, : values.shape[1]] = values.to(device)
     return room[:, : values.shape[1]]
 
@@ -55,7 +63,11 @@ def with_row_stride(rng: numpy.random.Generator, values: Tensor, device: torch.d
 def shape_of(rng: numpy.random.Generator) -> tuple[int, int]:
     """batch, vocab"""
     batch = int(rng.choice([0, 1, 2, 3, 5], p=[0.03, 0.27, 0.3, 0.3, 0.1]))
-    return batch, int(rng.choice([1, 2, 31, 33, 60, 64, 513, 1003, 9000], p=[0.05, 0.05, 0.2, 0.2, 0.2, 0.1, 0.09, 0.08, 0.03]))
+    return batch, int(
+        rng.choice(
+            [1, 2, 31, 33, 60, 64, 513, 1003, 9000], p=[0.05, 0.05, 0.2, 0.2, 0.2, 0.1, 0.09, 0.08, 0.03]
+        )
+    )
 
 
 def random_row_ctas(rng: numpy.random.Generator, device: torch.device) -> int:
@@ -75,14 +87,27 @@ class Parameters:
     def add_float(self, name: str, choices: list[float | None], wrong: tuple[float, ...] = ()) -> None:
         """Values are float32's, as the kernels take them."""
         rounded = [None if value is None else float(numpy.float32(value)) for value in choices]
-        self._add(name, rounded, torch.float32, (torch.float32,), FloatArgument(optional=None in choices, wrong=wrong))
+        self._add(
+            name,
+            rounded,
+            torch.float32,
+            (torch.float32,),
+            FloatArgument(optional=None in choices, wrong=wrong),
+        )
 
     def add_int(self, name: str, choices: list[int | None]) -> None:
         small = all(value is None or -(2**31) <= value < 2**31 for value in choices)
         dtype = torch.int32 if small and self.rng.random() < 0.5 else torch.int64
         self._add(name, choices, dtype, INDEX, IntArgument(optional=None in choices))
 
-    def _add(self, name: str, choices: list[Any], dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], kind: FloatArgument | IntArgument) -> None:
+    def _add(
+        self,
+        name: str,
+        choices: list[Any],
+        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, ...],
+        kind: FloatArgument | IntArgument,
+    ) -> None:
         numbers = [value for value in choices if value is not None]
         if self.rng.random() < 0.5:
             value = choices[self.rng.integers(len(choices))]
@@ -95,9 +120,12 @@ class Parameters:
 
     def add_seeds(self) -> None:
         self.add_int("seed", [seed_of(self.rng), 0, -1, -(2**63), 2**63 - 1, 2**32 + 5])
-        self.add_int("position", [None, 0, 1, 77, 2**31 - 1] if self.rng.random() < 0.5 else [None, 2**40, 2**62, 5])
+        self.add_int(
+            "position", [None, 0, 1, 77, 2**31 - 1] if self.rng.random() < 0.5 else [None, 2**40, 2**62, 5]
+        )
         self.values["position"] = [value or 0 for value in self.values["position"]]
-        self.kinds["seed"] = replace(self.kinds["seed"], optional=True)  # where there is no position either, draws come from torch's generator
+        # where there is no position either, draws come from torch's generator
+        self.kinds["seed"] = replace(self.kinds["seed"], optional=True)
 
     def add_filters(self, vocab: int) -> None:
         self.add_int("top_k", [None, -1, 0, 1, 2, 7, 50, vocab // 2, vocab - 1, vocab, vocab + 7])
@@ -119,13 +147,18 @@ def shift(settings: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int, position: int) -> None:
-    """One row [vocab], float64, that can be sampled: the token survives, and of those that do it wins the race."""
+    """One row [vocab], float64, that can be sampled: the token survives, and of those that do it wins the
+    race.
+    """
     temperature = settings.get("temperature", 1.0)
     if temperature == 0:
-        assert token == int((logits == logits.max()).nonzero()[0]), f"token {token} is not the first of the most likely ones"
+        assert token == int((logits == logits.max()).nonzero()[0]), (
+            f"token {token} is not the first of the most likely ones"
+        )
         return
     more, less = keeps(logits, **shift(settings, RELATIVE)), keeps(logits, **shift(settings, -RELATIVE))
-    if (settings.get("min_p") or 0.0) * (1 + RELATIVE) >= 1:  # at a large temperature all are about as likely as the most likely one
+    # at a large temperature all are about as likely as the most likely one
+    if (settings.get("min_p") or 0.0) * (1 + RELATIVE) >= 1:
         less &= logits == logits.max()
     assert bool(more[token]), f"token {token} does not survive"
     if len(logits) > 64:
@@ -135,7 +168,9 @@ def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int,
     assert float(values[token]) >= best - 1e-5 * max(1.0, abs(best)), f"token {token} does not win the race"
 
 
-def mask_words(rng: numpy.random.Generator, batch: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def mask_words(
+    rng: numpy.random.Generator, batch: int, vocab: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """bool [batch, vocab], and int32 words, perhaps more than are needed, with bits beyond the vocabulary."""
     words = (vocab + 31) // 32 + int(rng.integers(2))
     bits = torch.from_numpy(rng.random((batch, words * 32)) < rng.choice([0.1, 0.7, 1.0]))
@@ -150,8 +185,14 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     parameters.add_float("temperature", [0.0, 0.01, 0.6, 1.0, 1.0, 2.0, 1e30, 1e-30], wrong=(-1.0, -INF))
     parameters.add_filters(vocab)
     parameters.add_seeds()
-    mask, words = mask_words(rng, batch, vocab, device) if rng.random() < 0.4 else (torch.ones(batch, vocab, dtype=torch.bool), None)
-    out = torch.full((batch,), -7, dtype=INDEX[rng.integers(2)], device=device) if rng.random() < 0.4 else None
+    mask, words = (
+        mask_words(rng, batch, vocab, device)
+        if rng.random() < 0.4
+        else (torch.ones(batch, vocab, dtype=torch.bool), None)
+    )
+    out = (
+        torch.full((batch,), -7, dtype=INDEX[rng.integers(2)], device=device) if rng.random() < 0.4 else None
+    )
     joint, tempered = rng.random() < 0.4, rng.random() < 0.4
     count = int(rng.choice([0, 0, 1, 5, 20]))
     arguments: Arguments = {
@@ -163,7 +204,8 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         "num_top_logprobs": count,
         "logprobs_of": "tempered" if tempered else "logits",
         "out": out,
-        "workspace": attn_backend.sampling_workspace(device).random_() if rng.random() < 0.3 else None,  # what it holds does not matter
+        # what it holds does not matter
+        "workspace": attn_backend.sampling_workspace(device).random_() if rng.random() < 0.3 else None,
         "row_ctas": random_row_ctas(rng, device),
     }
     needed = (vocab + 31) // 32
@@ -184,13 +226,21 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     def values(rng: numpy.random.Generator) -> list[Any]:
         short = torch.zeros(4095, dtype=torch.int64, device=device)
         odd = torch.zeros(4097, dtype=torch.int64, device=device)[1:]
-        wrong = [Wrong("workspace", "too short", short, ("workspace",)), Wrong("workspace", "not aligned", odd, ("workspace",))]
-        return wrong + ([Wrong("token_mask", "too narrow", narrow, ("token_mask",))] if narrow is not None else [])
+        wrong = [
+            Wrong("workspace", "too short", short, ("workspace",)),
+            Wrong("workspace", "not aligned", odd, ("workspace",)),
+        ]
+        return wrong + (
+            [Wrong("token_mask", "too narrow", narrow, ("token_mask",))] if narrow is not None else []
+        )
 
     def check(given: Arguments, samples: Samples) -> None:
         assert given["out"] is None or samples.token_ids is given["out"]
         tokens, valid = samples.token_ids.tolist(), samples.valid.tolist()
-        logprobs, top, top_ids = (None if t is None else t.detach().cpu() for t in (samples.logprobs, samples.top_logprobs, samples.top_token_ids))
+        logprobs, top, top_ids = (
+            None if t is None else t.detach().cpu()
+            for t in (samples.logprobs, samples.top_logprobs, samples.top_token_ids)
+        )
         for i in range(batch):
             allowed = mask[i]
             row = logits[i].double().masked_fill(~allowed, -INF)
@@ -216,7 +266,9 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         if out is not None:
             out.fill_(-7)
 
-    return Call("sample", attn_backend.sample, arguments, kinds, check, prepare=prepare, public=True, values=values)
+    return Call(
+        "sample", attn_backend.sample, arguments, kinds, check, prepare=prepare, public=True, values=values
+    )
 
 
 def check_top(row: Tensor, expected: Tensor, top: Tensor, ids: Tensor) -> None:
@@ -231,13 +283,16 @@ def check_top(row: Tensor, expected: Tensor, top: Tensor, ids: Tensor) -> None:
 def close(value: Tensor, expected: Tensor, name: str, rtol: float = 1e-5, atol: float = 5e-6) -> None:
     value = value.double().cpu()
     same = torch.isclose(value, expected, rtol=rtol, atol=atol) | (value == expected)
-    beyond = (expected.abs() > 3.3e38) & (value.abs() > 3.3e38) & (value.sign() == expected.sign())  # float32 ends there
+    # float32 ends there
+    beyond = (expected.abs() > 3.3e38) & (value.abs() > 3.3e38) & (value.sign() == expected.sign())
     assert bool((same | beyond).all()), f"{name} is off by {float((value - expected).abs().max()):.2e}"
 
 
 def random_probs(rng: numpy.random.Generator, *shape: int) -> Tensor:
     probs = torch.softmax(torch.from_numpy(rng.standard_normal(shape) * 2), -1)
-    probs = probs.masked_fill(torch.from_numpy(rng.random(shape) < 0.1), 0.0) * float(rng.choice([1.0, 1.0, 3.0]))
+    probs = probs.masked_fill(torch.from_numpy(rng.random(shape) < 0.1), 0.0) * float(
+        rng.choice([1.0, 1.0, 3.0])
+    )
     return probs.float()
 
 
@@ -250,9 +305,16 @@ def probs_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     parameters.add_filters(vocab)
     parameters.add_seeds()
     joint = rng.random() < 0.4
-    out = torch.full((batch,), -7, dtype=INDEX[rng.integers(2)], device=device) if rng.random() < 0.4 else None
+    out = (
+        torch.full((batch,), -7, dtype=INDEX[rng.integers(2)], device=device) if rng.random() < 0.4 else None
+    )
     filter_order = "joint" if joint else "top_k_first"
-    arguments: Arguments = {"probs": with_row_stride(rng, probs, device), **parameters.arguments, "filter_order": filter_order, "out": out}
+    arguments: Arguments = {
+        "probs": with_row_stride(rng, probs, device),
+        **parameters.arguments,
+        "filter_order": filter_order,
+        "out": out,
+    }
     kinds: Kinds = {
         "probs": TensorArgument(dtypes=(torch.float32,), leads=True),
         **parameters.kinds,
@@ -262,14 +324,21 @@ def probs_call(rng: numpy.random.Generator, device: torch.device) -> Call:
 
     def check(given: Arguments, samples: Samples) -> None:
         assert given["out"] is None or samples.token_ids is given["out"]
-        for i, (token, valid) in enumerate(zip(samples.token_ids.tolist(), samples.valid.tolist(), strict=True)):
+        for i, (token, valid) in enumerate(
+            zip(samples.token_ids.tolist(), samples.valid.tolist(), strict=True)
+        ):
             right = _is_distribution(probs[i])
             assert valid == right, f"valid[{i}] is {valid}"
             if not valid:
                 assert token == 0, f"token {token} of a row that cannot be sampled"
                 continue
             order = {"filter_order": "joint"} if joint else {}
-            check_token(log_of(probs[i]), token, parameters.of(i, "top_k", "top_p", "min_p") | order, *parameters.of(i, "seed", "position").values())
+            check_token(
+                log_of(probs[i]),
+                token,
+                parameters.of(i, "top_k", "top_p", "min_p") | order,
+                *parameters.of(i, "seed", "position").values(),
+            )
 
     return Call("sample_from_probs", attn_backend.sample_from_probs, arguments, kinds, check, public=True)
 
@@ -288,7 +357,11 @@ def rows_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     name = str(rng.choice(["softmax", "top_k_mask_logits", "top_k_renorm_probs", "top_p_renorm_probs"]))
     batch, vocab = shape_of(rng)
     of_probs = name.endswith("probs")
-    rows = random_probs(rng, batch, vocab) if of_probs else random_logits(rng, batch, vocab).to(FLOATS[rng.integers(3)])
+    rows = (
+        random_probs(rng, batch, vocab)
+        if of_probs
+        else random_logits(rng, batch, vocab).to(FLOATS[rng.integers(3)])
+    )
     parameters = Parameters(rng, batch, device)
     if name == "softmax":
         parameters.add_float("temperature", [0.0, 0.3, 1.0, 4.0], wrong=(-1.0, -INF))
@@ -307,18 +380,34 @@ def rows_call(rng: numpy.random.Generator, device: torch.device) -> Call:
             _check_row(name, rows[i], row, value)
 
     kinds: Kinds = {first: TensorArgument(dtypes=FLOATS, leads=True), **parameters.kinds}
-    return Call(name, getattr(attn_backend, name), {first: with_row_stride(rng, rows, device), **parameters.arguments}, kinds, check, public=True)
+    return Call(
+        name,
+        getattr(attn_backend, name),
+        {first: with_row_stride(rng, rows, device), **parameters.arguments},
+        kinds,
+        check,
+        public=True,
+    )
 
 
 def _check_row(name: str, given: Tensor, row: Tensor, value: Any) -> None:
     x = log_of(given) if name.endswith("probs") else given.double()
     largest = float(x.max())
     if not -INF < largest < INF:  # cannot be sampled
-        assert torch.equal(row.nan_to_num(nan=7e7), given.double().nan_to_num(nan=7e7) if name == "top_k_mask_logits" else torch.zeros_like(row)), "a bad row"
+        assert torch.equal(
+            row.nan_to_num(nan=7e7),
+            given.double().nan_to_num(nan=7e7) if name == "top_k_mask_logits" else torch.zeros_like(row),
+        ), "a bad row"
         return
     if name == "softmax":
         best = (x == largest).double()
-        close(row, best / best.sum() if value == 0 else torch.softmax((x - largest) / value, -1), name, rtol=2e-5, atol=1e-11)
+        close(
+            row,
+            best / best.sum() if value == 0 else torch.softmax((x - largest) / value, -1),
+            name,
+            rtol=2e-5,
+            atol=1e-11,
+        )
         return
     filters = {"top_p" if "top_p" in name else "top_k": value}
     kept, less = keeps(x, **shift(filters, RELATIVE)), keeps(x, **shift(filters, -RELATIVE))
@@ -340,7 +429,11 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         ids[rng.integers(batch), rng.integers(drafts)] = int(rng.choice([-1, vocab, 2**31 - 1]))
     parameters = Parameters(rng, batch, device)
     parameters.add_seeds()
-    tensors = {"draft_probs": draft.to(device), "draft_token_ids": ids.to(device, INDEX[rng.integers(2)]), "target_probs": target.to(device)}
+    tensors = {
+        "draft_probs": draft.to(device),
+        "draft_token_ids": ids.to(device, INDEX[rng.integers(2)]),
+        "target_probs": target.to(device),
+    }
     arguments: Arguments = tensors | parameters.arguments
     probs = ("draft_probs", "target_probs", "draft_token_ids")
     kinds: Kinds = {
@@ -351,14 +444,20 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     }
 
     def check(given: Arguments, samples: SpeculativeSamples) -> None:
-        accepted, tokens, valid = samples.num_accepted.tolist(), samples.token_ids.tolist(), samples.valid.tolist()
+        accepted, tokens, valid = (
+            samples.num_accepted.tolist(),
+            samples.token_ids.tolist(),
+            samples.valid.tolist(),
+        )
         for i in range(batch):
             n, own = accepted[i], ids[i].tolist()
             assert 0 <= n <= int(samples.num_passed[i]) <= drafts
             assert tokens[i][:n] == own[:n], "accepted tokens are not the draft's"
             assert tokens[i][n + 1 :] == [-1] * (drafts - n), "tokens after the last are not -1"
             for j, token in enumerate(own[: n + 1]):
-                _check_acceptance(float(draft[i, j, token]), float(target[i, j, token]), j < n) if 0 <= token < vocab else _check_acceptance(1.0, 0.0, j < n)
+                _check_acceptance(
+                    float(draft[i, j, token]), float(target[i, j, token]), j < n
+                ) if 0 <= token < vocab else _check_acceptance(1.0, 0.0, j < n)
             rest = target[i, n].double()
             if n < drafts:
                 rest = (target[i, n] - draft[i, n]).clamp_min(0).double()
@@ -367,14 +466,25 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
             assert valid[i] == can, f"valid[{i}] is {valid[i]}"
             if can:
                 seed, position = parameters.of(i, "seed", "position").values()
-                check_token(log_of(rest.float()), tokens[i][n], {}, seed, (position + n + 2**63) % 2**64 - 2**63)
+                check_token(
+                    log_of(rest.float()), tokens[i][n], {}, seed, (position + n + 2**63) % 2**64 - 2**63
+                )
             else:
                 assert tokens[i][n] == 0
 
-    return Call("chain_speculative_sampling", attn_backend.chain_speculative_sampling, arguments, kinds, check, public=True)
+    return Call(
+        "chain_speculative_sampling",
+        attn_backend.chain_speculative_sampling,
+        arguments,
+        kinds,
+        check,
+        public=True,
+    )
 
 
 def _check_acceptance(draft: float, target: float, accepted: bool) -> None:
     """u * draft < target with u in [0, 1): what is certain of it."""
     assert not accepted or target > 0, "a token that the target does not give was accepted"
-    assert accepted or not (target >= draft and target > 0), "a token that the target gives more often than the draft was refused"
+    assert accepted or not (target >= draft and target > 0), (
+        "a token that the target gives more often than the draft was refused"
+    )

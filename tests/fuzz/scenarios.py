@@ -1,4 +1,6 @@
-"""Which calls there are: call number n of a seed belongs to scenario n // CALLS, which shares its objects and depends on nothing else."""
+"""Which calls there are: call number n of a seed belongs to scenario n // CALLS, which shares its objects and
+depends on nothing else.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ NAMES = {make.__name__: make for make in SCENARIOS}
 
 
 def calls_of(seed: int, scenario: int, device: torch.device, names: Sequence[str] = ()) -> Iterator[Call]:
-    """The calls of one scenario, on one thread: there are as many processes as cores. names: of NAMES, the only ones; none: all."""
+    """The calls of one scenario, on one thread: there are as many processes as cores. names: of NAMES, the
+    only ones; none: all.
+    """
     torch.set_num_threads(1)
     rng = numpy.random.default_rng([seed, scenario])
     shares = SCENARIOS | (GPU_SHARES if device.type == "cuda" else {})

@@ -1,4 +1,6 @@
-"""Scenarios of sparse attention: selected_slots, through block tables and without, into tensors of its own and in place."""
+"""Scenarios of sparse attention: selected_slots, through block tables and without, into tensors of its own
+and in place.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,29 @@ INT32 = (torch.int32,)
 
 def packings(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
     while True:
-        yield from around(rng, selection_call(rng, selections.random_case(int(rng.integers(2**31)), device, most_topk=100)))
+        yield from around(
+            rng, selection_call(rng, selections.random_case(int(rng.integers(2**31)), device, most_topk=100))
+        )
 
 
 def selection_call(rng: numpy.random.Generator, case: selections.Case) -> Call:
     indices = case.indices.clone()
-    out = [None, torch.empty(indices.shape, dtype=torch.int32, device=indices.device), indices][rng.integers(3)]
+    out = [None, torch.empty(indices.shape, dtype=torch.int32, device=indices.device), indices][
+        rng.integers(3)
+    ]
     arguments: Arguments = {
-        "indices": indices, "block_table": case.block_table, "requests": case.requests, "page_size": case.page_size, "page_stride": case.page_stride,
-        "kv_lens": case.kv_lens, "out": out,
-    }  # fmt: skip
+        "indices": indices,
+        "block_table": case.block_table,
+        "requests": case.requests,
+        "page_size": case.page_size,
+        "page_stride": case.page_stride,
+        "kv_lens": case.kv_lens,
+        "out": out,
+    }
     given = {name: value is not None for name, value in arguments.items()}
-    needs_requests = case.block_table is not None and given["requests"] and len(case.block_table) != len(indices)
+    needs_requests = (
+        case.block_table is not None and given["requests"] and len(case.block_table) != len(indices)
+    )
     kinds: Kinds = {
         "indices": TensorArgument(others=("out",), dtypes=INT32, leads=True),
         # Without requests it must have as many rows as indices.

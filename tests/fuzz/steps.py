@@ -1,4 +1,6 @@
-"""Steps of an engine as single calls: page table, cache, view, plan and run, with every argument of all of them."""
+"""Steps of an engine as single calls: page table, cache, view, plan and run, with every argument of all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ Kinds = dict[str, Argument]
 class Step:
     """What one step attends to: made from a case, or from a prefix forest.
 
-    q, out, lse: with rows of padding; out and lse are NaN. expected: float64 o and lse of the view's rows, in their order.
-    shape: has dtype, sm_scale and logits_soft_cap. q_scale: of q of 8 bits. out_scale: of out of 8 bits.
+    q, out, lse: with rows of padding; out and lse are NaN. expected: float64 o and lse of the view's rows, in
+    their order. shape: has dtype, sm_scale and logits_soft_cap. q_scale: of q of 8 bits. out_scale: of out of
+    8 bits.
     """
 
     q: Tensor
@@ -49,23 +52,38 @@ class Step:
 def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Arguments, Kinds]:
     """The constructor that makes this table, what it is given, and what is known of that."""
     surface = f"PageTable.{table.form}"
-    indptr = TensorArgument(surface, ("kv_indptr",), ("kv_indices", "kv_last_page_len", "qo_indptr"), dtypes=INDEX, exact=(0,))
+    indptr = TensorArgument(
+        surface, ("kv_indptr",), ("kv_indices", "kv_last_page_len", "qo_indptr"), dtypes=INDEX, exact=(0,)
+    )
     page_size = IntArgument(surface, others=("kv.k",), low=1, high=MAX_INT32)
     lens = TensorArgument(surface, others=("qo_indptr", "block_table", "rows"), dtypes=INDEX, exact=(0,))
     if table.form == "ragged":
         return PageTable.ragged, {"kv_indptr": table.indptr}, {"kv_indptr": indptr}
     if table.form == "csr":
-        arguments: Arguments = {"kv_indptr": table.indptr, "kv_indices": table.indices, "kv_last_page_len": table.last_page_len}
+        arguments: Arguments = {
+            "kv_indptr": table.indptr,
+            "kv_indices": table.indices,
+            "kv_last_page_len": table.last_page_len,
+        }
         kinds: Kinds = {
             "kv_indptr": indptr,
             "kv_indices": TensorArgument(surface, dtypes=INT32),
-            "kv_last_page_len": TensorArgument(surface, others=("kv_indptr", "qo_indptr"), dtypes=INDEX, exact=(0,)),
+            "kv_last_page_len": TensorArgument(
+                surface, others=("kv_indptr", "qo_indptr"), dtypes=INDEX, exact=(0,)
+            ),
         }
         return PageTable.csr, arguments | {"page_size": table.page_size}, kinds | {"page_size": page_size}
     if table.form == "block_table":
         arguments = {"block_table": table.indices, "kv_lens": table.kv_lens}
-        kinds = {"block_table": TensorArgument(surface, others=("kv_lens",), dtypes=INT32, exact=(0,)), "kv_lens": lens}
-        return PageTable.block_table, arguments | {"page_size": table.page_size}, kinds | {"page_size": page_size}
+        kinds = {
+            "block_table": TensorArgument(surface, others=("kv_lens",), dtypes=INT32, exact=(0,)),
+            "kv_lens": lens,
+        }
+        return (
+            PageTable.block_table,
+            arguments | {"page_size": table.page_size},
+            kinds | {"page_size": page_size},
+        )
     arguments = {"req_to_token": table.indices, "rows": table.rows, "kv_lens": table.kv_lens}
     kinds = {
         "req_to_token": TensorArgument(surface, others=("kv_lens", "rows"), dtypes=INT32),
@@ -75,8 +93,13 @@ def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Argumen
     return PageTable.token_slots, arguments | {"page_size": table.page_size}, kinds | {"page_size": page_size}
 
 
-def cache_arguments(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
-    """A constructor of caches, and what it is given to make one that holds the same. `cache_page_size` is its page_size, a name that the table's has."""
+def cache_arguments(
+    rng: numpy.random.Generator, kv: KVCache
+) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
+    """A constructor of caches, and what it is given to make one that holds the same.
+
+    `cache_page_size` is its page_size, a name that the table's has.
+    """
     make, arguments, kinds = _tensors_of_cache(rng, kv)
     if kv.dtype.itemsize == 1:
         for name, kind in kinds.items():
@@ -84,26 +107,58 @@ def cache_arguments(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[
                 kinds[name] = replace(kind, others=(*kind.others, "k_scale", "v_scale"))
         for name, scale in (("k_scale", kv.k_scale), ("v_scale", kv.v_scale)):
             one = torch.ones(1, device=kv.device)
-            wrong = (0.0, -0.5, math.nan, math.inf, 1e300, one.double(), one.int(), one[:0], one.expand(1, 1, 1))
+            wrong = (
+                0.0,
+                -0.5,
+                math.nan,
+                math.inf,
+                1e300,
+                one.double(),
+                one.int(),
+                one[:0],
+                one.expand(1, 1, 1),
+            )
             arguments[name] = scale
-            kinds[name] = ChoiceArgument(make.__qualname__, (name, f"kv.{name}"), wrong=wrong, types=("x", [1.0], object(), {}), optional=True)
+            kinds[name] = ChoiceArgument(
+                make.__qualname__,
+                (name, f"kv.{name}"),
+                wrong=wrong,
+                types=("x", [1.0], object(), {}),
+                optional=True,
+            )
     return make, arguments, kinds
 
 
-def _tensors_of_cache(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
+def _tensors_of_cache(
+    rng: numpy.random.Generator, kv: KVCache
+) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
     layout = "NHD" if rng.random() < 0.5 else "HND"
     k, v = (t if layout == "NHD" else t.transpose(1, 2) for t in (kv.k, kv.v))
     dtypes = (kv.dtype,)
-    form = str(rng.choice(["tensor", "pair", "packed", "slots", "ragged"] if kv.page_size == 1 else ["tensor", "pair", "packed", "slots"]))
+    form = str(
+        rng.choice(
+            ["tensor", "pair", "packed", "slots", "ragged"]
+            if kv.page_size == 1
+            else ["tensor", "pair", "packed", "slots"]
+        )
+    )
     surface = f"KVCache.from_{form}"
     of_kv, of_k, of_v = ("kv", "k", "v"), ("k", "kv.k"), ("v", "kv.v")
     with_layout: Kinds = {"layout": ChoiceArgument(surface, wrong=("nhd", "NDH", ""))}
     if form == "tensor":
         kind = TensorArgument(surface, of_kv, dtypes=dtypes, exact=(1, 2, 3, 4))
-        return KVCache.from_tensor, {"kv": torch.stack([k, v], 1), "layout": layout}, {"kv": kind, **with_layout}
+        return (
+            KVCache.from_tensor,
+            {"kv": torch.stack([k, v], 1), "layout": layout},
+            {"kv": kind, **with_layout},
+        )
     if form == "packed":
         kind = TensorArgument(surface, of_kv, dtypes=dtypes, exact=(1, 2, 3))
-        return KVCache.from_packed, {"kv": torch.cat([k, v], -1), "layout": layout}, {"kv": kind, **with_layout}
+        return (
+            KVCache.from_packed,
+            {"kv": torch.cat([k, v], -1), "layout": layout},
+            {"kv": kind, **with_layout},
+        )
     if form == "pair":
         kinds: Kinds = {
             "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(0, 1, 2, 3)),
@@ -119,7 +174,11 @@ def _tensors_of_cache(rng: numpy.random.Generator, kv: KVCache) -> tuple[Callabl
         return KVCache.from_ragged, arguments, kinds
     # More tokens than there are slots: a cache of no page, which run() refuses.
     page_size = IntArgument(surface, ("page_size",), ("kv.k", "k"), low=1, high=MAX_INT32)
-    return KVCache.from_slots, arguments | {"cache_page_size": kv.page_size}, kinds | {"cache_page_size": page_size}
+    return (
+        KVCache.from_slots,
+        arguments | {"cache_page_size": kv.page_size},
+        kinds | {"cache_page_size": page_size},
+    )
 
 
 def without_prefix(given: Arguments, names: Arguments) -> Arguments:
@@ -141,13 +200,19 @@ def plan_or_none(attention: Attention, composition: Composition | BSRView, q: Te
 
 
 def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> Call:
-    """plan and run of a step. Some rows are listed, some q are shorter than the plan, some results are allocated by run."""
+    """plan and run of a step.
+
+    Some rows are listed, some q are shorter than the plan, some results are allocated by run.
+    """
     view, shape, device = step.view, step.shape, step.q.device
     total = int(view.qo_indptr[-1])
     q, out, lse, places = step.q, step.out, step.lse, None
-    bits = torch.uint8 if q.element_size() == 1 else q.dtype  # torch does not write to some rows of a float8 tensor
+    # torch does not write to some rows of a float8 tensor
+    bits = torch.uint8 if q.element_size() == 1 else q.dtype
     if rng.random() < 0.2:
-        places = torch.from_numpy(rng.permutation(min(len(q), attention.max_rows))[:total].astype(numpy.int32)).to(device)
+        places = torch.from_numpy(
+            rng.permutation(min(len(q), attention.max_rows))[:total].astype(numpy.int32)
+        ).to(device)
         q = torch.full_like(step.q, torch.nan)
         q.view(bits)[places.long()] = step.q.view(bits)[:total]
     if rng.random() < 0.15:  # rows of the plan beyond q's are not computed
@@ -160,9 +225,24 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
     def function(**given: Any) -> Tensor:
         table = make_table(**{name: given[name] for name in of_table})
         kv = make_cache(**without_prefix(given, of_cache))
-        made = BSRView(given["qo_indptr"], table, causal=given["causal"], window_left=given["window_left"], rows=given["row_list"])
+        made = BSRView(
+            given["qo_indptr"],
+            table,
+            causal=given["causal"],
+            window_left=given["window_left"],
+            rows=given["row_list"],
+        )
         plan_or_none(attention, Composition((made,)) if as_composition else made, step.q, step.kv)
-        options = ("q_rope", "out", "lse", "sm_scale", "logits_soft_cap", "after_append", "q_scale", "out_scale")
+        options = (
+            "q_rope",
+            "out",
+            "lse",
+            "sm_scale",
+            "logits_soft_cap",
+            "after_append",
+            "q_scale",
+            "out_scale",
+        )
         return attention.run(given["q"], kv, **{name: given[name] for name in options})
 
     def check(given: Arguments, result: Tensor) -> None:
@@ -198,20 +278,35 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
     kinds: Kinds = {
         **table_kinds,
         **cache_kinds,
-        "q_rope": ChoiceArgument("Attention.run", wrong=(q, q[..., :8], q[:0]), types=("x", [1.0], object(), {}), optional=True),
-        "q_scale": FloatArgument("Attention.run", optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)),
+        "q_rope": ChoiceArgument(
+            "Attention.run", wrong=(q, q[..., :8], q[:0]), types=("x", [1.0], object(), {}), optional=True
+        ),
+        "q_scale": FloatArgument(
+            "Attention.run", optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)
+        ),
         "qo_indptr": TensorArgument("BSRView", dtypes=INDEX, exact=(0,)),
         "causal": ChoiceArgument("BSRView", wrong=(1, 0), optional=True),
         "window_left": IntArgument("BSRView", low=-1, high=MAX_INT32),
         "row_list": TensorArgument("BSRView", ("rows",), ("qo_indptr",), dtypes=INT32, optional=True),
-        "out_scale": ChoiceArgument("Attention.run", wrong=no_scales, types=("x", [1.0], object(), {}), optional=True),
+        "out_scale": ChoiceArgument(
+            "Attention.run", wrong=no_scales, types=("x", [1.0], object(), {}), optional=True
+        ),
         **run_kinds(attention, q, out.dtype),
     }
 
     def values(rng: numpy.random.Generator) -> list[Any]:
         return wrong_values(rng, arguments, view.table, attention.max_rows, step.kv.num_pages)
 
-    return Call("plan and run", function, arguments, kinds, check, prepare=prepare, values=values, reported=attention.raise_for_errors)
+    return Call(
+        "plan and run",
+        function,
+        arguments,
+        kinds,
+        check,
+        prepare=prepare,
+        values=values,
+        reported=attention.raise_for_errors,
+    )
 
 
 def run_kinds(attention: Attention, q: Tensor, out_dtype: torch.dtype | None = None) -> Kinds:
@@ -219,7 +314,9 @@ def run_kinds(attention: Attention, q: Tensor, out_dtype: torch.dtype | None = N
     run = "Attention.run"
     return {
         "q": TensorArgument(run, others=("out", "lse"), dtypes=(attention.q_dtype,), exact=(1, 2)),
-        "out": TensorArgument(run, dtypes=(out_dtype or attention.dtype,), exact=(0, 1, 2), optional=True, written=True),
+        "out": TensorArgument(
+            run, dtypes=(out_dtype or attention.dtype,), exact=(0, 1, 2), optional=True, written=True
+        ),
         "lse": TensorArgument(run, dtypes=(torch.float32,), exact=(0, 1), optional=True, written=True),
         "sm_scale": FloatArgument(run, optional=True, wrong=(0.0, -0.1, torch.inf, -torch.inf, 1e300)),
         "logits_soft_cap": FloatArgument(run, wrong=(-1.0, torch.inf, -torch.inf, 1e300)),
@@ -227,14 +324,21 @@ def run_kinds(attention: Attention, q: Tensor, out_dtype: torch.dtype | None = N
     }
 
 
-def check_result(shape: Any, given: Arguments, result: Tensor, rows: Tensor, o_ref: Tensor, lse_ref: Tensor) -> None:
-    """Compares with float64. Nothing else may have been written: neither other rows, nor what lies around `out`."""
+def check_result(
+    shape: Any, given: Arguments, result: Tensor, rows: Tensor, o_ref: Tensor, lse_ref: Tensor
+) -> None:
+    """Compares with float64.
+
+    Nothing else may have been written: neither other rows, nor what lies around `out`.
+    """
     out, lse, out_scale = given["out"], given["lse"], given.get("out_scale")
     assert out is None or result is out, "run() did not return out"
     assert result.shape == given["q"].shape
     if out is not None:
         room = result.new_empty(0).set_(result.untyped_storage())
-        assert int((~room.float().isnan()).sum()) == int((~result.float().isnan()).sum()), "run() wrote around out"
+        assert int((~room.float().isnan()).sum()) == int((~result.float().isnan()).sum()), (
+            "run() wrote around out"
+        )
     wide = result.float()
     if out_scale is not None:
         check_rounded(result.detach()[rows], o_ref, out_scale, cases.TOLERANCE[shape.dtype])

@@ -1,4 +1,7 @@
-"""Wrong values in the metadata of a batch: lengths, prefix sums, rows and page ids. A CPU refuses them; a GPU clamps and reports them."""
+"""Wrong values in the metadata of a batch: lengths, prefix sums, rows and page ids.
+
+A CPU refuses them; a GPU clamps and reports them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,14 @@ def with_value(tensor: Tensor, at: int | tuple[int, ...], value: int) -> Tensor 
     return changed
 
 
-def wrong_values(rng: numpy.random.Generator, arguments: dict[str, Any], table: PageTable, max_rows: int, num_pages: int) -> list[Wrong]:
-    """Ways to make one value wrong. Only values that are read count: no page of a request without rows, no last length of a request without pages."""
+def wrong_values(
+    rng: numpy.random.Generator, arguments: dict[str, Any], table: PageTable, max_rows: int, num_pages: int
+) -> list[Wrong]:
+    """Ways to make one value wrong.
+
+    Only values that are read count: no page of a request without rows, no last length of a request without
+    pages.
+    """
     found: list[Wrong] = []
     batch = table.batch_size
     qo_indptr, q = arguments["qo_indptr"].tolist(), arguments["q"]
@@ -57,11 +66,23 @@ def wrong_values(rng: numpy.random.Generator, arguments: dict[str, Any], table: 
         at = int(rng.integers(total))
         for value in (-1, -(2**31), max_rows, 2**31 - 1):
             add("row_list", "a row outside", at, value, "rows")
-        found.append(Wrong("row_list", "too short", arguments["row_list"][: total - 1].clone(), ("rows", "qo_indptr"), q.is_cuda))
+        found.append(
+            Wrong(
+                "row_list",
+                "too short",
+                arguments["row_list"][: total - 1].clone(),
+                ("rows", "qo_indptr"),
+                q.is_cuda,
+            )
+        )
 
     lens = _kv_lens(table)
     # All of these requests' rows are computed, and the last of them sees the last page.
-    read = [i for i in range(batch) if lens[i] > 0 and qo_indptr[i + 1] > qo_indptr[i]] if len(q) >= total and arguments["row_list"] is None else []
+    read = (
+        [i for i in range(batch) if lens[i] > 0 and qo_indptr[i + 1] > qo_indptr[i]]
+        if len(q) >= total and arguments["row_list"] is None
+        else []
+    )
     page_ids = [-1, -(2**31), num_pages, 2**31 - 1]
     if table.form == "ragged":
         in_tensor = int(table.indptr[-1])
@@ -78,11 +99,25 @@ def wrong_values(rng: numpy.random.Generator, arguments: dict[str, Any], table: 
         used = [i for i in range(batch) if lens[i] > 0]
         if used:
             at = used[rng.integers(len(used))]
-            for value in (0, -1, table.page_size + 1, -(2**31), 2**31 - 1, HIGH_BITS + int(table.last_page_len[at])):
+            for value in (
+                0,
+                -1,
+                table.page_size + 1,
+                -(2**31),
+                2**31 - 1,
+                HIGH_BITS + int(table.last_page_len[at]),
+            ):
                 add("kv_last_page_len", "out of range", at, value, "kv_last_page_len")
         for i in read[:1]:
             for value in page_ids:
-                add("kv_indices", "a page id outside", int(table.indptr[i + 1]) - 1, value, "kv_indices", "a page id")
+                add(
+                    "kv_indices",
+                    "a page id outside",
+                    int(table.indptr[i + 1]) - 1,
+                    value,
+                    "kv_indices",
+                    "a page id",
+                )
         return found
     at = int(rng.integers(batch))
     widest = table.indices.shape[1] * (table.page_size if table.form == "block_table" else 1)
@@ -98,7 +133,14 @@ def wrong_values(rng: numpy.random.Generator, arguments: dict[str, Any], table: 
                 add("block_table", "a page id outside", (i, page), value, "block_table", "a page id")
         else:
             for value in (-1, -(2**31), num_pages * table.page_size, 2**31 - 1):
-                add("req_to_token", "a slot outside", (int(table.rows[i]), page * table.page_size), value, "req_to_token", "a page id")
+                add(
+                    "req_to_token",
+                    "a slot outside",
+                    (int(table.rows[i]), page * table.page_size),
+                    value,
+                    "req_to_token",
+                    "a page id",
+                )
     return found
 
 

@@ -11,13 +11,15 @@ import pytest
 
 from attn_backend.releases import RELEASES
 
-# integration/ is not part of the installed package. At the end of the path, so that the source tree does not hide the installed package
+# integration/ is not part of the installed package. At the end of the path, so that the source tree does not
+# hide the installed package
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With --dist loadfile the tests of a file and an engine run in one worker, not all of a file: a worker that has nothing left to do waits for the other.
+    """With --dist loadfile the tests of a file and an engine run in one worker, not all of a file: a worker
+    that has nothing left to do waits for the other.
 
     A test's engine is what the first of its parameters begins with.
     """
@@ -26,15 +28,21 @@ def pytest_xdist_make_scheduler(config, log):
     class OfFileAndEngine(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             case = nodeid.partition("[")[2]
-            return " ".join([super()._split_scope(nodeid), *(name for name in RELEASES if case.startswith(name))])
+            return " ".join(
+                [super()._split_scope(nodeid), *(name for name in RELEASES if case.startswith(name))]
+            )
 
     return OfFileAndEngine(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
 def small_engines():
-    """What engines find in their environment. The workers of pytest-xdist share the cores: each starts engines of one thread, which vLLM would bind to the same
-    core as those of the other workers. Nothing is compiled by torch: the engines' helpers about a CPU's attention would be, in every server anew."""
+    """What engines find in their environment.
+
+    The workers of pytest-xdist share the cores: each starts engines of one thread, which vLLM would bind to
+    the same core as those of the other workers. Nothing is compiled by torch: the engines' helpers about a
+    CPU's attention would be, in every server anew.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         if os.environ.get("PYTEST_XDIST_WORKER"):
@@ -45,7 +53,10 @@ def small_engines():
 
 @pytest.fixture(scope="session")
 def forks(small_engines, tmp_path_factory):
-    """A function that gives the process whose forks are programs of an engine (forked_engines.py). It is made when it is first needed."""
+    """A function that gives the process whose forks are programs of an engine (forked_engines.py).
+
+    It is made when it is first needed.
+    """
     from forked_engines import MODULES, Forks
 
     from integration.engines import ENGINES
@@ -56,7 +67,9 @@ def forks(small_engines, tmp_path_factory):
     def of(engine):
         if engine not in made:
             environment = process_environment(ENGINES[engine].client_environment("cpu"))
-            made[engine] = Forks(MODULES[engine], environment, tmp_path_factory.mktemp("forks") / f"{engine}.log")
+            made[engine] = Forks(
+                MODULES[engine], environment, tmp_path_factory.mktemp("forks") / f"{engine}.log"
+            )
         return made[engine]
 
     yield of
@@ -66,7 +79,10 @@ def forks(small_engines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forked_engines(forks):
-    """Servers and clients of the module's tests start as forks, where each has one thread. Those of the soaks start as a user's do."""
+    """Servers and clients of the module's tests start as forks, where each has one thread.
+
+    Those of the soaks start as a user's do.
+    """
     from forked_engines import engine_of
 
     from integration import client, server
@@ -107,11 +123,15 @@ def sharegpt() -> Path:
 
 @pytest.fixture(scope="session")
 def need_engine():
-    """A function that skips the test where a package is not installed. `make test` sets REQUIRE_ENGINES: there it fails."""
+    """A function that skips the test where a package is not installed.
+
+    `make test` sets REQUIRE_ENGINES: there it fails.
+    """
 
     def need(package: str) -> None:
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # the folders tests/adapters/vllm and sglang can be imported too, as namespace packages
+        # the folders tests/adapters/vllm and sglang can be imported too, as namespace packages
+        if spec is None or spec.origin is None:
             message = f"{package} is not installed in {sys.prefix}"
             if os.environ.get("REQUIRE_ENGINES") == "1":
                 pytest.fail(message)

@@ -33,12 +33,22 @@ class Release:
     def module(self, name: str) -> ast.Module | None:
         """None: there is no such module among the sources that are kept."""
         if name not in self._modules:
-            path = next((path for path in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py") if path in self._paths), None)
+            path = next(
+                (
+                    path
+                    for path in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py")
+                    if path in self._paths
+                ),
+                None,
+            )
             self._modules[name] = None if path is None else ast.parse(self._zip.read(path))
         return self._modules[name]
 
     def find(self, module: str, name: str, depth: int = 0) -> ast.AST | None:
-        """What a module calls `name`: a class, a function, an assignment; found where it is imported from. A dotted name is looked up in classes."""
+        """What a module calls `name`: a class, a function, an assignment; found where it is imported from.
+
+        A dotted name is looked up in classes.
+        """
         first, _, rest = name.partition(".")
         found = self._find_first(module, first, depth)
         if rest:
@@ -52,7 +62,9 @@ class Release:
         for node in _statements(tree.body):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return node
-            if isinstance(node, ast.Assign | ast.AnnAssign) and name in [target.id for target in _targets(node) if isinstance(target, ast.Name)]:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and name in [
+                target.id for target in _targets(node) if isinstance(target, ast.Name)
+            ]:
                 return node
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -69,17 +81,23 @@ class Release:
         return f"{module.replace('.', '/')}/__init__.py" in self._paths
 
     def member(self, module: str, class_: ast.ClassDef, name: str, depth: int = 0) -> ast.AST | None:
-        """A method, a field or an attribute of a class: its own, one that a method assigns to self, or a base's."""
+        """A method, a field or an attribute of a class: its own, one that a method assigns to self, or a
+        base's.
+        """
         for node in _statements(class_.body):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return node
-            if isinstance(node, ast.Assign | ast.AnnAssign) and name in [target.id for target in _targets(node) if isinstance(target, ast.Name)]:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and name in [
+                target.id for target in _targets(node) if isinstance(target, ast.Name)
+            ]:
                 return node
         if name in _assigned_to_self(class_):
             return _assigned_to_self(class_)[name]
         for base in class_.bases if depth < 6 else []:
             base_name = base.value if isinstance(base, ast.Subscript) else base
-            home, found = self._home(module, base_name.id) if isinstance(base_name, ast.Name) else (module, None)
+            home, found = (
+                self._home(module, base_name.id) if isinstance(base_name, ast.Name) else (module, None)
+            )
             member = self.member(home, found, name, depth + 1) if isinstance(found, ast.ClassDef) else None
             if member is not None:
                 return member
@@ -89,16 +107,25 @@ class Release:
         """The module that defines what `module` calls `name`, and what it is."""
         tree = self.module(module)
         for node in _statements(tree.body) if tree else []:
-            if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            if isinstance(node, ast.ImportFrom) and name in [
+                alias.asname or alias.name for alias in node.names
+            ]:
                 origin = _absolute(module, node, self._is_package(module))
-                return self._home(origin, next(alias.name for alias in node.names if (alias.asname or alias.name) == name))
+                return self._home(
+                    origin, next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+                )
         return module, self.find(module, name)
 
     def parameters(self, path: str) -> Parameters | None:
         """The parameters of "module:name" or "module:Class.name"; None: there is no such function."""
         module, _, name = path.partition(":")
         found = self.find(module, name)
-        if isinstance(found, ast.Assign) and isinstance(found.value, ast.Attribute) and found.value.attr == "extend":  # of a list
+        # of a list
+        if (
+            isinstance(found, ast.Assign)
+            and isinstance(found.value, ast.Attribute)
+            and found.value.attr == "extend"
+        ):
             return Parameters(["iterable"], 1, 1, [], False, False)
         return parameters_of(found) if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
@@ -109,15 +136,27 @@ class Release:
         return [
             node.name
             for node in class_.body
-            if isinstance(node, ast.FunctionDef) and any("abstractmethod" in ast.unparse(mark) for mark in node.decorator_list)
+            if isinstance(node, ast.FunctionDef)
+            and any("abstractmethod" in ast.unparse(mark) for mark in node.decorator_list)
         ]
 
     @cached_property
     def fields(self) -> set[str]:
         """Names of all class fields in the sources of SGLang's arguments."""
-        names = [path for path in self._paths if "/arg_groups/" in path or path.endswith("/server_args.py") or path.endswith("/runtime_context.py")]
+        names = [
+            path
+            for path in self._paths
+            if "/arg_groups/" in path
+            or path.endswith("/server_args.py")
+            or path.endswith("/runtime_context.py")
+        ]
         trees = [ast.parse(self._zip.read(path)) for path in names]
-        return {node.target.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        return {
+            node.target.id
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
@@ -127,16 +166,31 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameter
     if positional[:1] in (["self"], ["cls"]) and not is_static:
         positional = positional[1:]
     named = [argument.arg for argument in arguments.kwonlyargs]
-    required_named = [name for name, default in zip(named, arguments.kw_defaults, strict=True) if default is None]
+    required_named = [
+        name for name, default in zip(named, arguments.kw_defaults, strict=True) if default is None
+    ]
     required = len(positional) - len(arguments.defaults)
-    return Parameters(positional + named, len(positional), max(required, 0), required_named, arguments.vararg is not None, arguments.kwarg is not None)
+    return Parameters(
+        positional + named,
+        len(positional),
+        max(required, 0),
+        required_named,
+        arguments.vararg is not None,
+        arguments.kwarg is not None,
+    )
 
 
 @cache
 def _assigned_to_self(class_: ast.ClassDef) -> dict[str, ast.Attribute]:
     """The attributes that methods assign to self."""
-    attributes = [node for node in ast.walk(class_) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    return {node.attr: node for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    attributes = [
+        node
+        for node in ast.walk(class_)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    return {
+        node.attr: node for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -1,6 +1,8 @@
-"""Programs of the engines as forks of a process that has imported the engine: each of a server's processes needs 20 s for that, and a few for all else.
+"""Programs of the engines as forks of a process that has imported the engine: each of a server's processes
+needs 20 s for that, and a few for all else.
 
-What such a program would spawn by multiprocessing is a fork, too. This file is also the process that is forked.
+What such a program would spawn by multiprocessing is a fork, too. This file is also the process that is
+forked.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 import psutil
 
 POLL_S = 0.05
-# What the programs of an engine import sooner or later. Not this package: its plugin is loaded by each of them.
+# What the programs of an engine import sooner or later. Not this package: its plugin is loaded by each of
+# them.
 MODULES = {
     "vllm": (
         "vllm.entrypoints.cli.serve",
@@ -45,7 +48,9 @@ MODULES = {
 
 
 def engine_of(command: Sequence[str]) -> str | None:
-    """The engine whose module this command runs, perhaps through another program: PYTHON -m MODULE ..., or PYTHON FILE MODULE ..."""
+    """The engine whose module this command runs, perhaps through another program: PYTHON -m MODULE ..., or
+    PYTHON FILE MODULE ...
+    """
     package = command[2].partition(".")[0]
     return package if command[0] == sys.executable and package in MODULES else None
 
@@ -63,7 +68,9 @@ class Forks:
         command = [sys.executable, "-P", __file__, str(other.fileno()), *modules]
         with log.open("w") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            self._process = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], start_new_session=True, **streams)
+            self._process = subprocess.Popen(
+                command, env=environment, pass_fds=[other.fileno()], start_new_session=True, **streams
+            )
         other.close()
 
     def start(self, arguments: list[str], log: Path, environment: dict[str, str]) -> Program:
@@ -78,7 +85,9 @@ class Forks:
                 self._connection.send(request)
                 return self._connection.recv()
             except (EOFError, OSError):
-                raise RuntimeError(f"the process that is forked has ended:\n{self._log.read_text()[-3000:]}") from None
+                raise RuntimeError(
+                    f"the process that is forked has ended:\n{self._log.read_text()[-3000:]}"
+                ) from None
 
     def close(self) -> None:
         """The programs go on."""
@@ -109,7 +118,10 @@ class Program(psutil.Process):
 
 
 def serve(connection: Connection) -> None:
-    """Starts programs until nobody can ask for one any more. Returns in a program, too, when that has ended."""
+    """Starts programs until nobody can ask for one any more.
+
+    Returns in a program, too, when that has ended.
+    """
     while True:
         try:
             what, *arguments = connection.recv()
@@ -134,13 +146,18 @@ def run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
-    sys.path += [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path]
+    sys.path += [
+        folder
+        for folder in environment.get("PYTHONPATH", "").split(os.pathsep)
+        if folder and folder not in sys.path
+    ]
     with log.open("ab") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
     multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.context.ForkContext()
     if registry := sys.modules.get("vllm.model_executor.models.registry"):
-        registry._run_in_subprocess = lambda function: function()  # what a class of models can do: another interpreter imports vLLM to say it, for CUDA's sake
+        # what a class of models can do: another interpreter imports vLLM to say it, for CUDA's sake
+        registry._run_in_subprocess = lambda function: function()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -154,5 +171,6 @@ if __name__ == "__main__":
         import_module(module)
     if "attn_backend" in sys.modules or threading.active_count() > 1:
         sys.exit("attn_backend was imported or a thread started, but programs begin without")
-    gc.freeze()  # the engines collect garbage when they start, which would look through all that was imported, each time
+    # the engines collect garbage when they start, which would look through all that was imported, each time
+    gc.freeze()
     serve(Connection(int(sys.argv[1])))

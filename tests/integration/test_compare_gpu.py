@@ -30,7 +30,10 @@ from integration.tiny_models.tokenizer import BOS, VOCAB, text_of, write_tokeniz
 REFERENCE = Answer([1, 2, 3], [-1.0, -2.0, -3.0], [-4.0])
 
 
-@pytest.mark.parametrize(("engine", "message"), [("vllm", "there is no GPU; on a CPU: "), ("vlm", "ENGINE: vlm; must be of vllm, sglang")])
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [("vllm", "there is no GPU; on a CPU: "), ("vlm", "ENGINE: vlm; must be of vllm, sglang")],
+)
 def test_what_cannot_be_compared_is_refused_first(engine, message, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["compare_gpu", engine])
@@ -71,15 +74,20 @@ def compare_answers(folder, *, ours, stock=None):
     ],
 )
 def test_the_engines_own_backend_is_the_measure(ours, near, tmp_path):
-    assert compare_answers(tmp_path, ours=ours, stock=Answer([1, 2, 3], [-1.1, -2.1, -3.1], [-4.1]))[0] == near
+    assert (
+        compare_answers(tmp_path, ours=ours, stock=Answer([1, 2, 3], [-1.1, -2.1, -3.1], [-4.1]))[0] == near
+    )
 
 
 @pytest.mark.parametrize(
     ("ours", "stock", "near"),
     [
-        (Answer([1, 2, 3], [-1.0, -2.1, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), True),  # its own has another token, which is less probable
-        (Answer([1, 8, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), False),  # not ours either
-        (Answer([1, 7, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.6, -3.1]), True),  # both have another token: the engine's model
+        # its own has another token, which is less probable
+        (Answer([1, 2, 3], [-1.0, -2.1, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), True),
+        # not ours either
+        (Answer([1, 8, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), False),
+        # both have another token: the engine's model
+        (Answer([1, 7, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.6, -3.1]), True),
     ],
 )
 def test_a_token_is_transformers_or_the_own_backends(ours, stock, near, tmp_path):
@@ -91,9 +99,17 @@ def test_nothing_to_compare_is_a_line(tmp_path):
     elsewhere = Answer([9, 9, 9], [-1.3, -2.0, -3.0])
     for name in ("near", "far", "wrong"):
         (tmp_path / name).mkdir()
-    near, line = compare_answers(tmp_path / "near", ours=Answer([1, 2, 3], [-1.05, -2.05, -3.05]), stock=elsewhere)
-    assert (near, line) == (True, "5.0e-02, own backend nothing to compare, between them nothing to compare, tokens that differ are 0.0e+00 apart")
-    assert not compare_answers(tmp_path / "far", ours=Answer([1, 2, 3], [-1.2, -2.2, -3.2]), stock=elsewhere)[0]
+    near, line = compare_answers(
+        tmp_path / "near", ours=Answer([1, 2, 3], [-1.05, -2.05, -3.05]), stock=elsewhere
+    )
+    assert (near, line) == (
+        True,
+        "5.0e-02, own backend nothing to compare, between them nothing to compare, tokens that differ are "
+        "0.0e+00 apart",
+    )
+    assert not compare_answers(tmp_path / "far", ours=Answer([1, 2, 3], [-1.2, -2.2, -3.2]), stock=elsewhere)[
+        0
+    ]
     near, line = compare_answers(tmp_path / "wrong", ours=elsewhere)
     assert not near
     assert line.startswith("nothing to compare, own backend does not serve it, log ")
@@ -101,7 +117,10 @@ def test_nothing_to_compare_is_a_line(tmp_path):
 
 def test_a_family_that_failed_is_not_near(tmp_path):
     logs = [f"{tmp_path}/bert/vllm-{who}.log" for who in ("ours", "stock")]
-    assert compare("vllm", "bert", tmp_path, tmp_path) == (False, f"failed, log {logs[0]}; own backend, too, log {logs[1]}")
+    assert compare("vllm", "bert", tmp_path, tmp_path) == (
+        False,
+        f"failed, log {logs[0]}; own backend, too, log {logs[1]}",
+    )
     assert compare_answers(tmp_path, ours=None, stock=REFERENCE) == (False, f"failed, log {logs[0]}")
 
 
@@ -134,7 +153,9 @@ def of_tokens(*logprobs):
 
 def test_every_family_is_asked():
     for engine in ("vllm", "sglang"):
-        assert families_of(engine, None) == [name for name, family in FAMILIES.items() if engine in family.engines]
+        assert families_of(engine, None) == [
+            name for name, family in FAMILIES.items() if engine in family.engines
+        ]
     assert families_of("sglang", ["whisper", "bloom", "bert"]) == ["bert", "whisper"]  # SGLang has no BLOOM
     assert {FAMILIES[name].kind for name in families_of("sglang", None)} == set(sglang_engine_runner.ASK)
 
@@ -142,22 +163,32 @@ def test_every_family_is_asked():
 def test_sglang_has_graphs_for_all_questions():
     sizes = sglang_engine_runner.GPU_OPTIONS["cuda_graph_bs_prefill"]
     for family in FAMILIES.values():
-        asked = sum(len(question.expanded) + sum(1 + len(item) for item in question.items) + 1 for question in questions(family))
+        asked = sum(
+            len(question.expanded) + sum(1 + len(item) for item in question.items) + 1
+            for question in questions(family)
+        )
         assert asked < max(sizes)
     assert max(sizes) == sglang_engine_runner.GPU_OPTIONS["cuda_graph_max_bs_prefill"]
 
 
 def test_checkpoints_as_sglang_expects_them(tmp_path):
-    """In bfloat16; of Llama 4 with the rows that are rotated together, neighbours in transformers, half a head apart."""
+    """In bfloat16; of Llama 4 with the rows that are rotated together, neighbours in transformers, half a
+    head apart.
+    """
     folder = tmp_path / "model"
     (folder / "1_Pooling").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"dtype": "float32", "text_config": {"dtype": "float32"}}))
     rows = torch.arange(2 * 64.0)[:, None].repeat(1, 3)
-    save_file({"layers.0.q_proj.weight": rows, "layers.0.v_proj.weight": rows.clone()}, folder / "model.safetensors")
+    save_file(
+        {"layers.0.q_proj.weight": rows, "layers.0.v_proj.weight": rows.clone()}, folder / "model.safetensors"
+    )
     for family in ("gemma2", "llama4"):
         (tmp_path / family).mkdir()
         made = sglang_engine_runner.as_served(FAMILIES[family], folder, tmp_path / family)
-        assert json.loads((made / "config.json").read_text()) == {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
+        assert json.loads((made / "config.json").read_text()) == {
+            "dtype": "bfloat16",
+            "text_config": {"dtype": "bfloat16"},
+        }
         assert (made / "1_Pooling").is_dir()
         weights = load_file(made / "model.safetensors")
         assert torch.equal(weights["layers.0.v_proj.weight"], rows)
@@ -166,7 +197,9 @@ def test_checkpoints_as_sglang_expects_them(tmp_path):
 
 
 def test_options_are_of_families_that_there_are():
-    assert {*sglang_engine_runner.STOCK_OF_FAMILY, *sglang_engine_runner.GPU_OPTIONS_OF_FAMILY} <= set(families_of("sglang", None))
+    assert {*sglang_engine_runner.STOCK_OF_FAMILY, *sglang_engine_runner.GPU_OPTIONS_OF_FAMILY} <= set(
+        families_of("sglang", None)
+    )
 
 
 def test_the_engine_is_asked_for_tokens_alone():
@@ -186,7 +219,9 @@ def test_images_belong_to_their_prompts(monkeypatch, need_engine):
     need_engine("sglang")
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    monkeypatch.setattr(reference, "image_inputs", lambda _folder, question: {"pixel_values": torch.tensor(question.image)})
+    monkeypatch.setattr(
+        reference, "image_inputs", lambda _folder, question: {"pixel_values": torch.tensor(question.image)}
+    )
     monkeypatch.setattr(sglang_engine_runner, "OURS", "ours")
     asked = questions(FAMILIES["gemma3"])
     engine = FakeEngine([])
@@ -204,11 +239,15 @@ def test_images_belong_to_their_prompts(monkeypatch, need_engine):
 
 
 def test_the_own_backend_gets_prompts_with_and_without_images_one_at_a_time(monkeypatch):
-    monkeypatch.setattr(reference, "image_inputs", lambda _folder, question: {"pixel_values": torch.tensor(question.image)})
+    monkeypatch.setattr(
+        reference, "image_inputs", lambda _folder, question: {"pixel_values": torch.tensor(question.image)}
+    )
     monkeypatch.setattr(sglang_engine_runner, "OURS", "stock")
     asked = questions(FAMILIES["gemma3"])
     engine = FakeEngine([{"meta_info": {"output_token_logprobs": of_tokens(-1.0)}}])
-    assert sglang_engine_runner.generate_with_images(engine, Path(), asked) == [Answer([0], [-1.0])] * len(asked)
+    assert sglang_engine_runner.generate_with_images(engine, Path(), asked) == [Answer([0], [-1.0])] * len(
+        asked
+    )
     assert engine.asked["input_ids"] == [asked[-1].expanded]
 
 
@@ -216,7 +255,9 @@ def test_whisper_takes_the_prompts_of_the_questions(monkeypatch, need_engine):
     need_engine("sglang")
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    monkeypatch.setattr(reference, "audio_features", lambda _folder, question: torch.tensor(question.audio)[None])
+    monkeypatch.setattr(
+        reference, "audio_features", lambda _folder, question: torch.tensor(question.audio)[None]
+    )
     asked = questions(FAMILIES["whisper"])
     engine, processor = FakeEngine([]), FakeEngine([])
     sglang_engine_runner.generate(engine, Path(), asked)
@@ -227,7 +268,9 @@ def test_whisper_takes_the_prompts_of_the_questions(monkeypatch, need_engine):
         one = request[i]
         assert one.contains_mm_input()
         given = {"image_data": None, "request_obj": one, "max_req_input_len": 128}
-        processed = asyncio.run(processor.process_mm_data_async(audio_data=one.audio_data, input_text=one.input_ids, **given))
+        processed = asyncio.run(
+            processor.process_mm_data_async(audio_data=one.audio_data, input_text=one.input_ids, **given)
+        )
         assert processed.input_ids == question.tokens
         (item,) = processed.mm_items
         assert torch.equal(item.feature, torch.tensor(question.audio))
@@ -247,17 +290,23 @@ def test_documents_are_scored_in_pairs_of_words(tmp_path):
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path, tells_texts=True)
-    assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(range(VOCAB))
+    assert AutoTokenizer.from_pretrained(tmp_path)(text_of(list(range(VOCAB))))["input_ids"] == list(
+        range(VOCAB)
+    )
     encoded = AutoTokenizer.from_pretrained(tmp_path)("t012 t013", "t014")
     assert (encoded["input_ids"], encoded["token_type_ids"]) == ([12, 13, 14], [0, 0, 1])
     engine = FakeEngine([{"embedding": 0.5}, {"embedding": -0.5}])
-    assert sglang_engine_runner.score_documents(engine, tmp_path, [Question([12, 13], items=[[14], [15]])]) == [Answer(values=[0.5, -0.5])]
+    assert sglang_engine_runner.score_documents(
+        engine, tmp_path, [Question([12, 13], items=[[14], [15]])]
+    ) == [Answer(values=[0.5, -0.5])]
     assert engine.asked == [["t012 t013", "t014"], ["t012 t013", "t015"]]
 
 
 def test_items_are_scored_after_their_delimiters(need_engine):
     need_engine("sglang")
-    first, *others = ([(-float(3 * place + i), label, None) for i, label in enumerate(LABELS)] for place in range(3))
+    first, *others = (
+        [(-float(3 * place + i), label, None) for i, label in enumerate(LABELS)] for place in range(3)
+    )
     engine = FakeEngine([{"meta_info": {"input_token_ids_logprobs": [first, *others]}}])
     assert sglang_engine_runner.score_items(engine, Path(), [Question([30, 31], items=[[40], [41, 42]])]) == [
         Answer(LABELS * 2, [-3.0, -4.0, -5.0, -6.0, -7.0, -8.0])
@@ -267,7 +316,11 @@ def test_items_are_scored_after_their_delimiters(need_engine):
     one = request[0]
     assert one.input_ids == [30, 31, BOS, 40, BOS, 41, 42, BOS]
     assert one.multi_item_delimiter_indices == [2, 4, 7]
-    assert (one.token_ids_logprob, one.logprob_start_len, one.sampling_params["max_new_tokens"]) == (LABELS, 0, 0)
+    assert (one.token_ids_logprob, one.logprob_start_len, one.sampling_params["max_new_tokens"]) == (
+        LABELS,
+        0,
+        0,
+    )
 
 
 # What is seen of a run (integration/tiny_models/runner.py)
@@ -312,7 +365,9 @@ def test_a_family_has_a_log_and_lines_that_say_how_it_goes(tmp_path):
         f"fake, phi3: starts, log {tmp_path}/phi3/fake.log",
     ]
     assert (tmp_path / "gemma2" / "fake.log").read_text() == "the engine of gemma2\nits process\n"
-    assert (tmp_path / "phi3" / "fake.log").read_text() == "the engine of phi3\nits process\n", "what a killed process had said"
+    assert (tmp_path / "phi3" / "fake.log").read_text() == "the engine of phi3\nits process\n", (
+        "what a killed process had said"
+    )
     assert read_answers(tmp_path / "gemma2" / "fake.answers.json") == [Answer([1], [-1.0])]
     assert not (tmp_path / "bert" / "fake.answers.json").exists()
     assert (tmp_path / "bert" / "fake.answers.error").read_text() == "ValueError: no such layer\nin two lines"
@@ -330,7 +385,13 @@ def test_a_family_is_compared_when_both_backends_have_ended(tmp_path, monkeypatc
         path.write_text(json.dumps([asdict(REFERENCE)]))
 
     def run(program, folder, families, _, backend, *options, answers, shows):
-        assert (program, folder, families, options, shows) == ("sglang_engine_runner", models, ["gemma2", "phi3"], ("--device", "cuda", "--jobs", "4"), True)
+        assert (program, folder, families, options, shows) == (
+            "sglang_engine_runner",
+            models,
+            ["gemma2", "phi3"],
+            ("--device", "cuda", "--jobs", "4"),
+            True,
+        )
         (answers / "gemma2").mkdir(exist_ok=True)
         path = answers / "gemma2" / f"sglang-{backend}.answers.json"
         if backend == "ours":

@@ -1,4 +1,6 @@
-"""The comparison of speculation with the engine's own backend: what is asked, what is counted, and when it holds. No engine is started."""
+"""The comparison of speculation with the engine's own backend: what is asked, what is counted, and when it
+holds. No engine is started.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import pytest
 
 pytest.importorskip("torch")
 
-from integration.compare_speculation import Answers, Drafts, Questions, Sampled, judge, parse_arguments, run, without_speculation
+from integration.compare_speculation import (
+    Answers,
+    Drafts,
+    Questions,
+    Sampled,
+    judge,
+    parse_arguments,
+    run,
+    without_speculation,
+)
 from integration.engines import ENGINES, Sampling, Token
 from integration.two_samples import chi_square, same_mean, zero_mean
 
@@ -23,16 +34,21 @@ def test_chi_square_is_that_of_the_formula():
     assert chi_square(*three) == pytest.approx(math.exp(-(400 / 60 + 0 + 400 / 80) / 2))
     unequal = [0] * 60 + [1] * 140, [0] * 50 + [1] * 50  # 110 of 300 are 0
     cells = ((60, 200 * 110 / 300), (140, 200 * 190 / 300), (50, 100 * 110 / 300), (50, 100 * 190 / 300))
-    assert chi_square(*unequal) == pytest.approx(math.erfc((sum((count - expected) ** 2 / expected for count, expected in cells) / 2) ** 0.5))
+    assert chi_square(*unequal) == pytest.approx(
+        math.erfc((sum((count - expected) ** 2 / expected for count, expected in cells) / 2) ** 0.5)
+    )
 
 
 def test_rare_values_share_a_cell():
     frequent = [0] * 40, [0] * 40
     assert chi_square(*frequent) is None
-    assert chi_square(frequent[0] + [1, 2, 3], frequent[1] + [4, 5]) is None  # five rare ones go to the only other cell
+    # five rare ones go to the only other cell
+    assert chi_square(frequent[0] + [1, 2, 3], frequent[1] + [4, 5]) is None
     one, other = frequent[0] + list(range(1, 11)), frequent[1] + list(range(20, 30))
     assert chi_square(one, other) == pytest.approx(1.0)  # ten and ten
-    assert chi_square(one, frequent[1] + [0] * 10) == pytest.approx(math.erfc((100 / 90 + 100 / 10) ** 0.5 / 2**0.5))
+    assert chi_square(one, frequent[1] + [0] * 10) == pytest.approx(
+        math.erfc((100 / 90 + 100 / 10) ** 0.5 / 2**0.5)
+    )
 
 
 def test_chi_square_is_right_about_chance_and_sees_a_difference():
@@ -59,7 +75,9 @@ def test_permutations_and_sign_flips_count_what_is_as_large():
 def test_the_options_of_speculation_are_those_of_this_name():
     vllm = ["--enable-lora", "--speculative-config", '{"method": "ngram"}', "--seed", "3"]
     assert without_speculation(vllm) == ["--enable-lora", "--seed", "3"]
-    assert without_speculation(["--page-size=1", "--speculative-algorithm=NGRAM", "--speculative-eagle-topk", "2"]) == ["--page-size=1"]
+    assert without_speculation(
+        ["--page-size=1", "--speculative-algorithm=NGRAM", "--speculative-eagle-topk", "2"]
+    ) == ["--page-size=1"]
 
 
 class CountingEngine:
@@ -82,7 +100,9 @@ class CountingEngine:
 
 def test_what_a_server_is_asked():
     engine = CountingEngine()
-    questions = Questions([[1, 2], [3, 4], [5, 6]], 2, Sampling(), sampled_prompts=2, sampled_tokens=2, rounds=3)
+    questions = Questions(
+        [[1, 2], [3, 4], [5, 6]], 2, Sampling(), sampled_prompts=2, sampled_tokens=2, rounds=3
+    )
     answers = questions.ask(engine, "url", 2, first_seed=100)
     assert answers.drafts == [Drafts(4, 8)] * 3
     assert answers.drafts[0].accept_length == 2
@@ -117,7 +137,8 @@ def verdict_of(near_tie=None, plain=None, **changes):
 def test_equal_servers_hold():
     verdict = verdict_of()
     assert verdict.holds
-    assert len(verdict.checks) == 9  # four of tokens, drafts, greedy and sampled accept lengths, two of distributions
+    # four of tokens, drafts, greedy and sampled accept lengths, two of distributions
+    assert len(verdict.checks) == 9
     assert len(verdict_of(sampled=Sampled([], [])).checks) == 6
 
 
@@ -143,7 +164,9 @@ def test_another_accept_length_is_seen():
     assert verdict_of(0.25, drafts=[Drafts(2, 5), Drafts(4, 7)]).holds  # one of two: chance
     assert not verdict_of(drafts=[Drafts(0, 0)] * 2).holds  # nothing was drafted
     many = {"one_at_a_time": [greedy(1)] * 20, "at_once": [greedy(1)] * 20}
-    servers = {name: answered(1, drafts=[Drafts(4, 8)] * 20, **many) for name in ("reference", "backend", "plain")}
+    servers = {
+        name: answered(1, drafts=[Drafts(4, 8)] * 20, **many) for name in ("reference", "backend", "plain")
+    }
     servers["backend"] = replace(servers["backend"], drafts=[Drafts(4, 7)] * 20)
     assert not judge(servers, 0.25)[0].holds
     assert not verdict_of(sampled=sampled(2, accepts=(2, 3, 4))).holds
@@ -159,19 +182,35 @@ def test_answers_with_other_tokens_have_other_accept_lengths():
 def test_another_distribution_is_seen():
     assert not verdict_of(sampled=sampled(2, weights=(2, 3, 1))).holds
     assert not verdict_of(plain=answered(3, sampled=sampled(3, weights=(1, 3, 2)))).holds
-    assert not verdict_of(sampled=sampled(2, weights=(1,)), plain=answered(3, sampled=sampled(3, weights=(1,)))).holds
+    assert not verdict_of(
+        sampled=sampled(2, weights=(1,)), plain=answered(3, sampled=sampled(3, weights=(1,)))
+    ).holds
 
 
 def test_a_comparison_without_a_test_does_not_hold():
     one_token = {"sampled": sampled(1, weights=(1,))}
-    assert not judge({name: answered(1, **one_token) for name in ("reference", "backend", "plain")}, None)[0].holds
+    assert not judge({name: answered(1, **one_token) for name in ("reference", "backend", "plain")}, None)[
+        0
+    ].holds
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--engine", "vllm", "--server-args", "--seed 3"], "server-args: .* must have --speculative-config"),
-        (["--engine", "sglang", "--device", "cpu", "--server-args", "--speculative-algorithm NGRAM", "--sampling", ""], "sampling: on a CPU"),
+        (
+            [
+                "--engine",
+                "sglang",
+                "--device",
+                "cpu",
+                "--server-args",
+                "--speculative-algorithm NGRAM",
+                "--sampling",
+                "",
+            ],
+            "sampling: on a CPU",
+        ),
     ],
 )
 def test_what_is_refused(arguments, message, monkeypatch):
@@ -183,16 +222,22 @@ def test_what_is_refused(arguments, message, monkeypatch):
 @pytest.mark.parametrize(
     ("engine", "metrics", "expected"),
     [
-        ("vllm", 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\nvllm:spec_decode_num_accepted_tokens_total{engine="0"} 4.0\n', Drafts(3, 7)),
+        (
+            "vllm",
+            'vllm:spec_decode_num_drafts_total{engine="0"} '
+            '3.0\nvllm:spec_decode_num_accepted_tokens_total{engine="0"} 4.0\n',
+            Drafts(3, 7),
+        ),
         (
             "sglang",
-            'sglang:generation_tokens_total{a="b"} 20.0\nsglang:num_requests_total{a="b"} 2.0\nsglang:num_requests_total{a="c"} 1.0\n'
+            'sglang:generation_tokens_total{a="b"} 20.0\nsglang:num_requests_total{a="b"} '
+            '2.0\nsglang:num_requests_total{a="c"} 1.0\n'
             'sglang:spec_verify_calls_total{a="b"} 9.0\n',
             Drafts(9, 17),
         ),
-        ("vllm", 'vllm:spec_decode_num_drafts_total_of_another 3.0\n', Drafts(0, 0)),
+        ("vllm", "vllm:spec_decode_num_drafts_total_of_another 3.0\n", Drafts(0, 0)),
     ],
-)  # fmt: skip
+)
 def test_drafts_are_counted(engine, metrics, expected, monkeypatch):
     monkeypatch.setattr("integration.http.get_text", lambda url: metrics)
     assert ENGINES[engine].drafts("http://127.0.0.1:1") == expected

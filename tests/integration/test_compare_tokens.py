@@ -21,7 +21,12 @@ def answer(*ids, logprob=-1.0, alternatives=None):
 
 def test_equal_answers_are_counted():
     comparison = compare([answer(1, 2), answer(3, 4)], [answer(1, 2), answer(3, 4, logprob=-1.5)])
-    assert (comparison.prompts, comparison.equal, comparison.tokens_compared, comparison.differences) == (2, 2, 4, [])
+    assert (comparison.prompts, comparison.equal, comparison.tokens_compared, comparison.differences) == (
+        2,
+        2,
+        4,
+        [],
+    )
     assert comparison.largest_logprob_difference == 0.5
 
 
@@ -29,7 +34,12 @@ def test_the_first_difference_ends_a_comparison_and_has_its_gaps():
     reference = answer(1, 2, 9, alternatives={7: -1.1})
     backend = answer(1, 7, 8, alternatives={2: -1.2})
     (difference,) = compare([reference], [backend]).differences
-    assert (difference.prompt, difference.position, difference.reference_token, difference.backend_token) == (0, 1, 2, 7)
+    assert (difference.prompt, difference.position, difference.reference_token, difference.backend_token) == (
+        0,
+        1,
+        2,
+        7,
+    )
     assert difference.reference_gap == pytest.approx(0.1)
     assert difference.backend_gap == pytest.approx(0.2)
     assert difference.is_near_tie(0.25)
@@ -54,12 +64,21 @@ time.sleep(float(sys.argv[2]))
 
 
 class FakeEngine:
-    """Servers of a few lines, which need some time to start, or end at once. Token 0 of an answer is the server's port."""
+    """Servers of a few lines, which need some time to start, or end at once.
+
+    Token 0 of an answer is the server's port.
+    """
 
     name = "fake"
 
     def server_command(self, launch):
-        return [sys.executable, "-c", SLOW_START + SERVE_HEALTH if launch.backend == "answers" else "exit('no GPU')", str(launch.port), "1.0"]
+        return [
+            sys.executable,
+            "-c",
+            SLOW_START + SERVE_HEALTH if launch.backend == "answers" else "exit('no GPU')",
+            str(launch.port),
+            "1.0",
+        ]
 
     def server_environment(self, launch):
         return {}
@@ -73,8 +92,13 @@ def side_by_side(tmp_path):
     """A function that has two servers answer two prompts."""
 
     def answers(*backends):
-        launches = [Launch(sys.executable, Model("none", tmp_path, True), backend, "cpu", free_port(), max_num_seqs=2) for backend in backends]
-        servers = [(FakeEngine(), launch, tmp_path / f"{number}.log") for number, launch in enumerate(launches)]
+        launches = [
+            Launch(sys.executable, Model("none", tmp_path, True), backend, "cpu", free_port(), max_num_seqs=2)
+            for backend in backends
+        ]
+        servers = [
+            (FakeEngine(), launch, tmp_path / f"{number}.log") for number, launch in enumerate(launches)
+        ]
         given = serve_side_by_side(servers, [[1, 2], [3]], 4, timeout_s=60)
         return [launch.port for launch in launches], given
 
@@ -83,9 +107,15 @@ def side_by_side(tmp_path):
 
 def test_servers_side_by_side_start_at_the_same_time(side_by_side, monkeypatch):
     made = []
-    monkeypatch.setattr(compare_tokens, "generate_all", lambda *given, real=compare_tokens.generate_all: made.append(time.monotonic()) or real(*given))
+    monkeypatch.setattr(
+        compare_tokens,
+        "generate_all",
+        lambda *given, real=compare_tokens.generate_all: made.append(time.monotonic()) or real(*given),
+    )
     ports, answers = side_by_side("answers", "answers")
-    assert [[[token.token_id for token in one] for one in of_server] for of_server in answers] == [[[port, 1, 2], [port, 3]] for port in ports]
+    assert [[[token.token_id for token in one] for one in of_server] for of_server in answers] == [
+        [[port, 1, 2], [port, 3]] for port in ports
+    ]
     assert made[1] - made[0] < 0.9  # the second one was ready by then
 
 

@@ -91,7 +91,15 @@ def model(tmp_path):
     folder.mkdir()
     write_word_tokenizer(folder, 5000)
     (folder / "config.json").write_text('{"vocab_size": 5000}')
-    chats = [{"conversations": [{"from": "human", "value": f"tell me story {i}"}, {"from": "gpt", "value": "once upon a time"}]} for i in range(30)]
+    chats = [
+        {
+            "conversations": [
+                {"from": "human", "value": f"tell me story {i}"},
+                {"from": "gpt", "value": "once upon a time"},
+            ]
+        }
+        for i in range(30)
+    ]
     (folder / "chats.json").write_text(json.dumps(chats))
     return folder
 
@@ -124,9 +132,21 @@ def test_ctrl_c_ends_the_demo_at_once(moment, number, model, tmp_path):
     environment = os.environ | own_modules() | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", DEMO, seconds, starts, str(model), str(results)]
     with output.open("w") as file:
-        demo = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True)
+        demo = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
     try:
-        wait_until(lambda: demo.poll() is not None or any(line in log.read_text().partition("\n")[2] for log in results.glob("*.log")))
+        wait_until(
+            lambda: (
+                demo.poll() is not None
+                or any(line in log.read_text().partition("\n")[2] for log in results.glob("*.log"))
+            )
+        )
         assert demo.poll() is None, output.read_text()
         time.sleep(0.5)  # until the other requests of the warm-up are in flight, too
         os.killpg(demo.pid, number)  # the whole foreground group, as a terminal does
@@ -138,7 +158,11 @@ def test_ctrl_c_ends_the_demo_at_once(moment, number, model, tmp_path):
         assert not list(temporary.iterdir())
         assert "Traceback" not in output.read_text()
     finally:
-        for process in [*processes_in(results), psutil.Process(demo.pid)] if demo.poll() is None else processes_in(results):
+        for process in (
+            [*processes_in(results), psutil.Process(demo.pid)]
+            if demo.poll() is None
+            else processes_in(results)
+        ):
             process.kill()
         demo.wait()
 
@@ -152,12 +176,20 @@ def test_both_backends_get_the_dtype_that_suits_the_cpu(engine, flags, tmp_path,
     settings = demo_settings(engine, "smollm2", "cpu", None, tmp_path)
     benchmarked = parse_arguments(["--engine", engine, "--backends", OURS, "--device", "cpu"])
     assert (settings.dtype, benchmarked.dtype) == (expected, expected)
-    assert parse_arguments(["--engine", engine, "--backends", OURS, "--device", "cpu", "--dtype", "bfloat16"]).dtype == "bfloat16"
+    assert (
+        parse_arguments(
+            ["--engine", engine, "--backends", OURS, "--device", "cpu", "--dtype", "bfloat16"]
+        ).dtype
+        == "bfloat16"
+    )
     assert parse_arguments(["--engine", engine, "--backends", OURS, "--device", "cuda"]).dtype == "auto"
     for backend in settings.backends:
-        command = ENGINES[engine].server_command(Launch("python", Model("none", tmp_path, True), backend, "cpu", 1, settings.dtype))
+        command = ENGINES[engine].server_command(
+            Launch("python", Model("none", tmp_path, True), backend, "cpu", 1, settings.dtype)
+        )
         assert command[command.index("--dtype") + 1] == expected
-        assert ("--enforce-eager" in command) == (engine == "vllm")  # SGLang is eager unless it is told otherwise
+        # SGLang is eager unless it is told otherwise
+        assert ("--enforce-eager" in command) == (engine == "vllm")
         assert "--enable-torch-compile" not in command
     assert settings.backends == [OURS, STOCK]
     for text in (what_to_expect(settings), note_on(settings)):

@@ -1,6 +1,8 @@
-"""Every class, method, argument and attribute of the engines that the adapters touch, in every release that they support.
+"""Every class, method, argument and attribute of the engines that the adapters touch, in every release that
+they support.
 
-The sources of the releases are read (`python -m integration.engine_sources` fetches them once), nothing is imported.
+The sources of the releases are read (`python -m integration.engine_sources` fetches them once), nothing is
+imported.
 """
 
 from __future__ import annotations
@@ -12,7 +14,19 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_interface import ASKED, ASKED_BY_VARIABLE, BASES, CALLS, DSA, IMPL_ARGUMENTS, MAYBE, MEMBERS, MLA, MODULES, SPARSE_MLA
+from engine_interface import (
+    ASKED,
+    ASKED_BY_VARIABLE,
+    BASES,
+    CALLS,
+    DSA,
+    IMPL_ARGUMENTS,
+    MAYBE,
+    MEMBERS,
+    MLA,
+    MODULES,
+    SPARSE_MLA,
+)
 from engine_modules import Parameters, Release, parameters_of
 
 from attn_backend.releases import RELEASES, was_checked
@@ -20,7 +34,11 @@ from integration.engine_sources import CannotFetch, sources
 
 pytestmark = pytest.mark.slow  # the first time, it fetches 600 MB
 ADAPTERS = Path(__file__).resolve().parents[2] / "attn_backend" / "adapters"
-ALL = [pytest.param(engine, version, id=f"{engine}-{version}") for engine, versions in RELEASES.items() for version in versions]
+ALL = [
+    pytest.param(engine, version, id=f"{engine}-{version}")
+    for engine, versions in RELEASES.items()
+    for version in versions
+]
 
 
 @cache
@@ -33,7 +51,10 @@ def _read(engine: str, version: str) -> Release | str:
 
 
 def read(engine: str, version: str) -> Release:
-    """Skips the test where the release cannot be fetched. `make test` sets REQUIRE_ENGINES: there it fails."""
+    """Skips the test where the release cannot be fetched.
+
+    `make test` sets REQUIRE_ENGINES: there it fails.
+    """
     found = _read(engine, version)
     if isinstance(found, Release):
         return found
@@ -53,7 +74,11 @@ def adapter_files(engine: str) -> list[Path]:
 
 def our_class(path: str) -> ast.ClassDef:
     file, _, name = path.partition(":")
-    return next(node for node in ast.parse((ADAPTERS / file).read_text()).body if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(
+        node
+        for node in ast.parse((ADAPTERS / file).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
 
 
 @pytest.mark.parametrize(("engine", "version"), ALL)
@@ -64,7 +89,9 @@ def test_what_is_imported_is_there(engine: str, version: str, release: Release) 
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == engine:
                 for alias in node.names:
                     path = f"{node.module}:{alias.name}"
-                    known = release.find(str(node.module), alias.name) or release.module(f"{node.module}.{alias.name}")
+                    known = release.find(str(node.module), alias.name) or release.module(
+                        f"{node.module}.{alias.name}"
+                    )
                     if known is None and path not in MAYBE and node.module != engine:
                         missing.append(f"{file.name}: {path}")
     assert not missing
@@ -79,7 +106,11 @@ def test_members_are_there(engine: str, version: str, release: Release) -> None:
         if not isinstance(class_, ast.ClassDef):
             missing += [path] if path not in MAYBE else []
             continue
-        missing += [f"{path}.{name}" for name in names.split() if release.member(module, class_, name) is None and f"{path}.{name}" not in MAYBE]
+        missing += [
+            f"{path}.{name}"
+            for name in names.split()
+            if release.member(module, class_, name) is None and f"{path}.{name}" not in MAYBE
+        ]
     assert not missing
 
 
@@ -91,15 +122,23 @@ def test_names_of_modules_are_there(engine: str, version: str, release: Release)
 
 @pytest.mark.parametrize("engine", RELEASES)
 def test_what_the_adapters_ask_for_is_in_the_tables(engine: str) -> None:
-    """Each name that getattr or hasattr looks for: one that an engine renames would silently read as a default."""
-    listed = {name for table in (MEMBERS, MODULES) for names in table[engine].values() for name in names.split()} | set(ASKED)
+    """Each name that getattr or hasattr looks for: one that an engine renames would silently read as a
+    default.
+    """
+    listed = {
+        name for table in (MEMBERS, MODULES) for names in table[engine].values() for name in names.split()
+    } | set(ASKED)
     unlisted = []
     for file in (*adapter_files(engine), *ADAPTERS.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 where, name = str(file.relative_to(ADAPTERS)), node.args[1]
                 if not isinstance(name, ast.Constant):
-                    unlisted += [(where, ast.unparse(name))] if (where, ast.unparse(name)) not in ASKED_BY_VARIABLE else []
+                    unlisted += (
+                        [(where, ast.unparse(name))]
+                        if (where, ast.unparse(name)) not in ASKED_BY_VARIABLE
+                        else []
+                    )
                 elif name.value not in listed and not str(name.value).startswith("_attn_backend_"):
                     unlisted.append((where, name.value))
     assert not unlisted
@@ -118,8 +157,14 @@ def test_calls_are_accepted(engine: str, version: str, release: Release) -> None
 
 def _accepts(parameters: Parameters, positional: int, named: list[str]) -> bool:
     given = set(parameters.names[:positional]) | set(named)
-    enough = all(name in given for name in [*parameters.names[: parameters.num_required], *parameters.required_named])
-    return enough and (parameters.has_args or positional <= parameters.num_positional) and (parameters.has_kwargs or set(named) <= set(parameters.names))
+    enough = all(
+        name in given for name in [*parameters.names[: parameters.num_required], *parameters.required_named]
+    )
+    return (
+        enough
+        and (parameters.has_args or positional <= parameters.num_positional)
+        and (parameters.has_kwargs or set(named) <= set(parameters.names))
+    )
 
 
 @pytest.mark.parametrize(("engine", "version"), ALL)
@@ -134,12 +179,17 @@ def test_overrides_take_what_the_engine_gives(engine: str, version: str, release
             theirs = release.parameters(f"{base}.{name}")
             if theirs is None or name == "__init_subclass__":
                 continue
-            if name == "__init__" and not ours.endswith("MetadataBuilder"):  # of the others the engine makes some by arguments of their own
+            # of the others the engine makes some by arguments of their own
+            if name == "__init__" and not ours.endswith("MetadataBuilder"):
                 continue
             mine = parameters_of(method)
             for place, parameter in enumerate(theirs.names):
                 by_position = place < theirs.num_positional
-                taken = parameter in mine.names if not by_position else mine.names[place : place + 1] == [parameter]
+                taken = (
+                    parameter in mine.names
+                    if not by_position
+                    else mine.names[place : place + 1] == [parameter]
+                )
                 if not taken and not (mine.has_kwargs and (mine.has_args or not by_position)):
                     wrong.append(f"{ours}.{name} does not take {parameter!r} at {place}: {theirs.names}")
             if mine.num_required > theirs.num_positional and not theirs.has_args:
@@ -152,9 +202,17 @@ def test_layers_of_vllm_make_implementations_as_ours_expects(version: str) -> No
     release = read("vllm", version)
     layer = release.module("vllm.model_executor.layers.attention.attention")
     assert layer is not None
-    calls = [node for node in ast.walk(layer) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "impl_cls"]
+    calls = [
+        node
+        for node in ast.walk(layer)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "impl_cls"
+    ]
     assert [[ast.unparse(argument) for argument in call.args] for call in calls] == [IMPL_ARGUMENTS.split()]
-    ours = next(node for node in our_class("vllm/impl.py:AttnImpl").body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    ours = next(
+        node
+        for node in our_class("vllm/impl.py:AttnImpl").body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
     assert parameters_of(ours).names[:10] == IMPL_ARGUMENTS.split()
     assert parameters_of(ours).has_kwargs
 
@@ -168,9 +226,15 @@ def test_mla_names_what_ours_reads(version: str) -> None:
     assert {"query_start_loc_device", "dcp_tot_seq_lens_device"} < set(decode.names)
     layer = release.find(MLA, "MLACommonMetadataBuilder.build")
     assert layer is not None
-    calls = [node for node in ast.walk(layer) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._build_decode"]
+    calls = [
+        node
+        for node in ast.walk(layer)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._build_decode"
+    ]
     assert [bool(call.args) for call in calls] == [False], "by names alone"
-    chunk = release.parameters("vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend.run_prefill_context_chunk")
+    chunk = release.parameters(
+        "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend.run_prefill_context_chunk"
+    )
     assert chunk is not None
     module = release.module(MLA)
     assert module is not None
@@ -190,23 +254,34 @@ def test_mla_names_what_ours_reads(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> None:
-    """The builder of vLLM makes ours by the names of fields, which are other ones in other releases; and what the indexer has found is where it is read."""
+    """The builder of vLLM makes ours by the names of fields, which are other ones in other releases; and what
+    the indexer has found is where it is read.
+    """
     release = read("vllm", version)
     build = release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.build")
     base = release.find(MLA, "MLACommonMetadata")
     assert isinstance(build, ast.FunctionDef)
     assert isinstance(base, ast.ClassDef)
-    calls = [node for node in ast.walk(build) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.metadata_cls"]
+    calls = [
+        node
+        for node in ast.walk(build)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.metadata_cls"
+    ]
     filled = {keyword.arg for call in calls for keyword in call.keywords}
     assert len(calls) == 1
     assert not calls[0].args
     fields = [
-        field for class_ in (base, our_class("vllm/sparse_mla_metadata.py:SparseMlaMetadata")) for field in class_.body if isinstance(field, ast.AnnAssign)
+        field
+        for class_ in (base, our_class("vllm/sparse_mla_metadata.py:SparseMlaMetadata"))
+        for field in class_.body
+        if isinstance(field, ast.AnnAssign)
     ]
     assert filled <= {ast.unparse(field.target) for field in fields}
     assert {ast.unparse(field.target) for field in fields if field.value is None} <= filled
     assert {"block_table", "req_id_per_token", "num_actual_tokens"} <= filled
-    assert "torch.int32" in ast.unparse(release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.__init__") or build)
+    assert "torch.int32" in ast.unparse(
+        release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.__init__") or build
+    )
     names = release.find("vllm.config.cache", "CacheDType")
     assert isinstance(names, ast.Assign)
     assert "fp8_ds_mla" in ast.literal_eval(names.value.slice)  # type: ignore[attr-defined]
@@ -214,13 +289,17 @@ def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_vllm_shares_kv_over_ranks_as_ours_expects(version: str) -> None:
-    """Its own backend calls the group and both merges as ours does; several new tokens of a request are prefills where MLA's latents are shared."""
+    """Its own backend calls the group and both merges as ours does; several new tokens of a request are
+    prefills where MLA's latents are shared.
+    """
     release = read("vllm", version)
     stock = release.find("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl")
     assert isinstance(stock, ast.ClassDef)
     text = ast.unparse(stock)
     assert "get_dcp_group().all_gather(query, dim=1)" in text
-    assert re.search(r"self\.dcp_combine\(\w+, \w+\.transpose\(0, 1\), get_dcp_group\(\), return_lse=True\)", text)
+    assert re.search(
+        r"self\.dcp_combine\(\w+, \w+\.transpose\(0, 1\), get_dcp_group\(\), return_lse=True\)", text
+    )
     assert "self.dcp_combine = dcp_a2a_lse_reduce if dcp_a2a else cp_lse_ag_out_rs" in text
     assert "dcp_comm_backend == 'a2a'" in text
     ops = "vllm.v1.attention.ops"
@@ -230,10 +309,14 @@ def test_vllm_shares_kv_over_ranks_as_ours_expects(version: str) -> None:
         assert parameters is not None
         assert parameters.names[:3] == ["cp_attn_out", "cp_attn_lse", "cp_group"]
         assert {"return_lse", "is_lse_base_on_e"} < set(parameters.names)
-    threshold = release.find("vllm.v1.attention.backend", "AttentionMetadataBuilder._init_reorder_batch_threshold")
+    threshold = release.find(
+        "vllm.v1.attention.backend", "AttentionMetadataBuilder._init_reorder_batch_threshold"
+    )
     assert isinstance(threshold, ast.FunctionDef)
     assert "decode_context_parallel_size > 1 and (not supports_dcp_with_varlen)" in ast.unparse(threshold)
-    assert "lse_base_on_e: bool = True" in ast.unparse(release.module("vllm.v1.attention.backend") or threshold)
+    assert "lse_base_on_e: bool = True" in ast.unparse(
+        release.module("vllm.v1.attention.backend") or threshold
+    )
 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
@@ -244,14 +327,18 @@ def test_functions_that_the_sampler_replaces_have_known_arguments(version: str) 
     source = (ADAPTERS / "vllm" / "sampler.py").read_text()
     wanted = ("V2_SAMPLER", "V1_SAMPLER", "_V2_BATCHES", "_KNOWN_ARGUMENTS")
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and re.match(rf"\(?({'|'.join(wanted)})", ast.unparse(node.targets[0])):
+        if isinstance(node, ast.Assign) and re.match(
+            rf"\(?({'|'.join(wanted)})", ast.unparse(node.targets[0])
+        ):
             exec(ast.unparse(node), namespace)
     known = namespace["_KNOWN_ARGUMENTS"]
     assert isinstance(known, dict)
     for (module, name), lists in known.items():
         found = release.find(module, name)
         assert isinstance(found, ast.FunctionDef), f"{module}:{name}"
-        names = [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+        names = [
+            argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)
+        ]
         assert " ".join(names) in lists, f"{module}:{name}({' '.join(names)})"
 
 
@@ -260,8 +347,16 @@ def test_the_builder_of_chunks_is_known_by_its_name(version: str) -> None:
     release = read("vllm", version)
     module = release.module("vllm.model_executor.layers.attention.chunked_local_attention")
     assert module is not None
-    builder = next(node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == "ChunkedLocalAttentionBuilder")
-    assert {node.name for node in builder.body if isinstance(node, ast.FunctionDef)} <= {"build", "update_block_table", "get_cudagraph_support"}
+    builder = next(
+        node
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef) and node.name == "ChunkedLocalAttentionBuilder"
+    )
+    assert {node.name for node in builder.body if isinstance(node, ast.FunctionDef)} <= {
+        "build",
+        "update_block_table",
+        "get_cudagraph_support",
+    }
 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
@@ -272,11 +367,15 @@ def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
     assert isinstance(function, ast.FunctionDef)
     assert parameters_of(function).names == ["layer", "register_buffer"]
     for name in ("_k_scale", "_v_scale"):
-        assert f"layer.register_buffer('{name}', torch.tensor(1.0, dtype=torch.float32))" in ast.unparse(function)
+        assert f"layer.register_buffer('{name}', torch.tensor(1.0, dtype=torch.float32))" in ast.unparse(
+            function
+        )
         assert f".{name}" in (ADAPTERS / "vllm" / "layer_cache.py").read_text()
     names = release.find("vllm.config.cache", "CacheDType")
     assert isinstance(names, ast.Assign)
-    assert {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"} <= set(ast.literal_eval(names.value.slice))  # type: ignore[attr-defined]
+    assert {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"} <= set(
+        ast.literal_eval(names.value.slice)
+    )  # type: ignore[attr-defined]
     dtypes = release.find("vllm.utils.torch_utils", "STR_DTYPE_TO_TORCH_DTYPE")
     assert isinstance(dtypes, ast.Assign)
     assert all(f"'{name}': torch.{name}" in ast.unparse(dtypes) for name in ("float16", "bfloat16"))
@@ -288,28 +387,45 @@ def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
     release = read("sglang", version)
     writes = release.find("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer")
     assert isinstance(writes, ast.FunctionDef)
-    converting = [node for node in ast.walk(writes) if isinstance(node, ast.If) and "div_" in ast.unparse(node)]
-    assert [ast.unparse(node.test) for node in converting if "dtype" in ast.unparse(node.test)] == ["cache_k.dtype != self.dtype"]
+    converting = [
+        node for node in ast.walk(writes) if isinstance(node, ast.If) and "div_" in ast.unparse(node)
+    ]
+    assert [ast.unparse(node.test) for node in converting if "dtype" in ast.unparse(node.test)] == [
+        "cache_k.dtype != self.dtype"
+    ]
     assert "cache_k = cache_k.view(self.store_dtype)" in ast.unparse(writes)
     pool = release.find("sglang.srt.mem_cache.memory_pool", "KVCache")
     assert isinstance(pool, ast.ClassDef)
     assert "self.store_dtype = torch.uint8" in ast.unparse(pool)
     names = release.find("sglang.srt.mem_cache.kv_cache_dtype", "configure_kv_cache_dtype")
     assert isinstance(names, ast.FunctionDef)
-    assert all(f"server_args_kv_cache_dtype == '{name}'" in ast.unparse(names) for name in ("fp8_e4m3", "fp8_e5m2", "mxfp8"))
+    assert all(
+        f"server_args_kv_cache_dtype == '{name}'" in ast.unparse(names)
+        for name in ("fp8_e4m3", "fp8_e5m2", "mxfp8")
+    )
 
 
 @pytest.mark.parametrize("version", RELEASES["sglang"])
 def test_sparse_attention_of_sglang_is_one_method(version: str) -> None:
-    """All that flashmla_sparse does with the selected tokens, with as many slots of each row in every layer; and models look for a name on the backend."""
+    """All that flashmla_sparse does with the selected tokens, with as many slots of each row in every layer;
+    and models look for a name on the backend.
+    """
     release = read("sglang", version)
     backend = release.find(DSA, "DeepseekSparseAttnBackend")
     assert isinstance(backend, ast.ClassDef)
-    calls = [node for node in ast.walk(backend) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._forward_flashmla_sparse"]
+    calls = [
+        node
+        for node in ast.walk(backend)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._forward_flashmla_sparse"
+    ]
     named = [{keyword.arg for keyword in call.keywords} for call in calls]
     assert named
-    assert all({"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim"} <= names <= {"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim",
-        "topk_length", "attn_sink"} for names in named)  # fmt: skip
+    assert all(
+        {"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim"}
+        <= names
+        <= {"q_all", "kv_cache", "page_table_1", "sm_scale", "v_head_dim", "topk_length", "attn_sink"}
+        for names in named
+    )
     assert not any(call.args for call in calls)
     text = ast.unparse(backend)
     assert "_impl == 'flashmla_sparse'" in text
@@ -323,13 +439,16 @@ def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
     """A name that a release lacks would silently read as its default."""
     release = read("sglang", version)
     text = "".join(file.read_text() for file in adapter_files("sglang"))
-    paths = set(re.findall(r'setting\("([a-z_.]+)"', text)) | set(re.findall(r'"--[a-z-]+": \(?"([a-z_.]+)"', text))
+    paths = set(re.findall(r'setting\("([a-z_.]+)"', text)) | set(
+        re.findall(r'"--[a-z-]+": \(?"([a-z_.]+)"', text)
+    )
     assert len(paths) > 8
     assert {"parallel.attn_dcp_size", "parallel.attn_cp_size"} < paths
     for path in paths:
         group, *_, field = path.split(".")
         assert release.find("sglang.srt.runtime_context", f"get_{group}") is not None, path
-        field = {"attn_dcp_size": "dcp_size", "attn_dp_rank": "dp_size"}.get(field, field)  # computed from these
+        # computed from these
+        field = {"attn_dcp_size": "dcp_size", "attn_dp_rank": "dp_size"}.get(field, field)
         assert field in release.fields, path
 
 
@@ -338,7 +457,14 @@ def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
     release = read("sglang", version)
     from attn_backend.adapters.sglang import name_checks
 
-    known = [all(release.find(*path.split(":")) is not None for check in checks for path in (check.function, check.view)) for checks in name_checks.CHECKS]
+    known = [
+        all(
+            release.find(*path.split(":")) is not None
+            for check in checks
+            for path in (check.function, check.view)
+        )
+        for checks in name_checks.CHECKS
+    ]
     assert known.count(True) == 1
     assert set(name_checks._BACKENDS) <= release.fields
     for check in name_checks.CHECKS[known.index(True)]:
@@ -349,30 +475,54 @@ def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
         text = ast.unparse(function)
         assert f"'{check.accepted}'" in text
         assert "resolved_view(" in text or "_resolved_attention_backends(" in text
-        assert not [name for name in name_checks.SERVED if check.of_models and f"'{name}'" not in text and name not in MAYBE]
+        assert not [
+            name
+            for name in name_checks.SERVED
+            if check.of_models and f"'{name}'" not in text and name not in MAYBE
+        ]
 
 
 @pytest.mark.parametrize("engine", RELEASES)
 def test_what_some_releases_lack_is_in_others(engine: str) -> None:
     """In the first one or in the last one. What is not in vLLM's source distribution is in none."""
     ends = [read(engine, version) for version in (RELEASES[engine][0], RELEASES[engine][-1])]
-    paths = [path for path in MAYBE if path.startswith(f"{engine}.") and not path.startswith("vllm.vllm_flash_attn.")]
+    paths = [
+        path
+        for path in MAYBE
+        if path.startswith(f"{engine}.") and not path.startswith("vllm.vllm_flash_attn.")
+    ]
     assert not [path for path in paths if all(release.find(*path.split(":")) is None for release in ends)]
 
 
 def test_models_with_masks_over_images_are_in_the_table() -> None:
-    named = set(re.findall(r'"(\w+ForConditionalGeneration)"', (ADAPTERS / "sglang" / "support.py").read_text()))
-    assert {path.partition(":")[2] for path, names in MEMBERS["sglang"].items() if names == "prepare_attn_masks"} == named
+    named = set(
+        re.findall(r'"(\w+ForConditionalGeneration)"', (ADAPTERS / "sglang" / "support.py").read_text())
+    )
+    assert {
+        path.partition(":")[2] for path, names in MEMBERS["sglang"].items() if names == "prepare_attn_masks"
+    } == named
 
 
 def test_reasons_are_about_names_that_are_used() -> None:
-    touched = {f"{path}.{name}" for members in MEMBERS.values() for path, names in members.items() for name in names.split()}
-    touched |= {f"{module}:{name}" for modules in MODULES.values() for module, names in modules.items() for name in names.split()}
+    touched = {
+        f"{path}.{name}"
+        for members in MEMBERS.values()
+        for path, names in members.items()
+        for name in names.split()
+    }
+    touched |= {
+        f"{module}:{name}"
+        for modules in MODULES.values()
+        for module, names in modules.items()
+        for name in names.split()
+    }
     touched |= {path for members in MEMBERS.values() for path in members}
     text = "".join(file.read_text() for file in ADAPTERS.rglob("*.py"))
     assert all(name in touched or name.rpartition(":")[2] in text for name in MAYBE)
     assert all(re.search(rf"(get|has)attr\(.*, [\"']{name}[\"']", text) for name in ASKED)
-    assert all(f", {name}" in (ADAPTERS / file).read_text().replace('"', "'") for file, name in ASKED_BY_VARIABLE)
+    assert all(
+        f", {name}" in (ADAPTERS / file).read_text().replace('"', "'") for file, name in ASKED_BY_VARIABLE
+    )
 
 
 def test_members_are_named_in_the_adapters() -> None:

@@ -1,4 +1,7 @@
-"""The commands and the environment that servers and clients of each engine are started with. No engine is started."""
+"""The commands and the environment that servers and clients of each engine are started with.
+
+No engine is started.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,12 @@ from integration.workload import make_workload
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_path, monkeypatch):
-    monkeypatch.setenv("ATTN_BACKEND_CASCADE", "0")  # a user's setting must not turn off what the report calls ours
-    on, off, stock = (Launch("python", Model("none", tmp_path, True), backend, device, 1) for backend in (OURS, OURS_NO_CASCADE, STOCK))
+    # a user's setting must not turn off what the report calls ours
+    monkeypatch.setenv("ATTN_BACKEND_CASCADE", "0")
+    on, off, stock = (
+        Launch("python", Model("none", tmp_path, True), backend, device, 1)
+        for backend in (OURS, OURS_NO_CASCADE, STOCK)
+    )
     assert engine.server_command(on) == engine.server_command(off)
     assert process_environment(engine.server_environment(on))["ATTN_BACKEND_CASCADE"] == "1"
     assert process_environment(engine.server_environment(off))["ATTN_BACKEND_CASCADE"] == "0"
@@ -33,11 +40,18 @@ def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_pa
 
 
 @pytest.mark.parametrize(("engine", "backend"), [("vllm", "FLASHINFER"), ("sglang", "flashinfer")])
-def test_an_engines_flashinfer_backend_gets_this_package_in_flashinfers_place(engine, backend, tmp_path, monkeypatch):
+def test_an_engines_flashinfer_backend_gets_this_package_in_flashinfers_place(
+    engine, backend, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # where FlashInfer itself may be
-    theirs, ours = (Launch("python", Model("none", tmp_path, True), name, "cuda", 1) for name in (backend, backend + ON_OURS))
+    theirs, ours = (
+        Launch("python", Model("none", tmp_path, True), name, "cuda", 1)
+        for name in (backend, backend + ON_OURS)
+    )
     assert ENGINES[engine].server_command(ours) == ENGINES[engine].server_command(theirs)
-    folder, *_others = process_environment(ENGINES[engine].server_environment(ours))["PYTHONPATH"].split(os.pathsep)
+    folder, *_others = process_environment(ENGINES[engine].server_environment(ours))["PYTHONPATH"].split(
+        os.pathsep
+    )
     assert (Path(folder) / "flashinfer" / "__init__.py").is_file()
     assert process_environment(ENGINES[engine].server_environment(theirs))["PYTHONPATH"] == str(tmp_path)
     assert label(ENGINES[engine], backend + ON_OURS, "cuda") == f"{backend} on attn_backend"
@@ -45,18 +59,36 @@ def test_an_engines_flashinfer_backend_gets_this_package_in_flashinfers_place(en
 
 def test_vllm_has_no_choice_of_backends_on_a_cpu(tmp_path):
     for backend in (OURS, OURS_NO_CASCADE, STOCK, "CPU_ATTN"):
-        assert ENGINES["vllm"].server_command(Launch("python", Model("none", tmp_path, True), backend, "cpu", 1))
+        assert ENGINES["vllm"].server_command(
+            Launch("python", Model("none", tmp_path, True), backend, "cpu", 1)
+        )
     with pytest.raises(ValueError, match="backend: 'FLASH_ATTN', but on a CPU vLLM has CPU_ATTN alone"):
-        ENGINES["vllm"].server_command(Launch("python", Model("none", tmp_path, True), "FLASH_ATTN", "cpu", 1))
+        ENGINES["vllm"].server_command(
+            Launch("python", Model("none", tmp_path, True), "FLASH_ATTN", "cpu", 1)
+        )
 
 
 @pytest.mark.parametrize(("backend", "name"), [(OURS, "CUSTOM"), ("FLASH_ATTN", "FLASH_ATTN")])
 def test_a_draft_models_configuration_names_the_backend_of_its_server(backend, name, tmp_path):
     configuration = '{"model": "draft", "attention_backend": "{backend}"}'
-    launch = Launch("python", Model("none", tmp_path, True), backend, "cuda", 1, extra_arguments=["--speculative-config", configuration])
+    launch = Launch(
+        "python",
+        Model("none", tmp_path, True),
+        backend,
+        "cuda",
+        1,
+        extra_arguments=["--speculative-config", configuration],
+    )
     command = ENGINES["vllm"].server_command(launch)
-    assert json.loads(option(command, "--speculative-config"))["attention_backend"] == option(command, "--attention-backend") == name
-    with pytest.raises(ValueError, match=r"backend: 'stock', must be a name of vLLM's where the server's arguments have \{backend\}"):
+    assert (
+        json.loads(option(command, "--speculative-config"))["attention_backend"]
+        == option(command, "--attention-backend")
+        == name
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"backend: 'stock', must be a name of vLLM's where the server's arguments have \{backend\}",
+    ):
         ENGINES["vllm"].server_command(replace(launch, backend=STOCK))
 
 
@@ -76,19 +108,34 @@ def test_a_server_is_told_the_dtype_of_its_cache(engine, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_clients_send_copies_in_order_and_at_the_prompts_rate(engine, tmp_path):
     write_word_tokenizer(tmp_path, 5000)
-    chats = [{"conversations": [{"from": "human", "value": f"tell me story {i}"}, {"from": "gpt", "value": "once upon a time"}]} for i in range(9)]
+    chats = [
+        {
+            "conversations": [
+                {"from": "human", "value": f"tell me story {i}"},
+                {"from": "gpt", "value": "once upon a time"},
+            ]
+        }
+        for i in range(9)
+    ]
     (tmp_path / "chats.json").write_text(json.dumps(chats))
     workload = make_workload(str(tmp_path / "chats.json"), 3, None, tmp_path, 0, samples=4)
-    client = Client("python", Model("none", tmp_path, True), 1, workload, 2.5, None, 0, tmp_path / "client.json")
+    client = Client(
+        "python", Model("none", tmp_path, True), 1, workload, 2.5, None, 0, tmp_path / "client.json"
+    )
     command = engine.client_command(client)
     assert (option(command, "--num-prompts"), option(command, "--request-rate")) == ("12", "10.0")
     assert option(command, "--dataset-name") == "sharegpt"
     assert len(json.loads((tmp_path / "client.requests.json").read_text())) == 12
     assert option(command, "--dataset-path") == str(tmp_path / "client.requests.json")
     assert "--disable-shuffle" in command or '"keep_order": true' in command[3]
-    assert describe(workload, 2.5) == "ShareGPT, first turns, outputs as recorded; 3 prompts at 2.5/s, 4 answers to each"
+    assert (
+        describe(workload, 2.5)
+        == "ShareGPT, first turns, outputs as recorded; 3 prompts at 2.5/s, 4 answers to each"
+    )
     assert describe(workload, float("inf")).endswith("; 3 prompts at once, 4 answers to each")
-    assert describe(workload, float("inf"), max_concurrency=2).endswith("; 3 prompts 2 at a time, 4 answers to each")
+    assert describe(workload, float("inf"), max_concurrency=2).endswith(
+        "; 3 prompts 2 at a time, 4 answers to each"
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -100,16 +147,23 @@ def test_several_gpus(engine, tmp_path, monkeypatch):
     assert option(command, "--tensor-parallel-size") == "4"
     assert engine.server_environment(launch)["NCCL_NVLS_ENABLE"] == "0"
     if engine.name == "vllm":
-        assert json.loads(option(command, "--compilation-config")) == {"pass_config": {"fuse_allreduce_rms": False}}
+        assert json.loads(option(command, "--compilation-config")) == {
+            "pass_config": {"fuse_allreduce_rms": False}
+        }
     assert "--tensor-parallel-size" not in engine.server_command(replace(launch, tensor_parallel_size=1))
     assert "NCCL_NVLS_ENABLE" not in engine.server_environment(replace(launch, tensor_parallel_size=1))
 
 
 def test_vllms_own_shared_prefix_is_asked_for_exactly(tmp_path):
     workload = make_workload("prefix:4096+256", 128, "128", tmp_path, 0)
-    command = ENGINES["vllm"].client_command(Client("python", Model("none", tmp_path, True), 1, workload, 40.0, None, 0, tmp_path / "client.json"))
+    command = ENGINES["vllm"].client_command(
+        Client("python", Model("none", tmp_path, True), 1, workload, 40.0, None, 0, tmp_path / "client.json")
+    )
     assert option(command, "--dataset-name") == "prefix_repetition"
-    lengths = [option(command, f"--prefix-repetition-{name}") for name in ("prefix-len", "suffix-len", "num-prefixes", "output-len")]
+    lengths = [
+        option(command, f"--prefix-repetition-{name}")
+        for name in ("prefix-len", "suffix-len", "num-prefixes", "output-len")
+    ]
     assert lengths == ["4096", "256", "1", "128"]
     assert (option(command, "--num-prompts"), option(command, "--request-rate")) == ("128", "40.0")
     assert describe(workload, 40.0).endswith("128 output tokens; 128 prompts at 40/s")
@@ -122,15 +176,23 @@ def test_a_soaks_cache_is_counted_in_tokens():
 
 
 def test_preemptions_are_counted(monkeypatch):
-    of_vllm = '# HELP vllm:num_preemptions_total x\nvllm:num_preemptions_total{engine="0"} 3.0\nvllm:num_preemptions_total{engine="1"} 4.0\n'
-    of_sglang = 'sglang:num_retracted_reqs{tp_rank="0"} 9.0\nsglang:num_retracted_requests_total{tp_rank="0"} 2.0\n'
+    of_vllm = (
+        '# HELP vllm:num_preemptions_total x\nvllm:num_preemptions_total{engine="0"} '
+        '3.0\nvllm:num_preemptions_total{engine="1"} 4.0\n'
+    )
+    of_sglang = (
+        'sglang:num_retracted_reqs{tp_rank="0"} 9.0\nsglang:num_retracted_requests_total{tp_rank="0"} 2.0\n'
+    )
     monkeypatch.setattr("integration.http.get_text", lambda url: of_vllm + of_sglang)
     assert ENGINES["vllm"].preemptions("http://127.0.0.1:1") == 7
     assert ENGINES["sglang"].preemptions("http://127.0.0.1:1") == 2
 
 
 def test_a_counter_may_be_of_one_label(monkeypatch):
-    metrics = 'sglang:cached_tokens_total{model="m",cache_source="host"} 32.0\nsglang:cached_tokens_total{model="m",cache_source="device"} 5.0\n'
+    metrics = (
+        'sglang:cached_tokens_total{model="m",cache_source="host"} '
+        '32.0\nsglang:cached_tokens_total{model="m",cache_source="device"} 5.0\n'
+    )
     monkeypatch.setattr("integration.http.get_text", lambda url: metrics)
     assert counter("http://127.0.0.1:1", "sglang:cached_tokens_total") == 37
     assert counter("http://127.0.0.1:1", "sglang:cached_tokens_total", 'cache_source="host"') == 32

@@ -1,4 +1,7 @@
-"""A demo installs only its engine, finished steps are not repeated, and pip's output goes to a log. Nothing is installed."""
+"""A demo installs only its engine, finished steps are not repeated, and pip's output goes to a log.
+
+Nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,9 @@ def test_what_is_done_is_kept(installed, tmp_path, monkeypatch):
     assert installed == [first, second]
 
 
-def test_an_environment_that_was_interrupted_before_it_had_pip_is_made_again(installed, tmp_path, monkeypatch):
+def test_an_environment_that_was_interrupted_before_it_had_pip_is_made_again(
+    installed, tmp_path, monkeypatch
+):
     create, calls = environment.venv.create, []
 
     def interrupted(folder, with_pip):
@@ -105,12 +110,21 @@ def test_an_environment_that_was_interrupted_before_it_had_pip_is_made_again(ins
     assert calls == [tmp_path / "venv"]
 
 
-NO_MATCH = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from versions: 2.13.0)\nERROR: No matching distribution found"
-NO_NETWORK = "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError': /simple/torch/\n" + NO_MATCH
+NO_MATCH = (
+    "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from versions: "
+    "2.13.0)\nERROR: No matching distribution found"
+)
+NO_NETWORK = (
+    "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError': /simple/torch/\n"
+    + NO_MATCH
+)
 FULL_DISK = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
 
 
-@pytest.mark.parametrize(("output", "tries"), [(NO_MATCH, 2), (NO_NETWORK, 1), (FULL_DISK, 1), ("ERROR: Exception:\nTraceback\n  in torch", 1)])
+@pytest.mark.parametrize(
+    ("output", "tries"),
+    [(NO_MATCH, 2), (NO_NETWORK, 1), (FULL_DISK, 1), ("ERROR: Exception:\nTraceback\n  in torch", 1)],
+)
 def test_only_a_requirement_that_was_not_found_is_looked_for_elsewhere(output, tries, tmp_path, monkeypatch):
     calls = []
 
@@ -140,7 +154,10 @@ def fake_pip(tmp_path, monkeypatch):
 
 
 def test_the_output_of_pip_goes_to_a_log(fake_pip, capfd):
-    log = fake_pip("print('ERROR: pip\\'s dependency resolver does not ...'); print('sglang requires cuda-python, which is not installed.')")
+    log = fake_pip(
+        "print('ERROR: pip\\'s dependency resolver does not ...'); print('sglang requires cuda-python, which "
+        "is not installed.')"
+    )
     installer.run_pip(Path(sys.executable), ["install", "sglang"], log, "SGLang")
     assert "cuda-python" in log.read_text()
     captured = capfd.readouterr()
@@ -148,10 +165,16 @@ def test_the_output_of_pip_goes_to_a_log(fake_pip, capfd):
 
 
 def test_a_failure_of_pip_shows_its_errors_and_names_the_log(fake_pip, capfd):
-    log = fake_pip("print('Collecting torch'); print('ERROR: disk is full'); print('WARNING: you should upgrade pip'); raise SystemExit(1)")
+    log = fake_pip(
+        "print('Collecting torch'); print('ERROR: disk is full'); print('WARNING: you should upgrade pip'); "
+        "raise SystemExit(1)"
+    )
     with pytest.raises(installer.PipError) as raised:
         installer.run_pip(Path(sys.executable), ["install", "torch"], log, "PyTorch")
-    assert str(raised.value) == f"`pip install torch` failed:\n    ERROR: disk is full\nThe whole output is in {log}"
+    assert (
+        str(raised.value)
+        == f"`pip install torch` failed:\n    ERROR: disk is full\nThe whole output is in {log}"
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -165,14 +188,22 @@ def test_the_line_on_the_terminal_says_what_pip_does(fake_pip, capsys, monkeypat
     """)
     installer.run_pip(Path(sys.executable), ["install", "torch"], log, "PyTorch")
     said = [re.sub(r" \(\d+ s\)$", "", line) for line in capsys.readouterr().out.splitlines()]
-    expected = ["PyTorch: pip starts", "PyTorch: looking for torch", "PyTorch: downloading torch-2.13.0-cp311.whl (190.4 MB)", "PyTorch: copying 3 packages"]
+    expected = [
+        "PyTorch: pip starts",
+        "PyTorch: looking for torch",
+        "PyTorch: downloading torch-2.13.0-cp311.whl (190.4 MB)",
+        "PyTorch: copying 3 packages",
+    ]
     assert [line for line in dict.fromkeys(said) if line in expected[1:]] == expected[1:]
     assert set(said) <= set(expected)
 
 
 @pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "kill"])
 def test_an_interrupt_in_pip_ends_at_once_without_a_traceback(fake_pip, tmp_path, whole_group):
-    log = fake_pip(f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(600)")
+    log = fake_pip(
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
+        f"time.sleep(600)"
+    )
     code = f"""
 import sys
 from pathlib import Path
@@ -183,7 +214,12 @@ environment.main()
 """
     paths = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
         assert process.poll() is None, process.communicate()

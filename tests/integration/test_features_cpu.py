@@ -1,4 +1,6 @@
-"""Features of the engines that a CPU can run, with this backend: tokens and log-probabilities in float32 are transformers'. And the table of all of them."""
+"""Features of the engines that a CPU can run, with this backend: tokens and log-probabilities in float32 are
+transformers'. And the table of all of them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from integration.tiny_models.checkpoints import make_model
 from integration.tiny_models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_CI = ("vllm-tensor-parallel", "vllm-pipeline", "sglang-tensor-parallel")  # the others: python -m integration.features.serve
+# the others: python -m integration.features.serve
+IN_CI = ("vllm-tensor-parallel", "vllm-pipeline", "sglang-tensor-parallel")
 NAMED = [(engine, name) for engine in ENGINE_NAMES for name in named(engine)]
 
 
@@ -75,7 +78,9 @@ def test_differences_are_seen():
         (compare([], []), False, False),
     ):
         assert (CPU.holds(outcome), GPU.holds(outcome)) == (on_cpu, on_gpu), outcome
-    assert GPU.says(compare(expected, parted(-2.0, -2.05))).endswith("within 0.0e+00, the others part at near ties")
+    assert GPU.says(compare(expected, parted(-2.0, -2.05))).endswith(
+        "within 0.0e+00, the others part at near ties"
+    )
     assert GPU.says(compare(expected, parted(-2.0, -2.5))).endswith(", 1 part where there is no near tie")
 
 
@@ -104,7 +109,13 @@ def test_without_its_scales_a_checkpoint_says_something_else(tmp_path):
 
     exact, rounded = logits(False), logits(True)
     assert 1e-4 < (rounded - exact).abs().max() < 0.75
-    save_file({name: torch.ones(()) if name.endswith("_scale") else weight for name, weight in load_file(file).items()}, file)
+    save_file(
+        {
+            name: torch.ones(()) if name.endswith("_scale") else weight
+            for name, weight in load_file(file).items()
+        },
+        file,
+    )
     assert (logits(True) - exact).abs().max() > 1
 
 
@@ -132,23 +143,36 @@ def test_nothing_is_made_where_no_run_can_be(named, monkeypatch, capsys):
 
 
 def test_a_list_says_what_runs_are_told_and_need():
-    assert listed("lora", RUNS["sglang-lora"], "cuda") == "lora: --enable-lora --lora-paths 'adapter={folder}/adapter'"
+    assert (
+        listed("lora", RUNS["sglang-lora"], "cuda")
+        == "lora: --enable-lora --lora-paths 'adapter={folder}/adapter'"
+    )
     assert listed("lora", RUNS["sglang-lora"], "cpu").endswith(" --lora-backend torch_native")
-    assert listed("dcp", RUNS["vllm-decode-context-parallel-mla"], "cuda").endswith("--decode-context-parallel-size 2    [model deepseek, GPUs alone, 2 ranks]")
+    assert listed("dcp", RUNS["vllm-decode-context-parallel-mla"], "cuda").endswith(
+        "--decode-context-parallel-size 2    [model deepseek, GPUs alone, 2 ranks]"
+    )
     assert listed("cache", RUNS["vllm-float8-cache"], "cpu") == "cache: no option    [model float8-cache]"
-    assert "; the server of prefills: --disaggregation-mode prefill " in listed("pd", RUNS["sglang-nixl"], "cuda")
+    assert "; the server of prefills: --disaggregation-mode prefill " in listed(
+        "pd", RUNS["sglang-nixl"], "cuda"
+    )
     assert listed("blocks", RUNS["sglang-dflash"], "cuda").endswith("    [since sglang 0.5.20]")
 
 
 def test_the_matrix_of_the_documentation_is_made_of_what_ran():
-    assert f"\n\n{matrix(read_outcomes())}\n\n" in (ROOT / "docs" / "engines.md").read_text(), "python -m integration.features.table prints what belongs there"
+    assert f"\n\n{matrix(read_outcomes())}\n\n" in (ROOT / "docs" / "engines.md").read_text(), (
+        "python -m integration.features.table prints what belongs there"
+    )
 
 
 @pytest.mark.parametrize(("engine", "name"), NAMED)
 def test_what_the_table_names_is_there(engine, name):
     file, _, function = name.partition("::")
     if function:
-        assert function in {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
+        assert function in {
+            node.name
+            for node in ast.walk(ast.parse((ROOT / file).read_text()))
+            if isinstance(node, ast.FunctionDef)
+        }
     else:
         assert RUNS[name].engine == engine
 
@@ -165,7 +189,9 @@ def test_nothing_is_claimed_that_nothing_shows():
 def test_what_is_recorded_is_named_in_the_table():
     engines = {name: engine for engine, name in NAMED}
     for device, outcomes in read_outcomes().items():
-        assert {name: seen.engine for name, seen in outcomes.items()} == {name: engines.get(name) for name in outcomes}
+        assert {name: seen.engine for name, seen in outcomes.items()} == {
+            name: engines.get(name) for name in outcomes
+        }
         assert all(bool(seen.gpu) == (device == "cuda") for seen in outcomes.values())
     assert read_outcomes()["cpu"]
 
@@ -183,34 +209,67 @@ def test_cells_say_how_runs_ended(monkeypatch):
         Seen("vllm", "0.33.0", True, "2026-02-03"),
         Seen("vllm", "0.33.0", False, "2026-02-03", "died"),
     )
-    assert line(one=well, two=well) == "| drafts | works, somehow | `one`, `two` (0.32.0, 2026-01-02) | has none |  |"
-    assert line(one=well, two=later) == "| drafts | works, somehow | `one` (0.32.0, 2026-01-02), `two` (0.33.0, 2026-02-03) | has none |  |"
+    assert (
+        line(one=well, two=well)
+        == "| drafts | works, somehow | `one`, `two` (0.32.0, 2026-01-02) | has none |  |"
+    )
+    assert (
+        line(one=well, two=later)
+        == "| drafts | works, somehow | `one` (0.32.0, 2026-01-02), `two` (0.33.0, 2026-02-03) | has none |  "
+        "|"
+    )
     assert line(one=well, two=badly).startswith("| drafts | failed: died | ")
     assert line(one=well) == "| drafts | not run | `one` (0.32.0, 2026-01-02), `two` | has none |  |"
     on_gpu = replace(well, version="0.26.0", gpu="H200")
     there = "(0.32.0, 2026-01-02; 0.26.0 on an H200, 2026-01-02)"
-    assert line(one=well, two=well, cuda={"one": on_gpu}) == f"| drafts | works, somehow | `one` {there}, `two` (0.32.0, 2026-01-02) | has none |  |"
-    assert line(one=well, two=well, cuda={"one": replace(on_gpu, ok=False, reason="died")}).startswith("| drafts | failed on an H200: died | ")
-    assert line(two=well, cuda={"one": on_gpu}).startswith("| drafts | works, somehow | `one` (0.26.0 on an H200, 2026-01-02), ")
+    assert (
+        line(one=well, two=well, cuda={"one": on_gpu})
+        == f"| drafts | works, somehow | `one` {there}, `two` (0.32.0, 2026-01-02) | has none |  |"
+    )
+    assert line(one=well, two=well, cuda={"one": replace(on_gpu, ok=False, reason="died")}).startswith(
+        "| drafts | failed on an H200: died | "
+    )
+    assert line(two=well, cuda={"one": on_gpu}).startswith(
+        "| drafts | works, somehow | `one` (0.26.0 on an H200, 2026-01-02), "
+    )
 
 
 def test_cells_begin_with_the_option(monkeypatch):
-    monkeypatch.setattr("integration.features.table.FEATURES", (Feature("halves", Cell(("one",), option="--halves"), Cell(says="has none")),))
-    assert matrix({"cpu": {}, "cuda": {}}).splitlines()[-1] == "| halves | `--halves`: not run | `one` | has none |  |"
-    assert "| `--halves`: works | " in matrix({"cpu": {"one": Seen("vllm", "0.26.0", True, "2026-01-02")}, "cuda": {}})
+    monkeypatch.setattr(
+        "integration.features.table.FEATURES",
+        (Feature("halves", Cell(("one",), option="--halves"), Cell(says="has none")),),
+    )
+    assert (
+        matrix({"cpu": {}, "cuda": {}}).splitlines()[-1]
+        == "| halves | `--halves`: not run | `one` | has none |  |"
+    )
+    assert "| `--halves`: works | " in matrix(
+        {"cpu": {"one": Seen("vllm", "0.26.0", True, "2026-01-02")}, "cuda": {}}
+    )
 
 
 def test_cells_say_why_a_cpu_cannot(monkeypatch):
-    monkeypatch.setattr("integration.features.table.FEATURES", (Feature("halves", Cell(("one",), no_cpu="no memory"), Cell(says="has none")),))
-    assert matrix({"cpu": {}, "cuda": {}}).splitlines()[-1] == "| halves | not run; a CPU cannot: no memory | `one` | has none |  |"
+    monkeypatch.setattr(
+        "integration.features.table.FEATURES",
+        (Feature("halves", Cell(("one",), no_cpu="no memory"), Cell(says="has none")),),
+    )
+    assert (
+        matrix({"cpu": {}, "cuda": {}}).splitlines()[-1]
+        == "| halves | not run; a CPU cannot: no memory | `one` | has none |  |"
+    )
     seen = Seen("vllm", "0.26.0", True, "2026-01-02", gpu="H200")
-    assert "| works; a CPU cannot: no memory | `one` (0.26.0 on an H200, " in matrix({"cpu": {}, "cuda": {"one": seen}})
+    assert "| works; a CPU cannot: no memory | `one` (0.26.0 on an H200, " in matrix(
+        {"cpu": {}, "cuda": {"one": seen}}
+    )
 
 
 def test_an_outcome_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
     file = tmp_path / "features.json"
     file.write_text('{"cpu": {}, "cuda": {}}')
-    monkeypatch.setattr("integration.features.outcomes.version", lambda engine: {"vllm": "0.32.0+cpu", "sglang": "0.5.23"}[engine])
+    monkeypatch.setattr(
+        "integration.features.outcomes.version",
+        lambda engine: {"vllm": "0.32.0+cpu", "sglang": "0.5.23"}[engine],
+    )
     record("b", "sglang", True, file=file)
     record("a", "vllm", True, file=file)
     record("b", "sglang", False, "died", file=file)
@@ -224,9 +283,17 @@ def test_an_outcome_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
 
 def test_how_a_test_ended(tmp_path):
     """A case that fails decides, and skipped ones show nothing."""
-    cases = {"good[1]": "", "good[2]": "<skipped/>", "bad[1]": "", "bad[2]": '<failure message="no&#10;more"/>', "skipped": "<skipped/>"}
+    cases = {
+        "good[1]": "",
+        "good[2]": "<skipped/>",
+        "bad[1]": "",
+        "bad[2]": '<failure message="no&#10;more"/>',
+        "skipped": "<skipped/>",
+    }
     report = tmp_path / "report.xml"
-    lines = [f'<testcase classname="tests.a.b" name="{name}">{inside}</testcase>' for name, inside in cases.items()]
+    lines = [
+        f'<testcase classname="tests.a.b" name="{name}">{inside}</testcase>' for name, inside in cases.items()
+    ]
     report.write_text(f"<testsuite>{''.join(lines)}</testsuite>")
     assert read_junit(report, "tests/a/b.py::good") == (True, "")
     assert read_junit(report, "tests/a/b.py::bad") == (False, "no")

@@ -1,4 +1,6 @@
-"""What the engines' own FlashInfer backends do with wrappers behind their backs, in every release: their functions, read from its sources, on our wrappers."""
+"""What the engines' own FlashInfer backends do with wrappers behind their backs, in every release: their
+functions, read from its sources, on our wrappers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ NAMES = {
     "Optional": Optional,
     "Union": Union,
     "fast_decode_plan": flashinfer.fast_decode_plan,
-    "pin_host_range_buf": lambda _length: None,  # of a cache in flashinfer.utils, which vLLM does without where it is missing
+    # of a cache in flashinfer.utils, which vLLM does without where it is missing
+    "pin_host_range_buf": lambda _length: None,
 }
 # Attributes of vLLM's own wrapper, which has two of FlashInfer's.
 VLLMS_OWN = {"_context", "_new_tokens"}
@@ -39,7 +42,10 @@ def read(engine: str, version: str, file: str) -> str:
 
 def function(source: str, name: str) -> Any:
     """A function of the engine's, alone."""
-    node = next((node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name), None)
+    node = next(
+        (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name),
+        None,
+    )
     if node is None:
         return None
     names = dict(NAMES)
@@ -54,7 +60,10 @@ def buffers(*lengths: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_what_vllm_reads(version: str) -> None:
     source = read("vllm", version, "v1/attention/backends/flashinfer.py")
-    names = set(re.findall(r"\b(?:prefill|decode)_wrapper(?:\._context|\._new_tokens)?\.(_\w+)", source)) - VLLMS_OWN
+    names = (
+        set(re.findall(r"\b(?:prefill|decode)_wrapper(?:\._context|\._new_tokens)?\.(_\w+)", source))
+        - VLLMS_OWN
+    )
     assert names >= {"_window_left", "_logits_soft_cap", "_sm_scale", "_causal"}
     batch = make_batch([1, 1], [9, 20])
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
@@ -66,18 +75,41 @@ def test_what_vllm_reads(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_vllms_plan_of_decodes(version: str) -> None:
-    """Its first call plans; in later ones it has filled the buffers itself. It says fixed_split_size = -1 and means none."""
+    """Its first call plans; in later ones it has filled the buffers itself.
+
+    It says fixed_split_size = -1 and means none.
+    """
     plan = function(read("vllm", version, "v1/attention/backends/flashinfer.py"), "fast_plan_decode")
     indptr, indices, last = buffers(4, 100, 3)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), "NHD", True, True, indptr, indices, last)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace("cpu"), "NHD", True, True, indptr, indices, last
+    )
     for lens in ([7, 20, 33], [12, 3, 40]):
         batch = make_batch([1, 1, 1], lens)
         for buffer, tensor in zip((indptr, indices, last), batch.tables(), strict=True):
             buffer[: len(tensor)].copy_(tensor)
-        options: dict[str, object] = {"indptr_cpu": batch.page_indptr, "indices": indices, "last_page_len_cpu": batch.last_page_len}
-        options |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": batch.page_size, "seq_lens_cpu": torch.tensor(lens)}
-        options |= {"sm_scale": 0.2, "q_data_type": batch.q.dtype, "kv_data_type": batch.q.dtype, "o_data_type": batch.q.dtype}
-        plan(wrapper, **{name: value for name, value in options.items() if name in inspect.signature(plan).parameters})
+        options: dict[str, object] = {
+            "indptr_cpu": batch.page_indptr,
+            "indices": indices,
+            "last_page_len_cpu": batch.last_page_len,
+        }
+        options |= {
+            "num_qo_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 64,
+            "page_size": batch.page_size,
+            "seq_lens_cpu": torch.tensor(lens),
+        }
+        options |= {
+            "sm_scale": 0.2,
+            "q_data_type": batch.q.dtype,
+            "kv_data_type": batch.q.dtype,
+            "o_data_type": batch.q.dtype,
+        }
+        plan(
+            wrapper,
+            **{name: value for name, value in options.items() if name in inspect.signature(plan).parameters},
+        )
         check(wrapper.run(batch.q, batch.cache, k_scale=1.0, v_scale=1.0), batch.expected(sm_scale=0.2))
         assert not wrapper._batch_invariant
 
@@ -88,11 +120,28 @@ def test_sglangs_plan_of_graphs(version: str) -> None:
     if plan is None:
         pytest.skip("this release has no plan of its own")
     first, second = (make_batch([2, 2, 2], lens, page_size=1) for lens in ([7, 20, 33], [12, 3, 40]))
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), "NHD", True, *buffers(4, 4, 100, 3), backend="fa2")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace("cpu"), "NHD", True, *buffers(4, 4, 100, 3), backend="fa2"
+    )
     wrapper.plan(first.qo_indptr, *first.tables(), *first.shape, 1, causal=True)
-    host = {"qo_indptr_host": second.qo_indptr, "kv_indptr_host": second.page_indptr, "kv_lens_host": torch.tensor([12, 3, 40], dtype=torch.int32)}
+    host = {
+        "qo_indptr_host": second.qo_indptr,
+        "kv_indptr_host": second.page_indptr,
+        "kv_lens_host": torch.tensor([12, 3, 40], dtype=torch.int32),
+    }
     dtypes = {"q_data_type": second.q.dtype, "kv_data_type": second.q.dtype}
-    plan(wrapper, second.qo_indptr, *second.tables(), *second.shape, 1, causal=True, **dtypes, **host, max_q_len=2, max_kv_len=40)
+    plan(
+        wrapper,
+        second.qo_indptr,
+        *second.tables(),
+        *second.shape,
+        1,
+        causal=True,
+        **dtypes,
+        **host,
+        max_q_len=2,
+        max_kv_len=40,
+    )
     check(wrapper.run(second.q, second.cache), second.expected(causal=True))
 
 
@@ -124,5 +173,7 @@ def test_sglangs_plans_of_mla(version: str, name: str) -> None:
         cache = batch.cache[:, 0, :, 0]
         found = wrapper.run(*batch.q.split([512, 64], -1), *cache.split([512, 64], -1), return_lse=True)
         tokens = batch.k.split(lens)
-        parts = [attention(batch.q[i : i + 1], own, own[..., :512], sm_scale=0.07) for i, own in enumerate(tokens)]
+        parts = [
+            attention(batch.q[i : i + 1], own, own[..., :512], sm_scale=0.07) for i, own in enumerate(tokens)
+        ]
         check(found, (torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])), 2e-2)

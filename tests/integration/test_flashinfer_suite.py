@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from integration.flashinfer_suite.__main__ import COLUMNS, markdown, run_line, table
-from integration.flashinfer_suite.layout import FILES, HELPERS, LINES, TRACE_MODULES, lay_out, missing_files, redirected
+from integration.flashinfer_suite.layout import (
+    FILES,
+    HELPERS,
+    LINES,
+    TRACE_MODULES,
+    lay_out,
+    missing_files,
+    redirected,
+)
 
 TEST = """
 import pytest
@@ -123,7 +131,12 @@ TRACE_LINE = "tests/trace/test_*_reference_correctness.py"
 
 def checkout_with(folder: Path) -> Path:
     """The files that a checkout has, empty but for one."""
-    for name in (*FILES, *HELPERS, *(f"flashinfer/{module}.py" for module in TRACE_MODULES), "flashinfer/jit/attention/variants.py"):
+    for name in (
+        *FILES,
+        *HELPERS,
+        *(f"flashinfer/{module}.py" for module in TRACE_MODULES),
+        "flashinfer/jit/attention/variants.py",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     (folder / FILES[0]).write_text(TEST)
@@ -132,9 +145,12 @@ def checkout_with(folder: Path) -> Path:
 
 
 def test_imports_and_devices_are_replaced() -> None:
-    text = redirected('import flashinfer\nfrom flashinfer.x import y\nx = torch.empty(1, device="cuda:0").to(0)\n', "cpu")
+    text = redirected(
+        'import flashinfer\nfrom flashinfer.x import y\nx = torch.empty(1, device="cuda:0").to(0)\n', "cpu"
+    )
     assert text == (
-        "import attn_backend.flashinfer; flashinfer = attn_backend.flashinfer\nfrom attn_backend.flashinfer.x import y\n"
+        "import attn_backend.flashinfer; flashinfer = attn_backend.flashinfer\nfrom "
+        "attn_backend.flashinfer.x import y\n"
         'x = torch.empty(1, device="cpu").to("cpu")\n'
     )
     assert '"cuda:0"' in redirected('device="cuda:0"', "cuda")
@@ -169,8 +185,16 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
 def test_takes_the_smallest_where_all_are_too_large(tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     lay_out(checkout_with(tmp_path / "checkout"), folder, "cpu")
-    result = run_line(folder, FILES[1], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100, "gpu_memory": 0}, 300, [])
-    assert (result["cases"], result["taken"], result["passed"], result["not run"]) == (4, 2, 1, 1), result["output"]
+    result = run_line(
+        folder,
+        FILES[1],
+        {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 100, "gpu_memory": 0},
+        300,
+        [],
+    )
+    assert (result["cases"], result["taken"], result["passed"], result["not run"]) == (4, 2, 1, 1), result[
+        "output"
+    ]
     assert result["ended"] == "with exit status 3"
 
 
@@ -178,8 +202,12 @@ def test_cases_that_are_large_for_a_gpu_run_once_more(tmp_path: Path) -> None:
     checkout, folder = checkout_with(tmp_path / "checkout"), tmp_path / "copy"
     (checkout / FILES[0]).write_text(LARGE_ON_A_GPU)
     lay_out(checkout, folder, "cpu")
-    result = run_line(folder, FILES[0], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 0, "gpu_memory": 3}, 300, [])
-    assert (result["taken"], result["passed"], result["failed"], result["not run"]) == (3, 2, 0, 1), result["output"]
+    result = run_line(
+        folder, FILES[0], {"device": "cpu", "sample": 0, "seed": 0, "max_tokens": 0, "gpu_memory": 3}, 300, []
+    )
+    assert (result["taken"], result["passed"], result["failed"], result["not run"]) == (3, 2, 0, 1), result[
+        "output"
+    ]
     lines = result["lines"]
     assert isinstance(lines, list)
     assert [line["why"] for line in lines if line.get("outcome") == "too large"] == ["of the GPU"]
@@ -193,7 +221,13 @@ def test_errors_that_a_test_makes_skips_of_are_counted(tmp_path: Path) -> None:
     (checkout / first).write_text(TRACE)
     (checkout / second).write_text(TRACE + "\n\ndef test_another(): ...\n")
     lay_out(checkout, folder, "cpu")
-    result = run_line(folder, TRACE_LINE, {"device": "cpu", "sample": 4, "seed": 0, "max_tokens": 100, "gpu_memory": 0}, 300, [])
+    result = run_line(
+        folder,
+        TRACE_LINE,
+        {"device": "cpu", "sample": 4, "seed": 0, "max_tokens": 100, "gpu_memory": 0},
+        300,
+        [],
+    )
     assert (result["cases"], result["taken"]) == (9, 8), result["output"]  # four of each file
     counts = {name: result[name] for name in ("passed", "failed", "not supported", "skipped")}
     assert counts == {"passed": 3, "failed": 2, "not supported": 1, "skipped": 2}, result["output"]

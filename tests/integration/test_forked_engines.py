@@ -1,4 +1,6 @@
-"""The process whose forks are the engines' programs in tests (forked_engines.py), with another module in an engine's place."""
+"""The process whose forks are the engines' programs in tests (forked_engines.py), with another module in an
+engine's place.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_a_program_runs_as_one_of_its_own(forks, tmp_path):
 
 
 def test_a_module_is_run_and_ended(forks, tmp_path):
-    program = forks.start(["-m", "http.server", "--bind", "127.0.0.1", "0"], tmp_path / "server.log", os.environ.copy())
+    program = forks.start(
+        ["-m", "http.server", "--bind", "127.0.0.1", "0"], tmp_path / "server.log", os.environ.copy()
+    )
     with pytest.raises(psutil.TimeoutExpired):
         program.wait(0.1)
     assert program.poll() is None

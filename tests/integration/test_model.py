@@ -15,7 +15,9 @@ def test_a_config_without_weights_gets_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "bos_token_id": 298, "eos_token_id": [299, 1]}))
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": 300, "bos_token_id": 298, "eos_token_id": [299, 1]})
+    )
     model = resolve_model(str(folder), sys.executable)
     assert (model.name, model.random_weights) == ("tiny", True)
     assert json.loads((model.folder / "tokenizer_config.json").read_text())["eos_token"] == "t299"
@@ -25,7 +27,12 @@ def test_a_config_without_weights_gets_a_tokenizer(tmp_path, monkeypatch):
 
 def test_the_llama_shape_ships():
     config = json.loads((REPOSITORY / "integration/models/llama-3.1-8b/config.json").read_text())
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["vocab_size"]) == (32, 8, 128, 128256)
+    assert (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+        config["vocab_size"],
+    ) == (32, 8, 128, 128256)
 
 
 def test_an_unknown_model_is_refused():
@@ -34,8 +41,16 @@ def test_an_unknown_model_is_refused():
 
 
 def save_small_llama(transformers, folder, layers):
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 100}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=True))
+    shape = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "vocab_size": 100,
+    }
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=True)
+    )
     model.save_pretrained(folder)
     return model
 
@@ -46,7 +61,11 @@ def test_added_heads_change_no_logits(tmp_path):
     model = save_small_llama(transformers, tmp_path / "model", layers=2)
     add_heads(tmp_path / "model", tmp_path / "more", 4)
     more = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "more")
-    assert (more.config.num_attention_heads, more.config.num_key_value_heads, more.config.head_dim) == (8, 4, 8)
+    assert (more.config.num_attention_heads, more.config.num_key_value_heads, more.config.head_dim) == (
+        8,
+        4,
+        8,
+    )
     tokens = torch.randint(100, (2, 17))
     with torch.no_grad():
         torch.testing.assert_close(more(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)

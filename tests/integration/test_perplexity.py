@@ -44,7 +44,17 @@ def test_conversations_are_joined(tmp_path):
 
 
 def test_what_vllm_answers(monkeypatch):
-    answer = {"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.5, "rank": 3}, "9": {"logprob": -0.5, "rank": 1}}, {"6": {"logprob": -2.0}}]}]}
+    answer = {
+        "choices": [
+            {
+                "prompt_logprobs": [
+                    None,
+                    {"5": {"logprob": -1.5, "rank": 3}, "9": {"logprob": -0.5, "rank": 1}},
+                    {"6": {"logprob": -2.0}},
+                ]
+            }
+        ]
+    }
     asked = []
     monkeypatch.setattr(vllm_engine, "post_json", lambda url, body: asked.append((url, body)) or answer)
     assert ENGINES["vllm"].prompt_logprobs("http://here", [4, 5, 6]) == [-1.5, -2.0]
@@ -74,13 +84,30 @@ class FakeEngine:
 @pytest.fixture
 def evaluate(monkeypatch, tmp_path):
     write_word_tokenizer(tmp_path, 5000)
-    (tmp_path / "chats.json").write_text('[{"conversations": [{"value": "one two three four five"}, {"value": "six seven eight"}]}]')
+    (tmp_path / "chats.json").write_text(
+        '[{"conversations": [{"value": "one two three four five"}, {"value": "six seven eight"}]}]'
+    )
 
     def evaluate(engine, *dtypes):
         monkeypatch.setitem(ENGINES, "vllm", engine)
         monkeypatch.setattr(tool, "resolve_model", lambda name, python: Model("none", tmp_path, True))
-        monkeypatch.setattr(tool, "running_server", lambda engine, launch, *_: engine.kv_cache_dtypes.append(launch.kv_cache_dtype) or nullcontext("url"))
-        arguments = ["--engine", "vllm", "--dataset", str(tmp_path / "chats.json"), "--num-tokens", "4", "--results", str(tmp_path)]
+        monkeypatch.setattr(
+            tool,
+            "running_server",
+            lambda engine, launch, *_: (
+                engine.kv_cache_dtypes.append(launch.kv_cache_dtype) or nullcontext("url")
+            ),
+        )
+        arguments = [
+            "--engine",
+            "vllm",
+            "--dataset",
+            str(tmp_path / "chats.json"),
+            "--num-tokens",
+            "4",
+            "--results",
+            str(tmp_path),
+        ]
         return run(parse_arguments([*arguments, "--kv-cache-dtypes", *dtypes]))
 
     return evaluate
@@ -101,31 +128,67 @@ def test_a_server_that_leaves_tokens_out_is_an_error(evaluate):
 
 
 def write_checkpoint_with_scales(folder, target, scale):
-    """The model in `folder` as llm-compressor writes one with an fp8 KV cache: the config declares it, and each layer has scales."""
+    """The model in `folder` as llm-compressor writes one with an fp8 KV cache: the config declares it, and
+    each layer has scales.
+    """
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, target)
-    tensors = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {
+        name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
     config = json.loads((target / "config.json").read_text())
     for layer in range(config["num_hidden_layers"]):
         tensors |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor([scale]) for name in "kv"}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-    declared = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen", "config_groups": {}, "ignore": ["lm_head"]}
+    declared = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "config_groups": {},
+        "ignore": ["lm_head"],
+    }
     config["quantization_config"] = declared | {"kv_cache_scheme": scheme}
     (target / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(need_engine, forked_engines, smollm2, sharegpt, tmp_path):
-    """Scales that are far too small ruin K and V, so a high perplexity shows that they are used, and that `auto` means what was declared. SGLang has no 8-bit
-    caches on a CPU.
+def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(
+    need_engine, forked_engines, smollm2, sharegpt, tmp_path
+):
+    """Scales that are far too small ruin K and V, so a high perplexity shows that they are used, and that
+    `auto` means what was declared. SGLang has no 8-bit caches on a CPU.
     """
     need_engine("vllm")
     write_checkpoint_with_scales(smollm2.folder, tmp_path / "model", 1e-4)
-    arguments = ["--engine", "vllm", "--device", "cpu", "--model", str(tmp_path / "model"), "--dataset", str(sharegpt), "--results", str(tmp_path)]
-    assert not run(parse_arguments([*arguments, "--num-tokens", "300", "--kv-cache-dtypes", "bfloat16", "auto", "--python", sys.executable]))
+    arguments = [
+        "--engine",
+        "vllm",
+        "--device",
+        "cpu",
+        "--model",
+        str(tmp_path / "model"),
+        "--dataset",
+        str(sharegpt),
+        "--results",
+        str(tmp_path),
+    ]
+    assert not run(
+        parse_arguments(
+            [
+                *arguments,
+                "--num-tokens",
+                "300",
+                "--kv-cache-dtypes",
+                "bfloat16",
+                "auto",
+                "--python",
+                sys.executable,
+            ]
+        )
+    )
     found = json.loads((tmp_path / "perplexity.json").read_text())["perplexity"]
     assert found["bfloat16"] < 20
     assert found["auto"] > 10 * found["bfloat16"]

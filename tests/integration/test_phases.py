@@ -28,7 +28,14 @@ def start(tmp_path):
         make.chmod(0o755)
         variables = os.environ | {"MAKE": str(make), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "integration.phases", name, "KERNELS=--distinct"]
-        return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     return started
 
@@ -43,15 +50,25 @@ def test_each_part_is_a_target_and_its_time_is_told(name, start):
     lines = out.splitlines()
     assert lines[0].startswith(f"make {name} takes about ")
     assert [line.split()[0] for line in lines[1 : 1 + len(targets)]] == targets
-    assert [line for line in lines if line.startswith("made")] == [f"made {target} KERNELS=--distinct" for target in targets]
-    assert re.fullmatch(rf"==> make {name}: passed. " + ", ".join(rf"{target} \d+ s" for target in targets) + r"; together \d+ s", lines[-1])
+    assert [line for line in lines if line.startswith("made")] == [
+        f"made {target} KERNELS=--distinct" for target in targets
+    ]
+    assert re.fullmatch(
+        rf"==> make {name}: passed. "
+        + ", ".join(rf"{target} \d+ s" for target in targets)
+        + r"; together \d+ s",
+        lines[-1],
+    )
     assert process.returncode == 0
 
 
 def test_the_first_part_that_fails_is_the_last(start):
     process = start("test", '[ "$2" != kernels ] || exit 2')
     out = process.communicate(timeout=60)[0]
-    assert re.fullmatch(r"==> make test: failed in kernels. environment \d+ s, lint \d+ s, kernels \d+ s; together \d+ s", out.splitlines()[-1])
+    assert re.fullmatch(
+        r"==> make test: failed in kernels. environment \d+ s, lint \d+ s, kernels \d+ s; together \d+ s",
+        out.splitlines()[-1],
+    )
     assert process.returncode == 2
 
 

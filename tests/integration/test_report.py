@@ -18,7 +18,10 @@ def metrics(itl):
 
 
 def test_report_has_medians_in_every_form(tmp_path):
-    rows = [Row("attn_backend", "load", [metrics(1.0), metrics(3.0), metrics(2.0)]), Row("stock", "load", [metrics(4.0)])]
+    rows = [
+        Row("attn_backend", "load", [metrics(1.0), metrics(3.0), metrics(2.0)]),
+        Row("stock", "load", [metrics(4.0)]),
+    ]
     written = write_report(tmp_path, "title", {"engine": "vllm"}, rows)
     report = json.loads(written[0].read_text())
     assert [row["median"]["itl_p50_ms"] for row in report["rows"]] == [2.0, 4.0]
@@ -33,7 +36,9 @@ def test_report_has_medians_in_every_form(tmp_path):
 
 
 def test_loads_are_reported_one_by_one(tmp_path):
-    rows = [Row(backend, load, [metrics(1.0)]) for load in ("one", "two") for backend in ("attn_backend", "stock")]
+    rows = [
+        Row(backend, load, [metrics(1.0)]) for load in ("one", "two") for backend in ("attn_backend", "stock")
+    ]
     table = format_table(rows)
     assert table.count("attn_backend") == 2
     assert table.index("one") < table.index("two")
@@ -44,7 +49,11 @@ def test_loads_are_reported_one_by_one(tmp_path):
 def test_answers_that_are_drafted_have_an_accept_length():
     drafted = replace(metrics(1.0), accept_length=2.5)
     table = format_table([Row("attn_backend", "load", [drafted]), Row("stock", "load", [metrics(1.0)])])
-    assert [line.split("|")[-2].strip() for line in table.splitlines() if "load" not in line.split("|")[0] and "---" not in line and "|" in line] == [
+    assert [
+        line.split("|")[-2].strip()
+        for line in table.splitlines()
+        if "load" not in line.split("|")[0] and "---" not in line and "|" in line
+    ] == [
         "accept length",
         "2.50",
         "1.00",
@@ -72,7 +81,10 @@ def test_a_note_stands_above_the_table(tmp_path):
     assert tables.read_text() == f"# title\n\nServers run in float32.\n\n{format_table(rows)}\n"
 
 
-@pytest.mark.parametrize(("ours", "stock"), [(7.8, 7.7), (0.123, 0.124), (55.1, 55.2), (100.0, 101.0), (1e-3, 2e-3), (1234.0, 1235.0)])
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [(7.8, 7.7), (0.123, 0.124), (55.1, 55.2), (100.0, 101.0), (1e-3, 2e-3), (1234.0, 1235.0)],
+)
 def test_numbers_that_differ_in_the_third_digit_differ_in_the_picture(ours, stock):
     pytest.importorskip("matplotlib")
     from integration.plot import draw_rows
@@ -96,12 +108,27 @@ def test_runs_of_other_backends_or_loads_merge_into_one_report(tmp_path):
     for backend, load in (("attn_backend", "one"), ("FLASH_ATTN", "one"), ("FLASH_ATTN", "two")):
         folder = tmp_path / f"{backend}-{load}"
         folder.mkdir()
-        reports.append(write_report(folder, "title", settings_of_a_run(backends=[backend]), [Row(backend, load, [metrics(1.0), metrics(2.0)])])[0])
+        reports.append(
+            write_report(
+                folder,
+                "title",
+                settings_of_a_run(backends=[backend]),
+                [Row(backend, load, [metrics(1.0), metrics(2.0)])],
+            )[0]
+        )
     rows = merge(tmp_path / "all", reports)
-    assert [(row.backend, row.workload, len(row.repeats)) for row in rows] == [("attn_backend", "one", 2), ("FLASH_ATTN", "one", 2), ("FLASH_ATTN", "two", 2)]
+    assert [(row.backend, row.workload, len(row.repeats)) for row in rows] == [
+        ("attn_backend", "one", 2),
+        ("FLASH_ATTN", "one", 2),
+        ("FLASH_ATTN", "two", 2),
+    ]
     report = json.loads((tmp_path / "all" / "report.json").read_text())
     assert report["title"] == "title"
-    assert [run["backends"] for run in report["settings"]["merged"]] == [["attn_backend"], ["FLASH_ATTN"], ["FLASH_ATTN"]]
+    assert [run["backends"] for run in report["settings"]["merged"]] == [
+        ["attn_backend"],
+        ["FLASH_ATTN"],
+        ["FLASH_ATTN"],
+    ]
     with pytest.raises(ValueError, match="FLASH_ATTN was measured twice"):
         merge(tmp_path / "all", [reports[1], reports[1]])
 
@@ -118,6 +145,10 @@ def test_runs_on_different_machines_do_not_merge(tmp_path):
     for name in ("GPU", "another GPU"):
         folder = tmp_path / name
         folder.mkdir()
-        reports.append(write_report(folder, "title", settings_of_a_run(device_name=name), [Row(name, "load", [metrics(1.0)])])[0])
+        reports.append(
+            write_report(
+                folder, "title", settings_of_a_run(device_name=name), [Row(name, "load", [metrics(1.0)])]
+            )[0]
+        )
     with pytest.raises(ValueError, match="device_name is 'another GPU'"):
         merge(tmp_path / "all", reports)

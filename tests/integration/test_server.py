@@ -1,4 +1,7 @@
-"""Servers are always stopped, and one that does not use this package is not measured. No engine is started."""
+"""Servers are always stopped, and one that does not use this package is not measured.
+
+No engine is started.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,12 @@ def launch(tmp_path):
 
 
 def workers(log):
-    return [int(word) for line in log.read_text().splitlines() if line.startswith("workers") for word in line.split()[1:]]
+    return [
+        int(word)
+        for line in log.read_text().splitlines()
+        if line.startswith("workers")
+        for word in line.split()[1:]
+    ]
 
 
 def alive(pid):
@@ -80,7 +88,8 @@ def test_server_and_its_workers_are_gone_however_the_block_ends(ending, launch, 
 
 
 def test_servers_may_be_kept_by_threads(launch, tmp_path, monkeypatch):
-    # Only the main thread can have a server hear INT where a shell has made this process ignore it: such a server stops after the grace.
+    # Only the main thread can have a server hear INT where a shell has made this process ignore it: such a
+    # server stops after the grace.
     monkeypatch.setattr("integration.processes.STOP_GRACE_S", 2)
     log = tmp_path / "server.log"
 
@@ -134,7 +143,10 @@ def test_a_signal_while_a_server_stops_takes_effect_afterwards(number, tmp_path,
 def test_a_server_that_fails_shows_its_log_and_leaves_no_worker(launch, tmp_path, capsys):
     log = tmp_path / "server.log"
     begin = time.monotonic()
-    with pytest.raises(ServerError, match="exit status 1 before it was ready"), running_server(FakeEngine(), launch("fails"), log, timeout_s=60):
+    with (
+        pytest.raises(ServerError, match="exit status 1 before it was ready"),
+        running_server(FakeEngine(), launch("fails"), log, timeout_s=60),
+    ):
         pass
     assert "cannot load the model" in capsys.readouterr().err
     assert not any(alive(pid) for pid in workers(log))

@@ -1,5 +1,8 @@
-"""Both engines serve a real model on the CPU with this backend; the tests of an engine share a server. The tokens are those of the engine's own backend in
-float32, its own client has figures, a seed gives the same tokens one at a time and in batches, and SGLang's drafts change no token."""
+"""Both engines serve a real model on the CPU with this backend; the tests of an engine share a server.
+
+The tokens are those of the engine's own backend in float32, its own client has figures, a seed gives the same
+tokens one at a time and in batches, and SGLang's drafts change no token.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ STANDALONE = ["--speculative-algorithm", "STANDALONE", "--speculative-num-steps"
 
 @dataclass
 class Served:
-    """A server with this package's backend. `stock`: the answers to `prompts` of one with the engine's own."""
+    """A server with this package's backend.
+
+    `stock`: the answers to `prompts` of one with the engine's own.
+    """
 
     engine: Any
     launch: Any
@@ -60,7 +66,16 @@ def served(request, need_engine, forked_engines, smollm2, sharegpt, tmp_path_fac
     prompts = prompt_token_ids(smollm2.folder, sharegpt, NUM_PROMPTS, LONGEST_PROMPT)
 
     def launch(backend):
-        return Launch(sys.executable, smollm2, backend, "cpu", free_port(), "float32", max_model_len=2048, max_num_seqs=CONCURRENCY)
+        return Launch(
+            sys.executable,
+            smollm2,
+            backend,
+            "cpu",
+            free_port(),
+            "float32",
+            max_model_len=2048,
+            max_num_seqs=CONCURRENCY,
+        )
 
     stock = serve_and_generate(engine, launch(STOCK), prompts, MAX_TOKENS, folder / "stock.log")
     ours, log = launch(OURS), folder / "ours.log"
@@ -75,9 +90,20 @@ def test_serves_the_same_tokens_as_the_stock_backend(served, smollm2, sharegpt, 
     from integration.workload import ShareGPT
 
     actual = generate_all(served.engine, served.url, served.prompts, MAX_TOKENS, CONCURRENCY)
-    again = generate_all(served.engine, served.url, served.prompts, MAX_TOKENS, CONCURRENCY)  # its prefixes are in the cache now
-    workload = ShareGPT(NUM_PROMPTS // 4, 4, "ShareGPT", smollm2.folder, sharegpt, output_len=8)  # 4 answers to each prompt
-    client = Client(sys.executable, smollm2, served.launch.port, workload, float("inf"), CONCURRENCY, 0, tmp_path / "client.json")
+    # its prefixes are in the cache now
+    again = generate_all(served.engine, served.url, served.prompts, MAX_TOKENS, CONCURRENCY)
+    # 4 answers to each prompt
+    workload = ShareGPT(NUM_PROMPTS // 4, 4, "ShareGPT", smollm2.folder, sharegpt, output_len=8)
+    client = Client(
+        sys.executable,
+        smollm2,
+        served.launch.port,
+        workload,
+        float("inf"),
+        CONCURRENCY,
+        0,
+        tmp_path / "client.json",
+    )
     metrics = run_client(served.engine, client, "cpu", tmp_path / "client.log", timeout_s=600)
 
     outcome = compare(served.stock, actual)
@@ -121,12 +147,22 @@ def test_drafts_change_no_token(served, smollm2, tmp_path):
     def answers(url):
         parameters = {"temperature": 0, "max_new_tokens": DRAFTED_TOKENS, "ignore_eos": True}
         with ThreadPoolExecutor(4) as pool:
-            return list(pool.map(lambda text: post_json(f"{url}/generate", {"text": text, "sampling_params": parameters}), TEXTS))
+            return list(
+                pool.map(
+                    lambda text: post_json(f"{url}/generate", {"text": text, "sampling_params": parameters}),
+                    TEXTS,
+                )
+            )
 
     expected = [answer["output_ids"] for answer in answers(served.url)]
     accepted = {}
     for name, arguments in {"ngram": NGRAM, "tree": tree}.items():
-        launch = replace(served.launch, port=free_port(), max_model_len=1024, extra_arguments=[*served.engine.drafts_settings(), *arguments])
+        launch = replace(
+            served.launch,
+            port=free_port(),
+            max_model_len=1024,
+            extra_arguments=[*served.engine.drafts_settings(), *arguments],
+        )
         with running_server(served.engine, launch, tmp_path / f"{name}.log", timeout_s=600) as url:
             before = served.engine.drafts(url)
             got = answers(url)

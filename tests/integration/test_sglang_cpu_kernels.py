@@ -1,4 +1,6 @@
-"""The stand-ins for SGLang's compiled kernels that speculative decoding calls on a CPU, against what a tree is."""
+"""The stand-ins for SGLang's compiled kernels that speculative decoding calls on a CPU, against what a tree
+is.
+"""
 
 from __future__ import annotations
 
@@ -56,25 +58,58 @@ def test_links_and_positions_of_masks(kernels):
     parents = [random_parents(generator) for _ in range(8)]
     masks, lens = torch.stack([mask_of(p) for p in parents]), torch.arange(8) + 3
     positions, (index, next_token, next_sibling) = torch.empty(8 * NODES, dtype=torch.int64), links(8)
-    kernels.reconstruct_indices_from_tree_mask(masks.flatten(), lens, positions, index, next_token, next_sibling, 8, NODES)
+    kernels.reconstruct_indices_from_tree_mask(
+        masks.flatten(), lens, positions, index, next_token, next_sibling, 8, NODES
+    )
     assert [parents_from(a, b) for a, b in zip(next_token, next_sibling, strict=True)] == parents
     assert torch.equal(index.flatten(), torch.arange(8 * NODES))
     assert torch.equal(positions.view(8, NODES), lens[:, None] + masks.sum(-1) - 1)
 
 
 def test_a_tree_of_selected_tokens(kernels):
-    # 2 branches and 3 steps: tokens 0, 1 below the root; 2, 3 below token 0, 4, 5 below token 1; then 6, 7 below token 3 and 8, 9 below token 4.
+    # 2 branches and 3 steps: tokens 0, 1 below the root; 2, 3 below token 0, 4, 5 below token 1; then 6, 7
+    # below token 3 and 8, 9 below token 4.
     parent_list = torch.tensor([[-1, 0, 1, 3, 4]])
     selected = torch.tensor([[0, 1, 3, 4, 7]])
-    mask, positions, (index, next_token, next_sibling) = torch.ones(2 * NODES * NODES, dtype=torch.bool), torch.empty(NODES, dtype=torch.int64), links(1)
-    kernels.build_tree_kernel_efficient_cpu(parent_list, selected, torch.tensor([11]), mask, positions, index, next_token, next_sibling, 2, 3, NODES, 1)
+    mask, positions, (index, next_token, next_sibling) = (
+        torch.ones(2 * NODES * NODES, dtype=torch.bool),
+        torch.empty(NODES, dtype=torch.int64),
+        links(1),
+    )
+    kernels.build_tree_kernel_efficient_cpu(
+        parent_list,
+        selected,
+        torch.tensor([11]),
+        mask,
+        positions,
+        index,
+        next_token,
+        next_sibling,
+        2,
+        3,
+        NODES,
+        1,
+    )
     parents = [-1, 0, 0, 1, 2, 3]
     assert torch.equal(mask[: NODES * NODES].view(NODES, NODES), mask_of(parents))
     assert mask[NODES * NODES :].all()  # the buffer's rest
     assert parents_from(next_token[0], next_sibling[0]) == parents
     assert positions.tolist() == [11, 12, 12, 13, 13, 14]
     selected = torch.tensor([[0, 1, 2, 4, 7]])  # 7 without its parent, 3
-    kernels.build_tree_kernel_efficient_cpu(parent_list, selected, torch.tensor([11]), mask, positions, index, next_token, next_sibling, 2, 3, NODES, 1)
+    kernels.build_tree_kernel_efficient_cpu(
+        parent_list,
+        selected,
+        torch.tensor([11]),
+        mask,
+        positions,
+        index,
+        next_token,
+        next_sibling,
+        2,
+        3,
+        NODES,
+        1,
+    )
     assert parents_from(next_token[0], next_sibling[0]) == [-1, 0, 0, 1, 2, -1]
     assert mask[5 * NODES : 6 * NODES].tolist() == [False] * 5 + [True]
 
@@ -84,25 +119,39 @@ def test_the_accepted_path(kernels):
     _, next_token, next_sibling = index, *_ = links(1)
     kernels._link(parents, 0, index, next_token, next_sibling)
     candidates, target = torch.tensor([[9, 1, 2, 3, 4, 5]]), torch.tensor([[2, 0, 4, 0, 5, 7]])
-    predicts, accepted, count = torch.zeros(NODES, dtype=torch.int32), torch.full((1, 4), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    kernels.verify_tree_greedy_cpu(predicts, accepted, count, candidates, index, next_token, next_sibling, target)
+    predicts, accepted, count = (
+        torch.zeros(NODES, dtype=torch.int32),
+        torch.full((1, 4), -1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )
+    kernels.verify_tree_greedy_cpu(
+        predicts, accepted, count, candidates, index, next_token, next_sibling, target
+    )
     assert accepted.tolist() == [[0, 2, 4, 5]]
     assert count.tolist() == [3]
     assert predicts[[0, 2, 4, 5]].tolist() == [2, 4, 5, 7]
 
 
 def test_slots(kernels):
-    table, rows, start = torch.arange(60, dtype=torch.int32).view(3, 20), torch.tensor([2, 0]), torch.tensor([3, 5])
+    table, rows, start = (
+        torch.arange(60, dtype=torch.int32).view(3, 20),
+        torch.tensor([2, 0]),
+        torch.tensor([3, 5]),
+    )
     out = torch.zeros(12, dtype=torch.int64)
     kernels.assign_draft_cache_locs_contiguous_cpu(rows, table, start, out, 20, 2, 3)
     assert out.tolist() == [43, 44, 45, 46, 47, 48, 5, 6, 7, 8, 9, 10]
     kernels.assign_extend_cache_locs_cpu(rows, table, start, start + torch.tensor([1, 2]), out, 20)
     assert out[:3].tolist() == [43, 5, 6]
-    kernels.assign_req_to_token_pool_cpu(rows, table, start, start + 2, torch.tensor([100, 101, 102, 103]), 20)
+    kernels.assign_req_to_token_pool_cpu(
+        rows, table, start, start + 2, torch.tensor([100, 101, 102, 103]), 20
+    )
     assert table[2, 3:5].tolist() == [100, 101]
     assert table[0, 5:7].tolist() == [102, 103]
     packed = torch.zeros(4, dtype=torch.int64)
-    kernels.fill_accept_out_cache_loc_cpu(torch.tensor([[0, 2, -1], [3, -1, -1]]), torch.tensor([10, 11, 12, 13]), packed)
+    kernels.fill_accept_out_cache_loc_cpu(
+        torch.tensor([[0, 2, -1], [3, -1, -1]]), torch.tensor([10, 11, 12, 13]), packed
+    )
     assert packed.tolist() == [10, 12, 13, 0]
     last = torch.zeros(2, dtype=torch.int32)
     kernels.fill_bonus_tokens_cpu(torch.arange(6), torch.tensor([2, 1]), last, 3)
@@ -110,7 +159,10 @@ def test_slots(kernels):
 
 
 def test_slots_are_read_before_any_is_written(kernels):
-    buffers = [torch.arange(24, dtype=torch.float32).view(6, 4), torch.arange(12, dtype=torch.int16).view(6, 2)]
+    buffers = [
+        torch.arange(24, dtype=torch.float32).view(6, 4),
+        torch.arange(12, dtype=torch.int16).view(6, 2),
+    ]
     expected = [buffer.clone() for buffer in buffers]
     target, source = torch.tensor([1, 2]), torch.tensor([2, 1])
     for buffer in expected:

@@ -9,7 +9,9 @@ from integration.model import Model
 
 
 class Engine:
-    """Answers from its weights, which level 2 takes away; `forgets`: the sleep after which its answers are other ones for good."""
+    """Answers from its weights, which level 2 takes away; `forgets`: the sleep after which its answers are
+    other ones for good.
+    """
 
     def __init__(self, forgets=None):
         self.calls, self.sleeps, self.weights, self.offset, self.forgets = [], 0, 7, 0, forgets
@@ -29,7 +31,9 @@ class Engine:
         self.weights = 7
 
     def answers(self, prompts, max_tokens):
-        return [[self.weights + len(prompt) + self.offset * (prompt == "bb")] * max_tokens for prompt in prompts]
+        return [
+            [self.weights + len(prompt) + self.offset * (prompt == "bb")] * max_tokens for prompt in prompts
+        ]
 
 
 @pytest.fixture
@@ -41,7 +45,9 @@ def tool(monkeypatch, tmp_path):
         monkeypatch.setattr(sleep_wake, "resolve_model", lambda name, python: model)
         monkeypatch.setattr(sleep_wake, "make_prompts", lambda model, count, prefix: ["a", "bb", "ccc"])
         monkeypatch.setattr(sleep_wake, "start", lambda given, model: engine)
-        monkeypatch.setattr(sleep_wake, "generate", lambda llm, prompts, max_tokens: llm.answers(prompts, max_tokens))
+        monkeypatch.setattr(
+            sleep_wake, "generate", lambda llm, prompts, max_tokens: llm.answers(prompts, max_tokens)
+        )
         monkeypatch.setattr(sleep_wake, "workspaces_taken_away", lambda: (held, taken))
         return sleep_wake.run(sleep_wake.parse_arguments(list(arguments)))
 

@@ -43,9 +43,17 @@ class Answers(BaseHTTPRequestHandler):
                 for _ in range(100):
                     self.wfile.write(b'data: {"text": "x"}\n')
             return
-        text = json.dumps(PERSON) if "response_format" in body else f"{sum(body['prompt'])} {body['max_tokens']} {body.get('seed')}"
+        text = (
+            json.dumps(PERSON)
+            if "response_format" in body
+            else f"{sum(body['prompt'])} {body['max_tokens']} {body.get('seed')}"
+        )
         prompt, salt = tuple(body["prompt"]), body.get("cache_salt")
-        cached = next((len(prompt[:count]) for count in (3, 2, 1) if (salt, prompt[:count]) in server.seen), 0) if server.fault.startswith("prefixes") else 0
+        cached = (
+            next((len(prompt[:count]) for count in (3, 2, 1) if (salt, prompt[:count]) in server.seen), 0)
+            if server.fault.startswith("prefixes")
+            else 0
+        )
         server.seen |= {(salt, prompt[:count]) for count in (1, 2, 3)}
         if server.fault == "forgets" or (server.fault == "prefixes change" and cached):
             text = text if "response_format" in body else f"{text} {asked}"
@@ -54,7 +62,10 @@ class Answers(BaseHTTPRequestHandler):
         if server.fault == "refuses" and asked % 7 == 0:
             self._send(500, {"error": "out of memory"})
         else:
-            usage = {"completion_tokens": min(3, body["max_tokens"]), "prompt_tokens_details": {"cached_tokens": cached} if cached else None}
+            usage = {
+                "completion_tokens": min(3, body["max_tokens"]),
+                "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+            }
             self._send(200, {"choices": [{"text": text, "finish_reason": "stop"}], "usage": usage})
 
     def _send(self, status, answer):
@@ -70,8 +81,10 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def run_soak(monkeypatch, tmp_path):
-    """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds more;
-    `preempted`: what it counts at each look at its preemptions; None: it does not answer."""
+    """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds
+    more;
+    `preempted`: what it counts at each look at its preemptions; None: it does not answer.
+    """
 
     def counted(preempted):
         count = next(preempted) if preempted else 3
@@ -95,15 +108,32 @@ def run_soak(monkeypatch, tmp_path):
         def ready_server(engine, launch, log, timeout_s):
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text("ready\n")
-            yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", process=SimpleNamespace(pid=1))
+            yield SimpleNamespace(
+                url=f"http://127.0.0.1:{server.server_port}", process=SimpleNamespace(pid=1)
+            )
 
         monkeypatch.setattr(soak, "ready_server", ready_server)
         if traceback:
             counts = iter([0, 1])
             monkeypatch.setattr(soak, "server_tracebacks", lambda log: next(counts))
-        given = ["--engine", "vllm", "--device", "cpu", "--minutes", "0.01", "--warm-up", "0.1", "--sample-every", "0.02", "--replay-every", "1"]
+        given = [
+            "--engine",
+            "vllm",
+            "--device",
+            "cpu",
+            "--minutes",
+            "0.01",
+            "--warm-up",
+            "0.1",
+            "--sample-every",
+            "0.02",
+            "--replay-every",
+            "1",
+        ]
         try:
-            return soak.run(soak.parse_arguments([*given, "--results", str(tmp_path / "results"), *arguments]))
+            return soak.run(
+                soak.parse_arguments([*given, "--results", str(tmp_path / "results"), *arguments])
+            )
         finally:
             server.shutdown()
 
@@ -156,7 +186,8 @@ def test_batch_invariance_is_demanded_of_undisturbed_requests(run_soak, capsys):
     assert run_soak("", *invariant)
     assert not run_soak("forgets", *invariant)
     assert "have another text when asked again alone" in capsys.readouterr().out
-    assert not run_soak("forgets", *invariant, preempted=itertools.count())  # one preemption between any two looks
+    # one preemption between any two looks
+    assert not run_soak("forgets", *invariant, preempted=itertools.count())
     printed = capsys.readouterr().out
     assert "no request was kept without a cached prefix while none was preempted" in printed
     assert "have another text" not in printed
@@ -175,7 +206,13 @@ def test_requests_after_a_prefix_are_counted(run_soak, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("cached", "cached_again", "preempted", "group"),
-    [(0, 0, 0, UNDISTURBED), (0, 0, 1, OTHERS), (16, 16, 0, AFTER_PREFIX), (16, 0, 0, OTHERS), (16, 16, 2, OTHERS)],
+    [
+        (0, 0, 0, UNDISTURBED),
+        (0, 0, 1, OTHERS),
+        (16, 16, 0, AFTER_PREFIX),
+        (16, 0, 0, OTHERS),
+        (16, 16, 2, OTHERS),
+    ],
 )
 def test_what_a_request_has_gone_through(cached, cached_again, preempted, group):
     assert Replay(1, "greedy", True, None, cached, cached_again, preempted).group == group
@@ -202,7 +239,16 @@ def test_requests_follow_from_the_seed_and_share_prefixes(tmp_path):
     assert one.make(60).prompt[:4] not in [request.prompt[:4] for request in made]
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"name": "Ada", "age": 130, "likes": []}', '{"name": "Ada", "age": 3, "likes": ["beer"]}', "[1]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"name": "Ada", "age": 130, "likes": []}',
+        '{"name": "Ada", "age": 3, "likes": ["beer"]}',
+        "[1]",
+    ],
+)
 def test_what_is_not_of_the_schema(text):
     check_json(json.dumps(PERSON))
     with pytest.raises(ValueError, match="its answer"):
@@ -227,7 +273,9 @@ def test_where_processes_cannot_be_told_apart_the_memory_is_that_of_the_visible_
 
     def answer(command, **_):
         commands.append(command)
-        return SimpleNamespace(stdout="7, 1000\n" if "--query-compute-apps=pid,used_memory" in command else "300\n400\n")
+        return SimpleNamespace(
+            stdout="7, 1000\n" if "--query-compute-apps=pid,used_memory" in command else "300\n400\n"
+        )
 
     monkeypatch.setattr(memory.subprocess, "run", answer)
     monkeypatch.setattr(memory, "group_members", lambda group: [SimpleNamespace(pid=8)])
@@ -245,7 +293,9 @@ def test_a_load_ends_when_the_server_is_dead(monkeypatch) -> None:
 
     monkeypatch.setattr(soak_load, "ask", refuse)
     requests = SimpleNamespace(make=lambda number: SimpleNamespace(number=number, kind="greedy", prompt=[]))
-    load = soak_load.run_load("", requests, 600, 4, 50, is_enough=lambda outcome: False, preemptions=lambda: 0)
+    load = soak_load.run_load(
+        "", requests, 600, 4, 50, is_enough=lambda outcome: False, preemptions=lambda: 0
+    )
     assert len(load.errors) < 1010
 
 
@@ -256,11 +306,18 @@ def test_some_requests_come_in_bursts(monkeypatch) -> None:
     monkeypatch.setattr(soak_load.time, "sleep", slept.append)
     monkeypatch.setattr(soak_load, "ask", lambda url, request: ("text", True, 0))
     requests = SimpleNamespace(make=lambda number: SimpleNamespace(number=number, kind="greedy"))
-    load = soak_load.run_load("", requests, 600, 1, 50, is_enough=lambda outcome: True, preemptions=lambda: 0, resting=1)
+    load = soak_load.run_load(
+        "", requests, 600, 1, 50, is_enough=lambda outcome: True, preemptions=lambda: 0, resting=1
+    )
     assert slept
     assert load.finished["greedy"] > 0
     asked = load.finished["greedy"]
-    assert soak_load.run_load("", requests, 600, 1, 50, is_enough=lambda outcome: True, preemptions=lambda: 0).finished["greedy"] > 2 * asked
+    assert (
+        soak_load.run_load(
+            "", requests, 600, 1, 50, is_enough=lambda outcome: True, preemptions=lambda: 0
+        ).finished["greedy"]
+        > 2 * asked
+    )
 
 
 def test_a_load_tells_what_it_saw_each_minute(monkeypatch, capsys) -> None:

@@ -1,4 +1,6 @@
-"""A tiny random model of each family that asks something of attention, in both engines on the CPU: tokens and log-probabilities in float32."""
+"""A tiny random model of each family that asks something of attention, in both engines on the CPU: tokens and
+log-probabilities in float32.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,30 @@ from integration.tiny_models.questions import Answer, largest_difference
 
 LONGEST_S = 900  # of a program
 
-SERVED = [pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("vllm", "sglang") for name, family in FAMILIES.items() if engine in family.engines]
+SERVED = [
+    pytest.param(engine, name, id=f"{engine}-{name}")
+    for engine in ("vllm", "sglang")
+    for name, family in FAMILIES.items()
+    if engine in family.engines
+]
 
 
 @pytest.fixture(scope="module")
 def answers(forks, tmp_path_factory):
-    """A function that gives the folder with all answers of an engine. Served once, with each backend by a fork of a process that has imported the engine."""
+    """A function that gives the folder with all answers of an engine.
+
+    Served once, with each backend by a fork of a process that has imported the engine.
+    """
     folders, programs = {}, []
 
     def of(engine):
         if engine not in folders:
             folders[engine] = tmp_path_factory.mktemp(engine)
-            serve(engine, folders[engine], forked(forks(engine)) if os.environ.get("PYTEST_XDIST_WORKER") else run)
+            serve(
+                engine,
+                folders[engine],
+                forked(forks(engine)) if os.environ.get("PYTEST_XDIST_WORKER") else run,
+            )
         return folders[engine]
 
     def forked(forks_of_engine):

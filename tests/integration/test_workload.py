@@ -1,4 +1,6 @@
-"""Data sets of the serving benchmark: a cut ShareGPT file, prescribed lengths, and their names on the command line."""
+"""Data sets of the serving benchmark: a cut ShareGPT file, prescribed lengths, and their names on the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_a_file_without_a_whole_conversation_is_refused():
 
 def test_the_complete_file_is_json_with_two_turns_each(tmp_path):
     published, target = tmp_path / "published.json", tmp_path / "complete.json"
-    published.write_text(json.dumps([conversation("a", "b"), conversation("alone"), conversation("c", "d")])[:-1])
+    published.write_text(
+        json.dumps([conversation("a", "b"), conversation("alone"), conversation("c", "d")])[:-1]
+    )
     assert write_complete_file(published, target) == 2
     assert [entry["conversations"][0]["value"] for entry in json.loads(target.read_text())] == ["a", "c"]
     assert first_turns(target) == ["a", "c"]
@@ -51,7 +55,8 @@ def test_texts_have_the_asked_number_of_tokens(model_folder):
 
 def test_transformers_reads_the_words_as_one_token_each(tmp_path):
     transformers = pytest.importorskip("transformers")
-    write_word_tokenizer(tmp_path, 5000, bos_token_id=1, eos_token_id=2)  # special tokens whose names could be parts of other words
+    # special tokens whose names could be parts of other words
+    write_word_tokenizer(tmp_path, 5000, bos_token_id=1, eos_token_id=2)
     text = TextMaker(tmp_path, seed=1).text(200) + " t0001 t0012 t1200"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer(text).input_ids == TextMaker(tmp_path, seed=1).tokenizer.encode(text).ids
@@ -64,7 +69,10 @@ def test_uniform_lengths_reach_both_clients(model_folder):
     assert set(workload.prompt_lens) <= set(range(5, 51))
     assert set(workload.output_lens) <= set(range(3, 10))
     count = TextMaker(model_folder, 0).count
-    lines = [json.loads(line) for line in workload.write_vllm(model_folder / "vllm.jsonl", seed=0).read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in workload.write_vllm(model_folder / "vllm.jsonl", seed=0).read_text().splitlines()
+    ]
     assert [count(line["prompt"]) for line in lines] == workload.prompt_lens
     assert [line["output_tokens"] for line in lines] == workload.output_lens
     entries = json.loads(workload.write_sharegpt(model_folder / "sglang.json", seed=0).read_text())
@@ -73,7 +81,10 @@ def test_uniform_lengths_reach_both_clients(model_folder):
 
 
 def sent_prompts(workload, path, seed=0):
-    return [entry["conversations"][0]["value"] for entry in json.loads(workload.write_sharegpt(path, seed).read_text())]
+    return [
+        entry["conversations"][0]["value"]
+        for entry in json.loads(workload.write_sharegpt(path, seed).read_text())
+    ]
 
 
 def test_a_shared_prefix_is_shared(model_folder):
@@ -87,7 +98,10 @@ def test_a_shared_prefix_is_shared(model_folder):
 
 def test_lengths_come_from_a_table(model_folder):
     table = model_folder / "trace.csv"
-    table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:50.95,396,109\n")
+    table.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 "
+        "18:15:50.95,396,109\n"
+    )
     workload = make_workload(f"lengths:{table}", 10, None, model_folder, seed=0)
     assert workload.num_prompts == 2
     assert workload.prompt_lens == [374, 396]
@@ -98,7 +112,9 @@ def test_sharegpt_takes_a_local_file(model_folder):
     path = model_folder / "chat.json"
     path.write_text("[]")
     workload = make_workload(str(path), 3, "8", model_folder, seed=0, samples=4)
-    assert workload == ShareGPT(3, 4, "ShareGPT, first turns, 8 output tokens", model_folder, path.resolve(), 8)
+    assert workload == ShareGPT(
+        3, 4, "ShareGPT, first turns, 8 output tokens", model_folder, path.resolve(), 8
+    )
     assert workload.num_requests == 12
 
 
@@ -109,10 +125,19 @@ def chat_file(folder, conversations):
 
 
 def test_copies_of_a_prompt_are_neighbours_in_both_clients_files(model_folder):
-    path = chat_file(model_folder, [conversation(f"please write me story number {number}", "once upon a time " * number) for number in range(1, 40)])
+    path = chat_file(
+        model_folder,
+        [
+            conversation(f"please write me story number {number}", "once upon a time " * number)
+            for number in range(1, 40)
+        ],
+    )
     workload = make_workload(str(path), 6, None, model_folder, seed=0, samples=4)
     sent = sent_prompts(workload, model_folder / "sglang.json")
-    lines = [json.loads(line) for line in workload.write_vllm(model_folder / "vllm.jsonl", seed=0).read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in workload.write_vllm(model_folder / "vllm.jsonl", seed=0).read_text().splitlines()
+    ]
     assert len(sent) == 24
     assert all(len(set(sent[first : first + 4])) == 1 for first in range(0, 24, 4))
     assert len(set(sent)) == 6
@@ -130,8 +155,14 @@ def test_copies_of_prescribed_lengths(model_folder):
 
 def test_conversations_outside_the_limits_are_not_sent(model_folder):
     usable = conversation("one two three four", "five six seven eight")
-    short = [conversation("too short", "five six seven eight"), conversation("one two three four", "two words")]
-    long = [conversation("word " * 1025, "five six seven eight"), conversation("word " * 1000, "word " * 1049)]
+    short = [
+        conversation("too short", "five six seven eight"),
+        conversation("one two three four", "two words"),
+    ]
+    long = [
+        conversation("word " * 1025, "five six seven eight"),
+        conversation("word " * 1000, "word " * 1049),
+    ]
     path = chat_file(model_folder, [*short, *long, usable])
     (prompt,) = make_workload(str(path), 1, None, model_folder, seed=0).prompts(seed=0)
     assert prompt.output_len == 4
@@ -146,7 +177,10 @@ def test_real_text_stays_text_for_a_word_tokenizer(model_folder):
     one, other = "Tell me about the weather, in 2024!", "Tell me about an interpretation"
     assert not maker.reads_text
     assert set(maker.tokenizer.encode(one).ids) == {0}  # what the engines would see
-    first, second = maker.tokenizer.encode(maker.readable(one)).ids, maker.tokenizer.encode(maker.readable(other)).ids
+    first, second = (
+        maker.tokenizer.encode(maker.readable(one)).ids,
+        maker.tokenizer.encode(maker.readable(other)).ids,
+    )
     assert len(first) == len(["Tell", "me", "about", "the", "weather", ",", "in", "202", "4", "!"])
     assert len(set(first)) > 8
     assert first[:3] == second[:3]

@@ -22,7 +22,9 @@ def test_every_form(device: torch.device, form: str, layout: str, page_size: int
         slots = torch.randperm(pages * page_size, generator=generator)[:tokens]
         skipped = torch.tensor([-1, -(2**31), pages * page_size, 2**31 - 1])
         slots[[0, 7, 11, 24]] = skipped
-        k, v = (torch.randn(tokens, HEADS, head_dim, generator=generator).to(dtype).to(device) for _ in range(2))
+        k, v = (
+            torch.randn(tokens, HEADS, head_dim, generator=generator).to(dtype).to(device) for _ in range(2)
+        )
         kept = [i for i in range(tokens) if i not in (0, 7, 11, 24)]
         for index_dtype in (torch.int32, torch.int64):
             storage.copy_(before)
@@ -54,9 +56,17 @@ def test_strided_input_and_padding(device: torch.device) -> None:
 def test_append_writes_rows_of_different_widths(device: torch.device, form: str) -> None:
     generator = torch.Generator(device).manual_seed(1)
     k = torch.randn(9, 2, 192, device=device, generator=generator).bfloat16()
-    v = k[..., :128] if form == "view of K" else torch.randn(9, 2, 128, device=device, generator=generator).bfloat16()
+    v = (
+        k[..., :128]
+        if form == "view of K"
+        else torch.randn(9, 2, 128, device=device, generator=generator).bfloat16()
+    )
     k_cache = torch.full((40, 2, 192), torch.nan, dtype=torch.bfloat16, device=device)
-    v_cache = k_cache[..., :128] if form == "view of K" else torch.full((40, 2, 128), torch.nan, dtype=torch.bfloat16, device=device)
+    v_cache = (
+        k_cache[..., :128]
+        if form == "view of K"
+        else torch.full((40, 2, 128), torch.nan, dtype=torch.bfloat16, device=device)
+    )
     slots = torch.tensor([3, 39, -1, 0, 17, 16, 40, 21, 5], device=device)
     append_kv(k, v, KVCache.from_slots(k_cache, v_cache, 4), slots)
     written = [i for i in range(9) if i not in (2, 6)]
@@ -76,10 +86,16 @@ def test_k_and_v_lie_in_different_ways(device: torch.device, of_v: str) -> None:
     k = torch.randn(tokens, 10, head_dim, device=device).bfloat16()[:, 4 : 4 + HEADS]
     random_v = torch.randn(tokens, HEADS, head_dim, device=device).bfloat16()
     v = {
-        "heads first": torch.empty(HEADS, tokens, head_dim, dtype=torch.bfloat16, device=device).transpose(0, 1),
+        "heads first": torch.empty(HEADS, tokens, head_dim, dtype=torch.bfloat16, device=device).transpose(
+            0, 1
+        ),
         "dense": torch.empty(tokens, HEADS, head_dim, dtype=torch.bfloat16, device=device),
-        "wide tokens": torch.empty(tokens, HEADS + 9, head_dim, dtype=torch.bfloat16, device=device)[:, 2 : 2 + HEADS],
-        "wide heads": torch.empty(tokens, HEADS, 2 * head_dim, dtype=torch.bfloat16, device=device)[..., head_dim:],
+        "wide tokens": torch.empty(tokens, HEADS + 9, head_dim, dtype=torch.bfloat16, device=device)[
+            :, 2 : 2 + HEADS
+        ],
+        "wide heads": torch.empty(tokens, HEADS, 2 * head_dim, dtype=torch.bfloat16, device=device)[
+            ..., head_dim:
+        ],
     }[of_v].copy_(random_v)
     k_pages = torch.full((5, 4, HEADS, head_dim), torch.nan, dtype=torch.bfloat16, device=device)
     v_pages = torch.full((5, HEADS, 6, 2 * head_dim), torch.nan, dtype=torch.bfloat16, device=device)
@@ -138,7 +154,11 @@ def test_refuses(device: torch.device) -> None:
         with pytest.raises(ValueError, match=rf"^{argument}\b.* is .*, must be "):
             append_kv(*arguments)
     if device.type == "cuda":
-        for argument, arguments in [("k", (good.cpu(), good, kv, slots)), ("v", (good, good.cpu(), kv, slots)), ("slots", (good, good, kv, slots.cpu()))]:
+        for argument, arguments in [
+            ("k", (good.cpu(), good, kv, slots)),
+            ("v", (good, good.cpu(), kv, slots)),
+            ("slots", (good, good, kv, slots.cpu())),
+        ]:
             with pytest.raises(ValueError, match=rf"^{argument}\b.*device is cpu, must be cuda"):
                 append_kv(*arguments)
     assert storage.isnan().all()

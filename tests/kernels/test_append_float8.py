@@ -17,17 +17,23 @@ def test_append_rounds(device: torch.device, dtype: torch.dtype, source: torch.d
         pytest.skip("no float32 on CUDA")
     generator = torch.Generator(device).manual_seed(5)
     magnitudes = torch.logspace(-6, 6, 40, device=device)[:, None, None]
-    k, v = ((torch.randn(40, 3, 64, device=device, generator=generator) * magnitudes).to(source) for _ in range(2))
+    k, v = (
+        (torch.randn(40, 3, 64, device=device, generator=generator) * magnitudes).to(source) for _ in range(2)
+    )
     k[3, 0, 0], k[4, 1, 1], k[5, 2, 2] = torch.nan, torch.inf, -torch.inf
     slots = torch.randperm(64, device=device, generator=generator)[:40]
     limit = torch.finfo(dtype).max
     for scale in (None, 0.5, torch.tensor([0.125, 3.0, 0.7], device=device)):
         caches = [torch.zeros(4, 16, 3, 64, device=device).to(dtype) for _ in range(4)]
-        of_append, of_qkv = (KVCache.from_pair(*pair, k_scale=scale, v_scale=scale) for pair in (caches[:2], caches[2:]))
+        of_append, of_qkv = (
+            KVCache.from_pair(*pair, k_scale=scale, v_scale=scale) for pair in (caches[:2], caches[2:])
+        )
         append_kv(k, v, of_append, slots)
         q = torch.randn(40, 2, 64, device=device, generator=generator).to(source)
         append_qkv(q, k, v, of_qkv, slots)
-        divisor = torch.ones(3, device=device) if scale is None else torch.as_tensor(scale, device=device).expand(3)
+        divisor = (
+            torch.ones(3, device=device) if scale is None else torch.as_tensor(scale, device=device).expand(3)
+        )
         for x, cache, other in zip((k, v), caches[:2], caches[2:], strict=True):
             wanted = (x.float() / divisor[:, None]).clamp(-limit, limit).to(dtype)
             got = cache.view(64, 3, 64)[slots]
@@ -38,7 +44,9 @@ def test_append_rounds(device: torch.device, dtype: torch.dtype, source: torch.d
 
 def test_append_rounds_heads_of_different_widths(device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(6)
-    k, v = (torch.randn(9, 2, columns, device=device, generator=generator).bfloat16() for columns in (192, 72))
+    k, v = (
+        torch.randn(9, 2, columns, device=device, generator=generator).bfloat16() for columns in (192, 72)
+    )
     k_cache, v_cache = (torch.zeros(5, 4, 2, columns, device=device).to(DTYPES[0]) for columns in (192, 72))
     slots = torch.tensor([3, 19, -1, 0, 17, 16, 20, 11, 5], device=device)
     scale = torch.tensor([0.5, 3.0], device=device)
@@ -53,7 +61,9 @@ def test_append_rounds_heads_of_different_widths(device: torch.device) -> None:
 
 
 def test_append_of_8_bits_copies(device: torch.device) -> None:
-    cache = KVCache.from_pair(*(torch.zeros(2, 4, 1, 16, device=device).to(DTYPES[0]) for _ in range(2)), k_scale=0.25)
+    cache = KVCache.from_pair(
+        *(torch.zeros(2, 4, 1, 16, device=device).to(DTYPES[0]) for _ in range(2)), k_scale=0.25
+    )
     k = torch.randn(3, 1, 16, device=device).to(DTYPES[0])
     append_kv(k, k, cache, torch.tensor([7, 0, 2], device=device))
     assert torch.equal(cache.k.flatten(0, 1)[[7, 0, 2]].view(torch.uint8), k.view(torch.uint8))

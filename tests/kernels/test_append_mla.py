@@ -10,9 +10,15 @@ from attn_backend import Attention, BSRView, KVCache, PageTable, append_mla_kv
 LATENT, ROPE = 512, 64
 
 
-def latent_cache(pages: int, page_size: int, form: str, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def latent_cache(
+    pages: int, page_size: int, form: str, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[pages, page_size, 576] of NaN, and the larger tensor of which it is a part."""
-    shape = {"dense": (pages + 1, page_size, 576), "wide rows": (pages + 1, page_size, 640), "layers": (pages + 1, 3, page_size, 576)}[form]
+    shape = {
+        "dense": (pages + 1, page_size, 576),
+        "wide rows": (pages + 1, page_size, 640),
+        "layers": (pages + 1, 3, page_size, 576),
+    }[form]
     storage = torch.full(shape, torch.nan, dtype=dtype, device=device)
     if form == "layers":
         return storage[:pages, 1], storage
@@ -29,7 +35,8 @@ def test_every_form(device: torch.device, form: str, page_size: int, dtype: torc
     slots = torch.randperm(40 * page_size, generator=generator)[:tokens]
     slots[[0, 7, 24]] = torch.tensor([-1, 40 * page_size, 2**31 - 1])
     latent = torch.randn(tokens + 2, LATENT, generator=generator).to(dtype).to(device)
-    projection = torch.randn(tokens + 1, ROPE + 24, generator=generator).to(dtype).to(device)  # the rotated part is a slice of it
+    # the rotated part is a slice of it
+    projection = torch.randn(tokens + 1, ROPE + 24, generator=generator).to(dtype).to(device)
     rope = projection[:, 24:]
     for index_dtype in (torch.int32, torch.int64):
         storage.fill_(torch.nan)
@@ -48,10 +55,17 @@ def test_attention_reads_what_was_written(device: torch.device) -> None:
     assert (kv.head_dim, kv.head_dim_v, kv.num_kv_heads, kv.v.data_ptr()) == (576, 512, 1, cache.data_ptr())
     table = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32, device=device)
     new = torch.randn(2, 576, device=device).bfloat16()
-    append_mla_kv(new[:, :LATENT], new[:, LATENT:], kv, torch.tensor([1 * page_size, 4 * page_size], device=device))
+    append_mla_kv(
+        new[:, :LATENT], new[:, LATENT:], kv, torch.tensor([1 * page_size, 4 * page_size], device=device)
+    )
     attn = Attention(heads, 1, 576, head_dim_v=512, device=device, max_rows=2, max_batch=2)
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
-    attn.plan(BSRView(indptr, PageTable.block_table(table, torch.tensor(kv_lens, dtype=torch.int32, device=device), page_size)))
+    attn.plan(
+        BSRView(
+            indptr,
+            PageTable.block_table(table, torch.tensor(kv_lens, dtype=torch.int32, device=device), page_size),
+        )
+    )
     q = torch.randn(2, heads, 576, device=device).bfloat16()
     out = attn.run(q, kv, sm_scale=192**-0.5, after_append=True)
     for request, length in enumerate(kv_lens):
@@ -89,9 +103,15 @@ def test_refuses(device: torch.device) -> None:
         with pytest.raises(ValueError, match=rf"^{argument}\b.* is .*, must be "):
             append_mla_kv(*arguments)  # type: ignore[arg-type]
     for argument, few in (("latent", (latent[:2], rope)), ("rope", (latent, rope[:2]))):
-        with pytest.raises(ValueError, match=rf"^{argument}\.shape\[0\] is 2, must be at least slots.shape\[0\] = 3"):
+        with pytest.raises(
+            ValueError, match=rf"^{argument}\.shape\[0\] is 2, must be at least slots.shape\[0\] = 3"
+        ):
             append_mla_kv(*few, kv, slots)
-    for argument, arguments in (("latent", (cache[0],)), ("head_dim_v", (cache, 577)), ("head_dim_v", (cache, 0))):
+    for argument, arguments in (
+        ("latent", (cache[0],)),
+        ("head_dim_v", (cache, 577)),
+        ("head_dim_v", (cache, 0)),
+    ):
         with pytest.raises(ValueError, match=rf"^{argument} is .*, must be "):
             KVCache.from_latent(*arguments)
     assert storage.isnan().all()

@@ -16,20 +16,31 @@ QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 2, 64, 4, 10
 
 def make_attention(device: torch.device, **changes: object) -> Attention:
     room = {"device": device, "max_rows": 8, "max_batch": 3, "kernel": attention_kernels.kernel_of(device)}
-    return Attention(**({"num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM} | room | changes))
+    return Attention(
+        **({"num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM} | room | changes)
+    )
 
 
 def index(device: torch.device, *values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def make_view(device: torch.device, qo: tuple[int, ...] = (0, 1, 3), kv: tuple[int, ...] = (0, 2, 3), last: tuple[int, ...] = (4, 1)) -> BSRView:
+def make_view(
+    device: torch.device,
+    qo: tuple[int, ...] = (0, 1, 3),
+    kv: tuple[int, ...] = (0, 2, 3),
+    last: tuple[int, ...] = (4, 1),
+) -> BSRView:
     indices = torch.arange(3, dtype=torch.int32, device=device)
-    return BSRView(index(device, *qo), PageTable.csr(index(device, *kv), indices, index(device, *last), PAGE_SIZE))
+    return BSRView(
+        index(device, *qo), PageTable.csr(index(device, *kv), indices, index(device, *last), PAGE_SIZE)
+    )
 
 
 def make_cache(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
-    return KVCache.from_pair(*torch.zeros(2, *(shape or (PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)), dtype=dtype, device=device))
+    return KVCache.from_pair(
+        *torch.zeros(2, *(shape or (PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)), dtype=dtype, device=device)
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +117,12 @@ def test_plan_refuses_structure(device: torch.device) -> None:
 def test_plan_says_which_level_is_wrong(device: torch.device) -> None:
     attention = make_attention(device, max_levels=3)
     view = make_view(device)
-    wide = BSRView(index(device, *range(5)), PageTable.csr(index(device, *range(5)), index(device, *range(4)), index(device, 1, 1, 1, 1), PAGE_SIZE))
+    wide = BSRView(
+        index(device, *range(5)),
+        PageTable.csr(
+            index(device, *range(5)), index(device, *range(4)), index(device, 1, 1, 1, 1), PAGE_SIZE
+        ),
+    )
     with pytest.raises(ValueError, match=r"^levels\[2\]: batch.* is 4, must be at most max_batch = 3"):
         attention.plan(Composition([view, view, wide]))
     attention.plan(Composition([view, view]))  # still usable
@@ -160,15 +176,21 @@ def test_plan_refuses_lengths_on_a_cpu() -> None:
         with pytest.raises(ValueError, match=r"^kv_lens\[\d\] is -?\d+, must be "):
             attention.plan(BSRView(qo_indptr, PageTable.block_table(table, index(device, *lens), PAGE_SIZE)))
         with pytest.raises(ValueError, match=r"^kv_lens\[\d\] is -?\d+, must be "):
-            attention.plan(BSRView(qo_indptr, PageTable.token_slots(table, index(device, 0, 1), index(device, *lens))))
+            attention.plan(
+                BSRView(qo_indptr, PageTable.token_slots(table, index(device, 0, 1), index(device, *lens)))
+            )
     for rows in [(0, 2), (-1, 0)]:
         with pytest.raises(ValueError, match=r"^rows\[\d\] is -?\d+, must be "):
-            attention.plan(BSRView(qo_indptr, PageTable.token_slots(table, index(device, *rows), index(device, 1, 1))))
+            attention.plan(
+                BSRView(qo_indptr, PageTable.token_slots(table, index(device, *rows), index(device, 1, 1)))
+            )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("argument", "changes"), WRONG_VALUES)
-def test_wrong_values_are_reported_from_a_gpu(argument: str, changes: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_are_reported_from_a_gpu(
+    argument: str, changes: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = torch.device("cuda")
     attention = make_attention(device)
     attention.plan(make_view(device, **changes))  # clamped
@@ -206,7 +228,12 @@ def test_run_refuses(device: torch.device) -> None:
         ("sm_scale", lambda: attention.run(q, kv, sm_scale=float("nan"))),
         ("logits_soft_cap", lambda: attention.run(q, kv, logits_soft_cap=-1.0)),
         ("logits_soft_cap", lambda: attention.run(q, kv, logits_soft_cap=float("inf"))),
-        ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.float16))),
+        (
+            "kv.k",
+            lambda: attention.run(
+                q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.float16)
+            ),
+        ),
         ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE + 1, KV_HEADS, HEAD_DIM))),
         ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS + 1, HEAD_DIM))),
         ("kv.k", lambda: attention.run(q, make_cache(device, PAGES, PAGE_SIZE, KV_HEADS, 32))),
@@ -231,9 +258,18 @@ def test_run_says_which_shape_is_wrong_and_what_it_must_be(device: torch.device)
     q = torch.zeros(3, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     kv = make_cache(device)
     for call, message in [
-        (lambda: attention.run(q[0], kv), "q.shape is [4, 64], must be [rows, num_qo_heads = 4, head_dim = 64]"),
-        (lambda: attention.run(q, kv, out=q[:2]), "out.shape is [2, 4, 64], must be [rows = 3, num_qo_heads = 4, head_dim = 64]"),
-        (lambda: attention.run(q, kv, lse=torch.zeros(4, 3, device=device)), "lse.shape is [4, 3], must be [rows = 3, num_qo_heads = 4]"),
+        (
+            lambda: attention.run(q[0], kv),
+            "q.shape is [4, 64], must be [rows, num_qo_heads = 4, head_dim = 64]",
+        ),
+        (
+            lambda: attention.run(q, kv, out=q[:2]),
+            "out.shape is [2, 4, 64], must be [rows = 3, num_qo_heads = 4, head_dim = 64]",
+        ),
+        (
+            lambda: attention.run(q, kv, lse=torch.zeros(4, 3, device=device)),
+            "lse.shape is [4, 3], must be [rows = 3, num_qo_heads = 4]",
+        ),
         (
             lambda: attention.run(q, make_cache(device, PAGES, 1, KV_HEADS, HEAD_DIM)),
             "kv.k.shape is [10, 1, 2, 64], must be [pages, page_size = 4, num_kv_heads = 2, head_dim = 64]",
@@ -245,7 +281,9 @@ def test_run_says_which_shape_is_wrong_and_what_it_must_be(device: torch.device)
 
 def test_run_needs_a_plan(device: torch.device) -> None:
     with pytest.raises(ValueError, match="plan"):
-        make_attention(device).run(torch.zeros(3, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device), make_cache(device))
+        make_attention(device).run(
+            torch.zeros(3, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device), make_cache(device)
+        )
 
 
 def test_run_after_a_refused_plan() -> None:
@@ -293,15 +331,24 @@ def wrong_pages(device: torch.device) -> list[BSRView]:
     views = []
     for wrong in (-1, -(2**31), PAGES, 2**31 - 1):
         pages = [1, wrong, 2, 3]
-        views.append(BSRView(qo_indptr, PageTable.csr(index(device, 0, 2, 4), index(device, *pages), index(device, 4, 1), PAGE_SIZE)))
-        views.append(BSRView(qo_indptr, PageTable.block_table(index(device, *pages).view(2, 2), lens, PAGE_SIZE)))
+        views.append(
+            BSRView(
+                qo_indptr,
+                PageTable.csr(index(device, 0, 2, 4), index(device, *pages), index(device, 4, 1), PAGE_SIZE),
+            )
+        )
+        views.append(
+            BSRView(qo_indptr, PageTable.block_table(index(device, *pages).view(2, 2), lens, PAGE_SIZE))
+        )
         slots = max(min(wrong * PAGE_SIZE, 2**31 - 1), -(2**31))
         table = torch.full((2, 8), slots, dtype=torch.int32, device=device)
         views.append(BSRView(qo_indptr, PageTable.token_slots(table, index(device, 1, 0), lens, PAGE_SIZE)))
     return views
 
 
-def plan_and_run(attention: Attention, view: BSRView, q: torch.Tensor, kv: KVCache, out: torch.Tensor) -> None:
+def plan_and_run(
+    attention: Attention, view: BSRView, q: torch.Tensor, kv: KVCache, out: torch.Tensor
+) -> None:
     attention.plan(view)
     attention.run(q, kv, out=out)
 
@@ -309,7 +356,9 @@ def plan_and_run(attention: Attention, view: BSRView, q: torch.Tensor, kv: KVCac
 @pytest.mark.usefixtures("kernel")
 def test_page_ids_outside_the_cache_are_reported(device: torch.device) -> None:
     """The cache lies between two walls of NaN: reading one of them would show."""
-    room = torch.full((2, PAGES + 8, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=torch.bfloat16, device=device)
+    room = torch.full(
+        (2, PAGES + 8, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=torch.bfloat16, device=device
+    )
     room[:, 4:-4] = 1.0
     kv = KVCache.from_pair(room[0, 4:-4], room[1, 4:-4])
     q = torch.ones(3, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
@@ -317,7 +366,11 @@ def test_page_ids_outside_the_cache_are_reported(device: torch.device) -> None:
         attention = make_attention(device)
         out = torch.zeros_like(q)
         if device.type == "cpu":
-            with pytest.raises(ValueError, match=r"^(kv_indices\[\d\]|(block_table|req_to_token): page \d of request \d) is -?\d+, must be .*0"):
+            with pytest.raises(
+                ValueError,
+                match=r"^(kv_indices\[\d\]|(block_table|req_to_token): page \d of request \d) is -?\d+, must "
+                r"be .*0",
+            ):
                 plan_and_run(attention, view, q, kv, out)  # plan refuses what no cache has
         else:
             attention.plan(view)
@@ -336,7 +389,9 @@ def test_ragged_rows_outside_the_tensor_are_reported(device: torch.device) -> No
     q = torch.ones(2, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     k = torch.ones(12, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     if device.type == "cpu":
-        with pytest.raises(ValueError, match=r"^kv_indptr\[2\] is 20, must be at most 12, the rows of K and V"):
+        with pytest.raises(
+            ValueError, match=r"^kv_indptr\[2\] is 20, must be at most 12, the rows of K and V"
+        ):
             attention.run(q, KVCache.from_ragged(k, k))
     else:
         assert (attention.run(q, KVCache.from_ragged(k, k)) == 1).all()
@@ -352,8 +407,13 @@ def test_the_last_rows_that_an_int32_counts_are_reported(begin: int, window_left
     """Numbers of the KV tile's rows pass 2^31."""
     device = torch.device("cuda")
     attention = make_attention(device)
-    last = 2**31 - 1 if window_left >= 0 else begin + 64  # without a window all tokens are read, which takes minutes
-    attention.plan(BSRView(index(device, 0, 1, 2), PageTable.ragged(index(device, 0, begin, last)), window_left=window_left))
+    # without a window all tokens are read, which takes minutes
+    last = 2**31 - 1 if window_left >= 0 else begin + 64
+    attention.plan(
+        BSRView(
+            index(device, 0, 1, 2), PageTable.ragged(index(device, 0, begin, last)), window_left=window_left
+        )
+    )
     q = torch.ones(2, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     k = torch.ones(12, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     assert not attention.run(q, KVCache.from_ragged(k, k)).isnan().any()

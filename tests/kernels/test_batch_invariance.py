@@ -1,4 +1,6 @@
-"""batch_invariant=True: a request's output and lse have the same bits alone, in any batch, at any place in it, whoever shares its prefix."""
+"""batch_invariant=True: a request's output and lse have the same bits alone, in any batch, at any place in
+it, whoever shares its prefix.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ each_kernel = pytest.mark.usefixtures("kernel")
 ROOM = {"max_rows": 1000, "max_batch": 200, "batch_invariant": True}
 
 
-def run_some(problem: Problem, attention: Attention, requests: list[int], rng: numpy.random.Generator) -> list[tuple[Tensor, Tensor]]:
+def run_some(
+    problem: Problem, attention: Attention, requests: list[int], rng: numpy.random.Generator
+) -> list[tuple[Tensor, Tensor]]:
     """Output and lse of some of the requests, in this order, run as one batch."""
     some = problem.select(requests)
     out, lse = some.run(attention, some.batch.view(rng, problem.q.device))
@@ -30,12 +34,21 @@ def run_some(problem: Problem, attention: Attention, requests: list[int], rng: n
     return list(zip(out.split(lens), lse.split(lens), strict=True))[:-1]
 
 
-def check_some(problem: Problem, attention: Attention, requests: list[int], expected: list[tuple[Tensor, Tensor]], rng: numpy.random.Generator) -> None:
+def check_some(
+    problem: Problem,
+    attention: Attention,
+    requests: list[int],
+    expected: list[tuple[Tensor, Tensor]],
+    rng: numpy.random.Generator,
+) -> None:
     """They have the bits that `expected` has for each request of the problem."""
     for i, (out, lse) in zip(requests, run_some(problem, attention, requests, rng), strict=True):
         qo_len, kv_len = problem.batch.qo_lens[i], problem.batch.kv_lens[i]
         same = same_bits(out, expected[i][0]) and same_bits(lse, expected[i][1])
-        assert same, f"request {i} of {qo_len} rows and {kv_len} tokens, in a batch of {len(requests)}\n{problem.shape}"
+        assert same, (
+            f"request {i} of {qo_len} rows and {kv_len} tokens, in a batch of "
+            f"{len(requests)}\n{problem.shape}"
+        )
 
 
 def everything(problem: Problem) -> list[int]:
@@ -56,8 +69,15 @@ def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
         for _ in range(3):
             some = rng.permutation(len(expected))[: rng.integers(1, len(expected) + 1)].tolist()
             check_some(problem, attention, some, expected, rng)
-        twice = rng.integers(len(expected), size=2 * len(expected)).tolist()  # some requests many times: all of their KV is shared
-        check_some(problem, problem.attention(batch_invariant=True, max_rows=8000, max_batch=256), twice[:64], expected, rng)
+        # some requests many times: all of their KV is shared
+        twice = rng.integers(len(expected), size=2 * len(expected)).tolist()
+        check_some(
+            problem,
+            problem.attention(batch_invariant=True, max_rows=8000, max_batch=256),
+            twice[:64],
+            expected,
+            rng,
+        )
 
 
 @each_kernel
@@ -113,7 +133,13 @@ def test_neighbours_that_share_its_prefix(device: torch.device, prefix: int, qo_
     problem = make_problem(rng, SHAPE, batch, device)
     attention = problem.attention(**(ROOM | {"max_rows": 2000}))
     expected = [run_some(problem, attention, [i], rng)[0] for i in everything(problem)]
-    for requests in (everything(problem)[:num], everything(problem)[::-1], [num - 1, 0], [3, *range(num, num + 5)], [*range(num, num + 5), 3] * 4):
+    for requests in (
+        everything(problem)[:num],
+        everything(problem)[::-1],
+        [num - 1, 0],
+        [3, *range(num, num + 5)],
+        [*range(num, num + 5), 3] * 4,
+    ):
         check_some(problem, attention, requests, expected, rng)
 
 
@@ -123,7 +149,11 @@ def test_other_objects(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng([seed, 31])
     problem = random_problem(rng, device)
     expected = run_some(problem, problem.attention(**ROOM), everything(problem), rng)
-    for num_ctas, max_rows, max_batch, cascade in [(1, 700, 150, True), (3, 5000, 256, False), (132, 701, 200, "always")]:
+    for num_ctas, max_rows, max_batch, cascade in [
+        (1, 700, 150, True),
+        (3, 5000, 256, False),
+        (132, 701, 200, "always"),
+    ]:
         heads = problem.shape.num_kv_heads * problem.shape.group_size
         attention = Attention(
             heads,
@@ -154,7 +184,14 @@ def test_row_lists(device: torch.device, seed: int) -> None:
     q[place] = problem.q[:rows]
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=device)
     attention.plan(BSRView(view.qo_indptr, view.table, view.causal, view.window_left, place.int()))
-    attention.run(q, problem.memory.kv, out=out, lse=lse, sm_scale=problem.shape.sm_scale, logits_soft_cap=problem.shape.logits_soft_cap)
+    attention.run(
+        q,
+        problem.memory.kv,
+        out=out,
+        lse=lse,
+        sm_scale=problem.shape.sm_scale,
+        logits_soft_cap=problem.shape.logits_soft_cap,
+    )
     assert same_bits(out[place], expected[:rows])
     assert same_bits(lse[place], expected_lse[:rows])
 

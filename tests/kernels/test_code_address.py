@@ -1,4 +1,6 @@
-"""Where kernels' code lies: cubins are completed, what the loader makes of them is the code, and plain cubins are used where that fails."""
+"""Where kernels' code lies: cubins are completed, what the loader makes of them is the code, and plain cubins
+are used where that fails.
+"""
 
 import ctypes
 import logging
@@ -21,7 +23,9 @@ from attn_backend.kernels.library import library
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 needs_pyelftools = pytest.mark.skipif(
-    not code_address.has_pyelftools(), reason="needs pyelftools (pip install pyelftools): without it cubins stay as nvcc made them, and run slower"
+    not code_address.has_pyelftools(),
+    reason="needs pyelftools (pip install pyelftools): without it cubins stay as nvcc made them, and run "
+    "slower",
 )
 REJECTED = errors.RejectedKernelError("loading kernels.cubin: CUDA_ERROR_INVALID_IMAGE (200)")
 
@@ -55,7 +59,9 @@ def compiled(text: str, folder: Path, arch: str = "sm_90a") -> Path:
     cubin = folder / f"kernels.{arch}.cubin"
     compiler = cubins.nvcc()
     assert compiler is not None
-    subprocess.run([compiler, *cubins.flags(arch), str(source), "-o", str(cubin)], check=True, capture_output=True)
+    subprocess.run(
+        [compiler, *cubins.flags(arch), str(source), "-o", str(cubin)], check=True, capture_output=True
+    )
     return cubin
 
 
@@ -67,7 +73,9 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
     assert sorted(publish_code_addresses(cubin)) == ["first", "second"]
     after = cubin.read_bytes()
     assert len(after) == len(before)
-    assert sum(a != b for a, b in zip(before, after, strict=True)) <= 2 * (8 + 8), "two relocations and two sizes"
+    assert sum(a != b for a, b in zip(before, after, strict=True)) <= 2 * (8 + 8), (
+        "two relocations and two sizes"
+    )
     publish_code_addresses(cubin)
     assert cubin.read_bytes() == after
 
@@ -75,12 +83,21 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_nvcc
 @needs_pyelftools
-@pytest.mark.parametrize("name", [name for name in manifest.distinct_kernels("sm_90a") if name.startswith(("attention_sm90", "merge_bf16", "merge_f16"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in manifest.distinct_kernels("sm_90a")
+        if name.startswith(("attention_sm90", "merge_bf16", "merge_f16"))
+    ],
+)
 def test_cubins_that_are_brought_to_l2_say_where_they_lie(name: str, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
     shutil.copyfile(cubins.compile_kernel(name, "sm_90a")[0], cubin)
     before = cubin.read_bytes()
-    assert publish_code_addresses(cubin) == ["merge_kernel" if name.startswith("merge") else "attention_kernel"]
+    assert publish_code_addresses(cubin) == [
+        "merge_kernel" if name.startswith("merge") else "attention_kernel"
+    ]
     assert cubin.read_bytes() == before, "it was done when the kernel was compiled"
 
 
@@ -93,7 +110,9 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
         assert cubin.read_bytes() == before
 
 
-def test_what_cannot_be_read_is_left_alone_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_read_is_left_alone_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     content = b"\x7fELF" + bytes(range(200))
     for name in ("a.cubin", "b.cubin"):
         (tmp_path / name).write_bytes(content)
@@ -151,14 +170,21 @@ def test_no_plain_copy_stays_in_the_temporary_folder(end: str, tmp_path: Path) -
     publish_code_addresses(cubin)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    code = f"import os; from pathlib import Path; from attn_backend.kernels import code_address as c; print(c.usable(Path({str(cubin)!r}))); {end}"
+    code = (
+        f"import os; from pathlib import Path; from attn_backend.kernels import code_address as c; "
+        f"print(c.usable(Path({str(cubin)!r}))); {end}"
+    )
     variables = os.environ | {"TMPDIR": str(temporary), "ATTN_BACKEND_PREFETCH_CODE": "0"}
-    done = subprocess.run([sys.executable, "-u", "-c", code], env=variables, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", code], env=variables, check=False, capture_output=True, text=True
+    )
     assert done.stdout.strip() not in ("", str(cubin)), done.stderr
     assert list(temporary.iterdir()) == []
 
 
-def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An Attention is made all the same, with files that were looked up again."""
     asked, plain = [], []
 
@@ -183,8 +209,15 @@ def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(caplog: pytest.Log
 
 def test_the_runtime_throws_errors_by_the_names_that_are_known_here() -> None:
     csrc = Path(__file__).resolve().parents[2] / "csrc" / "runtime"  # the package has no .cpp
-    thrown = set(re.findall(r"TVM_FFI_THROW\((\w+)\)", "".join(path.read_text() for path in csrc.glob("*.*"))))
-    assert thrown == {"RuntimeError", "TypeError", "ValueError", *(error.__name__ for error in errors.OF_THE_LIBRARY)}
+    thrown = set(
+        re.findall(r"TVM_FFI_THROW\((\w+)\)", "".join(path.read_text() for path in csrc.glob("*.*")))
+    )
+    assert thrown == {
+        "RuntimeError",
+        "TypeError",
+        "ValueError",
+        *(error.__name__ for error in errors.OF_THE_LIBRARY),
+    }
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,16 +262,22 @@ class Driver:
 @needs_nvcc
 @needs_pyelftools
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["attention_sm90_bf16_d128_standard", "attention_sm90_f16_d64_standard", "merge_bf16"])
+@pytest.mark.parametrize(
+    "name", ["attention_sm90_bf16_d128_standard", "attention_sm90_f16_d64_standard", "merge_bf16"]
+)
 def test_the_address_is_where_the_code_is(name: str, tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("cubins for other GPUs are fatbins, which are left alone")
     cubin = tmp_path / "kernel.cubin"
     shutil.copyfile(cubins.find_kernel(name, "sm_90a"), cubin)
     driver = Driver()
-    address, size = driver.read(driver.load(cubin), "merge_kernel_code" if name.startswith("merge") else "attention_kernel_code")
+    address, size = driver.read(
+        driver.load(cubin), "merge_kernel_code" if name.startswith("merge") else "attention_kernel_code"
+    )
     assert size > 10_000
     code = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
     copy = driver.load(compiled(COPY, tmp_path))
-    driver.launch(copy, "copy", ctypes.c_uint64(address), ctypes.c_uint64(code.data_ptr()), ctypes.c_int(size // 4))
+    driver.launch(
+        copy, "copy", ctypes.c_uint64(address), ctypes.c_uint64(code.data_ptr()), ctypes.c_int(size // 4)
+    )
     assert code.cpu().numpy().tobytes() in cubin.read_bytes()

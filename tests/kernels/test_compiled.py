@@ -1,4 +1,6 @@
-"""torch.compile(fullgraph=True) through run, append_kv, append_qkv, append_mla_kv and sample: the same bits as eager."""
+"""torch.compile(fullgraph=True) through run, append_kv, append_qkv, append_mla_kv and sample: the same bits
+as eager.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, Samples, Variant, append_kv, append_mla_kv, append_qkv, sample
+from attn_backend import (
+    Attention,
+    BSRView,
+    KVCache,
+    PageTable,
+    Rotary,
+    Samples,
+    Variant,
+    append_kv,
+    append_mla_kv,
+    append_qkv,
+    sample,
+)
 from attn_backend.variants import builtin
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, VOCAB = 4, 2, 64, 16, 97
@@ -21,7 +35,12 @@ def attention(device: torch.device, **options: object) -> Attention:
     for row, (count, first) in enumerate(zip(pages, (0, 2, 5), strict=True)):
         table[row, :count] = torch.arange(first, first + count)
     indptr = torch.tensor([0, *QO_LENS], device=device).cumsum(0).int()
-    made.plan(BSRView(indptr, PageTable.block_table(table, torch.tensor(KV_LENS, dtype=torch.int32, device=device), PAGE)))
+    made.plan(
+        BSRView(
+            indptr,
+            PageTable.block_table(table, torch.tensor(KV_LENS, dtype=torch.int32, device=device), PAGE),
+        )
+    )
     return made
 
 
@@ -31,22 +50,48 @@ class Layer(torch.nn.Module):
     def __init__(self, attention: Attention, fused: bool, device: torch.device) -> None:
         super().__init__()
         self.attention, self.fused = attention, fused
-        self.qkv = torch.nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False, device=device, dtype=torch.bfloat16)
+        self.qkv = torch.nn.Linear(
+            WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False, device=device, dtype=torch.bfloat16
+        )
         self.out = torch.nn.Linear(WIDTH, VOCAB, bias=False, device=device, dtype=torch.bfloat16)
         self.rotary = Rotary(builtin.rope_frequencies(HEAD_DIM).float().to(device))
         self.norm = torch.nn.Parameter(torch.randn(HEAD_DIM, device=device).bfloat16())
 
-    def forward(self, x: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Samples]:
+    def forward(
+        self, x: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, seeds: Tensor
+    ) -> tuple[Tensor, Tensor, Samples]:
         kv = KVCache.from_tensor(cache)
         q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         if self.fused:
-            q = append_qkv(q, k, v, kv, slots, rotary=self.rotary, positions=positions, q_norm=self.norm, k_norm=self.norm)
+            q = append_qkv(
+                q,
+                k,
+                v,
+                kv,
+                slots,
+                rotary=self.rotary,
+                positions=positions,
+                q_norm=self.norm,
+                k_norm=self.norm,
+            )
         else:
             append_kv(k, v, kv, slots)
         lse = torch.empty(len(x), HEADS, dtype=torch.float32, device=x.device)
         o = self.attention.run(q.contiguous(), kv, lse=lse, after_append=True)
         logits = self.out(torch.relu(o.flatten(1)) + x)
-        return o, lse, sample(logits, temperature=0.9, top_k=20, seed=seeds, position=positions, return_logprobs=True, num_top_logprobs=3)
+        return (
+            o,
+            lse,
+            sample(
+                logits,
+                temperature=0.9,
+                top_k=20,
+                seed=seeds,
+                position=positions,
+                return_logprobs=True,
+                num_top_logprobs=3,
+            ),
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +142,8 @@ def test_a_variant_with_arguments(device: torch.device) -> None:
 def test_numbers_that_change_between_calls_keep_their_types(device: torch.device) -> None:
     """torch.compile makes symbols of numbers that change: an int parameter must stay an int."""
     variant = Variant.from_source(
-        "float logits(float logit, const ScoreRow& row, int32_t kv_position) const { return logit + factor * (float)((kv_position + shift) % 7); }",
+        "float logits(float logit, const ScoreRow& row, int32_t kv_position) const { return logit + factor * "
+        "(float)((kv_position + shift) % 7); }",
         {"factor": float, "shift": int},
         name="shifted",
     )
@@ -106,7 +152,15 @@ def test_numbers_that_change_between_calls_keep_their_types(device: torch.device
     cache = torch.randn(8, 2, PAGE, KV_HEADS, HEAD_DIM, device=device).bfloat16()
 
     def attend(shift: int, factor: float, sm_scale: float) -> Tensor:
-        return made.run(q, KVCache.from_tensor(cache), sm_scale=sm_scale, variant_args={"factor": factor, "shift": shift}) * 2
+        return (
+            made.run(
+                q,
+                KVCache.from_tensor(cache),
+                sm_scale=sm_scale,
+                variant_args={"factor": factor, "shift": shift},
+            )
+            * 2
+        )
 
     compiled, outputs = torch.compile(attend, fullgraph=True), []
     for numbers in ((3, 0.5, 0.125), (4, 0.25, 0.1), (5, 2.0, 0.25), (-6, 2.0, 0.25)):
@@ -125,7 +179,10 @@ def test_q_is_written_where_no_out_is_given(device: torch.device) -> None:
         returned = append_qkv(q, k, v, KVCache.from_tensor(cache), slots, rotary=rotary, positions=positions)
         return q + 1, returned * 2
 
-    x, cache = torch.randn(3, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).bfloat16(), torch.zeros(8, 2, PAGE, KV_HEADS, HEAD_DIM, device=device).bfloat16()
+    x, cache = (
+        torch.randn(3, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).bfloat16(),
+        torch.zeros(8, 2, PAGE, KV_HEADS, HEAD_DIM, device=device).bfloat16(),
+    )
     caches = cache.clone(), cache.clone()
     eager, of_graph = layer(x, caches[0]), torch.compile(layer, fullgraph=True)(x, caches[1])
     assert not torch.equal(eager[0], (x + x)[:, :HEADS] + 1)
@@ -138,7 +195,13 @@ def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
     made = attention(device, kv_dtype=torch.float8_e4m3fn, head_dim_v=32)
     rows = sum(QO_LENS)
     q, k = (torch.randn(rows, heads, HEAD_DIM, device=device).bfloat16() for heads in (HEADS, KV_HEADS))
-    caches = [[torch.zeros(8, PAGE, KV_HEADS, columns, device=device).to(torch.float8_e4m3fn) for columns in (HEAD_DIM, 32)] for _ in range(2)]
+    caches = [
+        [
+            torch.zeros(8, PAGE, KV_HEADS, columns, device=device).to(torch.float8_e4m3fn)
+            for columns in (HEAD_DIM, 32)
+        ]
+        for _ in range(2)
+    ]
     slots, scale = torch.arange(rows, device=device), torch.tensor([0.5, 2.0], device=device)
 
     def layer(q: Tensor, k: Tensor, k_cache: Tensor, v_cache: Tensor, scale: Tensor) -> Tensor:
@@ -148,7 +211,10 @@ def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
 
     compiled = torch.compile(layer, fullgraph=True)
     for factor in (1.0, 3.0):
-        outputs = [function(q, k, *pair, scale * factor) for function, pair in ((layer, caches[0]), (compiled, caches[1]))]
+        outputs = [
+            function(q, k, *pair, scale * factor)
+            for function, pair in ((layer, caches[0]), (compiled, caches[1]))
+        ]
         assert outputs[0].shape == (rows, HEADS, 32)
         assert torch.equal(*outputs)
         assert outputs[0].abs().sum() > 0
@@ -161,7 +227,10 @@ def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
 def test_queries_of_8_bits(device: torch.device, of_heads: bool) -> None:
     """With their scale as a number, and as a tensor."""
     made = attention(device, kv_dtype=torch.float8_e4m3fn, q_dtype=torch.float8_e4m3fn)
-    q, k, v = (torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in ((sum(QO_LENS), HEADS, HEAD_DIM), *[(8, PAGE, KV_HEADS, HEAD_DIM)] * 2))
+    q, k, v = (
+        torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+        for shape in ((sum(QO_LENS), HEADS, HEAD_DIM), *[(8, PAGE, KV_HEADS, HEAD_DIM)] * 2)
+    )
     q_scale = torch.tensor([0.5, 2.0], device=device) if of_heads else 0.7
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -77,7 +77,10 @@ def test_long_shared_prefix(device: torch.device, num_levels: int) -> None:
     parents = [-1, *[0] * 64, *([*range(1, 65)] if num_levels == 3 else [])]
     node_of_row = rng.permutation(len(parents)).tolist()
     composition = Composition.tree(parents, memory.table(rng, list(range(len(parents)))), node_of_row)
-    seen = [Seen([row], torch.cat([memory.slots[n] for n in path_to(parents, node)]), memory.slots[0][:0]) for row, node in enumerate(node_of_row)]
+    seen = [
+        Seen([row], torch.cat([memory.slots[n] for n in path_to(parents, node)]), memory.slots[0][:0])
+        for row, node in enumerate(node_of_row)
+    ]
     problem = make_problem(rng, shape, memory, composition, seen, len(node_of_row))
     problem.run(problem.attention())
     problem.check()
@@ -103,7 +106,10 @@ def test_one_object_serves_any_number_of_levels(device: torch.device, num_ctas: 
     attention = make_attention(shape, device, max_rows=MAX_ROWS, max_batch=1024, max_levels=MAX_LEVELS)
     for seed, depth in enumerate([4, 0, 6, 1, 0, 7, 2, 5]):
         rng = numpy.random.default_rng(seed)
-        for problem in (tree_problem(rng, shape, device, depth), cascade_problem(rng, shape, device, 1 + seed % 3)):
+        for problem in (
+            tree_problem(rng, shape, device, depth),
+            cascade_problem(rng, shape, device, 1 + seed % 3),
+        ):
             problem.run(attention)
             problem.check()
 
@@ -169,7 +175,9 @@ def test_a_level_without_rows_changes_nothing(device: torch.device, seed: int) -
     first, first_lse = problem.out.clone(), problem.lse.clone()
     table = levels[0].table
     without_rows = BSRView(torch.zeros(table.batch_size + 1, dtype=torch.int32, device=device), table)
-    without_requests = BSRView(torch.zeros(1, dtype=torch.int32, device=device), problem.memory.table(rng, []))
+    without_requests = BSRView(
+        torch.zeros(1, dtype=torch.int32, device=device), problem.memory.table(rng, [])
+    )
     for empty in (without_rows, without_requests):
         for at in range(len(levels) + 1):
             problem.run(attention, Composition((*levels[:at], empty, *levels[at:])))
@@ -185,7 +193,12 @@ def test_order_of_levels_does_not_matter(device: torch.device, seed: int) -> Non
     problem = tree_problem(rng, random_shape(rng, device), device, depth=1 + seed % 6)
     attention = problem.attention()
     for _ in range(3):
-        problem.run(attention, Composition(tuple(problem.composition.levels[i] for i in rng.permutation(len(problem.composition.levels)))))
+        problem.run(
+            attention,
+            Composition(
+                tuple(problem.composition.levels[i] for i in rng.permutation(len(problem.composition.levels)))
+            ),
+        )
         problem.check()
 
 
@@ -238,7 +251,10 @@ def test_run_captured_once_serves_every_composition(num_ctas: int | None) -> Non
         segments = rng.permutation(len(lens))[: len(parents)].tolist()
         if depth == 0 and rng.random() < 0.5:  # a plain view, causal
             qo_lens = rng.integers(0, 9, len(parents)).tolist()
-            return BSRView(torch.tensor(prefix_sum(qo_lens), dtype=torch.int32, device=device), memory.table(rng, segments))
+            return BSRView(
+                torch.tensor(prefix_sum(qo_lens), dtype=torch.int32, device=device),
+                memory.table(rng, segments),
+            )
         return Composition.tree(parents, memory.table(rng, segments), random_nodes(rng, parents))
 
     room = {"max_rows": MAX_ROWS, "max_batch": 1024, "max_levels": MAX_LEVELS}
@@ -285,7 +301,9 @@ def test_plan_and_run_never_synchronise() -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["csr", "csr_lens", "block_table", "token_slots"])
 def test_levels_of_several_page_sizes(device: torch.device, form: str, layout: str) -> None:
-    """A prefix in pages of 64 and what each request has for itself in pages of 16, of one cache: as if all pages had 16 tokens, and as one level has it."""
+    """A prefix in pages of 64 and what each request has for itself in pages of 16, of one cache: as if all
+    pages had 16 tokens, and as one level has it.
+    """
 
     def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -301,11 +319,18 @@ def test_levels_of_several_page_sizes(device: torch.device, form: str, layout: s
         "csr": lambda: PageTable.csr(ints([0, 3]), ints([*large, -5]), ints([41], torch.int64), 64),
         "csr_lens": lambda: PageTable.csr(ints([0, 4]), ints([*large, 9]), None, 64, kv_lens=ints([tokens])),
         "block_table": lambda: PageTable.block_table(ints([[*large, -1]]), ints([tokens]), 64),
-        "token_slots": lambda: PageTable.token_slots(ints([[0] * 192, [64 * large[i // 64] + i % 64 for i in range(192)]]), ints([1]), ints([tokens]), 64),
+        "token_slots": lambda: PageTable.token_slots(
+            ints([[0] * 192, [64 * large[i // 64] + i % 64 for i in range(192)]]),
+            ints([1]),
+            ints([tokens]),
+            64,
+        ),
     }[form]()
     suffix = PageTable.block_table(ints(own), ints(lens), 16)
     rows, of_own = ints([0, 4]), ints([0, 1, 3, 4])
-    attention = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3, max_levels=2, kernel=kernel_of(device))
+    attention = Attention(
+        8, 2, 64, device=device, max_rows=4, max_batch=3, max_levels=2, kernel=kernel_of(device)
+    )
     results = []
     for table in (prefix, PageTable.block_table(ints([small]), ints([tokens]), 16)):
         attention.plan(Composition.cascade([rows, of_own], [table, suffix]))
@@ -317,21 +342,32 @@ def test_levels_of_several_page_sizes(device: torch.device, form: str, layout: s
     def slots_of(pages: list[int], length: int) -> list[int]:
         return [16 * pages[i // 16] + i % 16 for i in range(length)]
 
-    slots = [slots_of(small, tokens) + slots_of(pages, length) for pages, length in zip(own, lens, strict=True)]
+    slots = [
+        slots_of(small, tokens) + slots_of(pages, length) for pages, length in zip(own, lens, strict=True)
+    ]
     padded = [row + [0] * (tokens + 32 - len(row)) for row in slots]
     whole = Attention(8, 2, 64, device=device, max_rows=4, max_batch=3, kernel=kernel_of(device))
     whole.plan(BSRView(of_own, PageTable.block_table(ints(padded), ints([len(row) for row in slots]), 1)))
-    expected = whole.run(q, KVCache.from_slots(kv.k.reshape(-1, 2, 64), kv.v.reshape(-1, 2, 64)), return_lse=True)
+    expected = whole.run(
+        q, KVCache.from_slots(kv.k.reshape(-1, 2, 64), kv.v.reshape(-1, 2, 64)), return_lse=True
+    )
     torch.testing.assert_close(results[0][0], expected[0], rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(results[0][1], expected[1], rtol=1e-4, atol=1e-4)
 
 
 def test_wrong_values_of_larger_pages() -> None:
     indptr, one = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([65], dtype=torch.int32)
-    large = BSRView(indptr, PageTable.csr(indptr, torch.tensor([0], dtype=torch.int32), one, 64), causal=False)
-    small = BSRView(indptr, PageTable.csr(indptr, torch.tensor([5], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), 16))
+    large = BSRView(
+        indptr, PageTable.csr(indptr, torch.tensor([0], dtype=torch.int32), one, 64), causal=False
+    )
+    small = BSRView(
+        indptr,
+        PageTable.csr(indptr, torch.tensor([5], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), 16),
+    )
     attention = Attention(8, 2, 64, device="cpu", max_rows=4, max_batch=3, max_levels=2)
-    with pytest.raises(ValueError, match=r"^levels\[0\]: kv_last_page_len\[0\] is 65, must be 1 .. page_size = 64"):
+    with pytest.raises(
+        ValueError, match=r"^levels\[0\]: kv_last_page_len\[0\] is 65, must be 1 .. page_size = 64"
+    ):
         attention.plan(Composition([large, small]))
 
 
@@ -341,5 +377,8 @@ def test_larger_pages_whose_ids_change_are_refused() -> None:
     large = BSRView(indptr, PageTable.csr(indptr, zero, zero + 64, 64), causal=False, pages_change=True)
     small = BSRView(indptr, PageTable.csr(indptr, zero + 5, zero + 9, 16))
     attention = Attention(8, 2, 64, device="cpu", max_rows=4, max_batch=3, max_levels=2)
-    with pytest.raises(ValueError, match=r"^levels\[0\]\.pages_change is True, must be False with pages of 64 tokens in a cache of 16"):
+    with pytest.raises(
+        ValueError,
+        match=r"^levels\[0\]\.pages_change is True, must be False with pages of 64 tokens in a cache of 16",
+    ):
         attention.plan(Composition([large, small]))

@@ -1,4 +1,6 @@
-"""Plans and draws on a GPU whose metadata, workspace or neighbours do what they must not: each ends in bounded time, and the next one is right."""
+"""Plans and draws on a GPU whose metadata, workspace or neighbours do what they must not: each ends in
+bounded time, and the next one is right.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Served:
     def __init__(self, cascade: object = True, num_requests: int = 64) -> None:
         self.rng = numpy.random.default_rng(0)
         pages = [[0, 1, 2, 3, *([4, 5, 6] if i % 2 else [7, 8]), 20 + i] for i in range(num_requests)]
-        self.batch = Batch(PAGE_SIZE, [1] * num_requests, [PAGE_SIZE * len(own) for own in pages], pages, 20 + num_requests)
+        self.batch = Batch(
+            PAGE_SIZE, [1] * num_requests, [PAGE_SIZE * len(own) for own in pages], pages, 20 + num_requests
+        )
         width = max(map(len, pages))
         table = torch.zeros(num_requests, width, dtype=torch.int32)
         for row, own in zip(table, pages, strict=True):
@@ -32,10 +36,14 @@ class Served:
         self.table = table.cuda()
         self.kv_lens = torch.tensor(self.batch.kv_lens, dtype=torch.int32, device="cuda")
         self.qo_indptr = torch.arange(num_requests + 1, dtype=torch.int32, device="cuda")
-        self.attention = Attention(QO_HEADS, KV_HEADS, HEAD_DIM, max_rows=num_requests, max_batch=num_requests, cascade=cascade)  # type: ignore[arg-type]
+        self.attention = Attention(
+            QO_HEADS, KV_HEADS, HEAD_DIM, max_rows=num_requests, max_batch=num_requests, cascade=cascade
+        )  # type: ignore[arg-type]
         generator = torch.Generator("cuda").manual_seed(0)
         shape = (self.batch.num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-        self.kv = KVCache.from_pair(*(torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(2)))
+        self.kv = KVCache.from_pair(
+            *(torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(2))
+        )
         self.q = torch.randn(num_requests, QO_HEADS, HEAD_DIM, device="cuda", generator=generator).bfloat16()
         self.view = BSRView(self.qo_indptr, PageTable.block_table(self.table, self.kv_lens, PAGE_SIZE))
 
@@ -61,7 +69,11 @@ def test_whatever_the_workspace_holds(cascade: object) -> None:
     assert any(node.group >= 0 for node in planned.forest) or cascade is True
     schedule = served.attention._schedule
     other = schedule.roll(16)
-    for poison in (torch.randint(0, 256, schedule.shape, dtype=torch.uint8, device="cuda"), torch.full_like(schedule, 255), other):
+    for poison in (
+        torch.randint(0, 256, schedule.shape, dtype=torch.uint8, device="cuda"),
+        torch.full_like(schedule, 255),
+        other,
+    ):
         schedule.copy_(poison)
         served.attention._partial_o.fill_(torch.nan)
         served.attention._partial_lse.fill_(torch.nan)
@@ -79,9 +91,18 @@ def test_metadata_that_changes_during_plans(cascade: object) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     wrong = [
         [
-            torch.randint(0, served.batch.num_pages, kept[0].shape, dtype=torch.int32, device="cuda", generator=generator),
+            torch.randint(
+                0,
+                served.batch.num_pages,
+                kept[0].shape,
+                dtype=torch.int32,
+                device="cuda",
+                generator=generator,
+            ),
             torch.randint(-5, 200, kept[1].shape, dtype=torch.int32, device="cuda", generator=generator),
-            torch.randint(0, 70, kept[2].shape, dtype=torch.int32, device="cuda", generator=generator).sort().values.int(),
+            torch.randint(0, 70, kept[2].shape, dtype=torch.int32, device="cuda", generator=generator)
+            .sort()
+            .values.int(),
         ]
         for _ in range(4)
     ]
@@ -95,7 +116,9 @@ def test_metadata_that_changes_during_plans(cascade: object) -> None:
     for _ in range(500):
         with torch.cuda.stream(mutator):
             for number in range(24):
-                for tensor, value in zip((served.table, served.kv_lens, served.qo_indptr), (kept, *wrong)[number % 5], strict=True):
+                for tensor, value in zip(
+                    (served.table, served.kv_lens, served.qo_indptr), (kept, *wrong)[number % 5], strict=True
+                ):
                     tensor.copy_(value)
         graph.replay()
         synchronize()
@@ -136,7 +159,11 @@ def test_draws_with_whatever_the_workspace_holds() -> None:
     seed = torch.arange(8, device="cuda")
     expected = sample(logits, seed=seed).token_ids
     workspace = sampling_workspace("cuda")
-    for poison in (torch.randint(-(2**62), 2**62, workspace.shape, device="cuda"), torch.full_like(workspace, -1), torch.ones_like(workspace)):
+    for poison in (
+        torch.randint(-(2**62), 2**62, workspace.shape, device="cuda"),
+        torch.full_like(workspace, -1),
+        torch.ones_like(workspace),
+    ):
         workspace.copy_(poison)
         for batch in (8, 3, 8):
             samples = sample(logits[:batch], seed=seed[:batch], workspace=workspace)
@@ -156,7 +183,11 @@ def test_two_draws_with_one_workspace_at_once() -> None:
     for i in range(1000):
         for number, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                sample(logits[: 16 if (i + number) % 3 else 5], seed=seed[: 16 if (i + number) % 3 else 5], workspace=workspace)
+                sample(
+                    logits[: 16 if (i + number) % 3 else 5],
+                    seed=seed[: 16 if (i + number) % 3 else 5],
+                    workspace=workspace,
+                )
     torch.cuda.synchronize()
     assert time.monotonic() - begin < _LONGEST
     assert torch.equal(sample(logits, seed=seed, workspace=workspace).token_ids, expected)

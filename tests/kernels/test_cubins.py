@@ -20,17 +20,46 @@ needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
 def test_kernel_set_is_complete() -> None:
     head_dims = {"standard": (64, 96, 128, 192, "192_128", 256, 512, "576_512"), "sinks": (64, 128, 256)}
-    shapes = [f"{dtype}_d{head_dim}_{variant}" for dtype in ("bf16", "f16") for variant, dims in head_dims.items() for head_dim in dims]
+    shapes = [
+        f"{dtype}_d{head_dim}_{variant}"
+        for dtype in ("bf16", "f16")
+        for variant, dims in head_dims.items()
+        for head_dim in dims
+    ]
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
     shapes += [f"bf16{cache}_to_e4m3_d128_standard" for cache in ("", "_e4m3")]
-    widened = [f"bf16_{form}_standard" for form in ("e4m3_d512", "e4m3_d576_512", "latent_d576_512")]  # on Hopper one kernel serves all caches
-    multiplied = ["bf16_e4m3_q_d64_standard", "bf16_e4m3_q_d128_standard", "bf16_e4m3_q_to_e4m3_d128_standard"]
-    merges = {"merge_bf16", "merge_f16", "merge_e4m3", "merge_states_f32", "merge_states_f16", "merge_states_bf16"}
-    appends = {"append", "append_latent"} | {f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")}
+    # on Hopper one kernel serves all caches
+    widened = [f"bf16_{form}_standard" for form in ("e4m3_d512", "e4m3_d576_512", "latent_d576_512")]
+    multiplied = [
+        "bf16_e4m3_q_d64_standard",
+        "bf16_e4m3_q_d128_standard",
+        "bf16_e4m3_q_to_e4m3_d128_standard",
+    ]
+    merges = {
+        "merge_bf16",
+        "merge_f16",
+        "merge_e4m3",
+        "merge_states_f32",
+        "merge_states_f16",
+        "merge_states_bf16",
+    }
+    appends = {"append", "append_latent"} | {
+        f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")
+    }
     alibi = [f"{dtype}_d{head_dim}_alibi" for dtype in ("bf16", "f16") for head_dim in (64, 128)]
-    everywhere = {"plan", "selected_slots"} | appends | merges | {f"attention_sm80_{shape}" for shape in [*shapes, *widened]} | samplers
-    hopper = {f"attention_{design}_{shape}" for design in ("sm90", "sm90_gather") for shape in [*shapes, *multiplied, *alibi]}
+    everywhere = (
+        {"plan", "selected_slots"}
+        | appends
+        | merges
+        | {f"attention_sm80_{shape}" for shape in [*shapes, *widened]}
+        | samplers
+    )
+    hopper = {
+        f"attention_{design}_{shape}"
+        for design in ("sm90", "sm90_gather")
+        for shape in [*shapes, *multiplied, *alibi]
+    }
     hopper |= {f"attention_sm90_{shape}" for shape in widened}
     assert set(manifest.kernels("sm_80")) == everywhere | {f"attention_sm80_{shape}" for shape in alibi}
     assert set(manifest.kernels("sm_90a")) == everywhere | hopper
@@ -45,7 +74,11 @@ def test_kernels_that_ci_leaves_out_are_like_others() -> None:
         assert {name.replace("_f16_", "_bf16_") for name in generic} <= distinct["sm_80"]
         assert {name.replace("_f16", "_bf16") for name in names - generic} <= distinct[arch]
     assert {arch: len(names) for arch, names in left_out.items()} == {"sm_90a": 53, "sm_80": 13}
-    for name in ("attention_sm80_bf16_d128_standard", "attention_sm80_f16_d128_standard", "attention_sm90_f16_d128_standard"):
+    for name in (
+        "attention_sm80_bf16_d128_standard",
+        "attention_sm80_f16_d128_standard",
+        "attention_sm90_f16_d128_standard",
+    ):
         assert name in distinct["sm_90a"]
 
 
@@ -58,20 +91,33 @@ def test_names_say_what_kernels_are_for() -> None:
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q"
     source = manifest.source_of(name, "sm_90a")
     assert source is not None
-    assert "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, attn::Float8E4M3, attn::BFloat16>" in source
+    assert (
+        "attn::Float8E4M3, attn::HeadShape<72, 72>, attn::WithScales<attn::StandardVariant, true>, "
+        "attn::Float8E4M3, attn::BFloat16>" in source
+    )
     assert manifest.compile_options(name.replace("_q_", "_")) == " --head-dim 72 --kv-dtype float8_e4m3fn"
     name = "attention_sm90_bf16_e4m3_q_to_e4m3_d72_standard"
-    assert manifest.attention_name("sm90", KernelShape("bf16", HEADS, "e4m3", float8_q=True, float8_out=True)) == name
+    assert (
+        manifest.attention_name("sm90", KernelShape("bf16", HEADS, "e4m3", float8_q=True, float8_out=True))
+        == name
+    )
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float8_e4m3fn --float8-q --float8-out"
     name = "attention_sm90_gather_bf16_f16_d72_standard"
     assert manifest.attention_name("sm90_gather", KernelShape("bf16", HEADS, "f16")) == name
     assert manifest.compile_options(name) == " --head-dim 72 --kv-dtype float16"
     source = manifest.source_of(name, "sm_90a")
     assert source is not None
-    assert "attn::Float16, attn::Float16, attn::HeadShape<72, 72>, attn::StandardVariant, attn::BFloat16, attn::BFloat16>" in source
+    assert (
+        "attn::Float16, attn::Float16, attn::HeadShape<72, 72>, attn::StandardVariant, attn::BFloat16, "
+        "attn::BFloat16>" in source
+    )
     assert manifest.compile_options("append_qkv_f16_bf16") == " --kv-dtype bfloat16"
     assert manifest.source_of("append_qkv_f16_bf16", "sm_80") is not None
-    for nothing in ("attention_sm80_bf16_bf16_d64_standard", "append_qkv_bf16_bf16", "attention_sm90_bf16_f16_d64_standard"):
+    for nothing in (
+        "attention_sm80_bf16_bf16_d64_standard",
+        "append_qkv_bf16_bf16",
+        "attention_sm90_bf16_f16_d64_standard",
+    ):
         assert manifest.source_of(nothing, "sm_80") is None
 
 
@@ -88,7 +134,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     return FakeKernels(tmp_path, monkeypatch)
 
 
-def test_key_follows_all_that_the_compiler_reads(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_follows_all_that_the_compiler_reads(
+    fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, compiler = '#include "common/a.h"\n', str(fake.nvcc)
     header, deeper = tmp_path / "common" / "a.h", tmp_path / "common" / "b.h"
     header.parent.mkdir()
@@ -108,7 +156,9 @@ def test_key_follows_all_that_the_compiler_reads(fake: FakeKernels, tmp_path: Pa
     assert cubins.cache_key(source, "sm_90a", same) == first
 
 
-def test_key_follows_flags_and_arch(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_follows_flags_and_arch(
+    fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, compiler = fake.sources["k"], str(fake.nvcc)
 
     def key(*flags: str, arch: str = "sm_90a") -> str:
@@ -122,7 +172,9 @@ def test_key_follows_flags_and_arch(fake: FakeKernels, tmp_path: Path, monkeypat
     assert key("-O3", "-I/there") == first, "where the sources lie does not matter"
 
 
-def test_key_follows_what_is_done_to_the_compilers_output(fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_follows_what_is_done_to_the_compilers_output(
+    fake: FakeKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, compiler = fake.sources["k"], str(fake.nvcc)
     first = cubins.cache_key(source, "sm_90a", compiler)
     other = tmp_path / "code_address.py"
@@ -151,19 +203,25 @@ def test_compiles_once_and_survives_a_race(tmp_path: Path, monkeypatch: pytest.M
     assert paths[0].stat().st_size > 0
     modified = paths[0].stat().st_mtime_ns
     assert cubins.compile_kernel("append", "sm_90a")[0].stat().st_mtime_ns == modified
-    assert sorted(path.suffix for path in paths[0].parent.iterdir()) == [".cubin", ".txt"], "no partial files are left"
+    assert sorted(path.suffix for path in paths[0].parent.iterdir()) == [".cubin", ".txt"], (
+        "no partial files are left"
+    )
     assert {path.stat().st_mode & 0o777 for path in paths[0].parent.iterdir()} == {0o644}
 
 
 @needs_nvcc
-def test_source_that_does_not_compile_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_that_does_not_compile_fails_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"broken": "this is not CUDA\n"})
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RuntimeError, match="nvcc failed on kernel broken"):
         cubins.compile_kernel("broken", "sm_90a")
 
 
-def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_message_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(cubins, "nvcc", lambda: None)
     monkeypatch.setattr(cubins, "PACKAGE", tmp_path)
     monkeypatch.setattr(cubins, "kernel_sources", lambda arch: {"plan": "// a kernel\n"})
@@ -180,30 +238,49 @@ def test_a_whole_cubin_of_the_package_is_used(fake: FakeKernels) -> None:
     assert fake.runs() == 0
 
 
-def test_without_jit_only_what_was_compiled_ahead_is_used(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jit_only_what_was_compiled_ahead_is_used(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
-    with pytest.raises(RuntimeError, match=r"kernel k is not compiled, and ATTN_BACKEND_JIT=0.*`attn-backend compile --arch sm_90a` compiles it ahead"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"kernel k is not compiled, and ATTN_BACKEND_JIT=0.*`attn-backend compile --arch sm_90a` "
+        r"compiles it ahead",
+    ):
         cubins.find_kernel("k", "sm_90a")
     assert fake.runs() == 0
     path, _ = cubins.compile_kernel("k", "sm_90a")
     assert cubins.find_kernel("k", "sm_90a") == path
 
 
-def test_without_a_compiler_what_another_machine_compiled_is_used(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_what_another_machine_compiled_is_used(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, _ = cubins.compile_kernel("k", "sm_90a")
     monkeypatch.setattr(cubins, "nvcc", lambda: None)
     assert cubins.find_kernel("k", "sm_90a") == path
     for spoil in (lambda: fake.sources.update(k="// another kernel\n"), lambda: path.write_bytes(b"")):
         cubins.find_kernel.cache_clear()
         spoil()
-        with pytest.raises(RuntimeError, match="kernel k for sm_90a is neither in the package nor compilable"):
+        with pytest.raises(
+            RuntimeError, match="kernel k for sm_90a is neither in the package nor compilable"
+        ):
             cubins.find_kernel("k", "sm_90a")
         fake.sources["k"] = "// a kernel\n"
     assert fake.runs() == 1
 
 
-@pytest.mark.parametrize(("content", "reason"), [(cubin()[:-1], "is truncated"), (b"", "is empty"), (b"version https://git-lfs", "is neither a cubin nor")])
-def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (cubin()[:-1], "is truncated"),
+        (b"", "is empty"),
+        (b"version https://git-lfs", "is neither a cubin nor"),
+    ],
+)
+def test_a_damaged_cubin_of_the_package_is_not_used(
+    content: bytes, reason: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shipped = cubins.shipped_kernel("k", "sm_90a")
     shipped.parent.mkdir(parents=True)
     shipped.write_bytes(content)
@@ -213,7 +290,9 @@ def test_a_damaged_cubin_of_the_package_is_not_used(content: bytes, reason: str,
     compiled.unlink()
     cubins.find_kernel.cache_clear()
     monkeypatch.setattr(cubins, "nvcc", lambda: None)
-    with pytest.raises(RuntimeError, match=f"{shipped} {reason}.*: reinstall attn-backend; .* no nvcc was found"):
+    with pytest.raises(
+        RuntimeError, match=f"{shipped} {reason}.*: reinstall attn-backend; .* no nvcc was found"
+    ):
         cubins.find_kernel("k", "sm_90a")
 
 
@@ -226,7 +305,13 @@ def test_faults_are_found() -> None:
     spilled = "40 bytes stack frame, {} bytes spill stores, {} bytes spill loads"
     assert fault(f"{spilled.format(0, 0)}\nUsed 168 registers") == ""
     assert fault(spilled.format(20, 20)) == "SPILLS"
-    assert fault("ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...") == "SERIALIZES WGMMA"
+    assert (
+        fault(
+            "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized "
+            "due to ..."
+        )
+        == "SERIALIZES WGMMA"
+    )
 
 
 def test_importing_needs_no_gpu() -> None:

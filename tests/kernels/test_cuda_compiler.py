@@ -34,12 +34,21 @@ def seen_to_end(process: int) -> bool:
 
 
 BAD = {
-    "ends without output": ("echo done", r"reported no error on kernel k for sm_90a, but its output is missing: set CUDA_HOME .*\ndone"),
+    "ends without output": (
+        "echo done",
+        r"reported no error on kernel k for sm_90a, but its output is missing: set CUDA_HOME .*\ndone",
+    ),
     "leaves its output empty": (": > $out", "but its output is empty"),
     "writes garbage": ("echo garbage > $out", "but its output is neither a cubin nor a fatbin"),
     "stops in the middle": ("head -c 100 {good} > $out", "but its output is truncated"),
-    "is killed": ("echo half > $out; echo working; kill -9 $$", r"was killed by signal 9 on kernel k for sm_90a; if memory ran out, .*--jobs 1.*\nworking"),
-    "fails": ("echo half > $out; echo wrong source; exit 3", r"nvcc failed on kernel k for sm_90a:\nwrong source\n.* ended with exit status 3"),
+    "is killed": (
+        "echo half > $out; echo working; kill -9 $$",
+        r"was killed by signal 9 on kernel k for sm_90a; if memory ran out, .*--jobs 1.*\nworking",
+    ),
+    "fails": (
+        "echo half > $out; echo wrong source; exit 3",
+        r"nvcc failed on kernel k for sm_90a:\nwrong source\n.* ended with exit status 3",
+    ),
     "prints what is not text": (r"printf '\377\376'; exit 1", "nvcc failed on kernel k for sm_90a"),
 }
 
@@ -54,11 +63,16 @@ def test_a_compiler_that_does_not_do_its_work_is_named(how: str, fake: FakeKerne
     assert fake.files() == []
 
 
-def test_a_compiler_that_hangs_is_ended_with_what_it_started(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_compiler, "TIME_LIMIT", 0.5)
     child = fake.folder / "child"
     fake_nvcc(fake.nvcc, f"echo half > $out; sleep 1000 & echo $! > {child}; wait")
-    with pytest.raises(RuntimeError, match=r"took more than 0\.5 s for kernel k for sm_90a and was ended: .*--jobs 1.*set CUDA_HOME"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"took more than 0\.5 s for kernel k for sm_90a and was ended: .*--jobs 1.*set CUDA_HOME",
+    ):
         cubins.find_kernel("k", "sm_90a")
     assert seen_to_end(int(child.read_text()))
     assert fake.files() == []
@@ -118,7 +132,9 @@ def test_stop_ends_the_compilers_of_other_threads(fake: FakeKernels) -> None:
         ("", "cannot be run: Exec format error; set CUDA_HOME"),
     ],
 )
-def test_a_compiler_that_does_not_say_its_version_is_named(script: str, message: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_say_its_version_is_named(
+    script: str, message: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_compiler, "VERSION_TIME_LIMIT", 0.3)
     fake.nvcc.write_text(script)
     with pytest.raises(RuntimeError, match=message):
@@ -126,7 +142,9 @@ def test_a_compiler_that_does_not_say_its_version_is_named(script: str, message:
     assert fake.files() == []
 
 
-def test_the_compiler_is_looked_for_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_looked_for_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "home" / "bin").mkdir(parents=True)
     (tmp_path / "path").mkdir()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
@@ -137,19 +155,28 @@ def test_the_compiler_is_looked_for_where_the_user_says(tmp_path: Path, monkeypa
     assert cuda_compiler.nvcc() == str(at_home)
 
 
-def test_a_compiler_that_may_not_be_executed_is_passed_over_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_may_not_be_executed_is_passed_over_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
-    monkeypatch.setattr(cuda_compiler, "_candidates", lambda: [str(tmp_path / "bin" / "nvcc"), str(tmp_path / "bin"), "/nowhere/nvcc"])
+    monkeypatch.setattr(
+        cuda_compiler,
+        "_candidates",
+        lambda: [str(tmp_path / "bin" / "nvcc"), str(tmp_path / "bin"), "/nowhere/nvcc"],
+    )
     assert cuda_compiler.nvcc() is None
     assert cuda_compiler.no_nvcc().startswith(
-        f"no nvcc was found ({tmp_path}/bin/nvcc is not an executable file) ({tmp_path}/bin is not an executable file): set CUDA_HOME"
+        f"no nvcc was found ({tmp_path}/bin/nvcc is not an executable file) ({tmp_path}/bin is not an "
+        f"executable file): set CUDA_HOME"
     )
 
 
 def test_no_room_for_temporary_files_is_named(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_compiler.nvcc_version(str(fake.nvcc))
     monkeypatch.setattr(cuda_compiler.tempfile, "tempdir", "/proc/nowhere")
-    with pytest.raises(RuntimeError, match=r"/proc/nowhere.* cannot be written: No such file or directory; set TMPDIR"):
+    with pytest.raises(
+        RuntimeError, match=r"/proc/nowhere.* cannot be written: No such file or directory; set TMPDIR"
+    ):
         cubins.find_kernel("k", "sm_90a")
     assert fake.files() == []

@@ -25,7 +25,10 @@ def random_lengths(rng: numpy.random.Generator) -> tuple[list[int], list[int]]:
         qo_len = min(qo_len, left - (batch - 1 - i))
         qo_lens.append(max(qo_len, 0))
         left -= qo_lens[-1]
-    return qo_lens, [int(numpy.exp(rng.uniform(0, numpy.log(WIDTH * PAGE_SIZE)))) if rng.random() < 0.95 else 0 for _ in range(batch)]
+    return qo_lens, [
+        int(numpy.exp(rng.uniform(0, numpy.log(WIDTH * PAGE_SIZE)))) if rng.random() < 0.95 else 0
+        for _ in range(batch)
+    ]
 
 
 def make_view(rng: numpy.random.Generator) -> BSRView:
@@ -34,12 +37,19 @@ def make_view(rng: numpy.random.Generator) -> BSRView:
     qo_indptr = torch.tensor([0, *numpy.cumsum(qo_lens).tolist()], dtype=torch.int32, device="cuda")
     lens = torch.tensor(kv_lens, dtype=torch.int64 if rng.random() < 0.5 else torch.int32, device="cuda")
     window_left = int(rng.integers(0, 500)) if rng.random() < 0.3 else -1
-    return BSRView(qo_indptr, PageTable.block_table(table, lens, PAGE_SIZE), causal=bool(rng.random() < 0.7), window_left=window_left)
+    return BSRView(
+        qo_indptr,
+        PageTable.block_table(table, lens, PAGE_SIZE),
+        causal=bool(rng.random() < 0.7),
+        window_left=window_left,
+    )
 
 
 def make_attention() -> Attention:
     kernel = attention_kernels.kernel_of(torch.device("cuda"))
-    return Attention(QO_HEADS, KV_HEADS, HEAD_DIM, device="cuda", max_rows=MAX_ROWS, max_batch=MAX_BATCH, kernel=kernel)
+    return Attention(
+        QO_HEADS, KV_HEADS, HEAD_DIM, device="cuda", max_rows=MAX_ROWS, max_batch=MAX_BATCH, kernel=kernel
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +87,11 @@ def test_run_captured_once_serves_every_plan(tensors: tuple[torch.Tensor, KVCach
 
 
 @pytest.mark.parametrize("after_append", [False, True])
-def test_plan_in_the_graph_reads_what_the_engine_writes(tensors: tuple[torch.Tensor, KVCache], after_append: bool) -> None:
-    """A whole step as an engine captures it: append, plan and run, over buffers that are filled before each replay; requests beyond the batch are empty.
+def test_plan_in_the_graph_reads_what_the_engine_writes(
+    tensors: tuple[torch.Tensor, KVCache], after_append: bool
+) -> None:
+    """A whole step as an engine captures it: append, plan and run, over buffers that are filled before each
+    replay; requests beyond the batch are empty.
 
     after_append: two layers after the plan, whose runs start while their appends still write.
     """
@@ -123,14 +136,21 @@ def test_plan_in_the_graph_reads_what_the_engine_writes(tensors: tuple[torch.Ten
         graph.replay()
         assert torch.equal(kv.k.flatten(0, 1)[slots[:rows]], k_new[:rows])
         expected = torch.full_like(out, torch.nan)
-        eager.plan(BSRView(qo_indptr[: batch + 1].clone(), PageTable.block_table(table[:batch].clone(), lens[:batch].clone(), PAGE_SIZE)))
+        eager.plan(
+            BSRView(
+                qo_indptr[: batch + 1].clone(),
+                PageTable.block_table(table[:batch].clone(), lens[:batch].clone(), PAGE_SIZE),
+            )
+        )
         eager.run(q, kv, out=expected)
         assert torch.equal(out[:rows], expected[:rows])
         assert out[rows:].isnan().all()
 
 
 def test_eager_agrees_with_the_oracle_at_these_shapes() -> None:
-    case = case_tensors.build(Spec((1, 60, 5), (2048, 700, 33), num_kv_heads=KV_HEADS, group_size=4, head_dim=HEAD_DIM), "cuda")
+    case = case_tensors.build(
+        Spec((1, 60, 5), (2048, 700, 33), num_kv_heads=KV_HEADS, group_size=4, head_dim=HEAD_DIM), "cuda"
+    )
     attention = case.attention()
     attention.plan(case.view)
     case_tensors.check(case, case.run(attention, lse=case.lse), case.lse)

@@ -1,4 +1,6 @@
-"""Masks that are tensors, as bits and as booleans: 2-D ragged, over a batch whose requests have masks of their own."""
+"""Masks that are tensors, as bits and as booleans: 2-D ragged, over a batch whose requests have masks of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from torch import Tensor
 from attn_backend.kernels import cpp_compiler
 from attn_backend.variants import Variant, builtin, segment_packbits
 
-pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.usefixtures("kernel"),
+    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+]
 
 SPEC = cases.Spec((7, 64, 1, 30), (300, 64, 700, 410), group_size=2, sharing=0.8, num_ctas=5)
 TREE = {"custom_mask": False, "tree_mask": True}
@@ -25,7 +30,10 @@ def random_masks(name: str, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = []
     for i, (qo_len, kv_len) in enumerate(zip(SPEC.qo_lens, SPEC.kv_lens, strict=True)):
-        mask = torch.rand(qo_len, qo_len if TREE[name] else kv_len, generator=generator) < (0.1, 0.5, 0.9)[(seed + i) % 3]
+        mask = (
+            torch.rand(qo_len, qo_len if TREE[name] else kv_len, generator=generator)
+            < (0.1, 0.5, 0.9)[(seed + i) % 3]
+        )
         mask[:, mask.shape[1] // 3 : mask.shape[1] // 2] = False  # KV tiles that no query sees
         made.append(mask | torch.eye(qo_len, dtype=torch.bool) if TREE[name] else mask)
     return made
@@ -33,7 +41,9 @@ def random_masks(name: str, seed: int) -> list[Tensor]:
 
 def arguments(masks: list[Tensor], packed: bool, device: torch.device) -> dict[str, Tensor]:
     flat = torch.cat([mask.flatten() for mask in masks]).to(device)
-    indptr = torch.tensor([0, *(mask.numel() for mask in masks)], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    indptr = torch.tensor([0, *(mask.numel() for mask in masks)], dtype=torch.int32, device=device).cumsum(
+        0, dtype=torch.int32
+    )
     if not packed:
         return {"mask": flat, "mask_indptr": indptr}
     packed_mask, byte_indptr = segment_packbits(flat, indptr, "little")
@@ -52,9 +62,14 @@ def expected(case: case_tensors.Case, name: str, masks: list[Tensor], **more: An
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", TREE)
 def test_masks_of_any_kind(device: torch.device, name: str, packed: bool) -> None:
-    """Whether plan has the mask or not, alone and intersected with a causal view, given to the variant or to runs."""
+    """Whether plan has the mask or not, alone and intersected with a causal view, given to the variant or to
+    runs.
+    """
     for seed in range(3):
-        case, masks = case_tensors.build(SPEC.with_(seed=seed, causal=seed == 1), device), random_masks(name, seed)
+        case, masks = (
+            case_tensors.build(SPEC.with_(seed=seed, causal=seed == 1), device),
+            random_masks(name, seed),
+        )
         args = arguments(masks, packed, device)
         bound: Variant = getattr(builtin, name)(**args)
         given: Variant = getattr(builtin, name)(packed=packed)
@@ -93,13 +108,23 @@ def test_a_captured_plan_reads_what_booleans_hold() -> None:
 @pytest.mark.parametrize("name", TREE)
 def test_what_is_refused(name: str) -> None:
     make = getattr(builtin, name)
-    booleans, bits, indptr = torch.ones(4, dtype=torch.bool), torch.ones(1, dtype=torch.uint8), torch.tensor([0, 4], dtype=torch.int32)
+    booleans, bits, indptr = (
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(1, dtype=torch.uint8),
+        torch.tensor([0, 4], dtype=torch.int32),
+    )
     for wrong in ({"mask": booleans}, {"packed": False}):
-        with pytest.raises(ValueError, match=r"packed_mask is a uint8 tensor.*, must be None with mask, or with packed=False"):
+        with pytest.raises(
+            ValueError, match=r"packed_mask is a uint8 tensor.*, must be None with mask, or with packed=False"
+        ):
             make(bits, indptr, **wrong)
-    with pytest.raises(ValueError, match=r"value of 'mask' is a uint8 tensor.*, must be a bool tensor of 1 dimension"):
+    with pytest.raises(
+        ValueError, match=r"value of 'mask' is a uint8 tensor.*, must be a bool tensor of 1 dimension"
+    ):
         make(mask=bits, mask_indptr=indptr)
-    with pytest.raises(ValueError, match=r"value of 'packed_mask' is a bool tensor.*, must be a uint8 tensor of 1 dimension"):
+    with pytest.raises(
+        ValueError, match=r"value of 'packed_mask' is a bool tensor.*, must be a uint8 tensor of 1 dimension"
+    ):
         make(booleans, indptr)
     with pytest.raises(ValueError, match="packed is 1, must be True or False"):
         make(packed=1)

@@ -1,4 +1,6 @@
-"""8-bit caches in compositions of several levels: scales are those of the request whose row it is, in every level."""
+"""8-bit caches in compositions of several levels: scales are those of the request whose row it is, in every
+level.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,44 @@ from attn_backend import Composition
 
 
 def problem_over_8_bits(seed: int, device: torch.device) -> tuple[Problem, torch.Tensor, torch.Tensor]:
-    """A tree or a cascade with scales of any form, and its float64 o and lse. Rows that see the same are a request."""
+    """A tree or a cascade with scales of any form, and its float64 o and lse.
+
+    Rows that see the same are a request.
+    """
     rng = numpy.random.default_rng([seed, 88])
     shape = random_shape(rng, device)
-    problem = tree_problem(rng, shape, device, 1 + seed % 3) if seed % 2 else cascade_problem(rng, shape, device, 2 + seed // 2 % 2)
+    problem = (
+        tree_problem(rng, shape, device, 1 + seed % 3)
+        if seed % 2
+        else cascade_problem(rng, shape, device, 2 + seed // 2 % 2)
+    )
     memory, dtype = problem.memory, DTYPES[seed // 4 % 2]
     k_form, v_form = (str(form) for form in rng.choice(SCALES, size=2))
-    k_scale, v_scale = (random_scale(rng, form, len(problem.seen), shape.num_kv_heads, device) for form in (k_form, v_form))
+    k_scale, v_scale = (
+        random_scale(rng, form, len(problem.seen), shape.num_kv_heads, device) for form in (k_form, v_form)
+    )
     if "request" in k_form + v_form:
         requests = torch.zeros(len(problem.q), dtype=torch.int32, device=device)
         for request, seen in enumerate(problem.seen):
             requests[seen.rows] = request
-        problem.composition = Composition(tuple(replace(level, requests=requests) for level in problem.composition.levels))
+        problem.composition = Composition(
+            tuple(replace(level, requests=requests) for level in problem.composition.levels)
+        )
     memory.kv = rounded_cache(memory.kv, dtype, k_scale, v_scale)
     k_slots, v_slots = (slots.to(dtype).double() for slots in (memory.k_slots, memory.v_slots))
-    q, o, lse = problem.q, torch.full(problem.out.shape, torch.nan, dtype=torch.float64, device=device), problem.lse.double()
+    q, o, lse = (
+        problem.q,
+        torch.full(problem.out.shape, torch.nan, dtype=torch.float64, device=device),
+        problem.lse.double(),
+    )
     for request, seen in enumerate(problem.seen):
-        k, v = (slots * scale_of(scale, request, shape.num_kv_heads).to(device)[:, None] for slots, scale in ((k_slots, k_scale), (v_slots, v_scale)))
-        of_request = replace(problem, q=q.double(), memory=replace(memory, k_slots=k, v_slots=v), seen=[seen]).expected()
+        k, v = (
+            slots * scale_of(scale, request, shape.num_kv_heads).to(device)[:, None]
+            for slots, scale in ((k_slots, k_scale), (v_slots, v_scale))
+        )
+        of_request = replace(
+            problem, q=q.double(), memory=replace(memory, k_slots=k, v_slots=v), seen=[seen]
+        ).expected()
         o[seen.rows], lse[seen.rows] = (states[seen.rows] for states in of_request)
     return problem, o, lse
 
@@ -52,6 +74,11 @@ def test_row_groups_are_not_requests(device: torch.device) -> None:
     attention = problem.attention(kv_dtype=problem.memory.kv.k.dtype)
     requests = len(problem.seen)
     for name in ("k_scale", "v_scale"):
-        problem.memory.kv = replace(problem.memory.kv, **{"k_scale": None, "v_scale": None, name: torch.ones(requests, 1, device=device)})
-        with pytest.raises(ValueError, match=rf"^kv\.{name}\.shape is \[batch, \.\.\.\], must be .* made with `requests`"):
+        problem.memory.kv = replace(
+            problem.memory.kv,
+            **{"k_scale": None, "v_scale": None, name: torch.ones(requests, 1, device=device)},
+        )
+        with pytest.raises(
+            ValueError, match=rf"^kv\.{name}\.shape is \[batch, \.\.\.\], must be .* made with `requests`"
+        ):
             problem.run(attention, bare)

@@ -24,7 +24,14 @@ from attn_backend.kernels import cpp_compiler, manifest
 HEAD_DIMS = (128, 64, 72, 256)  # kernels for the first are in the package
 
 
-def run(case: case_tensors.Case, attention: Attention, expected: torch.Tensor, out_scale: torch.Tensor | float, tolerance: float, **options: object) -> None:
+def run(
+    case: case_tensors.Case,
+    attention: Attention,
+    expected: torch.Tensor,
+    out_scale: torch.Tensor | float,
+    tolerance: float,
+    **options: object,
+) -> None:
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse, **options)
     plain, plain_lse = case.out[: case.rows].clone(), case.lse.clone()
@@ -44,10 +51,15 @@ def of_form(scale: float, form: int, device: torch.device) -> torch.Tensor | flo
 
 @pytest.mark.parametrize("block", mostly_slow(range(8), fast=2))
 def test_random_cases(device: torch.device, kernel: str | None, block: int) -> None:
-    """Over caches of 16 and of 8 bits, under queries of both; a third of the cases have outputs beyond the largest number."""
+    """Over caches of 16 and of 8 bits, under queries of both; a third of the cases have outputs beyond the
+    largest number.
+    """
     for seed in range(9 * block, 9 * (block + 1)):
         spec = cases.random_spec(seed + 1700, device.type)
-        spec = spec.with_(head_dim=HEAD_DIMS[0 if device.type == "cuda" and seed % 2 else seed % 4], strided=spec.strided and device.type == "cpu")
+        spec = spec.with_(
+            head_dim=HEAD_DIMS[0 if device.type == "cuda" and seed % 2 else seed % 4],
+            strided=spec.strided and device.type == "cpu",
+        )
         if spec.dtype == torch.float32 and device.type == "cuda":
             spec = spec.with_(dtype=torch.bfloat16)
         options = {"kernel": kernel, "cascade": ("always", True, False)[seed % 3]}
@@ -55,54 +67,99 @@ def test_random_cases(device: torch.device, kernel: str | None, block: int) -> N
             case = case_tensors.build(spec, device)
             expected, tolerance, run_options = case.expected()[0], cases.TOLERANCE[spec.dtype], {}
         else:
-            problem = Float8Case(spec, device, DTYPES[seed % 5 == 0], "head", "request", "number" if seed % 4 else None)
+            problem = Float8Case(
+                spec, device, DTYPES[seed % 5 == 0], "head", "request", "number" if seed % 4 else None
+            )
             case, expected, run_options = problem.case, problem.expected()[0], problem.run_options
             tolerance = MULTIPLIED_TOLERANCE if problem.is_multiplied() and kernel == "hopper" else TOLERANCE
             options |= problem.options
         scale = scale_for(expected, 0.2 * (seed % 3 == 0))
-        run(case, case.attention(float8_out=True, **options), expected, of_form(scale, seed % 3, device), tolerance, **run_options)
+        run(
+            case,
+            case.attention(float8_out=True, **options),
+            expected,
+            of_form(scale, seed % 3, device),
+            tolerance,
+            **run_options,
+        )
 
 
 def test_wide_heads_over_8_bits(device: torch.device, kernel: str | None) -> None:
     spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=512, num_ctas=3)
     problem = Float8Case(spec, device, DTYPES[0], "head", "request")
-    attention, expected = problem.case.attention(float8_out=True, kernel=kernel, **problem.options), problem.expected()[0]
+    attention, expected = (
+        problem.case.attention(float8_out=True, kernel=kernel, **problem.options),
+        problem.expected()[0],
+    )
     run(problem.case, attention, expected, scale_for(expected, 0.1), TOLERANCE)
 
 
 @pytest.mark.parametrize("head_dims", [(512, 512), (576, 512)])
 def test_wide_heads(device: torch.device, kernel: str | None, head_dims: tuple[int, int]) -> None:
-    spec = cases.Spec((1, 3, 1), (90, 40, 200), num_kv_heads=1, group_size=16, head_dim=head_dims[0], head_dim_v=head_dims[1], num_ctas=3)
+    spec = cases.Spec(
+        (1, 3, 1),
+        (90, 40, 200),
+        num_kv_heads=1,
+        group_size=16,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
+        num_ctas=3,
+    )
     case = case_tensors.build(spec.with_(cache_form="pair", v_in_k=head_dims[0] > 512), device)
     expected = case.expected()[0]
-    run(case, case.attention(float8_out=True, kernel=kernel), expected, scale_for(expected, 0.1), cases.TOLERANCE[spec.dtype])
+    run(
+        case,
+        case.attention(float8_out=True, kernel=kernel),
+        expected,
+        scale_for(expected, 0.1),
+        cases.TOLERANCE[spec.dtype],
+    )
 
 
 def test_compositions(device: torch.device, kernel: str | None) -> None:
     """Rows of several row groups, which are rounded once, where their states are merged."""
     for seed in range(3):
-        shape = Shape(num_kv_heads=2, group_size=2, page_size=8, head_dim=128, dtype=torch.bfloat16, num_ctas=7)
+        shape = Shape(
+            num_kv_heads=2, group_size=2, page_size=8, head_dim=128, dtype=torch.bfloat16, num_ctas=7
+        )
         problem = cascade_problem(numpy.random.default_rng([seed, 87]), shape, device, 2)
         attention = problem.attention(float8_out=True, kernel=kernel)
         problem.run(attention)
         exact, rows = problem.expected()[0], sorted({row for seen in problem.seen for row in seen.rows})
         scale = scale_for(exact[rows], 0.1)
-        out = attention.run(problem.q, problem.memory.kv, out_scale=scale, sm_scale=shape.sm_scale, logits_soft_cap=shape.logits_soft_cap)
+        out = attention.run(
+            problem.q,
+            problem.memory.kv,
+            out_scale=scale,
+            sm_scale=shape.sm_scale,
+            logits_soft_cap=shape.logits_soft_cap,
+        )
         check_rounded(out[rows], exact[rows], scale, cases.TOLERANCE[shape.dtype])
         check_like_unfused(out[rows], problem.out[rows], scale)
 
 
 def test_sinks(device: torch.device, kernel: str | None) -> None:
-    case = case_tensors.build(cases.Spec((3, 1, 40), (40, 300, 90), num_kv_heads=2, group_size=2, head_dim=128, num_ctas=5), device)
+    case = case_tensors.build(
+        cases.Spec((3, 1, 40), (40, 300, 90), num_kv_heads=2, group_size=2, head_dim=128, num_ctas=5), device
+    )
     sinks = torch.linspace(-2, 3, 4, device=device)
     expected = case.expected(sinks=sinks)[0]
-    run(case, case.attention(float8_out=True, sinks=True, kernel=kernel), expected, scale_for(expected, 0.0), cases.TOLERANCE[case.spec.dtype], sinks=sinks)
+    run(
+        case,
+        case.attention(float8_out=True, sinks=True, kernel=kernel),
+        expected,
+        scale_for(expected, 0.0),
+        cases.TOLERANCE[case.spec.dtype],
+        sinks=sinks,
+    )
 
 
 @pytest.mark.parametrize("num_ctas", [1, 9])
 def test_what_a_variant_makes_of_the_output_is_divided(device: torch.device, num_ctas: int) -> None:
     """Rows are rounded by the kernel that has all of a row, and by the one that merges."""
-    case = case_tensors.build(cases.Spec((3, 1, 40), (40, 300, 90), num_kv_heads=1, group_size=2, num_ctas=num_ctas), device)
+    case = case_tensors.build(
+        cases.Spec((3, 1, 40), (40, 300, 90), num_kv_heads=1, group_size=2, num_ctas=num_ctas), device
+    )
     expected = case.expected(variant=variant_sources.slanted_oracle(0.03))[0]
     attention = case.attention(float8_out=True, variant=variant_sources.SLANTED)
     run(case, attention, expected, 0.02, cases.TOLERANCE[case.spec.dtype], variant_args={"slope": 0.03})
@@ -119,12 +176,16 @@ def test_an_interpreted_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     run(case, attention, expected, torch.tensor([scale_for(expected, 0.1)]), cases.TOLERANCE[case.spec.dtype])
 
 
-def one_token(device: torch.device, values: torch.Tensor, dtype: torch.dtype, float8_out: bool = True) -> tuple[Attention, torch.Tensor, KVCache]:
+def one_token(
+    device: torch.device, values: torch.Tensor, dtype: torch.dtype, float8_out: bool = True
+) -> tuple[Attention, torch.Tensor, KVCache]:
     """Rows that see one token each: the output is V."""
     rows = len(values)
     v = values.to(device, dtype)[:, None, None].expand(rows, 1, 128).contiguous()
     q = torch.zeros(rows, 1, 128, dtype=dtype, device=device)
-    attention = Attention(1, 1, 128, dtype=dtype, device=device, max_rows=rows, max_batch=rows, float8_out=float8_out)
+    attention = Attention(
+        1, 1, 128, dtype=dtype, device=device, max_rows=rows, max_batch=rows, float8_out=float8_out
+    )
     indptr = torch.arange(rows + 1, dtype=torch.int32, device=device)
     attention.plan(BSRView(indptr, PageTable.ragged(indptr)))
     return attention, q, KVCache.from_ragged(torch.zeros_like(v), v)
@@ -133,10 +194,16 @@ def one_token(device: torch.device, values: torch.Tensor, dtype: torch.dtype, fl
 @pytest.mark.parametrize("out_scale", [1.0, 0.25, 2.0**-40, 2.0**-149, 2.0**120])
 def test_every_number(device: torch.device, out_scale: float) -> None:
     """To nearest, to even among equals, limited; as torch rounds what is in range."""
-    values = torch.cat([sign * torch.arange(0, 2**16, 37, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float() for sign in (1, -1)])
+    values = torch.cat(
+        [
+            sign * torch.arange(0, 2**16, 37, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+            for sign in (1, -1)
+        ]
+    )
     values = values[values.isfinite() & (values.abs() < 1e30)]
     has_amx = device.type == "cpu" and cpu_isa.used(os.environ.get("ATTN_BACKEND_CPU_ISA") or "amx") == "amx"
-    seen = values.where(values.abs() >= torch.finfo(torch.float32).tiny, 0) if has_amx else values  # AMX takes subnormal numbers for 0
+    # AMX takes subnormal numbers for 0
+    seen = values.where(values.abs() >= torch.finfo(torch.float32).tiny, 0) if has_amx else values
     attention, q, kv = one_token(device, values, torch.bfloat16)
     for scale in (out_scale, torch.tensor(out_scale, device=device)):
         out = attention.run(q, kv, out_scale=scale)[:, 0].cpu()
@@ -163,7 +230,12 @@ def test_the_output_that_is_allocated(device: torch.device) -> None:
     assert (out.dtype, out.shape, lse.dtype) == (DTYPE, q.shape, torch.float32)
     assert (attention.run(q, kv).dtype, out[:, 0, 0].float().tolist()) == (torch.bfloat16, [6.0, 10.0])
     larger = attention.with_room(max_rows=7)
-    larger.plan(BSRView(torch.arange(3, dtype=torch.int32, device=device), PageTable.ragged(torch.arange(3, dtype=torch.int32, device=device))))
+    larger.plan(
+        BSRView(
+            torch.arange(3, dtype=torch.int32, device=device),
+            PageTable.ragged(torch.arange(3, dtype=torch.int32, device=device)),
+        )
+    )
     assert larger.run(q, kv, out_scale=0.5).dtype == DTYPE
 
 
@@ -171,12 +243,33 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, kernel: str | Non
     generator = torch.Generator(device).manual_seed(5)
     qo_lens, kv_lens = [150, 40, 1, 20], [200, 1300, 2500, 20]
     q = torch.randn(sum(qo_lens), 4, 128, device=device, generator=generator).to(torch.bfloat16)
-    k, v = (torch.randn(sum(kv_lens), 2, 128, device=device, generator=generator).to(torch.bfloat16) for _ in range(2))
+    k, v = (
+        torch.randn(sum(kv_lens), 2, 128, device=device, generator=generator).to(torch.bfloat16)
+        for _ in range(2)
+    )
 
     def attend(requests: list[int]) -> torch.Tensor:
-        rows, own_k, own_v = (torch.cat([x.split(lens)[i] for i in requests]) for x, lens in ((q, qo_lens), (k, kv_lens), (v, kv_lens)))
-        attention = Attention(4, 2, 128, max_rows=len(q), max_batch=4, batch_invariant=True, kernel=kernel_of(device), device=device, float8_out=True)
-        indptr = [torch.tensor([0, *[lens[i] for i in requests]], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device) for lens in (qo_lens, kv_lens)]
+        rows, own_k, own_v = (
+            torch.cat([x.split(lens)[i] for i in requests])
+            for x, lens in ((q, qo_lens), (k, kv_lens), (v, kv_lens))
+        )
+        attention = Attention(
+            4,
+            2,
+            128,
+            max_rows=len(q),
+            max_batch=4,
+            batch_invariant=True,
+            kernel=kernel_of(device),
+            device=device,
+            float8_out=True,
+        )
+        indptr = [
+            torch.tensor([0, *[lens[i] for i in requests]], dtype=torch.int32)
+            .cumsum(0, dtype=torch.int32)
+            .to(device)
+            for lens in (qo_lens, kv_lens)
+        ]
         attention.plan(BSRView(indptr[0], PageTable.ragged(indptr[1])))
         return attention.run(rows, KVCache.from_ragged(own_k, own_v), out_scale=0.01).view(torch.uint8)
 
@@ -187,10 +280,28 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, kernel: str | Non
 
 @pytest.mark.gpu
 def test_a_captured_graph_reads_the_scale_of_its_replay(kernel: str | None) -> None:
-    for problem in (None, Float8Case(cases.Spec((1, 70, 3), (900, 90, 300), head_dim=128, num_ctas=20), "cuda", DTYPE, "head", "head", "number")):
-        case = case_tensors.build(cases.Spec((1, 70, 3), (900, 90, 300), head_dim=128, num_ctas=20), "cuda") if problem is None else problem.case
-        attention = case.attention(float8_out=True, kernel=kernel, **({} if problem is None else problem.options))
-        expected, options = (case.expected()[0], {}) if problem is None else (problem.expected()[0], problem.run_options)
+    for problem in (
+        None,
+        Float8Case(
+            cases.Spec((1, 70, 3), (900, 90, 300), head_dim=128, num_ctas=20),
+            "cuda",
+            DTYPE,
+            "head",
+            "head",
+            "number",
+        ),
+    ):
+        case = (
+            case_tensors.build(cases.Spec((1, 70, 3), (900, 90, 300), head_dim=128, num_ctas=20), "cuda")
+            if problem is None
+            else problem.case
+        )
+        attention = case.attention(
+            float8_out=True, kernel=kernel, **({} if problem is None else problem.options)
+        )
+        expected, options = (
+            (case.expected()[0], {}) if problem is None else (problem.expected()[0], problem.run_options)
+        )
         scale, out = torch.tensor([0.01], device="cuda"), out_of_8_bits(case)
         attention.plan(case.view)
         case.run(attention, out=out, out_scale=scale, **options)
@@ -222,7 +333,10 @@ def test_a_compiled_function(device: torch.device) -> None:
 def test_refusals(device: torch.device) -> None:
     attention, q, kv = one_token(device, torch.tensor([3.0, 5.0]), torch.bfloat16)
     for scale in (0, -1.0, float("inf"), float("nan"), 1e39, 1e-46, True, "1"):
-        with pytest.raises(ValueError, match=r"out_scale is .*must be a number above 0 that a float32 holds, or a float32 tensor"):
+        with pytest.raises(
+            ValueError,
+            match=r"out_scale is .*must be a number above 0 that a float32 holds, or a float32 tensor",
+        ):
             attention.run(q, kv, out_scale=scale)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"out_scale.shape is \[2\], must be of one element"):
         attention.run(q, kv, out_scale=torch.ones(2, device=device))
@@ -238,7 +352,9 @@ def test_refusals(device: torch.device) -> None:
         Attention(4, 2, 64, max_rows=4, max_batch=4, device=device, float8_out=1)  # type: ignore[arg-type]
     plain, q, kv = one_token(device, torch.tensor([3.0, 5.0]), torch.bfloat16, float8_out=False)
     for refused in (1.0, torch.ones(1, device=device)):
-        with pytest.raises(ValueError, match=r"out_scale is .*must be None, or the Attention made with float8_out=True"):
+        with pytest.raises(
+            ValueError, match=r"out_scale is .*must be None, or the Attention made with float8_out=True"
+        ):
             plain.run(q, kv, out_scale=refused)
 
 

@@ -1,4 +1,7 @@
-"""The forest that `plan` finds, and the row groups made of it, against the radix tree of the page tables. Most of it needs no K and no V."""
+"""The forest that `plan` finds, and the row groups made of it, against the radix tree of the page tables.
+
+Most of it needs no K and no V.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,14 @@ MODES = [True, "always"]
 MAX_COMPARISONS = 16  # kMaxComparisons in csrc/planner/forest.h
 
 
-def plan_only(rng: numpy.random.Generator, device: torch.device, batch: Batch, cascade: object) -> tuple[Attention, BSRView]:
-    kernels = [kernel for kernel in attention_kernels.GPU_KERNELS if device.type == "cpu" or attention_kernels.is_available(kernel)]
+def plan_only(
+    rng: numpy.random.Generator, device: torch.device, batch: Batch, cascade: object
+) -> tuple[Attention, BSRView]:
+    kernels = [
+        kernel
+        for kernel in attention_kernels.GPU_KERNELS
+        if device.type == "cpu" or attention_kernels.is_available(kernel)
+    ]
     heads = int(rng.choice([1, 2, 4, 8]))
     attention = Attention(
         heads * int(rng.choice([1, 2, 4, 8])),
@@ -54,24 +63,42 @@ def test_forest_is_the_radix_tree(device: torch.device, block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "prefix", "suffix", "parts"), [(64, 2048, 256, 2), (128, 8192, 256, 2), (16, 8192, 128, 11), (16, 1024, 128, 8), (256, 2048, 128, 0)]
+    ("requests", "prefix", "suffix", "parts"),
+    [(64, 2048, 256, 2), (128, 8192, 256, 2), (16, 8192, 128, 11), (16, 1024, 128, 8), (256, 2048, 128, 0)],
 )
-def test_one_prefix_is_cut_evenly(device: torch.device, requests: int, prefix: int, suffix: int, parts: int) -> None:
+def test_one_prefix_is_cut_evenly(
+    device: torch.device, requests: int, prefix: int, suffix: int, parts: int
+) -> None:
     """`parts`: CTAs of each pair of the prefix; 0: too many pairs for that."""
-    attention = Attention(32, 8, 128, device=device, max_rows=requests, max_batch=requests, num_ctas=132, kernel="hopper" if device.type == "cpu" else None)
+    attention = Attention(
+        32,
+        8,
+        128,
+        device=device,
+        max_rows=requests,
+        max_batch=requests,
+        num_ctas=132,
+        kernel="hopper" if device.type == "cpu" else None,
+    )
     if device.type == "cuda" and attention.schedule().kv_tile != 128:
         pytest.skip("a schedule of the Hopper kernel")
     own = prefix // 16 + torch.arange(requests * suffix // 16, dtype=torch.int32).view(requests, -1)
     pages = torch.cat([torch.arange(prefix // 16, dtype=torch.int32).expand(requests, -1), own], 1)
     lengths = torch.full((requests,), prefix + suffix, dtype=torch.int32, device=device)
-    view = BSRView(torch.arange(requests + 1, dtype=torch.int32, device=device), PageTable.block_table(pages.to(device), lengths, 16))
+    view = BSRView(
+        torch.arange(requests + 1, dtype=torch.int32, device=device),
+        PageTable.block_table(pages.to(device), lengths, 16),
+    )
     attention.plan(view)
     schedule = attention.schedule()
     assert len(schedule.groups) == requests + 1
-    tiles_of_prefix = [tile for tile, group in enumerate(schedule.of_tiles("group").tolist()) if group == requests]
+    tiles_of_prefix = [
+        tile for tile, group in enumerate(schedule.of_tiles("group").tolist()) if group == requests
+    ]
     kv_tiles = prefix // schedule.kv_tile
     begins: dict[tuple[int, int], list[int]] = {}
-    for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):  # those without work start where the next does
+    # those without work start where the next does
+    for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):
         if tile in tiles_of_prefix:
             begins.setdefault((tile, head), []).append(kv_tile)
     all_pairs = [(tile, head) for tile in tiles_of_prefix for head in range(8)]
@@ -87,7 +114,10 @@ def test_one_prefix_is_cut_evenly(device: torch.device, requests: int, prefix: i
 
 
 def check_forest(batch: Batch, forest: tuple[PrefixNode, ...], row_limit: float = math.inf) -> None:
-    """Nodes in any order. Where requests are compared with more others than a plan has time for, some nodes may be missing."""
+    """Nodes in any order.
+
+    Where requests are compared with more others than a plan has time for, some nodes may be missing.
+    """
     tree = radix_tree(batch, row_limit)
     expected = {(node.members[0], node.end_page): node for node in tree}
     found = {(node.request, node.end_page): node for node in forest}
@@ -139,8 +169,11 @@ def test_every_pair_is_covered_once(device: torch.device, block: int) -> None:
 
 
 def check_cover(batch: Batch, view: BSRView, schedule: Schedule) -> None:
-    """What the row groups read for a row, put together, is its request's KV; and the links of a row lead to the groups that hold it."""
-    seen: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]  # (page, tokens in it) that groups read for each row
+    """What the row groups read for a row, put together, is its request's KV; and the links of a row lead to
+    the groups that hold it.
+    """
+    # (page, tokens in it) that groups read for each row
+    seen: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]
     groups_of: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]
     indices = view.table.indices
     assert indices is not None
@@ -148,14 +181,22 @@ def check_cover(batch: Batch, view: BSRView, schedule: Schedule) -> None:
     for number, (qo_begin, qo_len, kv_len, _, level, *_) in enumerate(schedule.groups.tolist()):
         table_begin, step = int(schedule.table_begin[number]), view.table.entry_step
         pages = flat[table_begin : table_begin - (-kv_len // batch.page_size) * step : step].tolist()
-        reads = [(page // step, min(batch.page_size, kv_len - j * batch.page_size)) for j, page in enumerate(pages)]
-        rows = schedule.rows[qo_begin : qo_begin + qo_len].tolist() if level == 1 else range(qo_begin, qo_begin + qo_len)
+        reads = [
+            (page // step, min(batch.page_size, kv_len - j * batch.page_size)) for j, page in enumerate(pages)
+        ]
+        rows = (
+            schedule.rows[qo_begin : qo_begin + qo_len].tolist()
+            if level == 1
+            else range(qo_begin, qo_begin + qo_len)
+        )
         for index, row in enumerate(rows):
             seen[row] += reads
             groups_of[row].append((number, index))
     row = 0
     for qo_len, kv_len, pages in zip(batch.qo_lens, batch.kv_lens, batch.pages, strict=True):
-        expected = sorted((page, min(batch.page_size, kv_len - j * batch.page_size)) for j, page in enumerate(pages))
+        expected = sorted(
+            (page, min(batch.page_size, kv_len - j * batch.page_size)) for j, page in enumerate(pages)
+        )
         for _ in range(qo_len):
             assert sorted(seen[row]) == expected, f"row {row}"
             row += 1
@@ -167,14 +208,23 @@ def check_cover(batch: Batch, view: BSRView, schedule: Schedule) -> None:
         assert linked == sorted(groups_of[row]), f"row {row}"
         merged.add(row)
     assert merged == {row for row, groups in enumerate(groups_of) if len(groups) > 1}
-    assert {node.group for node in schedule.forest} - {-1} == {number for number, group in enumerate(schedule.groups.tolist()) if group[4] == 1}
+    assert {node.group for node in schedule.forest} - {-1} == {
+        number for number, group in enumerate(schedule.groups.tolist()) if group[4] == 1
+    }
 
 
 def test_always_takes_a_node_of_one_page(device: torch.device) -> None:
     batch = Batch(1, [1, 1], [2, 3], [[5, 1], [5, 2, 3]], 6)
     attention, _ = plan_only(numpy.random.default_rng(0), device, batch, "always")
     (node,) = attention.schedule().forest
-    assert (node.request, node.begin_page, node.end_page, node.num_requests, node.num_rows, node.group) == (0, 0, 1, 2, 2, 2)
+    assert (node.request, node.begin_page, node.end_page, node.num_requests, node.num_rows, node.group) == (
+        0,
+        0,
+        1,
+        2,
+        2,
+        2,
+    )
     attention, _ = plan_only(numpy.random.default_rng(0), device, batch, True)
     (node,) = attention.schedule().forest
     assert (node.group, node.reason) == (-1, "saves too little")
@@ -190,20 +240,43 @@ def test_a_long_prefix_pays(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "requests", "common", "of_group", "own", "taken"), [(2, 16, 4096, 256, 128, 3), (8, 16, 1024, 4096, 256, 9), (2, 2, 256, 256, 128, 0)]
+    ("groups", "requests", "common", "of_group", "own", "taken"),
+    [(2, 16, 4096, 256, 128, 3), (8, 16, 1024, 4096, 256, 9), (2, 2, 256, 256, 128, 0)],
 )
-def test_levels_pay_together(device: torch.device, groups: int, requests: int, common: int, of_group: int, own: int, taken: int) -> None:
-    """Prefixes below a prefix: what all save together is what counts, and rows of a deeper one pay for their states once."""
+def test_levels_pay_together(
+    device: torch.device, groups: int, requests: int, common: int, of_group: int, own: int, taken: int
+) -> None:
+    """Prefixes below a prefix: what all save together is what counts, and rows of a deeper one pay for their
+    states once.
+    """
     count = groups * requests
-    batch = place_requests(16, [-1, *([0] * groups)], [common, *([of_group] * groups)], [1 + i % groups for i in range(count)], [1] * count, [own] * count)
-    attention = Attention(32, 8, 128, device=device, max_rows=count, max_batch=count, num_ctas=132, kernel="hopper" if device.type == "cpu" else None)
+    batch = place_requests(
+        16,
+        [-1, *([0] * groups)],
+        [common, *([of_group] * groups)],
+        [1 + i % groups for i in range(count)],
+        [1] * count,
+        [own] * count,
+    )
+    attention = Attention(
+        32,
+        8,
+        128,
+        device=device,
+        max_rows=count,
+        max_batch=count,
+        num_ctas=132,
+        kernel="hopper" if device.type == "cpu" else None,
+    )
     attention.plan(batch.view(numpy.random.default_rng(0), device))
     assert len(attention.schedule().forest) == groups + 1
     assert sum(node.group >= 0 for node in attention.schedule().forest) == taken
 
 
 def chain(num_requests: int, step: int) -> Batch:
-    """Request i shares `step` pages more with those after it than with those before: a path of as many nodes as there are requests, less one."""
+    """Request i shares `step` pages more with those after it than with those before: a path of as many nodes
+    as there are requests, less one.
+    """
     pages = [[*range(step * (i + 1)), 10**5 + i] for i in range(num_requests)]
     return Batch(4, [1] * num_requests, [len(own) * 4 for own in pages], pages, 10**5 + num_requests)
 
@@ -214,7 +287,11 @@ def test_long_paths(device: torch.device, num_requests: int, order: str) -> None
     """More nodes on a path than a row can be linked to, and more branches than a plan looks at."""
     rng = numpy.random.default_rng(num_requests)
     batch = compact(chain(num_requests, 3))
-    requests = {"shallow first": list(range(num_requests)), "deep first": list(range(num_requests))[::-1], "random": rng.permutation(num_requests).tolist()}
+    requests = {
+        "shallow first": list(range(num_requests)),
+        "deep first": list(range(num_requests))[::-1],
+        "random": rng.permutation(num_requests).tolist(),
+    }
     batch = batch.select(requests[order])
     problem = make_problem(rng, Shape(2, 4, 64, torch.bfloat16, 4, None), batch, device)
     attention, view = problem.attention(cascade="always", max_rows=1000), batch.view(rng, device)
@@ -243,7 +320,9 @@ def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) 
     """Rows that fill row tiles of 128 need no row list, others do; after them Q holds NaN."""
     rng = numpy.random.default_rng([requests, rows])
     pages = [[*range(20), 20 + i] for i in range(requests)]
-    batch = Batch(16, [rows] * requests, [20 * 16 + rows + i % 8 for i in range(requests)], pages, 20 + requests)
+    batch = Batch(
+        16, [rows] * requests, [20 * 16 + rows + i % 8 for i in range(requests)], pages, 20 + requests
+    )
     problem = make_problem(rng, Shape(2, 4, 128, torch.bfloat16, 16, None), batch, device)
     attention = problem.attention(cascade="always")
     problem.run(attention, batch.view(rng, device))
@@ -256,11 +335,16 @@ def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) 
 @pytest.mark.parametrize("num_requests", [1023, 1024, 1025])
 def test_forest_of_very_many_requests(device: torch.device, num_requests: int) -> None:
     """Above 1024 requests no forest is sought."""
-    if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 163 * 1024:
+    if (
+        device.type == "cuda"
+        and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 163 * 1024
+    ):
         pytest.skip("this GPU's blocks have shared memory for the forest of 736 requests")
     rng = numpy.random.default_rng(0)
     pages = [[i % 3, 3 + i % 31, 34 + i % 217, 1000 + i] for i in range(num_requests)]
-    batch = Batch(16, [1] * num_requests, [50 + i % 14 for i in range(num_requests)], pages, 1000 + num_requests)
+    batch = Batch(
+        16, [1] * num_requests, [50 + i % 14 for i in range(num_requests)], pages, 1000 + num_requests
+    )
     problem = make_problem(rng, Shape(1, 2, 64, torch.bfloat16, 16, None), batch, device)
     attention, view = problem.attention(cascade="always"), batch.view(rng, device)
     problem.run(attention, view)

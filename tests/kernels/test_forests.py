@@ -1,4 +1,6 @@
-"""Prefixes that `plan` finds in page tables by itself: random forests against the float64 oracle, the same bits every time, one CUDA graph for all."""
+"""Prefixes that `plan` finds in page tables by itself: random forests against the float64 oracle, the same
+bits every time, one CUDA graph for all.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ def test_against_the_oracle(device: torch.device, block: int) -> None:
 @pytest.mark.parametrize("kernel_of_costs", ["hopper", "generic"])
 @pytest.mark.parametrize("block", mostly_slow(range(4), fast=2))
 def test_schedules_of_gpu_kernels_on_a_cpu(block: int, kernel_of_costs: str) -> None:
-    """What the costs of a GPU's kernels do to a schedule (pairs that are not cut, prefixes that are cut evenly) is merged as well as what a CPU's do."""
+    """What the costs of a GPU's kernels do to a schedule (pairs that are not cut, prefixes that are cut
+    evenly) is merged as well as what a CPU's do.
+    """
     for seed in range(25 * block, 25 * block + 25):
         rng = numpy.random.default_rng([seed, 7])
         problem = random_problem(rng, CPU)
-        problem.run(problem.attention(cascade=MODES[seed % 2], kernel=kernel_of_costs), problem.batch.view(rng, CPU))
+        problem.run(
+            problem.attention(cascade=MODES[seed % 2], kernel=kernel_of_costs), problem.batch.view(rng, CPU)
+        )
         with naming(seed):
             problem.check()
 
@@ -75,7 +81,10 @@ def test_same_bits_in_every_run(device: torch.device, seed: int) -> None:
     """What is left of other plans in the workspace does not matter, nor in which order threads come."""
     rng = numpy.random.default_rng([seed, 4])
     problem, other = (random_problem(rng, device, SHAPE, depth=depth) for depth in (1 + seed % 6, 3))
-    room = {"max_rows": 1 + max(len(p.q) for p in (problem, other)), "max_batch": 1 + max(len(p.batch.pages) for p in (problem, other))}
+    room = {
+        "max_rows": 1 + max(len(p.q) for p in (problem, other)),
+        "max_batch": 1 + max(len(p.batch.pages) for p in (problem, other)),
+    }
     view, other_view = (p.batch.view(rng, device) for p in (problem, other))
     attention = problem.attention(cascade="always", **room)
     out, lse = problem.run(attention, view)
@@ -96,14 +105,21 @@ def test_same_bits_in_every_run(device: torch.device, seed: int) -> None:
 def test_same_bits_in_very_many_runs(device: torch.device, cascade: object) -> None:
     rng = numpy.random.default_rng(5)
     shape = Shape(2, 4, 128, torch.bfloat16, 16, None)
-    problem = make_problem(rng, shape, random_batch(rng, 16, depth=4, max_requests=64, kv_cost=2 * 128, budget=2e7, style="mixed"), device)
+    problem = make_problem(
+        rng,
+        shape,
+        random_batch(rng, 16, depth=4, max_requests=64, kv_cost=2 * 128, budget=2e7, style="mixed"),
+        device,
+    )
     attention, view = problem.attention(cascade=cascade), problem.batch.view(rng, device)
     out, lse = problem.run(attention, view)
     problem.check()
     different = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(5 if device.type == "cpu" else 1000):
         again, again_lse = problem.run(attention, view)
-        different += (again.view(torch.int16) != out.view(torch.int16)).sum() + (again_lse.view(torch.int32) != lse.view(torch.int32)).sum()
+        different += (again.view(torch.int16) != out.view(torch.int16)).sum() + (
+            again_lse.view(torch.int32) != lse.view(torch.int32)
+        ).sum()
     assert different == 0
 
 
@@ -128,7 +144,10 @@ def test_form_of_the_table_does_not_matter(device: torch.device, seed: int) -> N
     rng = numpy.random.default_rng([seed, 7])
     problem = random_problem(rng, device)
     attention = problem.attention(cascade="always")
-    results = [problem.run(attention, problem.batch.view(rng, device, form)) for form in ("csr", "block_table", "token_slots")]
+    results = [
+        problem.run(attention, problem.batch.view(rng, device, form))
+        for form in ("csr", "block_table", "token_slots")
+    ]
     assert all(same_bits(out, results[0][0]) and same_bits(lse, results[0][1]) for out, lse in results[1:])
 
 
@@ -144,21 +163,29 @@ def test_refuses_other_modes(device: torch.device) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_wrong_values_never_reach_outside(device: torch.device, seed: int) -> None:
-    """Such tables are refused on a CPU; on a GPU they are clamped: what is written lies inside `out` and `lse`, and the object is still usable."""
+    """Such tables are refused on a CPU; on a GPU they are clamped: what is written lies inside `out` and
+    `lse`, and the object is still usable.
+    """
     rng = numpy.random.default_rng([seed, 8])
     problem = random_problem(rng, device, replace(SHAPE, seed=seed), max_rows=200)
     attention = problem.attention(cascade="always")
     good, bad = problem.batch.view(rng, device), problem.batch.view(rng, device)
     out, lse = problem.run(attention, good)
     table = bad.table
-    tensors = [t for t in (bad.qo_indptr, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows) if t is not None and t.numel()]
+    tensors = [
+        t
+        for t in (bad.qo_indptr, table.indices, table.indptr, table.last_page_len, table.kv_lens, table.rows)
+        if t is not None and t.numel()
+    ]
     for tensor in tensors:
         if rng.random() < 0.5:
             wrong = torch.from_numpy(rng.choice(WRONG, size=tuple(tensor.shape))).to(tensor)
             hit = torch.from_numpy(rng.random(tuple(tensor.shape)) < rng.choice([0.01, 0.2, 1.0])).to(device)
             tensor.copy_(torch.where(hit, wrong, tensor))
     wall = 64
-    room = torch.full((len(problem.q) + 2 * wall, *problem.q.shape[1:]), torch.nan, dtype=problem.q.dtype, device=device)
+    room = torch.full(
+        (len(problem.q) + 2 * wall, *problem.q.shape[1:]), torch.nan, dtype=problem.q.dtype, device=device
+    )
     lse_room = torch.full(room.shape[:2], torch.nan, device=device)
     with contextlib.suppress(ValueError) if device.type == "cpu" else contextlib.nullcontext():
         attention.plan(bad)
@@ -188,7 +215,9 @@ def test_run_captured_once_serves_every_forest(cascade: object) -> None:
 
     def random_view(depth: int | None, style: str | None) -> tuple[BSRView, int]:
         while True:
-            batch = random_batch(rng, 16, depth=depth, style=style, max_requests=64, max_rows=most_rows - 8, budget=60000)
+            batch = random_batch(
+                rng, 16, depth=depth, style=style, max_requests=64, max_rows=most_rows - 8, budget=60000
+            )
             if batch.rows <= most_rows and len(batch.pages) <= most_requests and batch.num_pages <= num_pages:
                 return batch.view(rng, device), batch.rows
 
@@ -201,7 +230,9 @@ def test_run_captured_once_serves_every_forest(cascade: object) -> None:
     with torch.cuda.graph(graph):
         captured.run(q, memory.kv, out=out, lse=lse)
     for repeat in range(500):
-        view, rows = random_view([4, 0, None, 1, 6][repeat % 5], [None, "decode", "mixed", "chunks"][repeat % 4])
+        view, rows = random_view(
+            [4, 0, None, 1, 6][repeat % 5], [None, "decode", "mixed", "chunks"][repeat % 4]
+        )
         expected, expected_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
         eager.plan(view)
         eager.run(q, memory.kv, out=expected, lse=expected_lse)
@@ -218,7 +249,9 @@ def test_run_captured_once_serves_every_forest(cascade: object) -> None:
 @pytest.mark.gpu
 @each_kernel
 def test_plan_in_the_graph_finds_every_forest() -> None:
-    """As an engine captures a step: tables and lengths lie in buffers that are filled before each replay; requests beyond the batch are empty."""
+    """As an engine captures a step: tables and lengths lie in buffers that are filled before each replay;
+    requests beyond the batch are empty.
+    """
     device, rng = torch.device("cuda"), numpy.random.default_rng(11)
     shape, most_rows, most_requests, num_pages = Shape(2, 4, 128, torch.bfloat16, 16, None), 256, 96, 4096
     memory = memory_of_pages(rng, shape, device, [list(range(num_pages))], [num_pages * 16], num_pages)
@@ -227,7 +260,10 @@ def test_plan_in_the_graph_finds_every_forest() -> None:
     captured, eager = make_attention(shape, device, **room), make_attention(shape, device, **room)
     out, expected = torch.zeros_like(q), torch.zeros_like(q)
     qo_indptr = torch.zeros(most_requests + 1, dtype=torch.int32, device=device)
-    table, kv_lens = torch.zeros(most_requests, num_pages, dtype=torch.int32, device=device), torch.zeros_like(qo_indptr[1:])
+    table, kv_lens = (
+        torch.zeros(most_requests, num_pages, dtype=torch.int32, device=device),
+        torch.zeros_like(qo_indptr[1:]),
+    )
     view = BSRView(qo_indptr, PageTable.block_table(table, kv_lens, 16))
 
     def step() -> None:
@@ -251,7 +287,10 @@ def test_plan_in_the_graph_finds_every_forest() -> None:
         graph.replay()
         eager.plan(batch.view(rng, device, "block_table"))
         eager.run(q, memory.kv, out=expected)
-        found, wanted = ([replace(node, group=min(node.group, 0)) for node in attention.schedule().forest] for attention in (captured, eager))
+        found, wanted = (
+            [replace(node, group=min(node.group, 0)) for node in attention.schedule().forest]
+            for attention in (captured, eager)
+        )
         assert found == wanted
         assert same_bits(out[: batch.rows], expected[: batch.rows])
 

@@ -1,4 +1,6 @@
-"""What every argument passes before anything reads it: tensors without plain memory, numbers that no 32 bits hold, objects that cannot be shared or copied."""
+"""What every argument passes before anything reads it: tensors without plain memory, numbers that no 32 bits
+hold, objects that cannot be shared or copied.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor) -> Wrapper:
-        return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )  # type: ignore[attr-defined]
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         return NotImplemented
 
 
@@ -82,9 +88,20 @@ class Problem:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).bfloat16().to(device)
 
-        self.attention = Attention(QO_HEADS, KV_HEADS, HEAD_DIM, device=device, max_rows=8, max_batch=4, kernel=kernel_of(device), **options)  # type: ignore[arg-type]
+        self.attention = Attention(
+            QO_HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            device=device,
+            max_rows=8,
+            max_batch=4,
+            kernel=kernel_of(device),
+            **options,
+        )  # type: ignore[arg-type]
         self.q = random(ROWS, QO_HEADS, HEAD_DIM)
-        self.kv = KVCache.from_pair(random(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), random(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM))
+        self.kv = KVCache.from_pair(
+            random(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), random(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        )
         self.qo_indptr = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
         self.block_table = torch.arange(ROWS, dtype=torch.int32, device=device)[:, None].contiguous()
         self.kv_lens = torch.full((ROWS,), PAGE_SIZE, dtype=torch.int32, device=device)
@@ -138,7 +155,9 @@ def index_calls(p: Problem, spoil: Callable[[Tensor], Tensor]) -> dict[str, Call
         "kv_lens": lambda: plan(p.qo_indptr, p.block_table, spoil(p.kv_lens)),
         "slots": lambda: append_kv(token, token, p.kv, spoil(p.kv_lens)),
         "seed": lambda: sample(p.logits, seed=spoil(torch.arange(3, device=p.q.device))),
-        "token_mask": lambda: sample(p.logits, token_mask=spoil(torch.full((3, 2), -1, dtype=torch.int32, device=p.q.device))),
+        "token_mask": lambda: sample(
+            p.logits, token_mask=spoil(torch.full((3, 2), -1, dtype=torch.int32, device=p.q.device))
+        ),
         "out": lambda: sample(p.logits, out=spoil(torch.zeros(3, dtype=torch.int32, device=p.q.device))),
     }
 
@@ -175,7 +194,11 @@ def test_a_q_without_rows(device: torch.device, rows_from: str) -> None:
     """Every row of the plan is beyond it."""
     problem = Problem(device, cascade="always")
     rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=device) if rows_from == "row list" else None
-    block_table = problem.block_table if rows_from != "forest" else torch.tensor([[5, i] for i in range(ROWS)], dtype=torch.int32, device=device)
+    block_table = (
+        problem.block_table
+        if rows_from != "forest"
+        else torch.tensor([[5, i] for i in range(ROWS)], dtype=torch.int32, device=device)
+    )
     kv_lens = problem.kv_lens if rows_from != "forest" else problem.kv_lens * 2
     view = BSRView(problem.qo_indptr, PageTable.block_table(block_table, kv_lens, PAGE_SIZE), rows=rows)
     problem.attention.plan(view)
@@ -196,10 +219,16 @@ def test_an_output_that_overlaps_itself_is_refused(device: torch.device, dim: in
     stored = shape.copy()
     stored[dim] = 1
     out = torch.zeros(stored, dtype=torch.bfloat16, device=device).expand(shape)
-    with pytest.raises(ValueError, match=rf"^out\.stride\({dim}\) is 0, must be such that no two elements lie in the same place"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^out\.stride\({dim}\) is 0, must be such that no two elements lie in the same place",
+    ):
         problem.attention.run(problem.q, problem.kv, out=out)
     transposed = torch.zeros(QO_HEADS, ROWS, HEAD_DIM, dtype=torch.bfloat16, device=device).transpose(0, 1)
-    assert torch.equal(problem.attention.run(problem.q, problem.kv, out=transposed), problem.attention.run(problem.q, problem.kv))
+    assert torch.equal(
+        problem.attention.run(problem.q, problem.kv, out=transposed),
+        problem.attention.run(problem.q, problem.kv),
+    )
 
 
 def test_a_cache_that_overlaps_itself_is_not_appended_to(device: torch.device) -> None:
@@ -211,11 +240,19 @@ def test_a_cache_that_overlaps_itself_is_not_appended_to(device: torch.device) -
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, 2**32 + 4, 2**40, 2**63, 2**70, True, 1.0, "4", None])
-@pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim", "max_rows", "max_batch", "max_levels", "num_ctas"])
+@pytest.mark.parametrize(
+    "name", ["num_qo_heads", "num_kv_heads", "head_dim", "max_rows", "max_batch", "max_levels", "num_ctas"]
+)
 def test_sizes_of_an_object(name: str, value: object) -> None:
     if name == "num_ctas" and value is None:
         return  # the default
-    sizes = {"num_qo_heads": QO_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_rows": 8, "max_batch": 4} | {name: value}
+    sizes = {
+        "num_qo_heads": QO_HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_rows": 8,
+        "max_batch": 4,
+    } | {name: value}
     with pytest.raises(ValueError, match=rf"^{name} is .*, must be"):
         Attention(**sizes, device="cpu")  # type: ignore[arg-type]
 
@@ -223,7 +260,9 @@ def test_sizes_of_an_object(name: str, value: object) -> None:
 def test_products_of_sizes() -> None:
     with pytest.raises(ValueError, match=r"^max_rows \* max_levels is 2147483648, must be below 2\^31"):
         Attention(1, 1, 64, device="cpu", max_rows=2**28, max_batch=4, max_levels=8)
-    with pytest.raises(ValueError, match=r"^max_rows is 536870912, must be below 2\^31 when multiplied by the 4 query heads"):
+    with pytest.raises(
+        ValueError, match=r"^max_rows is 536870912, must be below 2\^31 when multiplied by the 4 query heads"
+    ):
         Attention(4, 1, 64, device="cpu", max_rows=2**29, max_batch=4)
 
 
@@ -237,14 +276,22 @@ def test_pages_before_a_window_may_be_anything() -> None:
     """An engine frees such pages."""
     problem = Problem(torch.device("cpu"))
     table = torch.tensor([[-1, -1, 2, 3]], dtype=torch.int32)
-    view = BSRView(torch.tensor([0, 1]), PageTable.block_table(table, torch.tensor([64]), PAGE_SIZE), window_left=31)
+    view = BSRView(
+        torch.tensor([0, 1]), PageTable.block_table(table, torch.tensor([64]), PAGE_SIZE), window_left=31
+    )
     problem.attention.plan(view)
     out = problem.attention.run(problem.q[:1], problem.kv)
     table[0, :2] = 5
     problem.attention.plan(view)
     assert torch.equal(problem.attention.run(problem.q[:1], problem.kv), out)
     with pytest.raises(ValueError, match=r"^block_table: page 0 of request 0 is -1, must be 0 or more"):
-        problem.attention.plan(BSRView(view.qo_indptr, PageTable.block_table(table.masked_fill(table == 5, -1), torch.tensor([64]), PAGE_SIZE), window_left=32))
+        problem.attention.plan(
+            BSRView(
+                view.qo_indptr,
+                PageTable.block_table(table.masked_fill(table == 5, -1), torch.tensor([64]), PAGE_SIZE),
+                window_left=32,
+            )
+        )
 
 
 @pytest.mark.parametrize("cascade", [[1], {}, 2, None, "sometimes", numpy.ones(2)])
@@ -265,7 +312,11 @@ def test_page_sizes(page_size: object) -> None:
 @pytest.mark.parametrize("window_left", [-2, 2**31, 2**70, False, None, 1.5])
 def test_windows(window_left: object) -> None:
     with pytest.raises(ValueError, match=r"^window_left is .*, must be an int in \[-1, 2147483647\]"):
-        BSRView(torch.zeros(1, dtype=torch.int32), PageTable.ragged(torch.zeros(1, dtype=torch.int32)), window_left=window_left)  # type: ignore[arg-type]
+        BSRView(
+            torch.zeros(1, dtype=torch.int32),
+            PageTable.ragged(torch.zeros(1, dtype=torch.int32)),
+            window_left=window_left,
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
@@ -288,15 +339,27 @@ def test_shapes_beyond_32_bits() -> None:
     token = torch.zeros(1, 1, 1, dtype=torch.bfloat16)
     slots = torch.zeros(1, dtype=torch.int64)
     for shape, name in (((2**32, 1, 1, 1), "pages"), ((1, 2**32 + 16, 1, 1), "page_size")):
-        with pytest.raises(ValueError, match=rf"^kv\.k\.shape\[\d\] \({name}\) is \d+, must be in|^kv\.k\.stride"):
+        with pytest.raises(
+            ValueError, match=rf"^kv\.k\.shape\[\d\] \({name}\) is \d+, must be in|^kv\.k\.stride"
+        ):
             append_kv(token, token, KVCache(one.expand(shape), one.expand(shape)), slots)
 
 
 def test_a_refused_plan_leaves_no_plan() -> None:
     problem = Problem(torch.device("cpu"), max_levels=2)
-    wrong = BSRView(problem.qo_indptr, PageTable.block_table(problem.block_table, problem.kv_lens + 100, PAGE_SIZE))
-    too_many = BSRView(torch.arange(9, dtype=torch.int32), PageTable.ragged(torch.arange(9, dtype=torch.int32)))
-    for composition in (wrong, Composition([wrong, problem.view]), Composition([problem.view, wrong]), too_many, "no view"):
+    wrong = BSRView(
+        problem.qo_indptr, PageTable.block_table(problem.block_table, problem.kv_lens + 100, PAGE_SIZE)
+    )
+    too_many = BSRView(
+        torch.arange(9, dtype=torch.int32), PageTable.ragged(torch.arange(9, dtype=torch.int32))
+    )
+    for composition in (
+        wrong,
+        Composition([wrong, problem.view]),
+        Composition([problem.view, wrong]),
+        too_many,
+        "no view",
+    ):
         problem.run()
         with pytest.raises(ValueError, match="must be"):
             problem.attention.plan(composition)  # type: ignore[arg-type]
@@ -315,13 +378,20 @@ def test_an_object_is_not_copied(copies: Callable[[object], object]) -> None:
 
 def test_lengths_far_beyond_ragged_k_and_v(device: torch.device) -> None:
     """Two thousand million tokens of which sixteen exist: refused at once on a CPU, clamped on a GPU."""
-    attention = Attention(QO_HEADS, KV_HEADS, HEAD_DIM, device=device, max_rows=256, max_batch=4, kernel=kernel_of(device))
-    qo_indptr, kv_indptr = torch.tensor([0, 64, 65], device=device), torch.tensor([0, 2**31 - 1, 2**31 - 1], device=device)
+    attention = Attention(
+        QO_HEADS, KV_HEADS, HEAD_DIM, device=device, max_rows=256, max_batch=4, kernel=kernel_of(device)
+    )
+    qo_indptr, kv_indptr = (
+        torch.tensor([0, 64, 65], device=device),
+        torch.tensor([0, 2**31 - 1, 2**31 - 1], device=device),
+    )
     attention.plan(BSRView(qo_indptr, PageTable.ragged(kv_indptr)))
     q = torch.ones(65, QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     k = torch.ones(16, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     if device.type == "cpu":
-        with pytest.raises(ValueError, match=r"^kv_indptr\[2\] is 2147483647, must be at most 16, the rows of K and V"):
+        with pytest.raises(
+            ValueError, match=r"^kv_indptr\[2\] is 2147483647, must be at most 16, the rows of K and V"
+        ):
             attention.run(q, KVCache.from_ragged(k, k))
     else:
         assert attention.run(q, KVCache.from_ragged(k, k)).isfinite().all()
@@ -332,6 +402,8 @@ def test_lengths_far_beyond_ragged_k_and_v(device: torch.device) -> None:
 def test_a_wrong_cache_does_not_spoil_the_next_run() -> None:
     problem = Problem(torch.device("cpu"))
     expected = problem.run()
-    with pytest.raises(ValueError, match=r"^block_table: page 0 of request 2 is 2, must be in \[0, 2\), what the cache has"):
+    with pytest.raises(
+        ValueError, match=r"^block_table: page 0 of request 2 is 2, must be in \[0, 2\), what the cache has"
+    ):
         problem.attention.run(problem.q, KVCache(problem.kv.k[:2], problem.kv.v[:2]))
     assert torch.equal(problem.attention.run(problem.q, problem.kv), expected)

@@ -1,4 +1,6 @@
-"""Heads whose K and V differ in width, wide ones, and V that lies in K's bytes: random batches and compositions against the oracle."""
+"""Heads whose K and V differ in width, wide ones, and V that lies in K's bytes: random batches and
+compositions against the oracle.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ pytestmark = pytest.mark.usefixtures("kernel")
 
 CPU = torch.device("cpu")
 # head_dim, head_dim_v, whether V lies in K's bytes
-SHAPES = [(192, 128, False), (192, 128, True), (96, 96, False), (64, 128, False), (200, 72, False), (72, 200, False)]
+SHAPES = [
+    (192, 128, False),
+    (192, 128, True),
+    (96, 96, False),
+    (64, 128, False),
+    (200, 72, False),
+    (72, 200, False),
+]
 WIDE_SHAPES = [(512, 512, False), (512, 512, True), (576, 512, True), (576, 512, False)]
 RAGGED = {"table_form": "ragged", "cache_form": "ragged", "page_size": 1}
 
@@ -31,13 +40,18 @@ def small_spec(seed: int, device: torch.device, head_dim: int, head_dim_v: int, 
     spec = spec.with_(head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k, cache_form=form, **heads)
     if head_dim > 256:  # what the oracle has time for
         rows, tokens = (40, 1200) if device.type == "cuda" else (15, 500)
-        spec = spec.with_(qo_lens=tuple(min(n, rows) for n in spec.qo_lens), kv_lens=tuple(min(n, tokens) for n in spec.kv_lens))
+        spec = spec.with_(
+            qo_lens=tuple(min(n, rows) for n in spec.qo_lens),
+            kv_lens=tuple(min(n, tokens) for n in spec.kv_lens),
+        )
     return spec.with_(dtype=torch.bfloat16) if device.type == "cuda" and spec.dtype == torch.float32 else spec
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(12), fast=2, without_gpu=6))
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), SHAPES + WIDE_SHAPES)
-def test_random_batches(device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool, seed: int) -> None:
+def test_random_batches(
+    device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool, seed: int
+) -> None:
     case = case_tensors.build(small_spec(seed + 1000, device, head_dim, head_dim_v, v_in_k), device)
     for options in ({}, {"batch_invariant": True}):
         attention = case.attention(**options)
@@ -45,19 +59,37 @@ def test_random_batches(device: torch.device, head_dim: int, head_dim_v: int, v_
         case.run(attention, out=case.out, lse=case.lse)
         case_tensors.check(case, case.out, case.lse)
         case_tensors.check_padding(case)
-        assert case.run(attention)[: case.rows].equal(case.out[: case.rows]), "another buffer, no lse, the same bits"
+        assert case.run(attention)[: case.rows].equal(case.out[: case.rows]), (
+            "another buffer, no lse, the same bits"
+        )
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), fast=1))
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), [SHAPES[0], *WIDE_SHAPES])
-def test_random_compositions(device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool, seed: int) -> None:
+def test_random_compositions(
+    device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool, seed: int
+) -> None:
     rng = numpy.random.default_rng([seed, head_dim, v_in_k])
     sizes = {"num_kv_heads": 1, "group_size": [4, 16, 2][seed % 3], "page_size": [16, 64, 1][seed // 2]}
-    shape = compositions.Shape(**sizes, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k, dtype=torch.bfloat16, num_ctas=[None, 7][seed % 2], seed=seed)
-    problem = compositions.tree_problem(rng, shape, device) if seed % 2 else compositions.cascade_problem(rng, shape, device, 2)
+    shape = compositions.Shape(
+        **sizes,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        v_in_k=v_in_k,
+        dtype=torch.bfloat16,
+        num_ctas=[None, 7][seed % 2],
+        seed=seed,
+    )
+    problem = (
+        compositions.tree_problem(rng, shape, device)
+        if seed % 2
+        else compositions.cascade_problem(rng, shape, device, 2)
+    )
     problem.run(problem.attention())
     problem.check()
-    batch = forests.random_batch(rng, shape.page_size, kv_cost=head_dim * 16, budget=4e7, max_requests=24, max_rows=80)
+    batch = forests.random_batch(
+        rng, shape.page_size, kv_cost=head_dim * 16, budget=4e7, max_requests=24, max_rows=80
+    )
     shared = forests.make_problem(rng, shape, batch, device)
     for options in ({"cascade": "always"}, {"batch_invariant": True}):
         shared.run(shared.attention(**options), batch.view(rng, device))
@@ -65,8 +97,18 @@ def test_random_compositions(device: torch.device, head_dim: int, head_dim_v: in
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), [SHAPES[0], *WIDE_SHAPES])
-def test_a_request_has_the_same_bits_in_every_batch(device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
-    spec = cases.Spec((1, 3, 1, 20), (900, 200, 2100, 64), num_kv_heads=1, group_size=16, head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k)
+def test_a_request_has_the_same_bits_in_every_batch(
+    device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool
+) -> None:
+    spec = cases.Spec(
+        (1, 3, 1, 20),
+        (900, 200, 2100, 64),
+        num_kv_heads=1,
+        group_size=16,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        v_in_k=v_in_k,
+    )
     spec = spec.with_(cache_form="pair", table_form="block_table", num_ctas=7)
     case = case_tensors.build(spec, device)
     together = case.attention(batch_invariant=True)
@@ -85,7 +127,18 @@ def test_a_request_has_the_same_bits_in_every_batch(device: torch.device, head_d
 def test_wrong_widths_are_refused_by_name() -> None:
     def made(**changes: object) -> Attention:
         return Attention(
-            **({"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 128, "max_rows": 4, "max_batch": 2, "device": "cpu"} | changes)
+            **(
+                {
+                    "num_qo_heads": 4,
+                    "num_kv_heads": 2,
+                    "head_dim": 192,
+                    "head_dim_v": 128,
+                    "max_rows": 4,
+                    "max_batch": 2,
+                    "device": "cpu",
+                }
+                | changes
+            )
         )
 
     for wrong in (0, 4, 60, 600, -8):
@@ -94,9 +147,15 @@ def test_wrong_widths_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"head_dim_v is 128\.0"):
         made(head_dim_v=128.0)
     attention = made()
-    view = BSRView(torch.tensor([0, 2], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 5], dtype=torch.int32)))
+    view = BSRView(
+        torch.tensor([0, 2], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 5], dtype=torch.int32))
+    )
     attention.plan(view)
-    q, k, v = torch.ones(2, 4, 192).bfloat16(), torch.ones(5, 2, 192).bfloat16(), torch.ones(5, 2, 128).bfloat16()
+    q, k, v = (
+        torch.ones(2, 4, 192).bfloat16(),
+        torch.ones(5, 2, 192).bfloat16(),
+        torch.ones(5, 2, 128).bfloat16(),
+    )
     assert attention.run(q, KVCache.from_ragged(k, v)).shape == (2, 4, 128)
     with pytest.raises(ValueError, match=r"kv\.v\.shape is \[5, 1, 2, 192\], must be .*head_dim_v = 128"):
         attention.run(q, KVCache.from_ragged(k, k))

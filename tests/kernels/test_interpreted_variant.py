@@ -24,7 +24,8 @@ from attn_backend.kernels import cpp_compiler, interpreted_variant
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
-CASES = (0, 2, 5)  # levels, a forest, chunks; number 1 has so many rows and tokens that it takes twenty times as long as these
+# levels, a forest, chunks; number 1 has so many rows and tokens that it takes twenty times as long as these
+CASES = (0, 2, 5)
 INTERPRETED = [entry for entry in entries() if interpreted_variant.is_possible(entry.variant)]
 
 
@@ -49,23 +50,39 @@ def test_random_batches(entry: Entry) -> None:
 
 
 def attention(variant: Variant, **options: Any) -> Attention:
-    return Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=8, max_batch=2, variant=variant, **options)
+    return Attention(
+        4, 2, 64, dtype=torch.float32, device="cpu", max_rows=8, max_batch=2, variant=variant, **options
+    )
 
 
 @pytest.mark.parametrize("q_form", [None, *float8_cases.Q_SCALES])
 def test_caches_of_8_bits(q_form: str | None) -> None:
-    """With scales of each form, of which logits know nothing: a bias is not scaled. Rows of one request and after a prefix that several share."""
+    """With scales of each form, of which logits know nothing: a bias is not scaled.
+
+    Rows of one request and after a prefix that several share.
+    """
     variant = builtin.document() & builtin.alibi() & builtin.soft_cap(3.0)
     for seed, k_form in enumerate(float8_cases.SCALES):
-        spec = cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed)
-        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % len(float8_cases.DTYPES)], k_form, float8_cases.SCALES[seed - 2], q_form)
+        spec = cases.Spec(
+            (5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed
+        )
+        problem = Float8Case(
+            spec,
+            CPU,
+            float8_cases.DTYPES[seed % len(float8_cases.DTYPES)],
+            k_form,
+            float8_cases.SCALES[seed - 2],
+            q_form,
+        )
         case, rng = problem.case, numpy.random.default_rng(seed)
         args = ids("document_ids")(rng, Sizes(spec.qo_lens, spec.kv_lens, 4)) | {"slopes": torch.rand(4)}
         attention = case.attention(variant=variant, sinks=True, **problem.options)
         attention.plan(case.view, variant_args=args)
         sinks = torch.linspace(-2, 1, 4)
         case.run(attention, out=case.out, lse=case.lse, variant_args=args, sinks=sinks, **problem.run_options)
-        case_tensors.check(case, case.out, case.lse, problem.expected(variant=by_reference(variant, args), sinks=sinks))
+        case_tensors.check(
+            case, case.out, case.lse, problem.expected(variant=by_reference(variant, args), sinks=sinks)
+        )
 
 
 @pytest.mark.parametrize("q_form", [None, "head"])
@@ -73,8 +90,17 @@ def test_transforms_of_caches_of_8_bits(q_form: str | None) -> None:
     """They see numbers times their scale, each token with that of its own request."""
     variant = builtin.rope(builtin.rope_frequencies(32))
     for seed, k_form in enumerate(float8_cases.SCALES):
-        spec = cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed)
-        problem = Float8Case(spec, CPU, float8_cases.DTYPES[seed % len(float8_cases.DTYPES)], k_form, float8_cases.SCALES[seed - 2], q_form)
+        spec = cases.Spec(
+            (5, 1, 20), (40, 50, 20), group_size=2, dtype=torch.float32, sharing=0.8, num_ctas=3, seed=seed
+        )
+        problem = Float8Case(
+            spec,
+            CPU,
+            float8_cases.DTYPES[seed % len(float8_cases.DTYPES)],
+            k_form,
+            float8_cases.SCALES[seed - 2],
+            q_form,
+        )
         case = problem.case
         attention = case.attention(variant=variant, cascade=False, **problem.options)
         attention.plan(case.view)
@@ -96,7 +122,9 @@ def test_one_warning_names_the_variant_and_the_reason(caplog: pytest.LogCaptureF
 
 
 def test_what_cannot_be_interpreted_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Variant.from_source("float logits(float logit, const ScoreRow&, int32_t) const { return 2 * logit; }", name="doubled")
+    own = Variant.from_source(
+        "float logits(float logit, const ScoreRow&, int32_t) const { return 2 * logit; }", name="doubled"
+    )
     with pytest.raises(RuntimeError, match=r"variant doubled .* cannot be compiled: no C"):
         attention(own)
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
@@ -124,7 +152,11 @@ def test_arguments_are_checked_as_ever() -> None:
     with pytest.raises(ValueError, match="before a successful plan"):
         planned.run(q, kv, variant_args={"slopes": slopes})
     planned.plan(BSRView(indptr(0, 3), PageTable.ragged(indptr(0, 40))))
-    for wrong, match in (({}, "slopes.* missing"), ({"slopes": slopes.double()}, "slopes"), ({"slope": slopes}, "'slope' is unknown")):
+    for wrong, match in (
+        ({}, "slopes.* missing"),
+        ({"slopes": slopes.double()}, "slopes"),
+        ({"slope": slopes}, "'slope' is unknown"),
+    ):
         with pytest.raises(ValueError, match=match):
             planned.run(q, kv, variant_args=wrong)
     with pytest.raises(ValueError, match="logits_soft_cap is 2, must be 0"):
@@ -139,7 +171,9 @@ def test_arguments_are_checked_as_ever() -> None:
 
 def test_page_ids_beyond_the_cache_are_refused() -> None:
     planned = attention(builtin.alibi())
-    view = BSRView(indptr(0, 1), PageTable.block_table(torch.tensor([[0, 7]], dtype=torch.int32), indptr(20), 16))
+    view = BSRView(
+        indptr(0, 1), PageTable.block_table(torch.tensor([[0, 7]], dtype=torch.int32), indptr(20), 16)
+    )
     planned.plan(view)
     kv = KVCache.from_pair(torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 64))
     with pytest.raises(ValueError, match=r"block_table: page 1 of request 0 is 7"):
@@ -147,12 +181,16 @@ def test_page_ids_beyond_the_cache_are_refused() -> None:
 
 
 def test_levels_say_where_rows_stand_if_the_variant_is_causal() -> None:
-    tables = [PageTable.block_table(torch.tensor([[page]], dtype=torch.int32), indptr(20), 20) for page in (0, 1)]
+    tables = [
+        PageTable.block_table(torch.tensor([[page]], dtype=torch.int32), indptr(20), 20) for page in (0, 1)
+    ]
     whole = PageTable.block_table(torch.tensor([[0, 1]], dtype=torch.int32), indptr(40), 20)
     q, kv = torch.randn(3, 4, 64), KVCache.from_slots(torch.randn(40, 2, 64), torch.randn(40, 2, 64), 20)
     planned = attention(builtin.causal(), max_levels=2)
     planned.plan(Composition.cascade([indptr(0, 3), indptr(0, 3)], tables, causal=True))
-    with pytest.raises(ValueError, match="positions is None, must be given in levels that are not causal: variant causal"):
+    with pytest.raises(
+        ValueError, match="positions is None, must be given in levels that are not causal: variant causal"
+    ):
         planned.run(q, kv)
     shared = BSRView(indptr(0, 3), tables[0], causal=False, positions=indptr(37, 38, 39))
     planned.plan(Composition([shared, BSRView(indptr(0, 3), tables[1], causal=True, kv_offsets=indptr(20))]))

@@ -34,7 +34,13 @@ def make_forest(seed: int, device: torch.device) -> Problem:
         sm_scale=float(rng.uniform(0.02, 0.3)) if rng.random() < 0.2 else None,
         logits_soft_cap=float(rng.uniform(1, 50)) if rng.random() < 0.2 else 0.0,
     )
-    batch = random_batch(rng, shape.page_size, depth=1 + seed % 6, max_requests=int(rng.choice([4, 8, 24], p=[0.2, 0.7, 0.1])), budget=1e4)
+    batch = random_batch(
+        rng,
+        shape.page_size,
+        depth=1 + seed % 6,
+        max_requests=int(rng.choice([4, 8, 24], p=[0.2, 0.7, 0.1])),
+        budget=1e4,
+    )
     return make_problem(rng, shape, replace(with_lengths(batch, QO_LENS, KV_LENS), causal=True), device)
 
 
@@ -55,15 +61,24 @@ def expected(problem: Problem) -> torch.Tensor:
 
 
 def test_forests(device: torch.device) -> None:
-    """And on a CPU our own oracle, with which the other tests compare: it agrees with jax to float32's precision."""
+    """And on a CPU our own oracle, with which the other tests compare: it agrees with jax to float32's
+    precision.
+    """
     for seed in range(FORESTS):
         problem = make_forest(seed, device)
         o_jax = expected(problem)
         if device.type == "cpu":
-            assert (o_jax - problem.expected()[0]).norm() <= 2e-6 * o_jax.norm(), f"seed {seed}\n{problem.shape}"
+            assert (o_jax - problem.expected()[0]).norm() <= 2e-6 * o_jax.norm(), (
+                f"seed {seed}\n{problem.shape}"
+            )
         o_ref = o_jax.to(device).double()
         for cascade in (True, "always"):
-            out, _ = problem.run(problem.attention(cascade=cascade), problem.batch.view(numpy.random.default_rng(seed), device))
+            out, _ = problem.run(
+                problem.attention(cascade=cascade), problem.batch.view(numpy.random.default_rng(seed), device)
+            )
             error = (out[: problem.batch.rows].double() - o_ref).norm()
             tolerance = cases.TOLERANCE[problem.shape.dtype]
-            assert error <= tolerance * o_ref.norm(), f"seed {seed}: ||o - ref|| / ||ref|| = {float(error / o_ref.norm()):.2e} > {tolerance}\n{problem.shape}"
+            assert error <= tolerance * o_ref.norm(), (
+                f"seed {seed}: ||o - ref|| / ||ref|| = {float(error / o_ref.norm()):.2e} > "
+                f"{tolerance}\n{problem.shape}"
+            )

@@ -1,4 +1,6 @@
-"""The cache of compiled kernels: what is believed, what is made anew, and what is said where nothing can be kept."""
+"""The cache of compiled kernels: what is believed, what is made anew, and what is said where nothing can be
+kept.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 from attn_backend.kernels import cubins, kernel_cache
 from attn_backend.kernels.archs import ARCHS
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away, or become another user")
+as_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give files away, or become another user"
+)
 
 
 @pytest.fixture
@@ -85,7 +89,9 @@ def test_what_is_something_else_is_named(content: bytes, reason: str) -> None:
 def test_what_the_compiler_makes_is_whole_and_truncation_is_noticed(arch: str) -> None:
     content = cubins.compile_kernel("append", arch)[0].read_bytes()
     assert kernel_cache.damage(content) == ""
-    assert all(kernel_cache.damage(content[:length]) for length in (*range(0, len(content), 97), len(content) - 1))
+    assert all(
+        kernel_cache.damage(content[:length]) for length in (*range(0, len(content), 97), len(content) - 1)
+    )
 
 
 # What is believed
@@ -149,8 +155,14 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "too large": (lambda path: os.truncate(path, 1 << 40), "is too large"),
     "missing": (Path.unlink, "cannot be read: No such file"),
     "no digest": (lambda path: path.with_suffix(".txt").unlink(), "cannot be read: No such file"),
-    "no digest in the report": (lambda path: path.with_suffix(".txt").write_text("a report\n"), "has another SHA-256"),
-    "another report": (lambda path: path.with_suffix(".txt").write_text(path.with_suffix(".txt").read_text() + "more"), "has another SHA-256"),
+    "no digest in the report": (
+        lambda path: path.with_suffix(".txt").write_text("a report\n"),
+        "has another SHA-256",
+    ),
+    "another report": (
+        lambda path: path.with_suffix(".txt").write_text(path.with_suffix(".txt").read_text() + "more"),
+        "has another SHA-256",
+    ),
 }
 
 
@@ -206,16 +218,26 @@ def test_processes_that_need_the_same_kernel_compile_it_once(fake: FakeKernels) 
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "attn_backend" and record.levelno == logging.WARNING]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "attn_backend" and record.levelno == logging.WARNING
+    ]
 
 
 @pytest.mark.parametrize("what", ["cache", "folder", "cubin", "report"])
-@pytest.mark.parametrize("how", ["writable by everybody", pytest.param("belongs to another user (4242)", marks=as_root)])
-def test_where_others_may_write_a_private_folder_is_taken(what: str, how: str, fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "how", ["writable by everybody", pytest.param("belongs to another user (4242)", marks=as_root)]
+)
+def test_where_others_may_write_a_private_folder_is_taken(
+    what: str, how: str, fake: FakeKernels, caplog: pytest.LogCaptureFixture
+) -> None:
     fake.sources["other"] = "// another kernel\n"
     path, _ = cubins.compile_kernel("k", "sm_90a")
     cubins.compile_kernel("other", "sm_90a")
-    wrong = {"cache": fake.cache, "folder": path.parent, "cubin": path, "report": path.with_suffix(".txt")}[what]
+    wrong = {"cache": fake.cache, "folder": path.parent, "cubin": path, "report": path.with_suffix(".txt")}[
+        what
+    ]
     if how == "writable by everybody":
         wrong.chmod(0o777)
     else:
@@ -252,14 +274,22 @@ GROUPS = {  # name and members of the group, whether it is the user's first; tru
 
 @pytest.mark.parametrize("what", ["cache", "folder", "cubin", "report"])
 @pytest.mark.parametrize("group", GROUPS)
-def test_what_a_group_may_write_is_used_if_the_group_is_the_users_own(group: str, what: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_group_may_write_is_used_if_the_group_is_the_users_own(
+    group: str, what: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, _ = cubins.compile_kernel("k", "sm_90a")
-    wrong = {"cache": fake.cache, "folder": path.parent, "cubin": path, "report": path.with_suffix(".txt")}[what]
+    wrong = {"cache": fake.cache, "folder": path.parent, "cubin": path, "report": path.with_suffix(".txt")}[
+        what
+    ]
     wrong.chmod(0o775)
     name, members, is_first, trusted = GROUPS[group]
     groups = {} if name is None else {wrong.stat().st_gid: SimpleNamespace(gr_name=name, gr_mem=members)}
     monkeypatch.setattr(kernel_cache.grp, "getgrgid", groups.__getitem__)
-    monkeypatch.setattr(kernel_cache.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="me", pw_gid=wrong.stat().st_gid + (not is_first)))
+    monkeypatch.setattr(
+        kernel_cache.pwd,
+        "getpwuid",
+        lambda uid: SimpleNamespace(pw_name="me", pw_gid=wrong.stat().st_gid + (not is_first)),
+    )
     fault = kernel_cache.fault(path)
     assert fault == "" if trusted else fault.startswith(f"{wrong} is writable by its group (")
     found = cubins.find_kernel("k", "sm_90a")
@@ -306,7 +336,9 @@ def test_a_private_folder_that_is_not_private_is_refused(how: str, fake: FakeKer
         private.write_text("")
     fake.cache.mkdir()
     fake.cache.chmod(0o777)
-    with pytest.raises(RuntimeError, match=f"{fake.cache} is writable by everybody, and .*{private}.*set ATTN_BACKEND_CACHE"):
+    with pytest.raises(
+        RuntimeError, match=f"{fake.cache} is writable by everybody, and .*{private}.*set ATTN_BACKEND_CACHE"
+    ):
         cubins.compile_kernel("k", "sm_90a")
     assert fake.runs() == 0
 
@@ -316,14 +348,19 @@ def test_a_private_folder_that_is_not_private_is_refused(how: str, fake: FakeKer
 
 def test_a_cache_that_is_a_file_is_named(fake: FakeKernels) -> None:
     fake.cache.write_text("mine")
-    with pytest.raises(RuntimeError, match=f"kept in {fake.cache}/sm_90a: a file is in its place; set ATTN_BACKEND_CACHE to a folder"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"kept in {fake.cache}/sm_90a: a file is in its place; set ATTN_BACKEND_CACHE to a folder",
+    ):
         cubins.compile_kernel("k", "sm_90a")
     assert fake.cache.read_text() == "mine"
     assert fake.runs() == 0
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(made: bool, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(
+    made: bool, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     know_the_key(fake, monkeypatch)
     (fake.cache / "sm_90a").mkdir(parents=True)
     if not made:
@@ -331,7 +368,10 @@ def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(mad
     closed = fake.cache / "sm_90a" if made else fake.folder
     closed.chmod(0o555)
     try:
-        with unprivileged(fake.folder), pytest.raises(RuntimeError, match=r"Permission denied; set ATTN_BACKEND_CACHE to a folder"):
+        with (
+            unprivileged(fake.folder),
+            pytest.raises(RuntimeError, match=r"Permission denied; set ATTN_BACKEND_CACHE to a folder"),
+        ):
             cubins.compile_kernel("k", "sm_90a")
     finally:
         closed.chmod(0o755)
@@ -365,7 +405,9 @@ def unprivileged(folder: Path) -> Iterator[None]:
                 parent.chmod(before)
 
 
-def test_a_cache_of_roots_that_cannot_be_written_is_read(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_roots_that_cannot_be_written_is_read(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     know_the_key(fake, monkeypatch)
     path, _ = cubins.compile_kernel("k", "sm_90a")
     path.parent.chmod(0o555)
@@ -381,9 +423,13 @@ def test_a_full_cache_is_named_and_nothing_stays_behind(fake: FakeKernels) -> No
     target = fake.cache / "sm_90a" / "k-0.cubin"
     kernel_cache.prepare(target)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # like a full disk, a file does not get larger
+    # like a full disk, a file does not get larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
-        with pytest.raises(RuntimeError, match=f"kept in {target.parent}: File too large; set ATTN_BACKEND_CACHE to a folder .* has room"):
+        with pytest.raises(
+            RuntimeError,
+            match=f"kept in {target.parent}: File too large; set ATTN_BACKEND_CACHE to a folder .* has room",
+        ):
             kernel_cache.store(target, cubin(), "a report" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -399,5 +445,7 @@ def test_no_home_directory_is_named(fake: FakeKernels, monkeypatch: pytest.Monke
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for variable in ("ATTN_BACKEND_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(RuntimeError, match="there is no home directory to keep compiled kernels in: set ATTN_BACKEND_CACHE"):
+    with pytest.raises(
+        RuntimeError, match="there is no home directory to keep compiled kernels in: set ATTN_BACKEND_CACHE"
+    ):
         cubins.find_kernel("k", "sm_90a")

@@ -1,4 +1,6 @@
-"""Masks with holes: KV tiles in which no row of a row tile sees anything are not visited, and no result changes."""
+"""Masks with holes: KV tiles in which no row of a row tile sees anything are not visited, and no result
+changes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from attn_backend.kernels import cpp_compiler
 from attn_backend.kernels.schedule import Schedule
 from attn_backend.variants import builtin
 
-pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.usefixtures("kernel"),
+    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+]
 
 BLOCK = 128  # tokens, of the patterns below: a KV tile on Hopper
 
@@ -67,21 +72,37 @@ def masks(rng: numpy.random.Generator, batch: int, longest: int, device: torch.d
     batch, longest = max(batch, 1), max(longest, 1)
     pieces = torch.randint(3, (batch, longest // 200 + 1), generator=generator, dtype=torch.int32)
     ids = pieces.repeat_interleave(200, dim=1).to(device)  # documents in pieces
-    yield _mask(DOCUMENTS, {"document_ids": ids}, lambda at: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token])
+    yield _mask(
+        DOCUMENTS,
+        {"document_ids": ids},
+        lambda at: ids[at.request][at.position.clamp(0)] == ids[at.request][at.token],
+    )
     near = lambda at, width: (at.token <= at.position) & (at.position - at.token < width)  # noqa: E731
     yield _mask(STREAMING, {}, lambda at: (at.token <= at.position) & (near(at, 100) | (at.token < 4)))
     num_blocks = longest // BLOCK + 1
-    blocks = (torch.rand(batch, num_blocks, num_blocks, generator=generator) < rng.choice([0.05, 0.3])).to(device)
+    blocks = (torch.rand(batch, num_blocks, num_blocks, generator=generator) < rng.choice([0.05, 0.3])).to(
+        device
+    )
     yield _mask(
         BLOCK_SPARSE,
         {"blocks": blocks},
-        lambda at: blocks[at.request][(at.position.clamp(0) // BLOCK), at.token // BLOCK] & (at.token <= at.position),
+        lambda at: (
+            blocks[at.request][(at.position.clamp(0) // BLOCK), at.token // BLOCK] & (at.token <= at.position)
+        ),
     )
     step = int(rng.integers(3, 7))
     div = lambda x: torch.div(x, BLOCK, rounding_mode="floor")  # noqa: E731
-    yield _mask(DILATED, {"step": step}, lambda at: ((div(at.position) - div(at.token)) % step == at.head % 2) & (at.token <= at.position))
+    yield _mask(
+        DILATED,
+        {"step": step},
+        lambda at: ((div(at.position) - div(at.token)) % step == at.head % 2) & (at.token <= at.position),
+    )
     first_tokens = torch.randint(80, (batch,), generator=generator, dtype=torch.int32).to(device)
-    yield _mask(A_SHAPE, {"first_tokens": first_tokens}, lambda at: (at.token <= at.position) & ((at.token < int(first_tokens[at.request])) | near(at, 100)))
+    yield _mask(
+        A_SHAPE,
+        {"first_tokens": first_tokens},
+        lambda at: (at.token <= at.position) & ((at.token < int(first_tokens[at.request])) | near(at, 100)),
+    )
 
 
 NUM_MASKS = 5
@@ -95,10 +116,14 @@ def listed(attention: Attention) -> int:
 @pytest.mark.parametrize("seed", mostly_slow(range(100), fast=10))
 def test_random_cases(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng([seed, 71])
-    spec = cases.random_spec(6 * 10**6 + seed, device.type).with_(logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64)
+    spec = cases.random_spec(6 * 10**6 + seed, device.type).with_(
+        logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64
+    )
     case = case_tensors.build(spec, device)
     mask = list(masks(rng, len(spec.qo_lens), max(spec.kv_lens, default=1), device))[seed % NUM_MASKS]
-    attention = case.attention(variant=mask.variant, batch_invariant=seed % 3 == 0, cascade=["always", False][seed % 2])
+    attention = case.attention(
+        variant=mask.variant, batch_invariant=seed % 3 == 0, cascade=["always", False][seed % 2]
+    )
     for to_plan in (mask.arguments, None):
         attention.plan(case.view, variant_args=to_plan)
         case.run(attention, out=case.out, lse=case.lse, variant_args=mask.arguments)
@@ -108,9 +133,13 @@ def test_random_cases(device: torch.device, seed: int) -> None:
 
 @pytest.mark.parametrize("number", range(NUM_MASKS))
 @pytest.mark.parametrize("options", [{"cascade": False}, {"batch_invariant": True}, {"num_ctas": 3}], ids=str)
-def test_decodes_chunks_and_prefills_with_holes(device: torch.device, number: int, options: dict[str, Any]) -> None:
+def test_decodes_chunks_and_prefills_with_holes(
+    device: torch.device, number: int, options: dict[str, Any]
+) -> None:
     """In one batch; most of its row tiles have holes."""
-    spec = Spec((1, 300, 7, 1, 40), (2500, 700, 1300, 1100, 40), head_dim=64, dtype=torch.bfloat16, page_size=16)
+    spec = Spec(
+        (1, 300, 7, 1, 40), (2500, 700, 1300, 1100, 40), head_dim=64, dtype=torch.bfloat16, page_size=16
+    )
     case = case_tensors.build(spec, device)
     mask = list(masks(numpy.random.default_rng(5), 5, 2500, device))[number]
     attention = case.attention(variant=mask.variant, **options)
@@ -126,16 +155,26 @@ def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
     problem = forests.random_problem(rng, device)
     shape = forests.replace(problem.shape, logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64)
     problem = forests.make_problem(rng, shape, problem.batch, device)
-    mask = list(masks(rng, len(problem.batch.kv_lens), max(problem.batch.kv_lens, default=1), device))[seed % NUM_MASKS]
+    mask = list(masks(rng, len(problem.batch.kv_lens), max(problem.batch.kv_lens, default=1), device))[
+        seed % NUM_MASKS
+    ]
     attention = problem.attention(variant=mask.variant, cascade="always")
     attention.plan(problem.batch.view(rng, device), variant_args=mask.arguments)
-    attention.run(problem.q, problem.memory.kv, out=problem.out, lse=problem.lse, sm_scale=problem.shape.sm_scale, variant_args=mask.arguments or None)
+    attention.run(
+        problem.q,
+        problem.memory.kv,
+        out=problem.out,
+        lse=problem.lse,
+        sm_scale=problem.shape.sm_scale,
+        variant_args=mask.arguments or None,
+    )
     problem.check(problem.expected(variant=mask.expected))
 
 
 def test_a_request_keeps_its_bits(device: torch.device) -> None:
     """Under a batch invariant plan: alone, and among others."""
-    tokens = 7000  # cut into chunks: also where these have six KV tiles, on Hopper, some have holes between them
+    # cut into chunks: also where these have six KV tiles, on Hopper, some have holes between them
+    tokens = 7000
     mask = next(masks(numpy.random.default_rng(3), 1, tokens, device))
     spec = Spec((1,), (tokens,), head_dim=64, dtype=torch.bfloat16)
     case = case_tensors.build(spec, device)
@@ -147,7 +186,10 @@ def test_a_request_keeps_its_bits(device: torch.device) -> None:
     twice = BSRView(
         torch.tensor([0, 1, 2], dtype=torch.int32, device=device),
         PageTable.csr(
-            torch.cat([table.indptr, table.indptr[-1:] * 2]), torch.cat([table.indices[: int(table.indptr[-1])]] * 2), table.last_page_len.repeat(2), 16
+            torch.cat([table.indptr, table.indptr[-1:] * 2]),
+            torch.cat([table.indices[: int(table.indptr[-1])]] * 2),
+            table.last_page_len.repeat(2),
+            16,
         ),
     )
     arguments = {"document_ids": mask.arguments["document_ids"].expand(2, -1)}
@@ -159,26 +201,37 @@ def test_a_request_keeps_its_bits(device: torch.device) -> None:
     assert torch.equal(both[1:], out[:1])
 
 
-def one_request(attention_heads: tuple[int, int], tokens: int, rows: int, device: torch.device) -> tuple[BSRView, Tensor, Tensor, Tensor]:
+def one_request(
+    attention_heads: tuple[int, int], tokens: int, rows: int, device: torch.device
+) -> tuple[BSRView, Tensor, Tensor, Tensor]:
     """A view of pages of 64 tokens in order, and q, k, v."""
     heads, kv_heads = attention_heads
     generator = torch.Generator().manual_seed(tokens)
     pages = -(-tokens // 64)
     make = lambda *shape: torch.randn(*shape, generator=generator).bfloat16().to(device)  # noqa: E731
-    table = PageTable.block_table(torch.arange(pages, dtype=torch.int32, device=device)[None], torch.tensor([tokens], dtype=torch.int32, device=device), 64)
+    table = PageTable.block_table(
+        torch.arange(pages, dtype=torch.int32, device=device)[None],
+        torch.tensor([tokens], dtype=torch.int32, device=device),
+        64,
+    )
     view = BSRView(torch.tensor([0, rows], dtype=torch.int32, device=device), table)
     return view, make(rows, heads, 64), make(pages, 64, kv_heads, 64), make(pages, 64, kv_heads, 64)
 
 
 @pytest.mark.parametrize("number", range(NUM_MASKS))
 def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: int) -> None:
-    """A block mask of flex_attention, with a row tile's queries and a KV tile's tokens as blocks. The KV tiles are the same, not only as many."""
+    """A block mask of flex_attention, with a row tile's queries and a KV tile's tokens as blocks.
+
+    The KV tiles are the same, not only as many.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     tokens = 4096
     mask = list(masks(numpy.random.default_rng(8), 1, tokens, device))[number]
     view, *_ = one_request((8, 2), tokens, tokens, device)
-    attention = Attention(8, 2, 64, max_rows=tokens, max_batch=1, variant=mask.variant, device=device, kernel=kernel_of(device))
+    attention = Attention(
+        8, 2, 64, max_rows=tokens, max_batch=1, variant=mask.variant, device=device, kernel=kernel_of(device)
+    )
     attention.plan(view, variant_args=mask.arguments)
     schedule = attention.schedule()
     rows = 128 // 4
@@ -191,30 +244,54 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
     kept = torch.zeros(tokens // rows, tokens // schedule.kv_tile, dtype=torch.bool, device=device)
     full = torch.ones_like(kept)
     for head in (0, 1):  # what some head sees, and what both see
-        block_mask = create_block_mask(lambda b, h, q, k, head=head: seen(b, h + head, q, k), 1, 1, tokens, tokens, device, (rows, schedule.kv_tile))
+        block_mask = create_block_mask(
+            lambda b, h, q, k, head=head: seen(b, h + head, q, k),
+            1,
+            1,
+            tokens,
+            tokens,
+            device,
+            (rows, schedule.kv_tile),
+        )
         kept |= block_mask.to_dense()[0, 0] != 0
         numbers, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
         assert numbers is not None
         assert indices is not None
         listed_first = torch.arange(kept.shape[1], device=device) < numbers[0, 0, :, None]
-        full &= torch.zeros_like(full, dtype=torch.int32).scatter_add_(1, indices[0, 0].long(), listed_first.int()) > 0
-    visited, marked, listed_tiles = torch.zeros_like(kept), torch.zeros_like(kept), torch.zeros(len(kept), dtype=torch.bool, device=device)
+        full &= (
+            torch.zeros_like(full, dtype=torch.int32).scatter_add_(
+                1, indices[0, 0].long(), listed_first.int()
+            )
+            > 0
+        )
+    visited, marked, listed_tiles = (
+        torch.zeros_like(kept),
+        torch.zeros_like(kept),
+        torch.zeros(len(kept), dtype=torch.bool, device=device),
+    )
     for tile, (kv_tiles, whole) in enumerate(kv_tiles_of(attention, schedule)):
         visited[tile, kv_tiles] = True
         marked[tile, [kv_tile for kv_tile, is_seen in zip(kv_tiles, whole, strict=True) if is_seen]] = True
         listed_tiles[tile] = schedule.tiles[tile, 3] < 0
     assert torch.equal(visited, kept)
-    assert not bool((full & listed_tiles[:, None] & ~marked).any())  # more may be: what causality hides is not asked about
+    # more may be: what causality hides is not asked about
+    assert not bool((full & listed_tiles[:, None] & ~marked).any())
     assert int(schedule.tiles[:, 5].sum()) == int(kept.sum()) + int((~kept.any(1)).sum())
     first, last = kept.int().argmax(1), kept.shape[1] - kept.flip(1).int().argmax(1)
     assert int(kept.sum()) < 0.9 * int(((last - first) * kept.any(1)).sum())  # there are holes
 
 
 def kv_tiles_of(attention: Attention, schedule: Schedule) -> Iterator[tuple[list[int], list[bool]]]:
-    """For each row tile of one request: the KV tiles that are visited, by their numbers, and which are listed as seen by all rows."""
+    """For each row tile of one request: the KV tiles that are visited, by their numbers, and which are listed
+    as seen by all rows.
+    """
     memory = attention._row_ranges.view(torch.int32).cpu()
     for _, _, _, kv_begin, kv_end, num_kv_tiles in schedule.tiles.tolist():
-        entry = memory[~kv_begin : ~kv_begin + num_kv_tiles] if kv_begin < 0 else kv_begin + schedule.kv_tile * torch.arange(num_kv_tiles)
+        entry = (
+            memory[~kv_begin : ~kv_begin + num_kv_tiles]
+            if kv_begin < 0
+            else kv_begin + schedule.kv_tile * torch.arange(num_kv_tiles)
+        )
         entry = entry[(entry & 0x7FFFFFFF) < kv_end]
         yield ((entry & 0x7FFFFFFF) // schedule.kv_tile).tolist(), (entry < 0).tolist()
 
@@ -224,7 +301,9 @@ def test_holes_are_not_read(device: torch.device, rows: int) -> None:
     """V is NaN there, which no mask hides."""
     tokens = 3000
     view, q, k, v = one_request((4, 1), tokens, rows, device)
-    attention = Attention(4, 1, 64, max_rows=rows, max_batch=1, variant=STREAMING, device=device, kernel=kernel_of(device))
+    attention = Attention(
+        4, 1, 64, max_rows=rows, max_batch=1, variant=STREAMING, device=device, kernel=kernel_of(device)
+    )
     attention.plan(view)
     expected = attention.run(q, KVCache.from_pair(k, v))
     v[2 : (tokens - rows - 100) // 64 - 2] = torch.nan  # whole KV tiles: of 128 tokens on Hopper
@@ -237,8 +316,12 @@ def test_more_kv_tiles_than_are_listed(device: torch.device) -> None:
     """Every second KV tile of a very long request: all are visited."""
     tokens = 128 * 2 * 1100
     view, q, k, v = one_request((1, 1), tokens, 1, device)
-    every_second = Variant.from_functions(mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx // 128) % 2 == 1, name="every_second")
-    attention = Attention(1, 1, 64, max_rows=1, max_batch=1, variant=every_second, device=device, kernel=kernel_of(device))
+    every_second = Variant.from_functions(
+        mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx // 128) % 2 == 1, name="every_second"
+    )
+    attention = Attention(
+        1, 1, 64, max_rows=1, max_batch=1, variant=every_second, device=device, kernel=kernel_of(device)
+    )
     attention.plan(view)
     assert listed(attention) == 0
     out = attention.run(q, KVCache.from_pair(k, v))
@@ -252,7 +335,9 @@ def test_row_tiles_that_see_nothing(device: torch.device) -> None:
     """They lie between row tiles that see tokens. Their outputs are zeros, their lse is -inf."""
     seen = lambda b, h, q_idx, kv_idx: ((q_idx // 256) % 2 == 0) & ((kv_idx // 200) % 3 == 1)  # noqa: E731
     variant = Variant.from_functions(mask_mod=seen, name="some_rows")
-    case = case_tensors.build(Spec((1500, 1, 1), (1500, 257, 900), head_dim=64, dtype=torch.bfloat16, causal=False), device)
+    case = case_tensors.build(
+        Spec((1500, 1, 1), (1500, 257, 900), head_dim=64, dtype=torch.bfloat16, causal=False), device
+    )
     attention = case.attention(variant=variant, cascade=False)
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse)

@@ -1,5 +1,7 @@
-"""CTAs that start after their receiver has stopped waiting (csrc/common/launch_number.cuh): the launch reports a failure, and the next one accepts none of
-their messages. A delay stands before every sender: past the limit of the wait in the chosen launches, 1 ms in all others."""
+"""CTAs that start after their receiver has stopped waiting (csrc/common/launch_number.cuh): the launch
+reports a failure, and the next one accepts none of their messages. A delay stands before every sender: past
+the limit of the wait in the chosen launches, 1 ms in all others.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,14 @@ def compiled(folder: Path, name: str, source: str) -> str:
 
 
 def test_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = cubins.kernel_sources(cubins.arch_of(torch.cuda.get_device_capability()))[manifest.sampling_name("f32")]
+    source = cubins.kernel_sources(cubins.arch_of(torch.cuda.get_device_capability()))[
+        manifest.sampling_name("f32")
+    ]
     call = "  attn::sample_unfiltered<"
     assert source.count(call) == 2
-    delayed = source.replace(call, f"  if (blockIdx.x + 1 < gridDim.x) delay(params.vocab == {LATE_VOCAB});\n{call}")
+    delayed = source.replace(
+        call, f"  if (blockIdx.x + 1 < gridDim.x) delay(params.vocab == {LATE_VOCAB});\n{call}"
+    )
     file = compiled(tmp_path, "late_sampling", _DELAY + delayed)
     workspace, seed = sampling_workspace("cuda"), torch.arange(8, device="cuda")
     logits = torch.randn(4, 8, LATE_VOCAB, device="cuda")
@@ -74,7 +80,10 @@ def test_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served("always")
 
     def view(requests: int, order: torch.Tensor) -> BSRView:
-        return BSRView(served.qo_indptr[: requests + 1], PageTable.block_table(served.table[order[:requests]], served.kv_lens[order[:requests]], 16))
+        return BSRView(
+            served.qo_indptr[: requests + 1],
+            PageTable.block_table(served.table[order[:requests]], served.kv_lens[order[:requests]], 16),
+        )
 
     steps = [(64, False), (LATE_REQUESTS, True), (64, False), (LATE_REQUESTS + 1, False)]
     views = [view(requests, torch.randperm(64, device="cuda")) for requests, _ in steps]
@@ -83,7 +92,11 @@ def test_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         served.attention.plan(each)
         expected.append(served.attention.schedule())
     file, kernel_file = compiled(tmp_path, "late_plan", _PLAN), attention_config.kernel_file
-    monkeypatch.setattr(attention_config, "kernel_file", lambda name, device: file if name == "plan" else kernel_file(name, device))
+    monkeypatch.setattr(
+        attention_config,
+        "kernel_file",
+        lambda name, device: file if name == "plan" else kernel_file(name, device),
+    )
     delayed = Served("always").attention
     for (_, is_late), each, planned in zip(steps, views, expected, strict=True):
         delayed.plan(each)

@@ -22,8 +22,14 @@ BATCHES = [
 
 def make(batch: latent_cases.Batch, form: str, **options: object) -> Attention:
     rows, heads, _ = batch.q.shape
-    options |= {"dtype": batch.q.dtype, "kv_dtype": latent_cases.FORMATS[form], "kernel": attention_kernels.kernel_of(batch.q.device)}
-    return Attention(heads, 1, 576, head_dim_v=512, device=batch.q.device, max_rows=rows, max_batch=rows, **options)  # type: ignore[arg-type]
+    options |= {
+        "dtype": batch.q.dtype,
+        "kv_dtype": latent_cases.FORMATS[form],
+        "kernel": attention_kernels.kernel_of(batch.q.device),
+    }
+    return Attention(
+        heads, 1, 576, head_dim_v=512, device=batch.q.device, max_rows=rows, max_batch=rows, **options
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", mostly_slow(range(6), fast=2))
@@ -33,9 +39,18 @@ def test_batches(device: torch.device, form: str, number: int) -> None:
     qo_lens, kv_lens = BATCHES[number % 3]
     scale = None if form == "scaled" else [0.5, torch.tensor([0.7]), None][number % 3]
     batch = latent_cases.make_batch(
-        form, qo_lens, kv_lens, heads=[16, 128, 3][number % 3], page_size=[64, 1, 16, 7][number % 4], scale=scale, causal=number % 2 == 0, device=device,
-        dtype=torch.float16 if number == 3 and form != "scaled" else torch.bfloat16, seed=number, row_bytes=[0, 704][number // 3],
-    )  # fmt: skip
+        form,
+        qo_lens,
+        kv_lens,
+        heads=[16, 128, 3][number % 3],
+        page_size=[64, 1, 16, 7][number % 4],
+        scale=scale,
+        causal=number % 2 == 0,
+        device=device,
+        dtype=torch.float16 if number == 3 and form != "scaled" else torch.bfloat16,
+        seed=number,
+        row_bytes=[0, 704][number // 3],
+    )
     for options in ({}, {"batch_invariant": True}, {"num_ctas": 3}):
         attention = make(batch, form, **options)
         attention.plan(batch.view)
@@ -46,7 +61,9 @@ def test_batches(device: torch.device, form: str, number: int) -> None:
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
 def test_sparse(device: torch.device, form: str, heads: int) -> None:
     """Tokens that each row selects, out of the first request's."""
-    batch = latent_cases.make_batch(form, [6], [200], heads=heads, page_size=8, device=device, scale=None if form == "scaled" else 0.25)
+    batch = latent_cases.make_batch(
+        form, [6], [200], heads=heads, page_size=8, device=device, scale=None if form == "scaled" else 0.25
+    )
     generator = torch.Generator().manual_seed(1)
     slots = torch.full((6, 64), -1, dtype=torch.int32, device=device)
     table = batch.view.table.indices
@@ -65,7 +82,9 @@ def test_sparse(device: torch.device, form: str, heads: int) -> None:
 def test_shared_prefixes(device: torch.device) -> None:
     for form in latent_cases.FORMATS:
         for heads in (16, 128):
-            batch = latent_cases.make_batch(form, [1] * 6, [150] * 6, heads=heads, page_size=16, device=device)
+            batch = latent_cases.make_batch(
+                form, [1] * 6, [150] * 6, heads=heads, page_size=16, device=device
+            )
             batch.share(8)
             attention = make(batch, form, cascade="always")
             attention.plan(batch.view)
@@ -76,7 +95,11 @@ def test_shared_prefixes(device: torch.device) -> None:
 @pytest.mark.parametrize("heads", [128, 256])
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
 def test_pairs_of_ctas(form: str, heads: int) -> None:
-    """CTAs that widen tokens for each other. Whatever else is in a batch, and however often it runs, a request has the same bits, in a captured graph, too."""
+    """CTAs that widen tokens for each other.
+
+    Whatever else is in a batch, and however often it runs, a request has the same bits, in a captured graph,
+    too.
+    """
     device = torch.device("cuda")
     lens = [1, 31, 32, 33, 63, 64, 65, 127, 129, 1000, 2001, 0]
     qo_lens = [1, 2, 1, 7, 1, 64, 1, 3, 1, 1, 5, 1]
@@ -99,9 +122,13 @@ def test_pairs_of_ctas(form: str, heads: int) -> None:
     assert table.indices is not None
     for i in range(len(lens)):
         alone = PageTable.block_table(table.indices[i : i + 1], table.kv_lens[i : i + 1], table.page_size)
-        attention.plan(BSRView(torch.tensor([0, qo_lens[i]], dtype=torch.int32, device=device), alone, causal=True))
+        attention.plan(
+            BSRView(torch.tensor([0, qo_lens[i]], dtype=torch.int32, device=device), alone, causal=True)
+        )
         of_request = slice(indptr[i], indptr[i + 1])
-        assert torch.equal(attention.run(batch.q[of_request], batch.kv, sm_scale=latent_cases.SM_SCALE), out[of_request])
+        assert torch.equal(
+            attention.run(batch.q[of_request], batch.kv, sm_scale=latent_cases.SM_SCALE), out[of_request]
+        )
 
 
 def test_refuses() -> None:
@@ -118,7 +145,25 @@ def test_refuses() -> None:
         with pytest.raises(ValueError, match=rf"^{argument} is .*, must be "):
             call()
     with pytest.raises(ValueError, match=r"^variant is .*, must be None with kv_dtype = torch.uint8"):
-        Attention(16, 1, 576, head_dim_v=512, device="cpu", max_rows=1, max_batch=1, kv_dtype=torch.uint8, variant=causal())
-    for options in ({"head_dim": 128}, {"head_dim": 576, "head_dim_v": 512, "dtype": torch.float16}, {"head_dim": 512}):
-        with pytest.raises(ValueError, match=r"^kv_dtype is torch.uint8, must be another one: rows of DeepSeek V3.2's latents are for head_dim = 576"):
+        Attention(
+            16,
+            1,
+            576,
+            head_dim_v=512,
+            device="cpu",
+            max_rows=1,
+            max_batch=1,
+            kv_dtype=torch.uint8,
+            variant=causal(),
+        )
+    for options in (
+        {"head_dim": 128},
+        {"head_dim": 576, "head_dim_v": 512, "dtype": torch.float16},
+        {"head_dim": 512},
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"^kv_dtype is torch.uint8, must be another one: rows of DeepSeek V3.2's latents are for "
+            r"head_dim = 576",
+        ):
             Attention(16, 1, device="cpu", max_rows=1, max_batch=1, kv_dtype=torch.uint8, **options)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""MLA on random batches against float64: heads, query tokens, pages, formats of latents, shared prefixes that are found or given, trees, parts of Q."""
+"""MLA on random batches against float64: heads, query tokens, pages, formats of latents, shared prefixes that
+are found or given, trees, parts of Q.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ PREFIX_LENS = 64, 200  # a plan looks for prefixes of at least 64 tokens
 
 @dataclass
 class Case:
-    """Cases of consecutive seeds have each form, each number of heads and each kind together, in turn; all else is drawn."""
+    """Cases of consecutive seeds have each form, each number of heads and each kind together, in turn; all
+    else is drawn.
+    """
 
     seed: int
     max_kv_len: int
@@ -51,7 +55,8 @@ class Case:
         if self.kind == "tree" and self.form == "scaled":
             self.kind = "found"  # rows with scales of their own have no variants
         self.page_size = draw.choice([1, 16, 64, MAX_PAGE_SIZE, _skewed(draw, MAX_PAGE_SIZE)])
-        of_all = draw.choice([None, 1, _skewed(draw, MAX_QO_LEN)])  # speculation, or decodes and chunks of prompts together
+        # speculation, or decodes and chunks of prompts together
+        of_all = draw.choice([None, 1, _skewed(draw, MAX_QO_LEN)])
         is_shared = self.kind in ("found", "levels")
         self.qo_lens = [
             of_all or draw.choice([1, _skewed(draw, MAX_QO_LEN), draw.randint(1, MAX_QO_LEN), MAX_QO_LEN])
@@ -63,20 +68,34 @@ class Case:
             least[0] = 0  # more query tokens than tokens, or none
         self.kv_lens = [begin + _skewed(draw, self.max_kv_len) - 1 for begin in least]
         self.form_of_q = draw.choice([None, *latent_cases.FORMS_OF_Q])
-        self.options = draw.choice([{}, {"num_ctas": 3}, {"num_ctas": 17}, {} if is_shared else {"batch_invariant": True}])
+        self.options = draw.choice(
+            [{}, {"num_ctas": 3}, {"num_ctas": 17}, {} if is_shared else {"batch_invariant": True}]
+        )
         if self.kind == "found":
             self.options["cascade"] = "always"
 
     def batch(self, device: torch.device) -> Batch:
         draw = random.Random(~self.seed)
         scale = draw.choice([None, 0.5, torch.tensor([0.7])]) if self.form == "e4m3" else None
-        dtype = torch.float16 if self.form != "scaled" and self.kind != "tree" and draw.random() < 0.3 else torch.bfloat16
+        dtype = (
+            torch.float16
+            if self.form != "scaled" and self.kind != "tree" and draw.random() < 0.3
+            else torch.bfloat16
+        )
         make = latent_cases.make_tree_batch if self.kind == "tree" else latent_cases.make_batch
         row_bytes = draw.choice([0, 1280])
         made = make(
-            self.form, self.qo_lens, self.kv_lens, heads=self.heads, page_size=self.page_size, scale=scale, dtype=dtype, device=device, seed=self.seed,
+            self.form,
+            self.qo_lens,
+            self.kv_lens,
+            heads=self.heads,
+            page_size=self.page_size,
+            scale=scale,
+            dtype=dtype,
+            device=device,
+            seed=self.seed,
             row_bytes=row_bytes,
-        )  # fmt: skip
+        )
         if self.prefix_pages:
             made.share(self.prefix_pages)
         return made
@@ -88,8 +107,14 @@ class Case:
         table, device = view.table, view.qo_indptr.device
         assert table.indices is not None
         tokens = self.prefix_pages * self.page_size
-        prefix = PageTable.block_table(table.indices[:1, : self.prefix_pages], torch.tensor([tokens], dtype=torch.int32, device=device), self.page_size)
-        own = PageTable.block_table(table.indices[:, self.prefix_pages :], table.kv_lens - tokens, self.page_size)
+        prefix = PageTable.block_table(
+            table.indices[:1, : self.prefix_pages],
+            torch.tensor([tokens], dtype=torch.int32, device=device),
+            self.page_size,
+        )
+        own = PageTable.block_table(
+            table.indices[:, self.prefix_pages :], table.kv_lens - tokens, self.page_size
+        )
         return Composition.cascade([view.qo_indptr[[0, -1]], view.qo_indptr], [prefix, own], causal=True)
 
 
@@ -109,11 +134,24 @@ def test_random_case(device: torch.device, seed: int) -> None:
     planned: dict[str, Any] = {"variant_args": batch.tree_arguments()} if case.kind == "tree" else {}
     rows, kernel = len(q), attention_kernels.kernel_of(device)
     attention = Attention(
-        case.heads, 1, 576, head_dim_v=512, dtype=batch.q.dtype, kv_dtype=batch.kv.k.dtype, device=device, max_rows=rows, max_batch=rows,
-        max_levels=2 if case.kind == "levels" else 1, variant=builtin.tree_mask() if case.kind == "tree" else None, kernel=kernel, **case.options,
-    )  # type: ignore[arg-type]  # fmt: skip
+        case.heads,
+        1,
+        576,
+        head_dim_v=512,
+        dtype=batch.q.dtype,
+        kv_dtype=batch.kv.k.dtype,
+        device=device,
+        max_rows=rows,
+        max_batch=rows,
+        max_levels=2 if case.kind == "levels" else 1,
+        variant=builtin.tree_mask() if case.kind == "tree" else None,
+        kernel=kernel,
+        **case.options,
+    )  # type: ignore[arg-type]
     attention.plan(case.composition(batch.view), **planned)
-    batch.check(*attention.run(q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True, **parts, **planned))
+    batch.check(
+        *attention.run(q, batch.kv, sm_scale=latent_cases.SM_SCALE, return_lse=True, **parts, **planned)
+    )
     schedule = attention.schedule()
     assert schedule.errors == 0
     assert bool(schedule.forest) == (case.kind == "found")
@@ -123,11 +161,15 @@ def test_cases_are_of_every_sort() -> None:
     """Those that run without a GPU."""
     cases = [Case(seed, max_kv_len=300) for seed in range(CPU_CASES)]
     assert {(case.form, case.heads) for case in cases} == {(form, heads) for form in FORMS for heads in HEADS}
-    assert {(case.form, case.kind) for case in cases} == {(form, kind) for form in FORMS for kind in KINDS} - {("scaled", "tree")}
+    assert {(case.form, case.kind) for case in cases} == {
+        (form, kind) for form in FORMS for kind in KINDS
+    } - {("scaled", "tree")}
     for kind in KINDS:
         qo_lens = [qo_len for case in cases if case.kind == kind for qo_len in case.qo_lens]
         assert (min(qo_lens), max(qo_lens) > MAX_QO_LEN / 2) == (1, True), kind
     assert MAX_QO_LEN in {qo_len for case in cases for qo_len in case.qo_lens}
     assert {1, MAX_PAGE_SIZE} < {case.page_size for case in cases}
     assert {case.form_of_q for case in cases} == {None, *latent_cases.FORMS_OF_Q}
-    assert any(qo_len > kv_len for case in cases for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True))
+    assert any(
+        qo_len > kv_len for case in cases for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True)
+    )

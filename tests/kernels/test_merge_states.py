@@ -69,7 +69,10 @@ def test_two_states_and_a_mask(device: str, in_place: bool) -> None:
     o_a, lse_a = states(9, 4, 128, dtype=torch.float16, device=device)
     o_b, lse_b = states(9, 4, 128, dtype=torch.float16, device=device)
     mask = torch.arange(9, device=device) % 3 != 1
-    expected = [merged(torch.stack((o_a[r], o_b[r])).cpu(), torch.stack((lse_a[r], lse_b[r])).cpu(), False) for r in range(9)]
+    expected = [
+        merged(torch.stack((o_a[r], o_b[r])).cpu(), torch.stack((lse_a[r], lse_b[r])).cpu(), False)
+        for r in range(9)
+    ]
     left = o_a.clone(), lse_a.clone()
     out, out_lse = (o_a, lse_a) if in_place else (o_a.clone(), lse_a.clone())
     found = merge_state(o_a, lse_a, o_b, lse_b, out=out, out_lse=out_lse, mask=mask)
@@ -84,12 +87,17 @@ def test_strided_states(device: str) -> None:
     torch.manual_seed(3)
     o, lse = states(6, 2, 4, 72, dtype=torch.float16, device=device)
     (o_a, o_b), (lse_a, lse_b) = o[..., 8:].unbind(1), lse.unbind(1)
-    check(merge_state(o_a, lse_a, o_b, lse_b), [merged(o[row, ..., 8:].cpu(), lse[row].cpu(), False) for row in range(6)])
+    check(
+        merge_state(o_a, lse_a, o_b, lse_b),
+        [merged(o[row, ..., 8:].cpu(), lse[row].cpu(), False) for row in range(6)],
+    )
 
 
 def test_merging_is_associative() -> None:
     torch.manual_seed(4)
-    (o_a, lse_a), (o_b, lse_b), (o_c, lse_c) = (states(5, 2, 32, dtype=torch.float32, device="cpu") for _ in range(3))
+    (o_a, lse_a), (o_b, lse_b), (o_c, lse_c) = (
+        states(5, 2, 32, dtype=torch.float32, device="cpu") for _ in range(3)
+    )
     left = merge_state(*merge_state(o_a, lse_a, o_b, lse_b), o_c, lse_c)
     right = merge_state(o_a, lse_a, *merge_state(o_b, lse_b, o_c, lse_c))
     both = merge_states(torch.stack((o_a, o_b, o_c), 1), torch.stack((lse_a, lse_b, lse_c), 1))
@@ -111,8 +119,14 @@ STATES, LSE = torch.zeros(4, 2, 8), torch.zeros(4, 2)
     ("call", "message"),
     [
         (lambda: merge_states(STATES, LSE), "o is a float32 tensor of shape"),
-        (lambda: merge_states(STATES.unsqueeze(1).double(), LSE.unsqueeze(1)), "o.dtype is float64, must be float32, float16 or bfloat16"),
-        (lambda: merge_states(STATES.unsqueeze(1).bool(), LSE.unsqueeze(1)), "o.dtype is bool, must be float32, float16 or bfloat16"),
+        (
+            lambda: merge_states(STATES.unsqueeze(1).double(), LSE.unsqueeze(1)),
+            "o.dtype is float64, must be float32, float16 or bfloat16",
+        ),
+        (
+            lambda: merge_states(STATES.unsqueeze(1).bool(), LSE.unsqueeze(1)),
+            "o.dtype is bool, must be float32, float16 or bfloat16",
+        ),
         (lambda: merge_states(STATES.unsqueeze(1), LSE), "lse.shape is"),
         (lambda: merge_states(STATES.unsqueeze(1), LSE.unsqueeze(1).double()), "lse.dtype is float64"),
         (lambda: merge_states(STATES, LSE, torch.zeros(3)), "indptr.dtype is float32"),

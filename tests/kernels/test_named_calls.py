@@ -9,7 +9,17 @@ import torch
 
 from attn_backend.kernels.named_calls import by_name, names_of
 
-FUNCTIONS = ("plan_level", "run", "append_qkv", "append_kv_rounded", "selected_slots", "merge_states", "sample", "write_rows", "speculate")
+FUNCTIONS = (
+    "plan_level",
+    "run",
+    "append_qkv",
+    "append_kv_rounded",
+    "selected_slots",
+    "merge_states",
+    "sample",
+    "write_rows",
+    "speculate",
+)
 INDICES, OUT = torch.tensor([[3, 1, -1]], dtype=torch.int32), torch.empty(1, 3, dtype=torch.int32)
 
 
@@ -33,7 +43,10 @@ def test_a_name_that_there_is_not_is_refused() -> None:
 
 def test_calls_may_end_early() -> None:
     names = names_of("run")
-    assert tuple(inspect.signature(by_name("run", last="after_append")).parameters) == names[: names.index("after_append") + 1]
+    assert (
+        tuple(inspect.signature(by_name("run", last="after_append")).parameters)
+        == names[: names.index("after_append") + 1]
+    )
     with pytest.raises(TypeError, match="page_size is of type None, must be an int that an int64 holds"):
         by_name("selected_slots", last="kv_lens")(indices=INDICES, out=OUT)
 
@@ -50,7 +63,9 @@ def test_calls_may_end_early() -> None:
 )
 def test_errors_name_the_argument(wrong: dict[str, object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
-        by_name("selected_slots")(**({"indices": INDICES, "out": OUT, "page_size": 1, "page_stride": 1} | wrong))
+        by_name("selected_slots")(
+            **({"indices": INDICES, "out": OUT, "page_size": 1, "page_stride": 1} | wrong)
+        )
 
 
 def test_too_many_arguments_are_refused() -> None:

@@ -12,14 +12,19 @@ import pytest
 from attn_backend.kernels import progress
 
 
-def test_status_writes_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_writes_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.1)
     with progress.status("demo", "starting") as tell:
         time.sleep(0.25)
         tell("requests 3 of 4")
         time.sleep(0.25)
     lines = capsys.readouterr().out.splitlines()
-    assert [*dict.fromkeys(line.rpartition(" (")[0] for line in lines)] == ["demo: starting", "demo: requests 3 of 4"]
+    assert [*dict.fromkeys(line.rpartition(" (")[0] for line in lines)] == [
+        "demo: starting",
+        "demo: requests 3 of 4",
+    ]
     assert len(lines) <= 5
     time.sleep(0.2)
     assert capsys.readouterr().out == ""
@@ -34,7 +39,8 @@ def test_status_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress.status("demo", "starting [fast]") as tell:
         tell("requests [3] of 4")
         time.sleep(1.5)
-    assert re.search(r"demo: starting \[fast\] \(\d s\)", terminal.getvalue())  # the import of rich may take a second
+    # the import of rich may take a second
+    assert re.search(r"demo: starting \[fast\] \(\d s\)", terminal.getvalue())
     assert re.search(r"demo: requests \[3\] of 4 \(\d s\)", terminal.getvalue())
 
 

@@ -1,4 +1,6 @@
-"""MLA with Q in two tensors: the columns that are multiplied with the latent, and the rotated ones, each with strides of its own."""
+"""MLA with Q in two tensors: the columns that are multiplied with the latent, and the rotated ones, each with
+strides of its own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,18 @@ def make(batch: latent_cases.Batch, form: str = PLAIN, **options: Any) -> Attent
     rows, heads, _ = batch.q.shape
     kv_dtype = None if form == PLAIN else FORMATS[form]
     options["kernel"] = attention_kernels.kernel_of(batch.q.device)
-    return Attention(heads, 1, 576, head_dim_v=512, device=batch.q.device, dtype=batch.q.dtype, kv_dtype=kv_dtype, max_rows=rows, max_batch=rows, **options)
+    return Attention(
+        heads,
+        1,
+        576,
+        head_dim_v=512,
+        device=batch.q.device,
+        dtype=batch.q.dtype,
+        kv_dtype=kv_dtype,
+        max_rows=rows,
+        max_batch=rows,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("form_of_q", FORMS_OF_Q)
@@ -35,7 +48,9 @@ def test_batches(device: torch.device, form: str, form_of_q: str) -> None:
     for number, (qo_lens, kv_lens) in enumerate(BATCHES * 2):
         heads, page_size = [16, 128, 3, 16][number], [64, 1, 7, 16][number]
         dtype = torch.float16 if number == 3 and form != "scaled" else torch.bfloat16
-        batch = latent_cases.make_batch(form, qo_lens, kv_lens, heads=heads, page_size=page_size, dtype=dtype, device=device, seed=number)
+        batch = latent_cases.make_batch(
+            form, qo_lens, kv_lens, heads=heads, page_size=page_size, dtype=dtype, device=device, seed=number
+        )
         q, q_rope = parts_of_q(batch.q, form_of_q)
         batch.q = torch.cat((q, q_rope), -1)
         attention = make(batch, form, **[{}, {"num_ctas": 3}, {"batch_invariant": True}, {}][number])
@@ -62,7 +77,9 @@ def test_selected_tokens(device: torch.device, form: str) -> None:
     assert table is not None
     selected = SelectedTokens(indices.to(device), table, torch.zeros(6, dtype=torch.int32, device=device), 8)
     q, q_rope = parts_of_q(batch.q, "engine")
-    found = attention.run(q, batch.kv.by_slot(), q_rope=q_rope, sm_scale=SM_SCALE, return_lse=True, selected=selected)
+    found = attention.run(
+        q, batch.kv.by_slot(), q_rope=q_rope, sm_scale=SM_SCALE, return_lse=True, selected=selected
+    )
     latent_cases.Batch(batch.q, batch.kv, BSRView.selected(slots), chosen, causal=False).check(*found)
 
 
@@ -119,7 +136,10 @@ def test_in_a_compiled_function(device: torch.device) -> None:
     q, q_rope = parts_of_q(batch.q, "engine")
     with torch.no_grad():
         torch._dynamo.reset()
-        assert torch.equal(attend(q, q_rope, latents), torch.compile(attend, backend="aot_eager", fullgraph=True)(q, q_rope, latents))
+        assert torch.equal(
+            attend(q, q_rope, latents),
+            torch.compile(attend, backend="aot_eager", fullgraph=True)(q, q_rope, latents),
+        )
 
 
 @pytest.mark.gpu
@@ -157,7 +177,11 @@ def test_refuses(device: torch.device) -> None:
     attention.plan(batch.view)
     q, q_rope = parts_of_q(batch.q, "dense")
     wrong = (
-        (q_rope[:1], r"q_rope\.shape is \[1, 16, 64\], must be \[rows = 2, num_qo_heads = 16, head_dim - head_dim_v = 64\]"),
+        (
+            q_rope[:1],
+            r"q_rope\.shape is \[1, 16, 64\], must be \[rows = 2, num_qo_heads = 16, head_dim - head_dim_v = "
+            r"64\]",
+        ),
         (q_rope[:, :3], r"q_rope\.shape is \[2, 3, 64\], must be \[rows = 2, num_qo_heads = 16, "),
         (q_rope[..., :32], r"q_rope\.shape is \[2, 16, 32\], must be "),
         (q_rope.half(), r"q_rope\.dtype is float16, must be bfloat16"),
@@ -169,16 +193,28 @@ def test_refuses(device: torch.device) -> None:
     for part, message in wrong:
         with pytest.raises(ValueError, match=f"^{message}"):
             attention.run(q, batch.kv, q_rope=part)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^q\.shape is \[2, 16, 576\], must be \[rows, num_qo_heads = 16, head_dim_v = 512\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"^q\.shape is \[2, 16, 576\], must be \[rows, num_qo_heads = 16, head_dim_v = 512\]",
+    ):
         attention.run(batch.q, batch.kv, q_rope=q_rope)
-    with pytest.raises(ValueError, match=r"^q\.shape is \[2, 16, 512\], must be \[rows, num_qo_heads = 16, head_dim = 576\]"):
+    with pytest.raises(
+        ValueError, match=r"^q\.shape is \[2, 16, 512\], must be \[rows, num_qo_heads = 16, head_dim = 576\]"
+    ):
         attention.run(q, batch.kv)
     if device.type == "cuda":
         apart = torch.empty(2, 16, 68, dtype=torch.bfloat16, device=device)[..., 4:]
         with pytest.raises(ValueError, match=r"^q_rope\.data_ptr\(\) modulo 16 is 8, must be 0"):
             attention.run(q, batch.kv, q_rope=apart)
     heads = Attention(4, 4, 64, device=device, max_rows=2, max_batch=1)
-    heads.plan(BSRView(torch.tensor([0, 2], dtype=torch.int32, device=device), PageTable.ragged(torch.tensor([0, 9], dtype=torch.int32, device=device))))
+    heads.plan(
+        BSRView(
+            torch.tensor([0, 2], dtype=torch.int32, device=device),
+            PageTable.ragged(torch.tensor([0, 9], dtype=torch.int32, device=device)),
+        )
+    )
     k = torch.zeros(9, 4, 64, dtype=torch.bfloat16, device=device)
-    with pytest.raises(ValueError, match=r"^q_rope is a tensor, must be None with head_dim = 64 and head_dim_v = 64"):
+    with pytest.raises(
+        ValueError, match=r"^q_rope is a tensor, must be None with head_dim = 64 and head_dim_v = 64"
+    ):
         heads.run(k[:2], KVCache.from_ragged(k, k), q_rope=k[:2])

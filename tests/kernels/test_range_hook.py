@@ -1,4 +1,6 @@
-"""A variant's range() in C++: what a row sees lies inside, plans ask the mask about nothing else, and kernels visit no other KV tiles."""
+"""A variant's range() in C++: what a row sees lies inside, plans ask the mask about nothing else, and kernels
+visit no other KV tiles.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from attn_backend import Variant
 from attn_backend.kernels import cpp_compiler
 from attn_backend.variants import builtin
 
-pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.usefixtures("kernel"),
+    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+]
 
 # From the block before a row's own on, of odd heads one more.
 RANGE_CPP = """
@@ -27,7 +32,9 @@ RANGE_CPP = """
 """
 BLOCKS = Variant.from_source(RANGE_CPP, {"width": int}, name="blocks")
 HOLES = "  bool mask(const ScoreRow&, int32_t kv_position) const { return kv_position / 90 % 3 != 1; }"
-WITH_HOLES = Variant.from_source(RANGE_CPP + HOLES, {"width": int}, name="blocks_with_holes", skips_kv_tiles=True)
+WITH_HOLES = Variant.from_source(
+    RANGE_CPP + HOLES, {"width": int}, name="blocks_with_holes", skips_kv_tiles=True
+)
 
 
 def in_range(at: oracle.Pairs, width: int) -> Any:
@@ -38,16 +45,22 @@ def in_range(at: oracle.Pairs, width: int) -> Any:
 def reference(variant: Variant, width: int) -> oracle.Variant:
     if variant is BLOCKS:
         return oracle.Variant(mask=lambda at: in_range(at, width))
-    return oracle.Variant(mask=lambda at: in_range(at, width) & (torch.div(at.token, 90, rounding_mode="floor") % 3 != 1))
+    return oracle.Variant(
+        mask=lambda at: in_range(at, width) & (torch.div(at.token, 90, rounding_mode="floor") % 3 != 1)
+    )
 
 
 @pytest.mark.parametrize("variant", [BLOCKS, WITH_HOLES], ids=lambda variant: variant.name)
 @pytest.mark.parametrize("seed", mostly_slow(range(30), fast=4))
 def test_random_cases(device: torch.device, seed: int, variant: Variant) -> None:
-    spec = cases.random_spec(7 * 10**6 + seed, device.type).with_(logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64)
+    spec = cases.random_spec(7 * 10**6 + seed, device.type).with_(
+        logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64
+    )
     case = case_tensors.build(spec, device)
     arguments = {"width": [3, 50, 128, 400][seed % 4]}
-    attention = case.attention(variant=variant, batch_invariant=seed % 5 == 0, cascade=["always", False][seed % 3 == 0])
+    attention = case.attention(
+        variant=variant, batch_invariant=seed % 5 == 0, cascade=["always", False][seed % 3 == 0]
+    )
     for to_plan in (arguments, None):
         attention.plan(case.view, variant_args=to_plan)
         case.run(attention, out=case.out, lse=case.lse, variant_args=arguments)
@@ -58,7 +71,9 @@ def test_random_cases(device: torch.device, seed: int, variant: Variant) -> None
 @pytest.mark.parametrize("variant", [BLOCKS, WITH_HOLES], ids=lambda variant: variant.name)
 def test_row_tiles_begin_and_end_where_their_ranges_do(device: torch.device, variant: Variant) -> None:
     tokens, width = 2048, 256
-    case = case_tensors.build(Spec((tokens,), (tokens,), head_dim=64, dtype=torch.bfloat16, num_kv_heads=1, group_size=4), device)
+    case = case_tensors.build(
+        Spec((tokens,), (tokens,), head_dim=64, dtype=torch.bfloat16, num_kv_heads=1, group_size=4), device
+    )
     attention = case.attention(variant=variant)
     attention.plan(case.view, variant_args={"width": width})
     schedule = attention.schedule()
@@ -79,14 +94,30 @@ def test_row_tiles_begin_and_end_where_their_ranges_do(device: torch.device, var
 
 def test_ranges_and_masks_are_intersected(device: torch.device) -> None:
     """Of variants that are combined: two ranges, a mask, and an interval."""
-    first = Variant.from_source("TokenRange range(const ScoreRow& row) const { return {-2147483647 - 1, row.position - 3}; }", name="before")
-    last = Variant.from_source("TokenRange range(const ScoreRow& row) const { return {row.request * 20, 2147483647}; }", name="after")
-    odd = Variant.from_source("bool mask(const ScoreRow&, int32_t kv_position) const { return kv_position % 2 == 1; }", name="odd")
+    first = Variant.from_source(
+        "TokenRange range(const ScoreRow& row) const { return {-2147483647 - 1, row.position - 3}; }",
+        name="before",
+    )
+    last = Variant.from_source(
+        "TokenRange range(const ScoreRow& row) const { return {row.request * 20, 2147483647}; }", name="after"
+    )
+    odd = Variant.from_source(
+        "bool mask(const ScoreRow&, int32_t kv_position) const { return kv_position % 2 == 1; }", name="odd"
+    )
     variant = first & last & odd & builtin.sliding_window(100)
     assert variant.has_range
     assert variant.has_mask
-    seen = oracle.Variant(mask=lambda at: (at.token < at.position - 3) & (at.token >= at.request * 20) & (at.token % 2 == 1) & (at.position - at.token <= 100))
-    case = case_tensors.build(Spec((1, 40, 7), (300, 90, 160), head_dim=64, dtype=torch.bfloat16, causal=False), device)
+    seen = oracle.Variant(
+        mask=lambda at: (
+            (at.token < at.position - 3)
+            & (at.token >= at.request * 20)
+            & (at.token % 2 == 1)
+            & (at.position - at.token <= 100)
+        )
+    )
+    case = case_tensors.build(
+        Spec((1, 40, 7), (300, 90, 160), head_dim=64, dtype=torch.bfloat16, causal=False), device
+    )
     attention = case.attention(variant=variant)
     for to_plan in ({}, None):
         attention.plan(case.view, variant_args=to_plan)
@@ -121,9 +152,18 @@ def test_plans_ask_the_mask_inside_of_the_range_only(device: torch.device) -> No
 @pytest.mark.parametrize(
     ("cpp", "message"),
     [
-        ("bool range(const ScoreRow& row) const { return true; }", r"range\(\) must be `TokenRange range\(const ScoreRow& row\) const`"),
-        ("TokenRange range(const ScoreRow& row) { return {0, 1}; }", r"range\(\) must be `TokenRange range\(const ScoreRow& row\) const`"),
-        ("TokenRange range(int32_t row) const { return {0, 1}; }", r"range\(\) must be `TokenRange range\(const ScoreRow& row\) const`"),
+        (
+            "bool range(const ScoreRow& row) const { return true; }",
+            r"range\(\) must be `TokenRange range\(const ScoreRow& row\) const`",
+        ),
+        (
+            "TokenRange range(const ScoreRow& row) { return {0, 1}; }",
+            r"range\(\) must be `TokenRange range\(const ScoreRow& row\) const`",
+        ),
+        (
+            "TokenRange range(int32_t row) const { return {0, 1}; }",
+            r"range\(\) must be `TokenRange range\(const ScoreRow& row\) const`",
+        ),
     ],
 )
 def test_other_signatures_are_refused(cpp: str, message: str) -> None:

@@ -20,8 +20,20 @@ def test_row_list_equals_the_plain_view(device: torch.device, seed: int) -> None
     """Rows of Q in any places, some between them in no request: the same bits as side by side."""
     spec = cases.random_spec(seed, device.type)
     case = case_tensors.build(spec, device)
-    shape = Shape(spec.num_kv_heads, spec.group_size, spec.head_dim, spec.dtype, spec.page_size, spec.num_ctas, seed=seed // 4)
-    room = {"max_rows": case.rows + 1 + seed % 5, "max_batch": len(spec.qo_lens) + 1, "max_levels": 1 + seed // 2 % 2}
+    shape = Shape(
+        spec.num_kv_heads,
+        spec.group_size,
+        spec.head_dim,
+        spec.dtype,
+        spec.page_size,
+        spec.num_ctas,
+        seed=seed // 4,
+    )
+    room = {
+        "max_rows": case.rows + 1 + seed % 5,
+        "max_batch": len(spec.qo_lens) + 1,
+        "max_levels": 1 + seed // 2 % 2,
+    }
     attention = make_attention(shape, device, **room, cascade=False)  # row lists know none
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse)
@@ -35,7 +47,9 @@ def test_row_list_equals_the_plain_view(device: torch.device, seed: int) -> None
     q[place] = case.q[: case.rows]
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=device)
     attention.plan(Composition((view,)) if seed % 2 else view)
-    attention.run(q, case.kv, out=out, lse=lse, sm_scale=case.spec.sm_scale, logits_soft_cap=case.spec.logits_soft_cap)
+    attention.run(
+        q, case.kv, out=out, lse=lse, sm_scale=case.spec.sm_scale, logits_soft_cap=case.spec.logits_soft_cap
+    )
     assert same_bits(out[place], case.out[: case.rows])
     assert same_bits(lse[place], case.lse[: case.rows])
     left = torch.ones(len(q), dtype=torch.bool, device=device)
@@ -110,7 +124,11 @@ def test_row_list_that_is_too_short(device: torch.device) -> None:
     """qo_indptr ends beyond the row list: refused on a CPU, on a GPU clamped and reported."""
     memory = make_memory(numpy.random.default_rng(0), Shape(2, 4, 64, torch.bfloat16, 4, None), device, [30])
     table = memory.table(numpy.random.default_rng(0), [0])
-    view = BSRView(torch.tensor([0, 6], dtype=torch.int32, device=device), table, rows=torch.arange(4, dtype=torch.int32, device=device))
+    view = BSRView(
+        torch.tensor([0, 6], dtype=torch.int32, device=device),
+        table,
+        rows=torch.arange(4, dtype=torch.int32, device=device),
+    )
     attention = make_attention(SHAPE, device, max_rows=8, max_batch=8, max_levels=2)
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"\brows\b"):

@@ -1,4 +1,6 @@
-"""What a variant's mask lets each row see: found in front of a plan, it narrows row tiles and changes no result."""
+"""What a variant's mask lets each row see: found in front of a plan, it narrows row tiles and changes no
+result.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,18 @@ from attn_backend import Variant
 from attn_backend.kernels import cpp_compiler
 from attn_backend.variants import builtin
 
-pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.usefixtures("kernel"),
+    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+]
 
 DOCUMENTS = builtin.document()
 # Holes inside, another interval for each head.
 HEADS = Variant.from_source(
-    "bool mask(const ScoreRow& row, int32_t kv_position) const { return kv_position / width % (2 + row.qo_head) != 0; }", {"width": int}, name="heads"
+    "bool mask(const ScoreRow& row, int32_t kv_position) const { return kv_position / width % (2 + "
+    "row.qo_head) != 0; }",
+    {"width": int},
+    name="heads",
 )
 
 
@@ -44,22 +52,30 @@ def document_oracle(ids: Tensor) -> oracle.Variant:
 
 
 def heads_oracle(width: int) -> oracle.Variant:
-    return oracle.Variant(mask=lambda at: torch.div(at.token, width, rounding_mode="floor") % (2 + at.head) != 0)
+    return oracle.Variant(
+        mask=lambda at: torch.div(at.token, width, rounding_mode="floor") % (2 + at.head) != 0
+    )
 
 
 def random_arguments(seed: int, case: case_tensors.Case) -> tuple[Variant, dict[str, Any], oracle.Variant]:
     if seed % 2:
         return HEADS, {"width": 1 + seed % 90}, heads_oracle(1 + seed % 90)
-    ids = documents(numpy.random.default_rng(seed), len(case.spec.qo_lens), max(case.spec.kv_lens, default=1), case.device)
+    ids = documents(
+        numpy.random.default_rng(seed), len(case.spec.qo_lens), max(case.spec.kv_lens, default=1), case.device
+    )
     return DOCUMENTS, {"document_ids": ids}, document_oracle(ids)
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(60), fast=6, without_gpu=30))
 def test_random_cases(device: torch.device, seed: int) -> None:
-    spec = cases.random_spec(5 * 10**6 + seed, device.type).with_(logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64)
+    spec = cases.random_spec(5 * 10**6 + seed, device.type).with_(
+        logits_soft_cap=0.0, dtype=torch.bfloat16, head_dim=64
+    )
     case = case_tensors.build(spec, device)
     variant, arguments, reference = random_arguments(seed, case)
-    attention = case.attention(variant=variant, batch_invariant=seed % 5 == 0, cascade=["always", False][seed % 3 == 0])
+    attention = case.attention(
+        variant=variant, batch_invariant=seed % 5 == 0, cascade=["always", False][seed % 3 == 0]
+    )
     for to_plan in (arguments, None):
         attention.plan(case.view, variant_args=to_plan)
         case.run(attention, out=case.out, lse=case.lse, variant_args=arguments)
@@ -86,7 +102,9 @@ def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
 def test_row_tiles_end_where_their_documents_do(device: torch.device) -> None:
     """Beside a causal mask: KV tiles of earlier documents and of later tokens are not visited."""
     tokens, length = 4096, 512
-    case = case_tensors.build(Spec((tokens,), (tokens,), head_dim=64, dtype=torch.bfloat16, num_kv_heads=1, group_size=4), device)
+    case = case_tensors.build(
+        Spec((tokens,), (tokens,), head_dim=64, dtype=torch.bfloat16, num_kv_heads=1, group_size=4), device
+    )
     ids = (torch.arange(tokens, device=device, dtype=torch.int32) // length)[None]
     attention = case.attention(variant=DOCUMENTS & builtin.causal())
     attention.plan(case.view, variant_args={"document_ids": ids})
@@ -106,10 +124,21 @@ def test_masks_with_holes(device: torch.device, seed: int) -> None:
     bounds = sorted(numpy.random.default_rng(seed).integers(0, 700, 4).tolist())
     holes = dict(zip(("a", "b", "c", "d"), bounds, strict=True))
     variant = Variant.from_source(
-        "bool mask(const ScoreRow&, int32_t k) const { return !((a <= k && k < b) || (c <= k && k < d)); }", dict.fromkeys(holes, int), name="holes"
+        "bool mask(const ScoreRow&, int32_t k) const { return !((a <= k && k < b) || (c <= k && k < d)); }",
+        dict.fromkeys(holes, int),
+        name="holes",
     )
-    reference = oracle.Variant(mask=lambda at: ~(((at.token >= bounds[0]) & (at.token < bounds[1])) | ((at.token >= bounds[2]) & (at.token < bounds[3]))))
-    case = case_tensors.build(Spec((1, 90, 200), (900, 600, 300), head_dim=64, dtype=torch.bfloat16, seed=seed), device)
+    reference = oracle.Variant(
+        mask=lambda at: (
+            ~(
+                ((at.token >= bounds[0]) & (at.token < bounds[1]))
+                | ((at.token >= bounds[2]) & (at.token < bounds[3]))
+            )
+        )
+    )
+    case = case_tensors.build(
+        Spec((1, 90, 200), (900, 600, 300), head_dim=64, dtype=torch.bfloat16, seed=seed), device
+    )
     attention = case.attention(variant=variant)
     attention.plan(case.view, variant_args=holes)
     case.run(attention, out=case.out, lse=case.lse, variant_args=holes)
@@ -117,12 +146,17 @@ def test_masks_with_holes(device: torch.device, seed: int) -> None:
 
 
 def test_a_row_that_sees_nothing(device: torch.device) -> None:
-    nothing = Variant.from_source("bool mask(const ScoreRow& row, int32_t) const { return row.index % 2 == 1; }", name="every_second_row")
+    nothing = Variant.from_source(
+        "bool mask(const ScoreRow& row, int32_t) const { return row.index % 2 == 1; }",
+        name="every_second_row",
+    )
     case = case_tensors.build(Spec((5, 200), (90, 300), head_dim=64, dtype=torch.bfloat16), device)
     attention = case.attention(variant=nothing)
     attention.plan(case.view)  # a mask without parameters needs no arguments
     case.run(attention, out=case.out, lse=case.lse)
-    case_tensors.check(case, case.out, case.lse, case.expected(variant=oracle.Variant(mask=lambda at: at.index % 2 == 1)))
+    case_tensors.check(
+        case, case.out, case.lse, case.expected(variant=oracle.Variant(mask=lambda at: at.index % 2 == 1))
+    )
     assert (case.out[0] == 0).all()
     assert (case.lse[0] == -torch.inf).all()
 

@@ -1,4 +1,7 @@
-"""Sampling against its definition, and what every edge case gives. Where a GPU is: the same tokens as on the CPU, bit for bit."""
+"""Sampling against its definition, and what every edge case gives.
+
+Where a GPU is: the same tokens as on the CPU, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ import torch
 from sampling_oracle import bits, keeps, philox4x32, probabilities, race_values
 from sampling_problems import random_settings
 
-from attn_backend import chain_speculative_sampling, sample, sample_from_probs, softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
+from attn_backend import (
+    chain_speculative_sampling,
+    sample,
+    sample_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_p_renorm_probs,
+)
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -36,10 +47,33 @@ def test_the_survivor_that_wins_the_race_is_drawn(device: torch.device, scale: f
     seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
     positions = torch.randint(0, 2**62, (batch,), generator=generator)
     logits = torch.randn(batch, vocab, generator=generator) * scale
-    values = torch.stack([race_values(x, seed, position, 0.7) for x, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True)])
+    values = torch.stack(
+        [
+            race_values(x, seed, position, 0.7)
+            for x, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True)
+        ]
+    )
     decided = 0
-    for settings in ({}, {"top_k": 10}, {"min_p": 0.5}, {"top_p": 0.9}, {"top_p": 0.2}, {"top_k": 600}, {"top_k": 700, "top_p": 0.8, "min_p": 1e-3}):
-        tokens = sample(logits.to(device), temperature=0.7, seed=seeds.to(device), position=positions.to(device), **settings).token_ids.cpu().long()
+    for settings in (
+        {},
+        {"top_k": 10},
+        {"min_p": 0.5},
+        {"top_p": 0.9},
+        {"top_p": 0.2},
+        {"top_k": 600},
+        {"top_k": 700, "top_p": 0.8, "min_p": 1e-3},
+    ):
+        tokens = (
+            sample(
+                logits.to(device),
+                temperature=0.7,
+                seed=seeds.to(device),
+                position=positions.to(device),
+                **settings,
+            )
+            .token_ids.cpu()
+            .long()
+        )
         kept = torch.stack([keeps(x, 0.7, **settings) for x in logits])
         best = values.masked_fill(~kept, -INF).topk(2).values
         clear = best[:, 0] - best[:, 1] > 1e-5
@@ -69,7 +103,9 @@ def test_only_survivors_are_drawn(device: torch.device, number: int) -> None:
         logits.to(device).repeat(draws, 1),
         seed=torch.arange(3 * draws, device=device),
         token_mask=bits(mask).to(device).repeat(draws, 1),
-        **{name: value if isinstance(value, str) else value.repeat(draws) for name, value in settings.items()},
+        **{
+            name: value if isinstance(value, str) else value.repeat(draws) for name, value in settings.items()
+        },
     )
     assert bool(samples.valid.all())
     tokens = samples.token_ids.cpu().long().view(draws, 3)
@@ -80,7 +116,14 @@ def test_only_survivors_are_drawn(device: torch.device, number: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_greedy_takes_the_first_of_the_largest(device: torch.device, dtype: torch.dtype) -> None:
     logits = torch.randint(-3, 3, (50, 3001), generator=torch.Generator().manual_seed(4)).to(dtype)
-    samples = sample(logits.to(device), temperature=0.0, top_k=7, top_p=0.1, min_p=0.9, seed=torch.arange(50, device=device))
+    samples = sample(
+        logits.to(device),
+        temperature=0.0,
+        top_k=7,
+        top_p=0.1,
+        min_p=0.9,
+        seed=torch.arange(50, device=device),
+    )
     assert samples.token_ids.tolist() == [int((x == x.max()).nonzero()[0]) for x in logits]
     negative_zero = torch.tensor([[-0.0, 0.0], [0.0, -0.0]], dtype=dtype)
     assert sample(negative_zero.to(device), temperature=0.0).token_ids.tolist() == [0, 0]
@@ -107,11 +150,15 @@ def test_log_probabilities(device: torch.device, vocab: int, of: str) -> None:
     divisor = torch.where(temperature == 0, 1.0, temperature) if of == "tempered" else torch.ones(6)
     expected = torch.log_softmax(logits.double() / divisor[:, None].double(), -1)
     tokens = samples.token_ids.cpu().long()
-    torch.testing.assert_close(samples.logprobs.cpu().double(), expected.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        samples.logprobs.cpu().double(), expected.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=2e-6
+    )
     exist = min(count, vocab)
     best = expected.topk(exist)
     assert torch.equal(samples.top_token_ids[:, :exist].cpu().long(), best.indices)
-    torch.testing.assert_close(samples.top_logprobs[:, :exist].cpu().double(), best.values, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        samples.top_logprobs[:, :exist].cpu().double(), best.values, rtol=1e-5, atol=2e-6
+    )
     assert bool((samples.top_logprobs[:, exist:] == -INF).all())
 
 
@@ -168,8 +215,17 @@ def test_extreme_temperatures(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_smallest_and_largest_vocabulary(device: torch.device, vocab: int, dtype: torch.dtype) -> None:
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(6)).to(dtype).to(device)
-    for settings in ({}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}, {"temperature": 0.0}):
-        samples = sample(logits, seed=torch.arange(4, device=device), return_logprobs=True, num_top_logprobs=3, **settings)
+    for settings in (
+        {},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.1},
+        {"temperature": 0.0},
+    ):
+        samples = sample(
+            logits, seed=torch.arange(4, device=device), return_logprobs=True, num_top_logprobs=3, **settings
+        )
         assert bool(samples.valid.all())
         tokens = samples.token_ids.cpu().long()
         for i in range(4):
@@ -184,7 +240,9 @@ def test_token_mask(device: torch.device) -> None:
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(8))
     logits[0, 7] = NAN  # not allowed: it does not matter
     logits[1, 5] = INF
-    samples = sample(logits.to(device), token_mask=bits(mask).to(device), seed=3, num_top_logprobs=2, return_logprobs=True)
+    samples = sample(
+        logits.to(device), token_mask=bits(mask).to(device), seed=3, num_top_logprobs=2, return_logprobs=True
+    )
     assert samples.valid.tolist() == [True, True, True, False, True]
     assert samples.token_ids[0].item() == 42
     assert samples.token_ids[1].item() == 99
@@ -194,13 +252,16 @@ def test_token_mask(device: torch.device) -> None:
     assert samples.logprobs[0].item() == 0.0
     bad = logits.clone()
     bad[2, 32] = NAN
-    assert sample(bad.to(device), token_mask=bits(mask).to(device)).token_ids[2].item() == 31  # the first token that is allowed
+    # the first token that is allowed
+    assert sample(bad.to(device), token_mask=bits(mask).to(device)).token_ids[2].item() == 31
 
 
 @pytest.mark.parametrize("is_slice", [False, True])
 @pytest.mark.parametrize("vocab", [31, 64, 1000])
 def test_token_mask_wider_than_needed(device: torch.device, vocab: int, is_slice: bool) -> None:
-    """What lies beyond a row's words does not count: words of a larger vocabulary, or a slice of an engine's buffer."""
+    """What lies beyond a row's words does not count: words of a larger vocabulary, or a slice of an engine's
+    buffer.
+    """
     generator = torch.Generator().manual_seed(8)
     batch, words = 12, (vocab + 31) // 32
     mask = torch.rand(batch, vocab, generator=generator) < 0.3
@@ -237,9 +298,14 @@ def test_softmax(device: torch.device, dtype: torch.dtype, temperature: float) -
     logits = (torch.randn(5, 3001, generator=torch.Generator().manual_seed(9)) * 3).to(dtype)
     logits[1, 100:2000] = -INF
     result = softmax(logits.to(device), temperature).cpu().double()
-    torch.testing.assert_close(result, torch.softmax(logits.double() / temperature, -1), rtol=2e-5, atol=1e-11)
+    torch.testing.assert_close(
+        result, torch.softmax(logits.double() / temperature, -1), rtol=2e-5, atol=1e-11
+    )
     assert softmax(torch.tensor([[1.0, 3.0, 3.0]], device=device), 0.0).tolist() == [[0.0, 0.5, 0.5]]
-    assert softmax(torch.tensor([[1.0, 3.0, 3.0], [NAN, 0.0, 0.0]], device=device), torch.tensor([0.0, 1.0], device=device)).tolist() == [
+    assert softmax(
+        torch.tensor([[1.0, 3.0, 3.0], [NAN, 0.0, 0.0]], device=device),
+        torch.tensor([0.0, 1.0], device=device),
+    ).tolist() == [
         [0.0, 0.5, 0.5],
         [0.0, 0.0, 0.0],
     ]
@@ -266,7 +332,9 @@ def test_renormalised_probabilities(device: torch.device, vocab: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_renormalised_probabilities_of_16_bits(device: torch.device, dtype: torch.dtype) -> None:
-    probs = torch.softmax(torch.randn(4, 700, generator=torch.Generator().manual_seed(10)), -1).to(device, dtype)
+    probs = torch.softmax(torch.randn(4, 700, generator=torch.Generator().manual_seed(10)), -1).to(
+        device, dtype
+    )
     for found, exact in (
         (top_k_renorm_probs(probs, 9), top_k_renorm_probs(probs.float(), 9)),
         (top_p_renorm_probs(probs, 0.6), top_p_renorm_probs(probs.float(), 0.6)),
@@ -276,7 +344,10 @@ def test_renormalised_probabilities_of_16_bits(device: torch.device, dtype: torc
 
 
 def test_probabilities_that_are_none(device: torch.device) -> None:
-    probs = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.5, -0.1], [NAN, 0.5], [INF, 0.5], [1e-40, 1e-41], [0.0, 2.0]], device=device)
+    probs = torch.tensor(
+        [[0.5, 0.5], [0.0, 0.0], [0.5, -0.1], [NAN, 0.5], [INF, 0.5], [1e-40, 1e-41], [0.0, 2.0]],
+        device=device,
+    )
     samples = sample_from_probs(probs)
     assert samples.valid.tolist() == [True, False, False, False, False, False, True]
     assert samples.token_ids[1:].tolist() == [0, 0, 0, 0, 0, 1]
@@ -303,21 +374,36 @@ def test_refuses(device: torch.device) -> None:
         ("temperature", lambda: sample(logits, temperature=NAN)),
         ("temperature", lambda: sample(logits, temperature="hot")),  # type: ignore[arg-type]
         ("temperature", lambda: sample(logits, temperature=torch.ones(2, device=device))),
-        ("temperature", lambda: sample(logits, temperature=torch.ones(3, dtype=torch.float64, device=device))),
+        (
+            "temperature",
+            lambda: sample(logits, temperature=torch.ones(3, dtype=torch.float64, device=device)),
+        ),
         ("temperature", lambda: softmax(logits, -1.0)),
         ("top_k", lambda: sample(logits, top_k=torch.ones(3, device=device))),
         ("top_k", lambda: sample(logits, top_k=1.5)),  # type: ignore[arg-type]
         ("top_p", lambda: sample(logits, top_p=NAN)),
         ("min_p", lambda: sample(logits, min_p=torch.ones(3, 1, device=device))),
         ("seed", lambda: sample(logits, seed=torch.ones(3, dtype=torch.uint8, device=device))),
-        ("position", lambda: sample(logits, seed=0, position=torch.ones(6, dtype=torch.int64, device=device)[::2])),
-        ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 1, dtype=torch.int32, device=device))),
-        ("token_mask", lambda: sample(logits, token_mask=torch.zeros(3, 2, dtype=torch.int64, device=device))),
+        (
+            "position",
+            lambda: sample(logits, seed=0, position=torch.ones(6, dtype=torch.int64, device=device)[::2]),
+        ),
+        (
+            "token_mask",
+            lambda: sample(logits, token_mask=torch.zeros(3, 1, dtype=torch.int32, device=device)),
+        ),
+        (
+            "token_mask",
+            lambda: sample(logits, token_mask=torch.zeros(3, 2, dtype=torch.int64, device=device)),
+        ),
         ("out", lambda: sample(logits, out=torch.zeros(3, device=device))),
         ("out", lambda: sample(logits, out=torch.zeros(2, dtype=torch.int32, device=device))),
         ("workspace", lambda: sample(logits, workspace=torch.zeros(4096, dtype=torch.int32, device=device))),
         ("workspace", lambda: sample(logits, workspace=torch.zeros(4095, dtype=torch.int64, device=device))),
-        ("workspace", lambda: sample(logits, workspace=torch.zeros(4097, dtype=torch.int64, device=device)[1:])),
+        (
+            "workspace",
+            lambda: sample(logits, workspace=torch.zeros(4097, dtype=torch.int64, device=device)[1:]),
+        ),
         ("num_top_logprobs", lambda: sample(logits, num_top_logprobs=129)),
         ("num_top_logprobs", lambda: sample(logits, num_top_logprobs="all")),  # type: ignore[arg-type]
         ("token_mask", lambda: sample(logits, token_mask=[1])),  # type: ignore[arg-type]
@@ -347,7 +433,11 @@ def test_draws_without_seeds_differ_between_rows_and_calls(device: torch.device)
     draws = {
         "sample": lambda: sample(logits).token_ids,
         "sample_from_probs": lambda: sample_from_probs(probs).token_ids,
-        "chain_speculative_sampling": lambda: chain_speculative_sampling(target[:, :7].contiguous(), torch.zeros(8, 7).int().to(device), target).token_ids,
+        "chain_speculative_sampling": lambda: (
+            chain_speculative_sampling(
+                target[:, :7].contiguous(), torch.zeros(8, 7).int().to(device), target
+            ).token_ids
+        ),
     }
     for name, draw in draws.items():
         torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""Rows from which nothing can be drawn; and a hundred thousand rows of anything: no hang, no fault, every flag right, every token legal."""
+"""Rows from which nothing can be drawn; and a hundred thousand rows of anything: no hang, no fault, every
+flag right, every token legal.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,26 @@ from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 
 NAN, INF = math.nan, math.inf
 BATCH = 1000
-NASTY = torch.tensor([float("nan"), float("inf"), -float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 3.4e38, -3.4e38, 1e-45, -1e-45, 65504.0, 1e4, -1e4, 20.0])
+NASTY = torch.tensor(
+    [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        -float("inf"),
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        3.4e38,
+        -3.4e38,
+        1e-45,
+        -1e-45,
+        65504.0,
+        1e4,
+        -1e4,
+        20.0,
+    ]
+)
 
 
 BAD_ROWS = {
@@ -29,10 +50,19 @@ BAD_ROWS = {
 def test_a_bad_row_flags_itself_and_nobody_else(device: torch.device, name: str, temperature: float) -> None:
     logits = torch.randn(9, 3, generator=torch.Generator().manual_seed(7))
     seeds = torch.arange(9, device=device)
-    good = sample(logits.to(device), temperature=temperature, seed=seeds, return_logprobs=True, num_top_logprobs=2)
+    good = sample(
+        logits.to(device), temperature=temperature, seed=seeds, return_logprobs=True, num_top_logprobs=2
+    )
     logits[4] = torch.tensor(BAD_ROWS[name])
     for settings in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}):
-        bad = sample(logits.to(device), temperature=temperature, seed=seeds, return_logprobs=True, num_top_logprobs=2, **settings)
+        bad = sample(
+            logits.to(device),
+            temperature=temperature,
+            seed=seeds,
+            return_logprobs=True,
+            num_top_logprobs=2,
+            **settings,
+        )
         assert bad.valid.tolist() == [i != 4 for i in range(9)]
         assert bad.token_ids[4].item() == 0
         assert bad.logprobs is not None
@@ -48,15 +78,25 @@ def test_a_bad_row_flags_itself_and_nobody_else(device: torch.device, name: str,
 def test_a_nan_parameter_makes_a_bad_row(device: torch.device, parameter: str) -> None:
     values = torch.full((3,), 0.5, device=device)
     values[1] = NAN
-    assert sample(torch.zeros(3, 10, device=device), **{parameter: values}).valid.tolist() == [True, False, True]  # type: ignore[arg-type]
+    assert sample(torch.zeros(3, 10, device=device), **{parameter: values}).valid.tolist() == [
+        True,
+        False,
+        True,
+    ]  # type: ignore[arg-type]
     negative = torch.tensor([1.0, -1.0, 0.0], device=device)
-    assert sample(torch.zeros(3, 10, device=device), temperature=negative).valid.tolist() == [True, False, True]
+    assert sample(torch.zeros(3, 10, device=device), temperature=negative).valid.tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 def nasty(generator: torch.Generator, rows: int, vocab: int) -> torch.Tensor:
     """Rows in which a share of the values, none to all of them, is nasty; a few rows hold one value only."""
     values = torch.randn(rows, vocab, generator=generator) * 4
-    share = torch.rand(rows, 1, generator=generator) ** 4 * torch.randint(0, 2, (rows, 1), generator=generator)
+    share = torch.rand(rows, 1, generator=generator) ** 4 * torch.randint(
+        0, 2, (rows, 1), generator=generator
+    )
     chosen = torch.rand(rows, vocab, generator=generator) < share
     some = NASTY[torch.randint(0, len(NASTY), (rows, vocab), generator=generator)]
     values = torch.where(chosen, some, values)
@@ -64,7 +104,9 @@ def nasty(generator: torch.Generator, rows: int, vocab: int) -> torch.Tensor:
     return values
 
 
-def choice(generator: torch.Generator, values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def choice(
+    generator: torch.Generator, values: list[float], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)[torch.randint(0, len(values), (BATCH,), generator=generator)]
 
 
@@ -102,7 +144,11 @@ def test_hundred_thousand_rows(device: torch.device, number: int) -> None:
     assert torch.equal(samples.valid.cpu(), right)
     tokens = samples.token_ids.cpu().long()
     assert bool(((tokens >= 0) & (tokens < vocab)).all())
-    first = torch.where(allowed.any(-1), allowed.int().argmax(-1), 0) if masked else torch.zeros(BATCH, dtype=torch.int64)
+    first = (
+        torch.where(allowed.any(-1), allowed.int().argmax(-1), 0)
+        if masked
+        else torch.zeros(BATCH, dtype=torch.int64)
+    )
     assert torch.equal(tokens[~right], first[~right])
     drawn = values.gather(1, tokens[:, None])[:, 0]
     assert bool((allowed.gather(1, tokens[:, None])[:, 0] & (drawn > -inf))[right].all())
@@ -118,7 +164,9 @@ def test_probabilities_that_are_none(device: torch.device, number: int) -> None:
     vocab = [1, 3, 64, 513, 1500][number % 5]
     probs = nasty(generator, BATCH, vocab)
     probs = torch.where(torch.rand(BATCH, 1, generator=generator) < 0.5, probs.abs(), probs)
-    samples = sample_from_probs(probs.to(device), top_p=0.9 if number % 2 else None, seed=torch.arange(BATCH, device=device))
+    samples = sample_from_probs(
+        probs.to(device), top_p=0.9 if number % 2 else None, seed=torch.arange(BATCH, device=device)
+    )
     right = ~(probs.isnan() | (probs < 0) | (probs == float("inf"))).any(-1) & (probs >= 2.0**-126).any(-1)
     assert torch.equal(samples.valid.cpu(), right)
     tokens = samples.token_ids.cpu().long()
@@ -134,12 +182,17 @@ def test_speculative_sampling_of_nasty_probabilities(device: torch.device) -> No
     for probs in (draft, target):
         probs[::2] = probs[::2].abs()
     ids = torch.randint(-2, vocab + 2, (BATCH, drafts), generator=generator)
-    samples = chain_speculative_sampling(draft.to(device), ids.to(device), target.to(device), seed=torch.arange(BATCH, device=device))
+    samples = chain_speculative_sampling(
+        draft.to(device), ids.to(device), target.to(device), seed=torch.arange(BATCH, device=device)
+    )
     accepted, tokens = samples.num_accepted.cpu(), samples.token_ids.cpu()
     places = torch.arange(drafts + 1)
     assert bool(((accepted >= 0) & (accepted <= drafts)).all())
     assert bool((tokens[places[None] > accepted[:, None]] == -1).all())
-    assert torch.equal(tokens[:, :drafts][places[None, :drafts] < accepted[:, None]].long(), ids[places[None, :drafts] < accepted[:, None]])
+    assert torch.equal(
+        tokens[:, :drafts][places[None, :drafts] < accepted[:, None]].long(),
+        ids[places[None, :drafts] < accepted[:, None]],
+    )
     drawn = tokens.gather(1, accepted[:, None].long())
     assert bool(((drawn >= 0) & (drawn < vocab)).all())
     # What the token was drawn from; where the draft leaves nothing, the target.
@@ -148,7 +201,9 @@ def test_speculative_sampling_of_nasty_probabilities(device: torch.device) -> No
     rest = torch.where(refused[:, None], own - of_draft, own)
     rest = torch.where((rest < 0) & (own >= 0), 0.0, rest)
     values = torch.where((rest.isnan() | (rest < 0) | (rest >= 2.0**-126)).any(-1, keepdim=True), rest, own)
-    right = ~(values.isnan() | (values < 0) | (values == float("inf"))).any(-1) & (values >= 2.0**-126).any(-1)
+    right = ~(values.isnan() | (values < 0) | (values == float("inf"))).any(-1) & (values >= 2.0**-126).any(
+        -1
+    )
     assert torch.equal(samples.valid.cpu(), right)
     assert int(right.sum()) > BATCH // 10
     assert int((~right).sum()) > BATCH // 10

@@ -1,4 +1,6 @@
-"""What is drawn follows the exact distribution: chi-square over a million draws (on a GPU) of every combination of filters, p-values uniform."""
+"""What is drawn follows the exact distribution: chi-square over a million draws (on a GPU) of every
+combination of filters, p-values uniform.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ LEAST_P_VALUE = 1e-5
 
 COMBINATIONS: list[dict[str, Any]] = [
     {**k, **p, **m, **order, **t}
-    for k, p, m, t in itertools.product(({}, {"top_k": 9}), ({}, {"top_p": 0.8}), ({}, {"min_p": 0.05}), ({"temperature": 0.7}, {"temperature": 1.6}))
+    for k, p, m, t in itertools.product(
+        ({}, {"top_k": 9}),
+        ({}, {"top_p": 0.8}),
+        ({}, {"min_p": 0.05}),
+        ({"temperature": 0.7}, {"temperature": 1.6}),
+    )
     for order in ({}, {"filter_order": "joint"})
     if p or not order  # the order matters to top-p alone
 ]
@@ -68,7 +75,12 @@ def test_rows_of_many_segments(device: torch.device, settings: dict[str, Any]) -
     probs = probabilities(logits, kept)
     tokens = torch.cat(
         [
-            sample(logits.to(device).expand(1 << 14, -1), seed=torch.arange(1 << 14, device=device) + begin, position=3, **settings).token_ids.cpu()
+            sample(
+                logits.to(device).expand(1 << 14, -1),
+                seed=torch.arange(1 << 14, device=device) + begin,
+                position=3,
+                **settings,
+            ).token_ids.cpu()
             for begin in range(0, rows, 1 << 14)
         ]
     )
@@ -76,14 +88,23 @@ def test_rows_of_many_segments(device: torch.device, settings: dict[str, Any]) -
     assert not bool(counts[~kept].any())
     groups = torch.arange(vocab) % 100
     of_groups = torch.zeros(100, dtype=torch.float64).index_add_(0, groups, probs)
-    assert chi_square_p_value(torch.bincount(groups, weights=counts.double(), minlength=100), of_groups) > LEAST_P_VALUE
+    assert (
+        chi_square_p_value(torch.bincount(groups, weights=counts.double(), minlength=100), of_groups)
+        > LEAST_P_VALUE
+    )
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}],
+    ids=str,
+)
 def test_from_probs(device: torch.device, settings: dict[str, Any]) -> None:
     logits = torch.randn(24, generator=torch.Generator().manual_seed(10)) * 2
     probs = torch.softmax(logits, -1) * 3  # not normalised
-    samples = sample_from_probs(probs.to(device).expand(DRAWS, -1), seed=torch.arange(DRAWS, device=device), **settings)
+    samples = sample_from_probs(
+        probs.to(device).expand(DRAWS, -1), seed=torch.arange(DRAWS, device=device), **settings
+    )
     counts = torch.bincount(samples.token_ids.long(), minlength=24).cpu()
     kept = keeps(probs.double().log(), **settings)
     assert chi_square_p_value(counts, probabilities(probs.double().log(), kept)) > LEAST_P_VALUE
@@ -91,12 +112,16 @@ def test_from_probs(device: torch.device, settings: dict[str, Any]) -> None:
 
 
 def test_speculative_sampling_draws_from_the_target(device: torch.device) -> None:
-    """The first token is distributed as the target says, whatever the draft; how many are accepted, as the overlap says."""
+    """The first token is distributed as the target says, whatever the draft; how many are accepted, as the
+    overlap says.
+    """
     generator = torch.Generator().manual_seed(11)
     vocab, drafts, rows = 12, 2, 1 << 19
     draft = torch.softmax(torch.randn(drafts, vocab, generator=generator) * 1.5, -1)
     target = torch.softmax(torch.randn(drafts + 1, vocab, generator=generator) * 1.5, -1)
-    ids = torch.stack([torch.multinomial(draft[i], rows, replacement=True, generator=generator) for i in range(drafts)], 1)
+    ids = torch.stack(
+        [torch.multinomial(draft[i], rows, replacement=True, generator=generator) for i in range(drafts)], 1
+    )
     samples = chain_speculative_sampling(
         draft.expand(rows, -1, -1).contiguous().to(device),
         ids.to(device),
@@ -106,7 +131,10 @@ def test_speculative_sampling_draws_from_the_target(device: torch.device) -> Non
     )
     tokens, accepted = samples.token_ids.cpu(), samples.num_accepted.cpu()
     assert bool(samples.valid.all())
-    assert chi_square_p_value(torch.bincount(tokens[:, 0].long(), minlength=vocab), target[0].double()) > LEAST_P_VALUE
+    assert (
+        chi_square_p_value(torch.bincount(tokens[:, 0].long(), minlength=vocab), target[0].double())
+        > LEAST_P_VALUE
+    )
     second = tokens[accepted >= 1, 1].long()
     assert chi_square_p_value(torch.bincount(second, minlength=vocab), target[1].double()) > LEAST_P_VALUE
     third = tokens[accepted == 2, 2].long()

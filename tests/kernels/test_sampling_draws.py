@@ -1,4 +1,7 @@
-"""Exact draws of probabilities and of speculation: which random numbers they use, and nothing else. Logits: test_sampling.py."""
+"""Exact draws of probabilities and of speculation: which random numbers they use, and nothing else.
+
+Logits: test_sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ CLEAR = 1e-5  # values of the race that are further apart than this are told apa
 
 def seeds_and_positions(generator: torch.Generator, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Both have 64 bits: one in the place of the other is another draw."""
-    return torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator), torch.randint(0, 2**62, (batch,), generator=generator)
+    return torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator), torch.randint(
+        0, 2**62, (batch,), generator=generator
+    )
 
 
 def race(probs: torch.Tensor, seed: int, position: int) -> torch.Tensor:
@@ -28,14 +33,30 @@ def test_from_probs(device: torch.device, as_tensors: bool) -> None:
     generator = torch.Generator().manual_seed(20)
     seeds, positions = seeds_and_positions(generator, batch)
     probs = torch.softmax(torch.randn(batch, vocab, generator=generator) * 2, -1)
-    values = torch.stack([race(p, seed, position) for p, seed, position in zip(probs, seeds.tolist(), positions.tolist(), strict=True)])
+    values = torch.stack(
+        [
+            race(p, seed, position)
+            for p, seed, position in zip(probs, seeds.tolist(), positions.tolist(), strict=True)
+        ]
+    )
     decided = 0
     for settings in ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}):
         if as_tensors:
-            tokens = sample_from_probs(probs.to(device), seed=seeds.to(device), position=positions.to(device), **settings).token_ids.cpu().long()
+            tokens = (
+                sample_from_probs(
+                    probs.to(device), seed=seeds.to(device), position=positions.to(device), **settings
+                )
+                .token_ids.cpu()
+                .long()
+            )
         else:
             pairs = zip(probs.to(device), seeds.tolist(), positions.tolist(), strict=True)
-            tokens = torch.cat([sample_from_probs(p[None], seed=seed, position=position, **settings).token_ids.cpu() for p, seed, position in pairs]).long()
+            tokens = torch.cat(
+                [
+                    sample_from_probs(p[None], seed=seed, position=position, **settings).token_ids.cpu()
+                    for p, seed, position in pairs
+                ]
+            ).long()
         kept = torch.stack([keeps(p.double().log(), **settings) for p in probs])
         best = values.masked_fill(~kept, -math.inf).topk(2).values
         clear = best[:, 0] - best[:, 1] > CLEAR
@@ -54,29 +75,46 @@ def accepts(seed: int, position: int, draft: float, target: float) -> bool:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("as_tensors", [True, False])
 def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dtype) -> None:
-    """A draft token is accepted by the word of its own position, and the last token is drawn at the position after the accepted ones."""
+    """A draft token is accepted by the word of its own position, and the last token is drawn at the position
+    after the accepted ones.
+    """
     vocab, drafts, batch = 60, 4, 64
     generator = torch.Generator().manual_seed(21)
     seeds, positions = seeds_and_positions(generator, batch)
     draft = torch.softmax(torch.randn(batch, drafts, vocab, generator=generator), -1)
-    target = torch.softmax(torch.cat([draft.log(), draft[:, :1].log()], 1) + torch.randn(batch, drafts + 1, vocab, generator=generator), -1)
-    target[::4, :drafts] = draft[::4]  # always accepted; where the id is no token, nothing is left to draw from but the target
-    ids = torch.stack([torch.multinomial(draft[:, i], 1, generator=generator)[:, 0] for i in range(drafts)], 1)
+    target = torch.softmax(
+        torch.cat([draft.log(), draft[:, :1].log()], 1)
+        + torch.randn(batch, drafts + 1, vocab, generator=generator),
+        -1,
+    )
+    # always accepted; where the id is no token, nothing is left to draw from but the target
+    target[::4, :drafts] = draft[::4]
+    ids = torch.stack(
+        [torch.multinomial(draft[:, i], 1, generator=generator)[:, 0] for i in range(drafts)], 1
+    )
     ids[::8, 2] = torch.tensor([-1, vocab]).repeat(batch // 16)
     given = [draft.to(device), ids.to(device, ids_dtype), target.to(device)]
     if as_tensors:
         samples = [chain_speculative_sampling(*given, seed=seeds.to(device), position=positions.to(device))]
     else:
         rows = enumerate(zip(seeds.tolist(), positions.tolist(), strict=True))
-        samples = [chain_speculative_sampling(*(t[i : i + 1] for t in given), seed=seed, position=position) for i, (seed, position) in rows]
+        samples = [
+            chain_speculative_sampling(*(t[i : i + 1] for t in given), seed=seed, position=position)
+            for i, (seed, position) in rows
+        ]
     tokens = torch.cat([s.token_ids for s in samples]).tolist()
-    num_accepted, num_passed = torch.cat([s.num_accepted for s in samples]).tolist(), torch.cat([s.num_passed for s in samples]).tolist()
+    num_accepted, num_passed = (
+        torch.cat([s.num_accepted for s in samples]).tolist(),
+        torch.cat([s.num_passed for s in samples]).tolist(),
+    )
     assert bool(torch.cat([s.valid for s in samples]).all())
     assert set(num_accepted) == set(num_passed) == set(range(drafts + 1))
     decided = 0
     for i, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         passes = [
-            0 <= (token := int(ids[i, j])) < vocab and accepts(seed, position + j, float(draft[i, j, token]), float(target[i, j, token])) for j in range(drafts)
+            0 <= (token := int(ids[i, j])) < vocab
+            and accepts(seed, position + j, float(draft[i, j, token]), float(target[i, j, token]))
+            for j in range(drafts)
         ]
         wanted = [*passes, False].index(False)
         assert (num_accepted[i], num_passed[i]) == (wanted, sum(passes))
@@ -105,7 +143,9 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
         ([0.5, 0.5, 0.0], [0.0, 0.0, 0.0], False),  # no probability at all
     ],
 )
-def test_what_a_draft_is_refused_for_may_spoil_the_row(device: torch.device, draft: list[float], target: list[float], valid: bool) -> None:
+def test_what_a_draft_is_refused_for_may_spoil_the_row(
+    device: torch.device, draft: list[float], target: list[float], valid: bool
+) -> None:
     """It spoils no other row. Draft token -1 is never accepted."""
     good = torch.tensor([0.2, 0.3, 0.5])
     drafts = torch.stack([good, torch.tensor(draft), good])[:, None]
@@ -117,9 +157,19 @@ def test_what_a_draft_is_refused_for_may_spoil_the_row(device: torch.device, dra
     assert valid or samples.token_ids[1].tolist() == [0, -1]
 
 
-@pytest.mark.parametrize("target", [[-0.1, 0.6, 0.5], [0.5, math.nan, 0.5], [math.inf, 0.0, 0.0], [0.0, 0.0, 0.0]])
-def test_the_target_after_accepted_drafts_may_spoil_the_row(device: torch.device, target: list[float]) -> None:
+@pytest.mark.parametrize(
+    "target", [[-0.1, 0.6, 0.5], [0.5, math.nan, 0.5], [math.inf, 0.0, 0.0], [0.0, 0.0, 0.0]]
+)
+def test_the_target_after_accepted_drafts_may_spoil_the_row(
+    device: torch.device, target: list[float]
+) -> None:
     good = torch.tensor([0.2, 0.3, 0.5])
     targets = torch.stack([good, torch.tensor(target)])[None]
-    samples = chain_speculative_sampling(good[None, None].to(device), torch.tensor([[2]], device=device), targets.to(device))
-    assert (samples.num_accepted.tolist(), samples.valid.tolist(), samples.token_ids.tolist()) == ([1], [False], [[2, 0]])
+    samples = chain_speculative_sampling(
+        good[None, None].to(device), torch.tensor([[2]], device=device), targets.to(device)
+    )
+    assert (samples.num_accepted.tolist(), samples.valid.tolist(), samples.token_ids.tolist()) == (
+        [1],
+        [False],
+        [[2, 0]],
+    )

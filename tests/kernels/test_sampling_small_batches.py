@@ -1,4 +1,6 @@
-"""The ways that a GPU takes in small batches (csrc/sampling/device/unfiltered.cuh, candidates.cuh) give what a CPU gives."""
+"""The ways that a GPU takes in small batches (csrc/sampling/device/unfiltered.cuh, candidates.cuh) give what
+a CPU gives.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,26 @@ def test_rows_without_filters_that_many_ctas_share(kind: str) -> None:
     workspace = sampling_workspace("cuda")
     for vocab in VOCABS:
         batch = choose.choice([1, 2, 8, 33])
-        logits = rows_of(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+        logits = rows_of(kind, batch, vocab, generator).to(
+            choose.choice([torch.float32, torch.bfloat16, torch.float16])
+        )
         settings = draw_settings(choose, batch, vocab, generator)
         on_cpu = sample(logits, **settings)
         for row_ctas in (0, 1, 2, 5, 11):
-            assert_same(sample(logits.cuda(), workspace=workspace, row_ctas=row_ctas, **moved(settings)), on_cpu)
+            assert_same(
+                sample(logits.cuda(), workspace=workspace, row_ctas=row_ctas, **moved(settings)), on_cpu
+            )
     assert workspace.any()
 
 
 @pytest.mark.gpu
 def test_a_workspace_serves_one_launch_after_another() -> None:
     """Replays of a graph too, whose positions are read when they run."""
-    workspace, seed, position = sampling_workspace("cuda"), torch.arange(4, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+    workspace, seed, position = (
+        sampling_workspace("cuda"),
+        torch.arange(4, device="cuda"),
+        torch.zeros(4, dtype=torch.int64, device="cuda"),
+    )
     logits = torch.randn(4, 50000, device="cuda")
     expected = [sample(logits.cpu(), seed=seed.cpu(), position=i).token_ids.tolist() for i in range(50)]
     out = torch.empty(4, dtype=torch.int32, device="cuda")
@@ -60,7 +70,14 @@ def test_what_a_workspace_does_not_suit_goes_another_way() -> None:
     """Filters, log-probabilities, batches that are too large: the workspace is not written."""
     workspace = sampling_workspace("cuda")
     generator = torch.Generator().manual_seed(0)
-    for batch, wanted in ((2, {"top_k": 5}), (2, {"top_p": 0.5}), (2, {"min_p": 0.1}), (3, {"return_logprobs": True}), (3, {"num_top_logprobs": 2}), (600, {})):
+    for batch, wanted in (
+        (2, {"top_k": 5}),
+        (2, {"top_p": 0.5}),
+        (2, {"min_p": 0.1}),
+        (3, {"return_logprobs": True}),
+        (3, {"num_top_logprobs": 2}),
+        (600, {}),
+    ):
         logits = torch.randn(batch, 9000, generator=generator)
         settings = {"seed": torch.arange(batch), **wanted}
         assert_same(sample(logits.cuda(), workspace=workspace, **moved(settings)), sample(logits, **settings))
@@ -73,11 +90,17 @@ def test_rows_of_which_few_tokens_survive(kind: str) -> None:
     choose, generator = random.Random(kind), torch.Generator().manual_seed(100 + ROW_KINDS.index(kind))
     for vocab in VOCABS[2:]:
         batch = choose.choice([1, 2, 8, 33])
-        logits = rows_of(kind, batch, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+        logits = rows_of(kind, batch, vocab, generator).to(
+            choose.choice([torch.float32, torch.bfloat16, torch.float16])
+        )
         settings = draw_settings(choose, batch, vocab, generator)
-        settings["top_k"] = torch.tensor([choose.choice([1, 2, 20, 40, 50, 50, 64, 65, 100, 0, vocab]) for _ in range(batch)])
+        settings["top_k"] = torch.tensor(
+            [choose.choice([1, 2, 20, 40, 50, 50, 64, 65, 100, 0, vocab]) for _ in range(batch)]
+        )
         if choose.random() < 0.8:
-            settings["top_p"] = torch.tensor([choose.choice([0.9, 0.9, 0.95, 0.5, 1.0, 0.0, 0.999]) for _ in range(batch)])
+            settings["top_p"] = torch.tensor(
+                [choose.choice([0.9, 0.9, 0.95, 0.5, 1.0, 0.0, 0.999]) for _ in range(batch)]
+            )
         if choose.random() < 0.4:
             settings["min_p"] = torch.tensor([choose.choice([0.1, 0.01, 0.0, 1.0]) for _ in range(batch)])
         settings["filter_order"] = choose.choice(["top_k_first", "top_k_first", "joint"])
@@ -87,12 +110,16 @@ def test_rows_of_which_few_tokens_survive(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["flat", "peaked", "largest at low ids", "few values", "mostly excluded", "far below zero"])
+@pytest.mark.parametrize(
+    "kind", ["flat", "peaked", "largest at low ids", "few values", "mostly excluded", "far below zero"]
+)
 def test_few_tokens_survive_top_k_and_a_top_p_of_all_tokens(kind: str) -> None:
     """SGLang's order: the mass of the whole row is part of the answer."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + ROW_KINDS.index(kind))
     for vocab in VOCABS[4:]:
-        logits = rows_of(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+        logits = rows_of(kind, 6, vocab, generator).to(
+            choose.choice([torch.float32, torch.bfloat16, torch.float16])
+        )
         settings = draw_settings(choose, 6, vocab, generator)
         settings["temperature"] = torch.tensor([0.2, 0.6, 0.6, 1.0, 1.0, 2.0])
         settings["top_k"] = torch.tensor([choose.choice([1, 20, 50, 64]) for _ in range(6)])
@@ -100,4 +127,6 @@ def test_few_tokens_survive_top_k_and_a_top_p_of_all_tokens(kind: str) -> None:
         settings["min_p"] = choose.choice([0.0, 0.05])
         on_cpu = sample(logits, filter_order="joint", **settings)
         for row_ctas in (0, 4, 8, 16) if attention_kernels.has_clusters() else (0,):
-            assert_same(sample(logits.cuda(), filter_order="joint", row_ctas=row_ctas, **moved(settings)), on_cpu)
+            assert_same(
+                sample(logits.cuda(), filter_order="joint", row_ctas=row_ctas, **moved(settings)), on_cpu
+            )

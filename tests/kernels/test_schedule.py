@@ -14,20 +14,43 @@ from attn_backend.kernels.schedule import Schedule, describe_errors
 
 
 def check_costs(schedule: Schedule, num_kv_heads: int) -> None:
-    """A row tile begins where all before it ends, at the costs of its kind: those of rows that leave states are others."""
+    """A row tile begins where all before it ends, at the costs of its kind: those of rows that leave states
+    are others.
+    """
     kinds = schedule.cost_kinds()
-    of_head = torch.tensor(schedule.pair_cost)[kinds] + schedule.of_tiles("num_kv_tiles") * torch.tensor(schedule.kv_tile_cost)[kinds]
+    of_head = (
+        torch.tensor(schedule.pair_cost)[kinds]
+        + schedule.of_tiles("num_kv_tiles") * torch.tensor(schedule.kv_tile_cost)[kinds]
+    )
     ends = (of_head * num_kv_heads).cumsum(0)
     assert schedule.cost_begin.tolist() == [0, *ends[:-1].tolist()][: len(ends)]
 
 
-@pytest.mark.parametrize("options", [{"max_levels": 4}, {"cascade": "always"}, {"batch_invariant": True}, {"cascade": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_levels": 4}, {"cascade": "always"}, {"batch_invariant": True}, {"cascade": False}],
+    ids=str,
+)
 def test_cost_kinds(device: torch.device, options: dict[str, object]) -> None:
     kernel = "hopper" if device.type == "cpu" else None  # the costs of both sorts of rows differ
-    attention = Attention(24, 3, 128, device=device, max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH, num_ctas=132, kernel=kernel, **options)
+    attention = Attention(
+        24,
+        3,
+        128,
+        device=device,
+        max_rows=batches.MAX_ROWS,
+        max_batch=batches.MAX_BATCH,
+        num_ctas=132,
+        kernel=kernel,
+        **options,
+    )
     met = set()
     for seed in range(30):
-        attention.plan(batches.random_composition(seed, device) if "max_levels" in options else batches.random_view(seed, device))
+        attention.plan(
+            batches.random_composition(seed, device)
+            if "max_levels" in options
+            else batches.random_view(seed, device)
+        )
         schedule = attention.schedule()
         check_costs(schedule, 3)
         met |= set(schedule.cost_kinds().tolist())

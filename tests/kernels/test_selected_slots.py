@@ -15,7 +15,15 @@ def int32(*rows: list[int]) -> torch.Tensor:
 
 
 def pack(case: selections.Case, **options: torch.Tensor) -> torch.Tensor:
-    return selected_slots(case.indices, case.block_table, case.requests, case.page_size, page_stride=case.page_stride, kv_lens=case.kv_lens, **options)
+    return selected_slots(
+        case.indices,
+        case.block_table,
+        case.requests,
+        case.page_size,
+        page_stride=case.page_stride,
+        kv_lens=case.kv_lens,
+        **options,
+    )
 
 
 def test_what_is_there_comes_first_in_its_order(device: torch.device) -> None:
@@ -35,13 +43,23 @@ def test_through_a_block_table(device: torch.device) -> None:
     found = selected_slots(indices, block_table, requests, page_size=4)
     # 100 lies beyond the table, 8 of request 0 on a page that it does not have.
     assert found.tolist() == [[28, 9, 31, -1], [37, 18, 36, -1], [8, 29, -1, -1]]
-    assert selected_slots(indices[:2], block_table, page_size=4).equal(found[:2]), "a row of the table for each row of Q"
+    assert selected_slots(indices[:2], block_table, page_size=4).equal(found[:2]), (
+        "a row of the table for each row of Q"
+    )
     between = selected_slots(indices, block_table, requests, page_size=4, page_stride=10)
-    assert between.tolist() == [[70, 21, 73, -1], [91, 42, 90, -1], [20, 71, -1, -1]], "slots of others lie between the pages"
-    seen = selected_slots(indices, block_table, requests, page_size=4, kv_lens=torch.tensor([4, 9, 0], device=device))
-    assert seen.tolist() == [[28, 31, -1, -1], [18, 36, -1, -1], [-1, -1, -1, -1]], "a row does not see what comes after it"
+    assert between.tolist() == [[70, 21, 73, -1], [91, 42, 90, -1], [20, 71, -1, -1]], (
+        "slots of others lie between the pages"
+    )
+    seen = selected_slots(
+        indices, block_table, requests, page_size=4, kv_lens=torch.tensor([4, 9, 0], device=device)
+    )
+    assert seen.tolist() == [[28, 31, -1, -1], [18, 36, -1, -1], [-1, -1, -1, -1]], (
+        "a row does not see what comes after it"
+    )
     assert selected_slots(indices, block_table[:, :0], requests).eq(-1).all()
-    assert selected_slots(indices, block_table, requests + 2).eq(-1)[1].all(), "of a request that does not exist"
+    assert selected_slots(indices, block_table, requests + 2).eq(-1)[1].all(), (
+        "of a request that does not exist"
+    )
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -59,7 +77,10 @@ def test_random_selections(device: torch.device, seed: int) -> None:
 
 def test_refuses(device: torch.device) -> None:
     indices, table = int32([0, 1], [2, 3]).to(device), int32([0], [1], [2]).to(device)
-    requests, wide = torch.zeros(2, dtype=torch.int32, device=device), int32([0, 1, 2, 3], [4, 5, 6, 7]).to(device)
+    requests, wide = (
+        torch.zeros(2, dtype=torch.int32, device=device),
+        int32([0, 1, 2, 3], [4, 5, 6, 7]).to(device),
+    )
     for argument, call in [
         ("indices", lambda: selected_slots(indices.long())),
         ("indices", lambda: selected_slots(indices[0])),
@@ -100,6 +121,10 @@ def test_one_row_in_place_may_have_any_stride(device: torch.device) -> None:
 
 def test_under_torch_compile(device: torch.device) -> None:
     case = random_case(4, device, most_topk=40)
-    compiled = torch.compile(lambda indices: selected_slots(indices, case.block_table, case.requests, case.page_size) + 1, backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda indices: selected_slots(indices, case.block_table, case.requests, case.page_size) + 1,
+        backend="eager",
+        fullgraph=True,
+    )
     wanted = selected_slots(case.indices, case.block_table, case.requests, case.page_size) + 1
     assert compiled(case.indices).equal(wanted)

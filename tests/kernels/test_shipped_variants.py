@@ -38,7 +38,9 @@ NOT_SHIPPED = {
 @pytest.mark.parametrize("shipped", SHIPPED_VARIANTS, ids=lambda shipped: shipped.name)
 def test_the_shipped_sources_are_those_of_the_built_ins(shipped: manifest.VariantSource) -> None:
     variant = Variant.builtin(shipped.name)
-    assert shipped.source == variant.source, f"kernels/shipped_variants.py must have, for {shipped.name}:\n{variant.source}"
+    assert shipped.source == variant.source, (
+        f"kernels/shipped_variants.py must have, for {shipped.name}:\n{variant.source}"
+    )
     assert (shipped.has_mask, shipped.has_output) == (variant.has_mask, variant.has_output)
 
 
@@ -57,19 +59,33 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
 
 
 def found(
-    variant: Variant, target: str = "sm_90a", design: manifest.Design = HOPPER, element: str = "bf16", head_dim: int = 128, **options: bool
+    variant: Variant,
+    target: str = "sm_90a",
+    design: manifest.Design = HOPPER,
+    element: str = "bf16",
+    head_dim: int = 128,
+    **options: bool,
 ) -> list[Path]:
     arch = variant_kernels.arch_of(target)
-    kernels = manifest.variant_kernels(arch, design, manifest.KernelShape(element, HeadDims.of(head_dim)), variant, **options)
-    return [variant_kernels.find_cubin(variant, kernel, target, lambda: "the command") for kernel in kernels.values()]
+    kernels = manifest.variant_kernels(
+        arch, design, manifest.KernelShape(element, HeadDims.of(head_dim)), variant, **options
+    )
+    return [
+        variant_kernels.find_cubin(variant, kernel, target, lambda: "the command")
+        for kernel in kernels.values()
+    ]
 
 
 @pytest.mark.parametrize("variant", SHIPPED.values(), ids=SHIPPED)
 @pytest.mark.parametrize("element", manifest.CUDA_ELEMENTS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_those_of_the_package_are_used(variant: Variant, element: str, head_dim: int, package: FakeKernels) -> None:
+def test_those_of_the_package_are_used(
+    variant: Variant, element: str, head_dim: int, package: FakeKernels
+) -> None:
     on_hopper = [f"attention_{design}_{element}_d{head_dim}_alibi" for design in ("sm90", "sm90_gather")]
-    assert found(variant, element=element, head_dim=head_dim) == [cubins.shipped_kernel(name, "sm_90a") for name in on_hopper]
+    assert found(variant, element=element, head_dim=head_dim) == [
+        cubins.shipped_kernel(name, "sm_90a") for name in on_hopper
+    ]
     generic = [cubins.shipped_kernel(f"attention_sm80_{element}_d{head_dim}_alibi", "sm_80")]
     for target in ("sm_80", "sm_100", "sm_120"):
         assert found(variant, target, GENERIC, element, head_dim) == generic
@@ -90,10 +106,16 @@ def test_other_forms_are_compiled(package: FakeKernels) -> None:
 def test_a_damaged_one_is_compiled_or_named(package: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = cubins.shipped_kernel("attention_sm90_bf16_d128_alibi", "sm_90a")
     shipped.write_bytes(cubin()[:-1])
-    with pytest.raises(RuntimeError, match=rf"{re.escape(str(shipped))} is truncated: reinstall attn-backend; variant alibi .* is not compiled"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"{re.escape(str(shipped))} is truncated: reinstall attn-backend; variant alibi .* is not "
+        rf"compiled",
+    ):
         found(builtin.alibi())
     monkeypatch.setattr(cuda_compiler, "nvcc", lambda: str(package.nvcc))
-    kernel = manifest.variant_kernels("sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(128)), builtin.alibi())["attention"]
+    kernel = manifest.variant_kernels(
+        "sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(128)), builtin.alibi()
+    )["attention"]
     compiled = variant_kernels.find_cubin(builtin.alibi(), kernel, "sm_90a")
     assert compiled.read_bytes() == cubin()
     assert compiled.is_relative_to(package.cache)
@@ -103,7 +125,9 @@ def test_combinations_share_what_is_compiled(package: FakeKernels, monkeypatch: 
     monkeypatch.setattr(cuda_compiler, "nvcc", lambda: str(package.nvcc))
     places = set()
     for variant in SHIPPED.values():
-        kernel = manifest.variant_kernels("sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(256)), variant)["attention"]
+        kernel = manifest.variant_kernels(
+            "sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(256)), variant
+        )["attention"]
         places.add(variant_kernels.find_cubin(variant, kernel, "sm_90a"))
     assert len(places) == package.runs() == 1
 
@@ -112,7 +136,9 @@ def test_combinations_share_what_is_compiled(package: FakeKernels, monkeypatch: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", SHIPPED)
-def test_results_on_a_gpu(name: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_on_a_gpu(
+    name: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Uses only kernels that a wheel ships; nothing else is compiled."""
     monkeypatch.setattr(cubins, "shipped_kernel", lambda kernel, arch: cubins.compile_kernel(kernel, arch)[0])
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
@@ -121,9 +147,15 @@ def test_results_on_a_gpu(name: str, head_dim: int, dtype: torch.dtype, monkeypa
     args = {} if name == "bound" else {"slopes": SLOPES}
     on_gpu = {name: arg.cuda() for name, arg in args.items()}
     for seed in range(4):
-        spec = cases.random_spec(seed, "cuda").with_(head_dim=head_dim, dtype=dtype, group_size=2, num_kv_heads=2, causal=True, logits_soft_cap=0.0)
+        spec = cases.random_spec(seed, "cuda").with_(
+            head_dim=head_dim, dtype=dtype, group_size=2, num_kv_heads=2, causal=True, logits_soft_cap=0.0
+        )
         case = case_tensors.build(spec, "cuda")
         attention = case.attention(variant=variant, kernel=None)  # of the other design none ships
         attention.plan(case.view)
-        attention.run(case.q, case.kv, out=case.out, lse=case.lse, sm_scale=spec.sm_scale, variant_args=on_gpu)
-        case_tensors.check(case, case.out, case.lse, case.on_cpu().expected(variant=by_reference(variant, args)))
+        attention.run(
+            case.q, case.kv, out=case.out, lse=case.lse, sm_scale=spec.sm_scale, variant_args=on_gpu
+        )
+        case_tensors.check(
+            case, case.out, case.lse, case.on_cpu().expected(variant=by_reference(variant, args))
+        )

@@ -32,7 +32,8 @@ def test_random_cases(device: torch.device, seed: int) -> None:
     case.run(attention, out=case.out, lse=case.lse, sinks=sinks)
     case_tensors.check(case, case.out, case.lse, case.expected(sinks=sinks))
     case_tensors.check_padding(case)
-    without = case.run(attention)  # the same object, without sinks: and rows are stored in another way where no lse is wanted
+    # the same object, without sinks: and rows are stored in another way where no lse is wanted
+    without = case.run(attention)
     case_tensors.check(case, without, None)
     case_tensors.check(case, case.run(attention, sinks=sinks), None, case.expected(sinks=sinks))
 
@@ -51,7 +52,9 @@ def test_a_sink_that_outweighs_everything(device: torch.device) -> None:
     case = case_tensors.build(Spec((1, 70, 3), (900, 200, 40), num_ctas=5), device)
     attention = case.attention(sinks=True)
     attention.plan(case.view)
-    case.run(attention, out=case.out, lse=case.lse, sinks=torch.full((case.q.shape[1],), 300.0, device=device))
+    case.run(
+        attention, out=case.out, lse=case.lse, sinks=torch.full((case.q.shape[1],), 300.0, device=device)
+    )
     assert (case.out[: case.rows] == 0).all()
     assert (case.lse[: case.rows] == 300).all()
 
@@ -62,7 +65,9 @@ def test_refusals(device: torch.device) -> None:
     plain, attention = case.attention(), case.attention(sinks=True)
     for made in (plain, attention):
         made.plan(case.view)
-    with pytest.raises(ValueError, match="sinks is a tensor, must be None, or the Attention made with sinks=True"):
+    with pytest.raises(
+        ValueError, match="sinks is a tensor, must be None, or the Attention made with sinks=True"
+    ):
         case.run(plain, sinks=torch.zeros(heads, device=device))
     for wrong, message in (
         (torch.zeros(heads + 1, device=device), "sinks"),
@@ -76,7 +81,9 @@ def test_refusals(device: torch.device) -> None:
     with pytest.raises(ValueError, match="sinks is 1, must be True or False"):
         case.attention(sinks=1)
     squared = Variant.from_source(
-        "static constexpr bool kUsesSoftmax = false;\nfloat logits(float x, const ScoreRow&, int32_t) const { return x; }", name="linear"
+        "static constexpr bool kUsesSoftmax = false;\nfloat logits(float x, const ScoreRow&, int32_t) const "
+        "{ return x; }",
+        name="linear",
     )
     with pytest.raises(ValueError, match="sinks is True, must be False under variant linear"):
         case.attention(sinks=True, variant=squared)

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, SelectedTokens, Variant, selected_slots
+from attn_backend import (
+    Attention,
+    BSRView,
+    Composition,
+    KVCache,
+    PageTable,
+    SelectedTokens,
+    Variant,
+    selected_slots,
+)
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -19,7 +28,9 @@ SCALE = 192**-0.5
 
 def attention(device: torch.device, rows: int, heads: int, **options: object) -> Attention:
     kernel: Any = attention_kernels.kernel_of(device)
-    return Attention(heads, 1, 576, head_dim_v=512, device=device, max_rows=rows, max_batch=rows, kernel=kernel, **options)  # type: ignore[arg-type]
+    return Attention(
+        heads, 1, 576, head_dim_v=512, device=device, max_rows=rows, max_batch=rows, kernel=kernel, **options
+    )  # type: ignore[arg-type]
 
 
 class Expected(NamedTuple):
@@ -27,7 +38,8 @@ class Expected(NamedTuple):
 
     o: Tensor
     lse: Tensor
-    rounding: Tensor  # what rounding may change of o: each probability, and then the output, by half of bfloat16's last bit
+    # what rounding may change of o: each probability, and then the output, by half of bfloat16's last bit
+    rounding: Tensor
 
 
 def expected_rows(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Expected:
@@ -68,9 +80,16 @@ def random_indices(generator: torch.Generator, counts: list[int], topk: int, tok
     return indices
 
 
-@pytest.mark.parametrize(("heads", "topk", "counts"), [(16, 96, [96, 40, 0, 1, 64, 65]), (128, 40, [40, 0, 33]), (3, 300, [300, 299, 7, 0, 129] * 5)])
-@pytest.mark.parametrize("options", [{}, {"cascade": "always"}, {"batch_invariant": True}, {"num_ctas": 3}], ids=str)
-def test_any_tokens_in_any_order(device: torch.device, heads: int, topk: int, counts: list[int], options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "topk", "counts"),
+    [(16, 96, [96, 40, 0, 1, 64, 65]), (128, 40, [40, 0, 33]), (3, 300, [300, 299, 7, 0, 129] * 5)],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"cascade": "always"}, {"batch_invariant": True}, {"num_ctas": 3}], ids=str
+)
+def test_any_tokens_in_any_order(
+    device: torch.device, heads: int, topk: int, counts: list[int], options: dict[str, object]
+) -> None:
     generator = torch.Generator().manual_seed(heads)
     cache = torch.randn(30, 16, 576, generator=generator).bfloat16().to(device)
     q = torch.randn(len(counts), heads, 576, generator=generator).bfloat16().to(device)
@@ -82,8 +101,10 @@ def test_any_tokens_in_any_order(device: torch.device, heads: int, topk: int, co
 
 
 def test_one_plan_serves_layers_that_select_other_tokens(device: torch.device) -> None:
-    """Through the block table; on a GPU the second and third layer replay a graph. Rows that select the same tokens share no prefix in the plan: those of the
-    next layer differ."""
+    """Through the block table; on a GPU the second and third layer replay a graph.
+
+    Rows that select the same tokens share no prefix in the plan: those of the next layer differ.
+    """
     generator = torch.Generator().manual_seed(5)
     page_size, lens, counts, topk = 4, [70, 33, 9], [32, 32, 32, 32, 9, 9], 32
     requests = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
@@ -128,7 +149,10 @@ def test_a_token_that_is_selected_twice_counts_twice(device: torch.device) -> No
     slots = torch.tensor([[3, 5, 3, 3, -1]], dtype=torch.int32, device=device)
     attn = attention(device, 1, 16)
     attn.plan(BSRView.selected(slots))
-    check(attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True), expected(q, cache[:, 0], slots))
+    check(
+        attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True),
+        expected(q, cache[:, 0], slots),
+    )
 
 
 def test_slots_beyond_the_cache_are_refused_on_a_cpu() -> None:
@@ -138,7 +162,8 @@ def test_slots_beyond_the_cache_are_refused_on_a_cpu() -> None:
         attn.run(torch.zeros(1, 16, 576).bfloat16(), KVCache.from_latent(torch.zeros(8, 1, 576).bfloat16()))
 
 
-# How many tokens of each row a plan is for, and how many the layers have. A batch invariant plan cuts the first row into KV chunks.
+# How many tokens of each row a plan is for, and how many the layers have. A batch invariant plan cuts the
+# first row into KV chunks.
 PLANNED = [1300, 130, 64, 65, 1, 0, 200, 97]
 LAYERS = {
     "as planned": PLANNED,
@@ -151,8 +176,13 @@ LAYERS = {
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_layers_that_select_fewer_than_were_planned(device: torch.device, heads: int, batch_invariant: bool) -> None:
-    """Each row attends to what there is, in each layer: in one graph, on a GPU. Entries that are none lie anywhere; some tokens are there twice."""
+def test_layers_that_select_fewer_than_were_planned(
+    device: torch.device, heads: int, batch_invariant: bool
+) -> None:
+    """Each row attends to what there is, in each layer: in one graph, on a GPU.
+
+    Entries that are none lie anywhere; some tokens are there twice.
+    """
     topk, rows = 1300, len(PLANNED)
     generator = torch.Generator().manual_seed(heads)
     cache = torch.randn(1500, 1, 576, generator=generator).bfloat16().to(device)
@@ -160,7 +190,11 @@ def test_layers_that_select_fewer_than_were_planned(device: torch.device, heads:
     attn = attention(device, rows, heads, cascade=False, batch_invariant=batch_invariant, num_ctas=13)
     slots = torch.full((rows, topk), 10**6, dtype=torch.int32, device=device)  # of a step before
     attn.plan(BSRView.selected(slots, torch.tensor(PLANNED, device=device)))
-    indices, out, lse = torch.empty_like(slots), q.new_empty(rows, heads, 512), torch.empty(rows, heads, device=device)
+    indices, out, lse = (
+        torch.empty_like(slots),
+        q.new_empty(rows, heads, 512),
+        torch.empty(rows, heads, device=device),
+    )
     graph = None
     for name, counts in [*LAYERS.items(), *LAYERS.items()]:
         indices.copy_(random_indices(generator, counts, topk, 1500))
@@ -169,11 +203,25 @@ def test_layers_that_select_fewer_than_were_planned(device: torch.device, heads:
         if graph is not None:
             graph.replay()
         else:
-            attn.run(q, KVCache.from_latent(cache), out=out, lse=lse, sm_scale=SCALE, selected=SelectedTokens(indices))
+            attn.run(
+                q,
+                KVCache.from_latent(cache),
+                out=out,
+                lse=lse,
+                sm_scale=SCALE,
+                selected=SelectedTokens(indices),
+            )
         if name == "as planned" and device.type == "cuda":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                attn.run(q, KVCache.from_latent(cache), out=out, lse=lse, sm_scale=SCALE, selected=SelectedTokens(indices))
+                attn.run(
+                    q,
+                    KVCache.from_latent(cache),
+                    out=out,
+                    lse=lse,
+                    sm_scale=SCALE,
+                    selected=SelectedTokens(indices),
+                )
         check((out, lse), expected(q, cache[:, 0], indices))
         assert slots.equal(selected_slots(indices)), name
     attn.raise_for_errors()
@@ -191,7 +239,12 @@ def test_slots_that_were_written_by_hand(device: torch.device, after_append: boo
     for counts in ([150, 64, 0], [1, 0, 149], [0, 0, 0], [150, 150, 150]):
         slots.copy_(random_indices(generator, counts, 150, 300))
         wanted = expected(q, cache[:, 0], slots)
-        check(attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, after_append=after_append), wanted)
+        check(
+            attn.run(
+                q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, after_append=after_append
+            ),
+            wanted,
+        )
         assert slots.ge(0).sum(1).tolist() == counts
     attn.raise_for_errors()
 
@@ -205,7 +258,13 @@ def test_fewer_rows_than_were_planned(device: torch.device) -> None:
     attn.plan(BSRView.selected(slots))
     for rows in (2, 4, 1):
         indices = random_indices(generator, [40, 7, 0, 33][:rows], 40, 100).to(device)
-        found = attn.run(q[:rows], KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, selected=SelectedTokens(indices))
+        found = attn.run(
+            q[:rows],
+            KVCache.from_latent(cache),
+            sm_scale=SCALE,
+            return_lse=True,
+            selected=SelectedTokens(indices),
+        )
         check(found, expected(q[:rows], cache[:, 0], indices))
     with pytest.raises(ValueError, match=r"^indices.shape\[0\] is 1, must be at least the rows of q: 4"):
         attn.run(q, KVCache.from_latent(cache), selected=SelectedTokens(indices))
@@ -223,11 +282,18 @@ def test_more_than_were_planned_are_reported(device: torch.device) -> None:
         attn.run(q, KVCache.from_latent(cache), selected=more)
         attn.raise_for_errors()
 
-    with pytest.raises(ValueError, match="a row has selected more tokens than were planned; must be at most kv_lens"):
+    with pytest.raises(
+        ValueError, match="a row has selected more tokens than were planned; must be at most kv_lens"
+    ):
         run()
     attn.plan(BSRView.selected(slots, torch.full((2,), 3, device=device)))
     fewer = torch.tensor([[3, -1, -1], [1, 2, 9]], dtype=torch.int32, device=device)
-    check(attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, selected=SelectedTokens(fewer)), expected(q, cache[:, 0], fewer))
+    check(
+        attn.run(
+            q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True, selected=SelectedTokens(fewer)
+        ),
+        expected(q, cache[:, 0], fewer),
+    )
     attn.raise_for_errors()
 
 
@@ -248,7 +314,9 @@ def test_one_of_several_levels(device: torch.device) -> None:
             slots.copy_(random_indices(generator, counts, 40, 50))
             wanted = expected(q, cache[:, 0], torch.cat([slots, last], 1))
             check(attn.run(q, KVCache.from_latent(cache), sm_scale=SCALE, return_lse=True), wanted)
-        with pytest.raises(ValueError, match=r"^selected is given, must be None, or the plan of a BSRView\.selected"):
+        with pytest.raises(
+            ValueError, match=r"^selected is given, must be None, or the plan of a BSRView\.selected"
+        ):
             attn.run(q, KVCache.from_latent(cache), selected=SelectedTokens(slots))
 
 
@@ -264,7 +332,9 @@ def test_heads_that_are_no_latents(device: torch.device, has_variant: bool) -> N
     k, v = (torch.randn(400, 1, 2, 128, generator=generator).bfloat16().to(device) for _ in range(2))
     q = torch.randn(5, 8, 128, generator=generator).bfloat16().to(device)
     kernel: Any = attention_kernels.kernel_of(device)
-    attn = Attention(8, 2, 128, device=device, max_rows=5, max_batch=5, num_ctas=7, variant=variant, kernel=kernel)
+    attn = Attention(
+        8, 2, 128, device=device, max_rows=5, max_batch=5, num_ctas=7, variant=variant, kernel=kernel
+    )
     slots = torch.zeros(5, 300, dtype=torch.int32, device=device)
     attn.plan(BSRView.selected(slots, torch.full((5,), 300, device=device)))
     for counts in ([300, 299, 128, 1, 0], [0, 129, 127, 200, 3]):
@@ -299,5 +369,7 @@ def test_selections_that_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"^{argument}\S* is .*must be "):
             attn.run(q, kv, selected=selected)  # type: ignore[arg-type]
     attn.plan(BSRView(torch.tensor([0, 1, 2]), PageTable.block_table(slots, torch.tensor([1, 1]), 1)))
-    with pytest.raises(ValueError, match=r"^selected is given, must be None, or the plan of a BSRView\.selected"):
+    with pytest.raises(
+        ValueError, match=r"^selected is given, must be None, or the plan of a BSRView\.selected"
+    ):
         attn.run(q, kv, selected=SelectedTokens(slots))

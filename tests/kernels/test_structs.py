@@ -45,7 +45,9 @@ def test_fields_lie_where_the_library_says() -> None:
 
 def test_what_is_packed_is_unpacked() -> None:
     positions = tuple(OPTIONS["positions"].values())
-    assert unpack("LevelOptions", pack("LevelOptions", **OPTIONS)).item() == tuple((OPTIONS | {"positions": positions}).values())
+    assert unpack("LevelOptions", pack("LevelOptions", **OPTIONS)).item() == tuple(
+        (OPTIONS | {"positions": positions}).values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,9 @@ def test_the_library_refuses_bytes_of_another_size() -> None:
 def test_names_of_values_are_those_of_the_library() -> None:
     assert schedule._ERRORS.keys() == values_of("ScheduleError").keys()
     assert schedule._REASONS.keys() == values_of("NodeReason").keys()
-    assert {*attention_config.DTYPES.values(), *attention_config.KV_DTYPES.values()} == values_of("DataType").keys()
+    assert {*attention_config.DTYPES.values(), *attention_config.KV_DTYPES.values()} == values_of(
+        "DataType"
+    ).keys()
     assert {*SCALED_DTYPES, SCALED_LATENT_DTYPE} == attention_config.KV_DTYPES.keys()
     assert set(attention_config.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()
@@ -90,19 +94,38 @@ def test_designs_have_a_folder_and_cubins() -> None:
     for design in manifest.DESIGNS.values():
         assert (ROOT / "csrc" / "attention" / design.name / "design.h").exists()
         for arch in design.archs:
-            shapes = [manifest.KernelShape(element, HeadDims.of(dim)) for element in manifest.CUDA_ELEMENTS for dim in (64, 256)]
-            names = {manifest.attention_name(stem, shape) for stem in design.cubins.values() for shape in shapes}
+            shapes = [
+                manifest.KernelShape(element, HeadDims.of(dim))
+                for element in manifest.CUDA_ELEMENTS
+                for dim in (64, 256)
+            ]
+            names = {
+                manifest.attention_name(stem, shape) for stem in design.cubins.values() for shape in shapes
+            }
             assert names <= manifest.kernels(arch).keys()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("fields", "compiles"),
-    [("ATTN_FIELD(a), ATTN_FIELD(b)", True), ("ATTN_FIELD(b), ATTN_FIELD(a)", False), ("ATTN_FIELD(a)", False), ("ATTN_FIELD(b)", False)],
+    [
+        ("ATTN_FIELD(a), ATTN_FIELD(b)", True),
+        ("ATTN_FIELD(b), ATTN_FIELD(a)", False),
+        ("ATTN_FIELD(a)", False),
+        ("ATTN_FIELD(b)", False),
+    ],
 )
 def test_a_table_that_lacks_a_field_does_not_compile(fields: str, compiles: bool, tmp_path: Path) -> None:
     source = tmp_path / "table.cpp"
-    source.write_text(f'#include "runtime/struct_fields.h"\nnamespace attn {{ struct Pair {{ int a; int b; }};\nATTN_STRUCT(Pair, {fields}); }}\n')
-    done = subprocess.run([str(COMPILER), "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(source)], capture_output=True, text=True, check=False)
+    source.write_text(
+        f'#include "runtime/struct_fields.h"\nnamespace attn {{ struct Pair {{ int a; int b; '
+        f"}};\nATTN_STRUCT(Pair, {fields}); }}\n"
+    )
+    done = subprocess.run(
+        [str(COMPILER), "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode == 0) == compiles, done.stderr
     assert compiles or "the table of Pair lacks a field" in done.stderr

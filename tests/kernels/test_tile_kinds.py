@@ -1,4 +1,6 @@
-"""Every kind of row tile of every kernel by force, against the float64 oracle: schedules whose row tiles all have one kind, however many rows requests have."""
+"""Every kind of row tile of every kernel by force, against the float64 oracle: schedules whose row tiles all
+have one kind, however many rows requests have.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 import torch
 from tiers import mostly_slow
 
-pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
+pytestmark = [
+    pytest.mark.usefixtures("kernel"),
+    pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++"),
+]
 
 KINDS = range(4)
 BLOCKS, CASES = 20, 6  # for each kernel and kind
@@ -30,14 +35,18 @@ def tiles_of(spec: cases.Spec, kind: int) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", mostly_slow(range(BLOCKS), fast=4, without_gpu=10))
 def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, block: int) -> None:
-    specs = (cases.random_spec(seed, device.type) for seed in range(100_000 + 1000 * block, 101_000 + 1000 * block))
+    specs = (
+        cases.random_spec(seed, device.type) for seed in range(100_000 + 1000 * block, 101_000 + 1000 * block)
+    )
     fitting = (spec for spec in specs if sum(spec.qo_lens) and tiles_of(spec, kind) <= MOST_TILES)
     for _, spec in zip(range(CASES), fitting, strict=False):
         case = case_tensors.build(spec, device)
-        attention = case.attention(cascade=False, max_batch=len(spec.qo_lens) + tiles_of(spec, kind))  # every row group may have a row tile
+        # every row group may have a row tile
+        attention = case.attention(cascade=False, max_batch=len(spec.qo_lens) + tiles_of(spec, kind))
         attention.plan(case.view)
         if kind > attention.schedule().max_kind:
-            assert (device.type, spec.head_dim) == ("cuda", 256)  # what the generic kernel has no registers for
+            # what the generic kernel has no registers for
+            assert (device.type, spec.head_dim) == ("cuda", 256)
             continue
         host_planner.plan_with_kind(library, attention, case.view, kind)
         assert set(attention.schedule().of_tiles("kind").tolist()) == {kind}

@@ -31,6 +31,8 @@ def test_a_hundred_decode_steps_neither_wait_nor_copy() -> None:
 
     step()
     names, waits = traced(step, STEPS)
-    assert sum(name in ("plan_kernel", "plan_forest_kernel") for name in names) == STEPS, "the trace holds every plan"
+    assert sum(name in ("plan_kernel", "plan_forest_kernel") for name in names) == STEPS, (
+        "the trace holds every plan"
+    )
     assert not waits, waits[:5]
     assert not [name for name in names if "memcpy" in name.lower()]

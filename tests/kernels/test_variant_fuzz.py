@@ -27,11 +27,30 @@ from attn_backend.variants import builtin
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
 # Those that differ most; the rest: python -m tests.variant_fuzz.
-ON_A_CPU = ("tree_mask_alibi", "slanted", "sigmoid_document", "gemma", "custom_mask_causal", "bidirectional_spans", "t5_buckets", "many_dtypes", "block_sparse")
+ON_A_CPU = (
+    "tree_mask_alibi",
+    "slanted",
+    "sigmoid_document",
+    "gemma",
+    "custom_mask_causal",
+    "bidirectional_spans",
+    "t5_buckets",
+    "many_dtypes",
+    "block_sparse",
+)
 ON_A_CPU += ("prefix_lm_scaled", "gated", "window_of_documents", "forgetting_gate", "pages")
-ON_A_CPU += ("rope", "rope_interleaved", "rope_at", "rope_in_cache", "rope_tree_mask_alibi", "scaled", "by_request")
+ON_A_CPU += (
+    "rope",
+    "rope_interleaved",
+    "rope_at",
+    "rope_in_cache",
+    "rope_tree_mask_alibi",
+    "scaled",
+    "by_request",
+)
 
-NO_VARIANTS = ("alibi_slopes", "rope_frequencies", "llama3_frequencies")  # of builtin.__all__: what variants are made with
+# of builtin.__all__: what variants are made with
+NO_VARIANTS = ("alibi_slopes", "rope_frequencies", "llama3_frequencies")
 
 needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
 
@@ -41,7 +60,11 @@ def test_enough_of_them() -> None:
     assert len({entry.name for entry in known}) == len(known)
     assert len({entry.variant.source for entry in known}) >= 60
     made = " ".join(entry.name for entry in known if entry.is_builtin)
-    missing = [name for name in builtin.__all__ if not re.search(rf"\b{name}(_|\b)", made) and name not in NO_VARIANTS]
+    missing = [
+        name
+        for name in builtin.__all__
+        if not re.search(rf"\b{name}(_|\b)", made) and name not in NO_VARIANTS
+    ]
     assert not missing, "tests/variant_fuzz/catalogue.py"
     chosen = tasks(CPU, 1500)
     assert sum(len(range(task.first, task.last, task.stride)) for task in chosen) == 1500
@@ -81,8 +104,20 @@ def test_wrong_results_are_noticed() -> None:
 def test_every_variant_on_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     jobs = str(min(os.cpu_count() or 1, 14))
-    command = [sys.executable, "-m", "tests.variant_fuzz", "--device", "cuda", "--cases", "300", "--jobs", jobs]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.variant_fuzz",
+        "--device",
+        "cuda",
+        "--cases",
+        "300",
+        "--jobs",
+        jobs,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
     assert ": 0 wrong" in done.stdout.splitlines()[-1]
 
@@ -91,7 +126,14 @@ def test_every_variant_on_a_gpu() -> None:
 def test_run_captured_once_serves_every_plan_and_all_that_tensors_hold(kernel: str) -> None:
     """Plans and arguments change between replays: documents, slopes, sinks."""
     variant = builtin.document() & builtin.alibi()
-    spec = cases.Spec((300, 1, 40, 1, 7), (700, 900, 40, 1500, 1000), group_size=4, num_kv_heads=2, page_size=16, table_form="block_table")
+    spec = cases.Spec(
+        (300, 1, 40, 1, 7),
+        (700, 900, 40, 1500, 1000),
+        group_size=4,
+        num_kv_heads=2,
+        page_size=16,
+        table_form="block_table",
+    )
     case = case_tensors.build(spec, "cuda")
     sizes = Sizes(spec.qo_lens, spec.kv_lens, 8)
     rng = numpy.random.default_rng(3)
@@ -128,8 +170,20 @@ def test_run_captured_once_serves_every_plan_and_all_that_tensors_hold(kernel: s
         case.lse.fill_(torch.nan)
         graph.replay()
         rows = sum(qo_lens)
-        told = {"causal": step % 3 != 0, "window_left": window_left, "variant": by_reference(variant, changed), "sinks": sinks.cpu()}
-        o_ref, lse_ref = oracle.paged_attention(case.q[:rows].cpu(), case.k_slots.cpu(), case.v_slots.cpu(), qo_lens, [own.cpu() for own in case.slots], **told)
+        told = {
+            "causal": step % 3 != 0,
+            "window_left": window_left,
+            "variant": by_reference(variant, changed),
+            "sinks": sinks.cpu(),
+        }
+        o_ref, lse_ref = oracle.paged_attention(
+            case.q[:rows].cpu(),
+            case.k_slots.cpu(),
+            case.v_slots.cpu(),
+            qo_lens,
+            [own.cpu() for own in case.slots],
+            **told,
+        )
         assert (case.out[:rows].cpu().double() - o_ref).norm() <= cases.TOLERANCE[spec.dtype] * o_ref.norm()
         torch.testing.assert_close(case.lse[:rows].cpu().double(), lse_ref, rtol=0, atol=2e-3)
         assert case.out[rows:].isnan().all()

@@ -1,4 +1,6 @@
-"""How a variant's kernels are compiled and kept: with which compiler, once, whatever happens to compilers, processes and files."""
+"""How a variant's kernels are compiled and kept: with which compiler, once, whatever happens to compilers,
+processes and files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from variant_sources import ALIBI, ALIBI_CPP, MISSPELT, MISSPELT_LINE, SLANTED
 
 from attn_backend import Attention, Variant
 from attn_backend.cli.main import main
-from attn_backend.kernels import code_address, cpp_compiler, cubins, cuda_compiler, kernel_cache, manifest, nvrtc, variant_kernels
+from attn_backend.kernels import (
+    code_address,
+    cpp_compiler,
+    cubins,
+    cuda_compiler,
+    kernel_cache,
+    manifest,
+    nvrtc,
+    variant_kernels,
+)
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.variants import builtin
 
@@ -45,8 +56,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     return made
 
 
-def kernel_of(variant: Variant, design: manifest.Design = HOPPER, head_dim: int = 128, name: str = "attention") -> manifest.Kernel:
-    return manifest.variant_kernels("sm_90a", design, manifest.KernelShape("bf16", HeadDims.of(head_dim)), variant)[name]
+def kernel_of(
+    variant: Variant, design: manifest.Design = HOPPER, head_dim: int = 128, name: str = "attention"
+) -> manifest.Kernel:
+    return manifest.variant_kernels(
+        "sm_90a", design, manifest.KernelShape("bf16", HeadDims.of(head_dim)), variant
+    )[name]
 
 
 def find(variant: Variant = ALIBI, jit: bool = True) -> Path:
@@ -56,7 +71,9 @@ def find(variant: Variant = ALIBI, jit: bool = True) -> Path:
 # The cache
 
 
-def test_what_was_compiled_is_found_whatever_the_compiler(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_compiled_is_found_whatever_the_compiler(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = find()
     assert path.read_bytes() == cubin()
     assert path.parent == fake.cache / TARGET
@@ -78,7 +95,13 @@ def test_what_decides_about_a_kernel_is_in_its_name(fake: FakeKernels) -> None:
 
 @pytest.mark.parametrize(
     ("how", "content"),
-    [("truncated", cubin()[:-9]), ("empty", b""), ("foreign", cubin(b"somebody's code")), ("garbage", b"<html>"), ("another", b"\x7fELF" * 99)],
+    [
+        ("truncated", cubin()[:-9]),
+        ("empty", b""),
+        ("foreign", cubin(b"somebody's code")),
+        ("garbage", b"<html>"),
+        ("another", b"\x7fELF" * 99),
+    ],
 )
 def test_a_damaged_entry_is_compiled_again(how: str, content: bytes, fake: FakeKernels) -> None:
     path = find()
@@ -103,7 +126,9 @@ def test_processes_that_need_the_same_kernel_compile_it_once(fake: FakeKernels) 
     assert fake.files() == [Path(path).name, Path(path).with_suffix(".txt").name], "locks are gone, too"
 
 
-def test_who_waits_says_so_and_does_not_wait_for_ever(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_waits_says_so_and_does_not_wait_for_ever(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = find()
     path.unlink()
     monkeypatch.setattr(cuda_compiler, "TIME_LIMIT", 0.2)
@@ -142,13 +167,17 @@ def test_a_compiler_that_is_killed_leaves_nothing(fake: FakeKernels) -> None:
 
 
 def read_what_is_installed(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages may lie where another user cannot read: keys hash a file of ours, and pyelftools is imported when the first kernel is there."""
+    """Packages may lie where another user cannot read: keys hash a file of ours, and pyelftools is imported
+    when the first kernel is there.
+    """
     code_address.publish_code_addresses(fake.folder / "good")
     kept = code_address.recipe()
     monkeypatch.setattr(code_address, "recipe", lambda: kept)
 
 
-def test_a_cache_that_can_only_be_read_is_read(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_can_only_be_read_is_read(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     read_what_is_installed(fake, monkeypatch)
     path = find()
     for folder in (path.parent, fake.cache):
@@ -193,7 +222,9 @@ def test_beside_a_cache_that_can_only_be_read_a_private_folder_is_used(
 
 
 def test_without_jit_the_command_is_named(fake: FakeKernels) -> None:
-    with pytest.raises(RuntimeError, match=rf"variant alibi \(.*\) is not compiled, and ATTN_BACKEND_JIT=0.*{AHEAD}"):
+    with pytest.raises(
+        RuntimeError, match=rf"variant alibi \(.*\) is not compiled, and ATTN_BACKEND_JIT=0.*{AHEAD}"
+    ):
         find(jit=False)
     assert fake.runs() == 0
     assert fake.files() == []
@@ -201,7 +232,9 @@ def test_without_jit_the_command_is_named(fake: FakeKernels) -> None:
 
 def test_without_a_compiler_both_are_named(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_compiler, "nvcc", lambda: None)
-    with pytest.raises(RuntimeError, match=r"no nvcc was found.*; and no NVRTC was found: `pip install nvidia-cuda-nvrtc`"):
+    with pytest.raises(
+        RuntimeError, match=r"no nvcc was found.*; and no NVRTC was found: `pip install nvidia-cuda-nvrtc`"
+    ):
         find()
     monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", "nvrtc")
     with pytest.raises(RuntimeError, match=r"no NVRTC was found: .*ATTN_BACKEND_CUDA_COMPILER is nvrtc"):
@@ -214,7 +247,9 @@ class FakeNvrtc:
         return cubin(b"by NVRTC"), "a report"
 
 
-def test_an_nvcc_that_does_not_run_gives_way_to_nvrtc(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvcc_that_does_not_run_gives_way_to_nvrtc(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_nvcc(fake.nvcc, "echo nvcc fatal: Failed to preprocess host compiler properties; exit 1")
     with pytest.raises(RuntimeError, match="Failed to preprocess host compiler properties"):
         find()
@@ -226,7 +261,9 @@ def test_an_nvcc_that_does_not_run_gives_way_to_nvrtc(fake: FakeKernels, monkeyp
     assert find().read_bytes() == cubin(b"by NVRTC")
 
 
-def test_an_error_in_a_variant_is_not_tried_with_another_compiler(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_variant_is_not_tried_with_another_compiler(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = [
         f'<variant misspelt>({MISSPELT_LINE}): error: identifier "logti" is undefined',
         "      return logti + 1;",
@@ -239,7 +276,8 @@ def test_an_error_in_a_variant_is_not_tried_with_another_compiler(fake: FakeKern
         find(MISSPELT)
     line = "  return logti + slope * static_cast<float>(kv_position - row.position);"
     assert str(failure.value) == (
-        f'variant misspelt does not compile:\n<variant misspelt>:{MISSPELT_LINE}: error: identifier "logti" is undefined\n{MISSPELT_LINE:6} | {line}'
+        f'variant misspelt does not compile:\n<variant misspelt>:{MISSPELT_LINE}: error: identifier "logti" '
+        f"is undefined\n{MISSPELT_LINE:6} | {line}"
     )
 
 
@@ -258,24 +296,37 @@ COMPILERS = [pytest.param("nvcc", marks=needs_nvcc), pytest.param("nvrtc", marks
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("design", ["hopper", "generic"])
-def test_every_kernel_of_a_variant_compiles(design: str, compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_of_a_variant_compiles(
+    design: str, compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", compiler)
     targets = {"hopper": ["sm_90a"], "generic": ["sm_80"]}[design]
     entries = variant_kernels.compile_ahead(SLANTED, targets, design, "bfloat16", 128, "")
-    assert len(entries) == len(manifest.DESIGNS[design].cubins) + 2, "merge, too: the variant transforms the output; and row_ranges: it has a mask"
+    assert len(entries) == len(manifest.DESIGNS[design].cubins) + 2, (
+        "merge, too: the variant transforms the output; and row_ranges: it has a mask"
+    )
     for entry in entries:
         assert kernel_cache.fault(entry) == ""
         content = entry.read_bytes()
-        assert all(kernel_cache.damage(content[:length]) for length in (*range(0, len(content), 997), len(content) - 1))
+        assert all(
+            kernel_cache.damage(content[:length])
+            for length in (*range(0, len(content), 997), len(content) - 1)
+        )
         assert "instructions are serialized" not in kernel_cache.report(entry)
         if code_address.has_pyelftools() and design == "hopper" and not entry.name.startswith("row_ranges"):
             (variable,) = code_address._variables(content)
-            assert variable.kernel == ("merge_kernel" if entry.name.startswith("merge") else "attention_kernel")
-            assert code_address._written(content, [variable], complete=True) == content, "the entry says where its code lies"
+            assert variable.kernel == (
+                "merge_kernel" if entry.name.startswith("merge") else "attention_kernel"
+            )
+            assert code_address._written(content, [variable], complete=True) == content, (
+                "the entry says where its code lies"
+            )
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_an_error_shows_the_line_of_the_variant(compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_shows_the_line_of_the_variant(
+    compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CUDA_COMPILER", compiler)
     with pytest.raises(RuntimeError) as failure:
         find(MISSPELT)
@@ -287,7 +338,10 @@ def check_misspelt(message: str) -> None:
     assert first == "variant misspelt does not compile:"
     assert second.startswith(f"<variant misspelt>:{MISSPELT_LINE}: error: ")
     assert "logti" in second
-    assert third == f"{MISSPELT_LINE:6} |   return logti + slope * static_cast<float>(kv_position - row.position);"
+    assert (
+        third
+        == f"{MISSPELT_LINE:6} |   return logti + slope * static_cast<float>(kv_position - row.position);"
+    )
 
 
 @needs_cpp
@@ -299,12 +353,19 @@ def test_an_error_of_a_cpp_compiler_shows_the_line_of_the_variant(cache: Path) -
 
 @needs_cpp
 @pytest.mark.parametrize("compiler", ["c++", "nvcc", "nvrtc"])
-def test_an_error_quotes_no_file_of_others(compiler: str, fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_error_quotes_no_file_of_others(
+    compiler: str,
+    fake: FakeKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     secret = tmp_path_factory.mktemp("elsewhere") / "secret"
     secret.write_text("root:hunter2:0\n")
     if compiler == "c++":
         monkeypatch.setattr(cubins, "source_root", lambda: SOURCES)
-        reader = variant_sources.alibi(ALIBI_CPP.replace("return", f'asm(".include \\"{secret}\\""); return'), "reader")
+        reader = variant_sources.alibi(
+            ALIBI_CPP.replace("return", f'asm(".include \\"{secret}\\""); return'), "reader"
+        )
         with pytest.raises(RuntimeError) as failure:
             variant_kernels.find_library(reader, "baseline", "float32", 64)
     else:
@@ -325,7 +386,11 @@ def test_an_error_quotes_no_file_of_others(compiler: str, fake: FakeKernels, mon
         assert f"{fake.folder}/attention/row.h(3): error: of ours\n  a line of ours\n" in str(failure.value)
     assert f"{secret}: errors in this file are not shown" in str(failure.value)
     assert "hunter2" not in str(failure.value)
-    assert str(failure.value).split("\n")[-1].endswith(("ended with exit status 1", "ended with exit status 2", "NVRTC_ERROR_COMPILATION"))
+    assert (
+        str(failure.value)
+        .split("\n")[-1]
+        .endswith(("ended with exit status 1", "ended with exit status 2", "NVRTC_ERROR_COMPILATION"))
+    )
 
 
 class FailingNvrtc:
@@ -333,7 +398,9 @@ class FailingNvrtc:
         self.log = log
 
     def compile(self, source: str, options: list[str], what: str) -> tuple[bytes, str]:
-        raise RuntimeError(f"NVRTC failed on {what}:\n{self.log}\nNVRTC 13.0 (libnvrtc.so): NVRTC_ERROR_COMPILATION")
+        raise RuntimeError(
+            f"NVRTC failed on {what}:\n{self.log}\nNVRTC 13.0 (libnvrtc.so): NVRTC_ERROR_COMPILATION"
+        )
 
 
 @needs_cpp
@@ -346,12 +413,15 @@ class FailingNvrtc:
         ("c++ -shared -x c++ /dev/null -o $out && truncate -s -1000 $out", "is truncated"),
         ("c++ -c -x c++ /dev/null -o $out", "is no shared library for this machine"),
         (
-            "c++ -shared -x c++ /dev/null -o $out && printf '\\\\267' | dd of=$out bs=1 seek=18 conv=notrunc 2> /dev/null",
+            "c++ -shared -x c++ /dev/null -o $out && printf '\\\\267' | dd of=$out bs=1 seek=18 conv=notrunc "
+            "2> /dev/null",
             "is no shared library for this machine",
         ),
     ],
 )
-def test_a_cpp_compiler_that_writes_no_library_is_named(script: str, damage: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpp_compiler_that_writes_no_library_is_named(
+    script: str, damage: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "my c++"
     compiler.write_text(f"#!/bin/sh\nfor out; do :; done\necho a warning\n{script}\n")
     compiler.chmod(0o755)
@@ -360,7 +430,8 @@ def test_a_cpp_compiler_that_writes_no_library_is_named(script: str, damage: str
         variant_kernels.find_library(ALIBI, "baseline", "float32", 64)
     message = str(failure.value)
     assert message.startswith(
-        f"{compiler} --option reported no error on variant alibi (float32, for a CPU with baseline), but its output {damage}: install g++, or"
+        f"{compiler} --option reported no error on variant alibi (float32, for a CPU with baseline), but its "
+        f"output {damage}: install g++, or"
     )
     assert message.endswith("\na warning")
     assert not [path for path in cache.rglob("*") if path.is_file()]
@@ -377,15 +448,22 @@ def test_a_cpp_compiler_that_writes_no_library_is_named(script: str, damage: str
         ("no-such-compiler -m64", "which is not a program here"),
     ],
 )
-def test_a_cxx_that_cannot_be_run_is_named(command: str, reason: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cxx_that_cannot_be_run_is_named(
+    command: str, reason: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", command)
     assert cpp_compiler.compiler() is None
     with pytest.raises(RuntimeError) as failure:
         variant_kernels.find_library(ALIBI, "baseline", "float32", 64)
-    assert f"cannot be compiled: CXX is {command!r}, {reason}: install g++, or set CXX to a C++ compiler" in str(failure.value)
+    assert (
+        f"cannot be compiled: CXX is {command!r}, {reason}: install g++, or set CXX to a C++ compiler"
+        in str(failure.value)
+    )
 
 
-def test_without_a_cpp_compiler_the_message_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cpp_compiler_the_message_says_what_to_do(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpp_compiler, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler was found: install g\+\+, or set CXX"):
         variant_kernels.find_library(ALIBI, "baseline", "float32", 64)
@@ -401,7 +479,12 @@ def test_the_instruction_sets_have_the_flags_of_the_package() -> None:
     for isa, base in known.items():
         (line,) = [line for line in text.splitlines() if line.strip().startswith(f"set({isa} ")]
         words = line.strip().removeprefix(f"set({isa} ").rstrip(")").split()
-        flags[isa] = [flag for word in words for flag in (flags[word[2:-1]] if word == base else [word]) if not flag.startswith("-W")]
+        flags[isa] = [
+            flag
+            for word in words
+            for flag in (flags[word[2:-1]] if word == base else [word])
+            if not flag.startswith("-W")
+        ]
     assert {"baseline": [], **flags} == cpp_compiler.ISA_FLAGS
 
 
@@ -409,8 +492,20 @@ def test_the_instruction_sets_have_the_flags_of_the_package() -> None:
 
 
 @needs_cpp
-def test_a_variant_is_compiled_ahead_by_the_command(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["compile", "--variant", "variant_sources:ALIBI", "--arch", "cpu", "--dtype", "float32", "--head-dim", "64"]
+def test_a_variant_is_compiled_ahead_by_the_command(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [
+        "compile",
+        "--variant",
+        "variant_sources:ALIBI",
+        "--arch",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--head-dim",
+        "64",
+    ]
     assert main(arguments) == 0
     (path,) = capsys.readouterr().out.split()
     assert Path(path).is_relative_to(cache)
@@ -420,9 +515,13 @@ def test_a_variant_is_compiled_ahead_by_the_command(cache: Path, capsys: pytest.
 
 
 @needs_cpp
-def test_a_built_in_is_compiled_ahead_by_the_command_that_the_message_names(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_in_is_compiled_ahead_by_the_command_that_the_message_names(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def attention() -> Attention:
-        return Attention(4, 2, 64, dtype=torch.float32, device="cpu", max_rows=1, max_batch=1, variant=builtin.alibi())
+        return Attention(
+            4, 2, 64, dtype=torch.float32, device="cpu", max_rows=1, max_batch=1, variant=builtin.alibi()
+        )
 
     with monkeypatch.context() as patch:
         patch.setenv("ATTN_BACKEND_JIT", "0")
@@ -437,19 +536,42 @@ def test_a_built_in_is_compiled_ahead_by_the_command_that_the_message_names(cach
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--variant", "variant_sources", "--arch", "cpu"], "--variant is 'variant_sources', must be MODULE:OBJECT"),
-        (["--variant", "no_such_module:x", "--arch", "cpu"], "--variant is 'no_such_module:x': No module named 'no_such_module'"),
+        (
+            ["--variant", "variant_sources", "--arch", "cpu"],
+            "--variant is 'variant_sources', must be MODULE:OBJECT",
+        ),
+        (
+            ["--variant", "no_such_module:x", "--arch", "cpu"],
+            "--variant is 'no_such_module:x': No module named 'no_such_module'",
+        ),
         (["--variant", "variant_sources:NOTHING", "--arch", "cpu"], "variant_sources has no NOTHING"),
-        (["--variant", "attn_backend.variants.builtin:sliding_window", "--arch", "cpu"], "a function that does not return a Variant without arguments: "),
-        (["--variant", "variant_sources:ALIBI", "--arch", "sm_86"], "--arch is 'sm_86', must be cpu, sm_90a, sm_80 (8.6 and 8.9, too), sm_100"),
+        (
+            ["--variant", "attn_backend.variants.builtin:sliding_window", "--arch", "cpu"],
+            "a function that does not return a Variant without arguments: ",
+        ),
+        (
+            ["--variant", "variant_sources:ALIBI", "--arch", "sm_86"],
+            "--arch is 'sm_86', must be cpu, sm_90a, sm_80 (8.6 and 8.9, too), sm_100",
+        ),
         (["--variant", "variant_sources:ALIBI_CPP", "--arch", "cpu"], "which is a str, must be a Variant"),
-        (["--variant", "variant_sources:ALIBI", "--arch", "tpu"], "--arch is 'tpu', must be cpu, sm_90a, sm_80"),
-        (["--variant", "variant_sources:ALIBI", "--arch", "sm_90a", "--dtype", "float32"], "dtype is float32 and head_dim 128, must be bfloat16, float16 with"),
-        (["--variant", "variant_sources:ALIBI", "--arch", "sm_80", "--kernel", "hopper"], "kernel is hopper, must be generic for sm_80, head_dim 128"),
+        (
+            ["--variant", "variant_sources:ALIBI", "--arch", "tpu"],
+            "--arch is 'tpu', must be cpu, sm_90a, sm_80",
+        ),
+        (
+            ["--variant", "variant_sources:ALIBI", "--arch", "sm_90a", "--dtype", "float32"],
+            "dtype is float32 and head_dim 128, must be bfloat16, float16 with",
+        ),
+        (
+            ["--variant", "variant_sources:ALIBI", "--arch", "sm_80", "--kernel", "hopper"],
+            "kernel is hopper, must be generic for sm_80, head_dim 128",
+        ),
         (["--arch", "sm_75"], "--arch is 'sm_75', must be sm_90a (Hopper) or sm_80 (all other GPUs"),
     ],
 )
-def test_the_command_names_what_is_wrong(arguments: list[str], message: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_what_is_wrong(
+    arguments: list[str], message: str, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compile", *arguments]) == 1
     assert message in capsys.readouterr().err
 
@@ -459,18 +581,26 @@ def test_the_command_names_what_is_wrong(arguments: list[str], message: str, cac
 
 @needs_cpp
 def test_what_is_in_the_cache_is_found_without_a_compiler(cache: Path) -> None:
-    """In a process of its own, which remembers nothing. A header is read at most twice: for the digest of all, and for those that the source includes."""
+    """In a process of its own, which remembers nothing.
+
+    A header is read at most twice: for the digest of all, and for those that the source includes.
+    """
     variant_kernels.find_library(ALIBI, "baseline", "float32", 64)
     program = (
         "import sys, variant_sources\n"
         "from attn_backend.kernels import variant_kernels\n"
         "events = []\n"
-        "sys.addaudithook(lambda event, given: events.append((event, given[0])) if event in ('open', 'subprocess.Popen') else None)\n"
+        "sys.addaudithook(lambda event, given: events.append((event, given[0])) if event in ('open', "
+        "'subprocess.Popen') else None)\n"
         "variant_kernels.find_library(variant_sources.ALIBI, 'baseline', 'float32', 64, ahead=str)\n"
         "print(*(f'{event} {what}' for event, what in events), sep='\\n')\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(variant_sources.__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(variant_sources.__file__).parent), *sys.path])
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     events = done.stdout.split("\n")[:-1]
     assert all(event.startswith("open ") for event in events)
     assert 1 <= max(events.count(event) for event in events) <= 2

@@ -1,4 +1,6 @@
-"""Which module a message names for a variant: importing it must give the variant, without running the program."""
+"""Which module a message names for a variant: importing it must give the variant, without running the
+program.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def program(folder: Path, imports: str, expression: str) -> tuple[str, str]:
     return place
 
 
-@pytest.mark.parametrize("imports", ["from place_masks import FADING as USED", "from place_masks import *\nUSED = FADING"])
+@pytest.mark.parametrize(
+    "imports", ["from place_masks import FADING as USED", "from place_masks import *\nUSED = FADING"]
+)
 @pytest.mark.parametrize("first", ["place_masks", "place_serving"])
 def test_the_module_that_makes_a_variant_is_named(first: str, imports: str, modules: Path) -> None:
     """Not one that imports it, whichever was imported first."""
@@ -59,14 +63,20 @@ def test_the_module_that_makes_a_variant_is_named(first: str, imports: str, modu
 
 
 def test_the_program_is_not_named_for_what_it_imports(modules: Path) -> None:
-    for imports, expression in (("from place_masks import FADING", "FADING"), ("import place_masks", "place_masks.FADING")):
+    for imports, expression in (
+        ("from place_masks import FADING", "FADING"),
+        ("import place_masks", "place_masks.FADING"),
+    ):
         assert program(modules, imports, expression) == ("place_masks:FADING", "")
 
 
 def test_the_program_is_named_for_what_it_makes(modules: Path) -> None:
     place, note = program(modules, MASKS, "FADING")
     assert place == "place_program:FADING"
-    assert note == f", in {modules.resolve()}; that imports place_program.py, whose main part must be under `if __name__ == '__main__'`"
+    assert (
+        note == f", in {modules.resolve()}; that imports place_program.py, whose main part must be under `if "
+        f"__name__ == '__main__'`"
+    )
     made = runpy.run_module("place_program", run_name="__main__", alter_sys=True)
     assert made["place"] == ("place_program:FADING", ""), "python -m"
 
@@ -75,7 +85,12 @@ def test_what_no_module_has_is_said(modules: Path) -> None:
     made = Variant.from_functions(lambda score, b, h, q_idx, kv_idx: score * 0.25)
     place, note = place_of(made)
     assert place == "MODULE:OBJECT"
-    assert note.startswith(", where MODULE:OBJECT is a module that has this variant, or a function without arguments that makes it")
+    assert note.startswith(
+        ", where MODULE:OBJECT is a module that has this variant, or a function without arguments that makes "
+        "it"
+    )
     assert place_of(builtin.sliding_window(7)) == (place, note), "a built-in that needs arguments"
-    assert place_of(builtin.soft_cap(5.0)) == ("attn_backend.variants.builtin:soft_cap", ""), "its number is a parameter: the kernel is the same"
+    assert place_of(builtin.soft_cap(5.0)) == ("attn_backend.variants.builtin:soft_cap", ""), (
+        "its number is a parameter: the kernel is the same"
+    )
     assert place_of(builtin.alibi()) == ("attn_backend.variants.builtin:alibi", "")

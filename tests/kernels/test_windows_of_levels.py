@@ -1,4 +1,6 @@
-"""Windows, and masks with holes, over all levels of a composition: what a row sees is counted in positions of its request, against float64."""
+"""Windows, and masks with holes, over all levels of a composition: what a row sees is counted in positions of
+its request, against float64.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,9 @@ def test_a_mask_with_holes_over_several_levels(device: torch.device, seed: int, 
 @needs_cpp
 @pytest.mark.parametrize("variant", [SLIDING, STREAMING], ids=["window", "streaming"])
 def test_kv_tiles_of_a_level_that_no_row_sees_are_not_visited(device: torch.device, variant: Variant) -> None:
-    """Of a shared level of 4096 tokens: the row that stands nearest sees its end, and under Streaming-LLM all see its beginning; another shared level is
-    too far away."""
+    """Of a shared level of 4096 tokens: the row that stands nearest sees its end, and under Streaming-LLM all
+    see its beginning; another shared level is too far away.
+    """
     rng = numpy.random.default_rng(0)
     cascade = Cascade(rng, SHAPE, device, [[4096, 4096], [30, 60, 90, 1000]], [[0, 0, 0, 1]], [1, 1, 2, 1])
     attention = cascade.attention(variant)
@@ -79,7 +82,9 @@ def test_kv_tiles_of_a_level_that_no_row_sees_are_not_visited(device: torch.devi
 
 @needs_cpp
 def test_rows_of_which_a_window_leaves_nothing(device: torch.device) -> None:
-    """In a shared level an empty state; in all levels an output of zero: rows that stand after the last token."""
+    """In a shared level an empty state; in all levels an output of zero: rows that stand after the last
+    token.
+    """
     cascade = Cascade(numpy.random.default_rng(1), SHAPE, device, [[64], [200, 7]], [[0, 0]], [1, 1])
     cascade.levels["positions"] += torch.tensor([0, 5000], dtype=torch.int32, device=device)
     attention = cascade.attention(SLIDING)
@@ -88,7 +93,9 @@ def test_rows_of_which_a_window_leaves_nothing(device: torch.device) -> None:
     assert (out[1] == 0).all()
     assert (lse[1] == -torch.inf).all()
     visible = cascade.slots[0][263 - WINDOW :]
-    o_ref, lse_ref = oracle.attention(cascade.q[:1], cascade.memory.k_slots[visible], cascade.memory.v_slots[visible], causal=False)
+    o_ref, lse_ref = oracle.attention(
+        cascade.q[:1], cascade.memory.k_slots[visible], cascade.memory.v_slots[visible], causal=False
+    )
     check_states(SHAPE, [0], out[:1], lse[:1], o_ref, lse_ref)
 
 
@@ -96,10 +103,18 @@ def test_rows_of_which_a_window_leaves_nothing(device: torch.device) -> None:
 def test_trees(device: torch.device) -> None:
     """Each node of a tree is a group of a cascade; a row stands at the end of its path."""
     rng = numpy.random.default_rng(3)
-    cascade = Cascade(rng, SHAPE, device, [[70, 300], [90, 40, 20], [30, 60, 1]], [[0, 0, 1], [0, 1, 2]], [1, 1, 1])
+    cascade = Cascade(
+        rng, SHAPE, device, [[70, 300], [90, 40, 20], [30, 60, 1]], [[0, 0, 1], [0, 1, 2]], [1, 1, 1]
+    )
     table = cascade.memory.table(rng, list(range(8)))
     offsets = torch.cat(cascade.levels["kv_offsets"])
-    tree = Composition.tree([-1, -1, 0, 0, 1, 2, 3, 4], table, [5, 6, 7], kv_offsets=offsets, positions=cascade.levels["positions"])
+    tree = Composition.tree(
+        [-1, -1, 0, 0, 1, 2, 3, 4],
+        table,
+        [5, 6, 7],
+        kv_offsets=offsets,
+        positions=cascade.levels["positions"],
+    )
     attention = cascade.attention(SLIDING, max_batch=8)
     attention.plan(tree)
     cascade.check(attention, in_window)
@@ -116,7 +131,10 @@ def test_one_level_and_several_with_one_object(device: torch.device) -> None:
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
     table = PageTable.block_table(indices, torch.tensor([200, 290], dtype=torch.int32, device=device), 16)
     attention = cascade.attention(SLIDING)
-    for plan in (BSRView(cascade.levels["qo_indptrs"][1], table, causal=True), Composition.cascade(**cascade.levels, causal=True, window_left=WINDOW)):
+    for plan in (
+        BSRView(cascade.levels["qo_indptrs"][1], table, causal=True),
+        Composition.cascade(**cascade.levels, causal=True, window_left=WINDOW),
+    ):
         attention.plan(plan)
         cascade.check(attention, in_window)
 
@@ -148,25 +166,46 @@ def test_kernels_for_levels_are_compiled_ahead(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_a_window_over_levels_needs() -> None:
-    indptr, table = torch.tensor([0, 3], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32))
+    indptr, table = (
+        torch.tensor([0, 3], dtype=torch.int32),
+        PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32)),
+    )
     offsets, positions = torch.tensor([0], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
     twice = ([indptr] * 2, [table] * 2)
     for given, missing in (({}, "kv_offsets"), ({"kv_offsets": [offsets] * 2}, "positions")):
-        with pytest.raises(ValueError, match=f"window_left is 5, must be -1 for a cascade of 2 levels without {missing}"):
+        with pytest.raises(
+            ValueError, match=f"window_left is 5, must be -1 for a cascade of 2 levels without {missing}"
+        ):
             Composition.cascade(*twice, window_left=5, **given)  # type: ignore[arg-type]
     cascade = Composition.cascade(*twice, window_left=5, kv_offsets=[offsets] * 2, positions=positions)
     plain = make_attention(SHAPE, torch.device("cpu"), max_rows=3, max_batch=1, max_levels=2)
-    with pytest.raises(ValueError, match=r"levels\[0\]: window_left is 5, must be -1, or that of the Attention: variant=builtin.sliding_window\(5\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"levels\[0\]: window_left is 5, must be -1, or that of the Attention: "
+        r"variant=builtin.sliding_window\(5\)",
+    ):
         plain.plan(cascade)
 
 
 @needs_cpp
 def test_what_a_variant_with_a_window_needs_of_levels() -> None:
-    indptr, table = torch.tensor([0, 3], dtype=torch.int32), PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32))
+    indptr, table = (
+        torch.tensor([0, 3], dtype=torch.int32),
+        PageTable.ragged(torch.tensor([0, 40], dtype=torch.int32)),
+    )
     offsets, positions = torch.tensor([0], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
-    attention = make_attention(SHAPE, torch.device("cpu"), max_rows=3, max_batch=1, max_levels=2, variant=SLIDING)
+    attention = make_attention(
+        SHAPE, torch.device("cpu"), max_rows=3, max_batch=1, max_levels=2, variant=SLIDING
+    )
     for given, missing in (({"positions": positions}, "kv_offsets"), ({"kv_offsets": offsets}, "positions")):
-        with pytest.raises(ValueError, match=rf"levels\[0\]: {missing} is None, must be given: variant sliding_window has a window"):
+        with pytest.raises(
+            ValueError,
+            match=rf"levels\[0\]: {missing} is None, must be given: variant sliding_window has a window",
+        ):
             attention.plan(Composition([BSRView(indptr, table, **given)] * 2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"levels\[0\]: window_left is 5, must be -1, or that of the Attention"):
-        attention.plan(Composition([BSRView(indptr, table, window_left=5, kv_offsets=offsets, positions=positions)] * 2))
+    with pytest.raises(
+        ValueError, match=r"levels\[0\]: window_left is 5, must be -1, or that of the Attention"
+    ):
+        attention.plan(
+            Composition([BSRView(indptr, table, window_left=5, kv_offsets=offsets, positions=positions)] * 2)
+        )

@@ -32,7 +32,9 @@ def block_table(kv_lens: list[int], entries: list[list[int]], page_size: int = 4
     return PageTable.block_table(ints(entries), ints(kv_lens), page_size)
 
 
-def token_slots(rows: list[int], kv_lens: list[int], entries: list[list[int]], page_size: int = 1) -> PageTable:
+def token_slots(
+    rows: list[int], kv_lens: list[int], entries: list[list[int]], page_size: int = 1
+) -> PageTable:
     return PageTable.token_slots(ints(entries), ints(rows), ints(kv_lens), page_size)
 
 
@@ -48,21 +50,57 @@ GOOD = csr([0, 1, 3], [0, 1, 2], [4, 1])
         ([0, 4, 11], GOOD, r"qo_indptr\[2\] is 11, must be at most 10, max_rows"),
         (QO, csr([1, 1, 3], [0, 1, 2], [4, 1]), r"kv_indptr\[0\] is 1, must be 0"),
         (QO, csr([0, 2, 1], [0, 1, 2], [4, 1]), r"kv_indptr\[2\] is 1, must be at least 2"),
-        (QO, csr([0, 1, 4], [0, 1, 2], [4, 1]), r"kv_indptr\[2\] is 4, must be at most 3, the length of kv_indices"),
+        (
+            QO,
+            csr([0, 1, 4], [0, 1, 2], [4, 1]),
+            r"kv_indptr\[2\] is 4, must be at most 3, the length of kv_indices",
+        ),
         (QO, csr([0, 1, 3], [0, 1, 2], [4, 0]), r"kv_last_page_len\[1\] is 0, must be 1 .. page_size = 4"),
         (QO, csr([0, 1, 3], [0, 1, 2], [5, 1]), r"kv_last_page_len\[0\] is 5, must be 1 .. page_size = 4"),
         (QO, csr([0, 1, 3], [0, -1, 2], [4, 1]), r"kv_indices\[1\] is -1, must be 0 or more"),
-        (QO, csr_of_lens([0, 1, 4], [0, 1, 2], [4, 1]), r"kv_indptr\[2\] is 4, must be at most 3, the length of kv_indices"),
-        (QO, csr_of_lens([0, 1, 3], [0, 1, 2], [4, -1]), r"kv_lens\[1\] is -1, must be 0 .. 8, what the pages of the request hold"),
-        (QO, csr_of_lens([0, 1, 3], [0, 1, 2], [5, 8]), r"kv_lens\[0\] is 5, must be 0 .. 4, what the pages of the request hold"),
+        (
+            QO,
+            csr_of_lens([0, 1, 4], [0, 1, 2], [4, 1]),
+            r"kv_indptr\[2\] is 4, must be at most 3, the length of kv_indices",
+        ),
+        (
+            QO,
+            csr_of_lens([0, 1, 3], [0, 1, 2], [4, -1]),
+            r"kv_lens\[1\] is -1, must be 0 .. 8, what the pages of the request hold",
+        ),
+        (
+            QO,
+            csr_of_lens([0, 1, 3], [0, 1, 2], [5, 8]),
+            r"kv_lens\[0\] is 5, must be 0 .. 4, what the pages of the request hold",
+        ),
         (QO, csr_of_lens([0, 1, 3], [0, 1, -2], [4, 5]), r"kv_indices\[2\] is -2, must be 0 or more"),
         (QO, block_table([-1, 3], [[0], [0]]), r"kv_lens\[0\] is -1, must be at least 0"),
-        (QO, block_table([0, 9], [[0, 1], [0, 1]]), r"kv_lens\[1\] is 9, must be at most 8, what a row of block_table holds: 2 pages of 4 tokens"),
-        (QO, block_table([1, 5], [[0, -1], [0, -1]]), r"block_table: page 1 of request 1 is -1, must be 0 or more"),
-        (QO, token_slots([0, 2], [1, 1], [[0], [0]]), r"rows\[1\] is 2, must be at most 1, the last row of req_to_token"),
+        (
+            QO,
+            block_table([0, 9], [[0, 1], [0, 1]]),
+            r"kv_lens\[1\] is 9, must be at most 8, what a row of block_table holds: 2 pages of 4 tokens",
+        ),
+        (
+            QO,
+            block_table([1, 5], [[0, -1], [0, -1]]),
+            r"block_table: page 1 of request 1 is -1, must be 0 or more",
+        ),
+        (
+            QO,
+            token_slots([0, 2], [1, 1], [[0], [0]]),
+            r"rows\[1\] is 2, must be at most 1, the last row of req_to_token",
+        ),
         (QO, token_slots([-3, 1], [1, 1], [[0], [0]]), r"rows\[0\] is -3, must be at least 0"),
-        (QO, token_slots([0, 1], [1, 2], [[0], [0]]), r"kv_lens\[1\] is 2, must be at most 1, the tokens that a row of req_to_token holds"),
-        (QO, token_slots([1, 0], [1, 2], [[0, -4], [0, -4]]), r"req_to_token: page 1 of request 1 is -4, must be 0 or more"),
+        (
+            QO,
+            token_slots([0, 1], [1, 2], [[0], [0]]),
+            r"kv_lens\[1\] is 2, must be at most 1, the tokens that a row of req_to_token holds",
+        ),
+        (
+            QO,
+            token_slots([1, 0], [1, 2], [[0, -4], [0, -4]]),
+            r"req_to_token: page 1 of request 1 is -4, must be 0 or more",
+        ),
         (QO, PageTable.ragged(ints([0, 4, 3])), r"kv_indptr\[2\] is 3, must be at least 4"),
         (QO, PageTable.ragged(ints([2, 4, 5])), r"kv_indptr\[0\] is 2, must be 0"),
     ],
@@ -77,14 +115,16 @@ def test_refuses(qo_indptr: list[int], table: PageTable, message: str, dtype: to
     "table",
     [
         GOOD,
-        csr([0, 0, 2], [3, 0, -9], [-1, 4]),  # a request without pages has no last page; entries beyond the last are not used
+        # a request without pages has no last page; entries beyond the last are not used
+        csr([0, 0, 2], [3, 0, -9], [-1, 4]),
         csr_of_lens([0, 2, 5], [3, -1, 0, 1, -9], [4, 7]),  # nor are a request's pages beyond its length
         csr_of_lens([0, 1, 1], [-3], [0, 0]),
         block_table([0, 8], [[-1, -1], [7, 0]]),
         block_table([4, 0], [[2, -1], [-1, -1]]),
         block_table([0, 0], [[], []]),
         token_slots([1, 1], [2, 1], [[-9, -9], [5, 6]]),
-        token_slots([0, 1], [5, 4], [[0, -1, -1, -1, 4], [8, -1, -1, -1, -1]], page_size=4),  # the first slot of each page counts
+        # the first slot of each page counts
+        token_slots([0, 1], [5, 4], [[0, -1, -1, -1, 4], [8, -1, -1, -1, -1]], page_size=4),
         PageTable.ragged(ints([0, 0, 7])),
     ],
 )
@@ -95,19 +135,27 @@ def test_accepts(table: PageTable) -> None:
 def test_accepts_an_empty_batch() -> None:
     empty = ints([])
     zero = ints([0])
-    for table in (PageTable.csr(zero, empty, empty, 4), PageTable.block_table(empty.view(0, 2), empty, 4), PageTable.ragged(zero)):
+    for table in (
+        PageTable.csr(zero, empty, empty, 4),
+        PageTable.block_table(empty.view(0, 2), empty, 4),
+        PageTable.ragged(zero),
+    ):
         check_values(BSRView(zero, table), MAX_ROWS)
 
 
 def test_accepts_random_cases() -> None:
     for seed in range(200):
-        case = case_tensors.build(cases.random_spec(seed, "cpu").with_(num_kv_heads=1, head_dim=8, group_size=1), "cpu")
+        case = case_tensors.build(
+            cases.random_spec(seed, "cpu").with_(num_kv_heads=1, head_dim=8, group_size=1), "cpu"
+        )
         check_values(case.view, case.rows)
 
 
 def test_refuses_what_planners_clamp() -> None:
     """The planners' own checks (of everything but page ids) and these agree."""
-    config = Attention(1, 1, 64, device="cpu", max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH).schedule()
+    config = Attention(
+        1, 1, 64, device="cpu", max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH
+    ).schedule()
     refused = 0
     for seed in range(300):
         view = batches.random_view(seed, "cpu", valid=False)

@@ -15,8 +15,12 @@ TABLE = PageTable.ragged(torch.tensor([0, 3, 5], dtype=torch.int32))
 QO_INDPTR = torch.tensor([0, 1, 2], dtype=torch.int32)
 VIEW = BSRView(QO_INDPTR, TABLE)
 ROWS = torch.tensor([1, 0], dtype=torch.int32)
-PAGED = PageTable.csr(torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1]), 16)
-ODD = PageTable.csr(torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1]), 24)
+PAGED = PageTable.csr(
+    torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1]), 16
+)
+ODD = PageTable.csr(
+    torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1]), 24
+)
 TREE_TABLE = PageTable.ragged(torch.arange(7, dtype=torch.int32))  # six nodes of one token
 
 
@@ -26,7 +30,12 @@ def test_page_sizes() -> None:
     assert parts.indices is not None
     assert parts.indptr is not None
     assert parts.kv_lens is not None
-    assert (parts.page_size, parts.indices.tolist(), parts.indptr.tolist(), parts.kv_lens.tolist()) == (4, [*range(8)], [0, 4, 8], [1, 1])
+    assert (parts.page_size, parts.indices.tolist(), parts.indptr.tolist(), parts.kv_lens.tolist()) == (
+        4,
+        [*range(8)],
+        [0, 4, 8],
+        [1, 1],
+    )
     assert PAGED.in_pages_of(16) is PAGED
     with pytest.raises(ValueError, match=r"page_size is 5, must be a divisor of 16"):
         PAGED.in_pages_of(5)
@@ -72,9 +81,19 @@ def chain(nodes: int) -> Composition:
         ("levels", lambda: Composition(VIEW)),
         ("levels", lambda: Composition(view for view in [VIEW])),
         (r"levels\[1\]", lambda: Composition((VIEW, TABLE))),
-        (r"levels\[1\]\.qo_indptr", lambda: Composition((VIEW, BSRView(QO_INDPTR.to("meta"), PageTable.ragged(QO_INDPTR.to("meta")))))),
+        (
+            r"levels\[1\]\.qo_indptr",
+            lambda: Composition(
+                (VIEW, BSRView(QO_INDPTR.to("meta"), PageTable.ragged(QO_INDPTR.to("meta"))))
+            ),
+        ),
         (r"len\(levels\)", lambda: Composition((VIEW,) * (MAX_LEVELS + 1))),
-        (r"levels\[2\]\.table\.page_size", lambda: Composition((BSRView(QO_INDPTR, PAGED), BSRView(QO_INDPTR, PAGED), BSRView(QO_INDPTR, ODD)))),
+        (
+            r"levels\[2\]\.table\.page_size",
+            lambda: Composition(
+                (BSRView(QO_INDPTR, PAGED), BSRView(QO_INDPTR, PAGED), BSRView(QO_INDPTR, ODD))
+            ),
+        ),
         ("qo_indptrs", lambda: Composition.cascade([], [])),
         ("qo_indptrs", lambda: Composition.cascade(QO_INDPTR, [TABLE])),
         ("tables", lambda: Composition.cascade([QO_INDPTR], TABLE)),
@@ -82,11 +101,17 @@ def chain(nodes: int) -> Composition:
         (r"levels\[0\]: table", lambda: Composition.cascade([QO_INDPTR], [None])),
         (r"levels\[0\]: qo_indptr", lambda: Composition.cascade([QO_INDPTR[:2], QO_INDPTR], [TABLE, TABLE])),
         (r"levels\[1\]: qo_indptr", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR[:2]], [TABLE, TABLE])),
-        (r"levels\[1\]: causal", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], causal="no")),
+        (
+            r"levels\[1\]: causal",
+            lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], causal="no"),
+        ),
         ("window_left", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [TABLE, TABLE], window_left=3)),
         (r"levels\[0\]: window_left", lambda: Composition.cascade([QO_INDPTR], [TABLE], window_left=-3)),
         (r"levels\[1\]\.table\.page_size", lambda: Composition.cascade([QO_INDPTR, QO_INDPTR], [PAGED, ODD])),
-        (r"len\(levels\)", lambda: Composition.cascade([QO_INDPTR] * (MAX_LEVELS + 1), [TABLE] * (MAX_LEVELS + 1))),
+        (
+            r"len\(levels\)",
+            lambda: Composition.cascade([QO_INDPTR] * (MAX_LEVELS + 1), [TABLE] * (MAX_LEVELS + 1)),
+        ),
         ("table", lambda: Composition.tree([-1, 0], None, [0])),
         (r"len\(parents\)", lambda: Composition.tree([-1], TABLE, [0])),
         ("parents", lambda: Composition.tree(None, TABLE, [0])),
@@ -107,7 +132,8 @@ def test_refuses(argument: str, make: object) -> None:
 
 
 def test_row_list_may_be_longer() -> None:
-    view = BSRView(QO_INDPTR, TABLE, rows=torch.tensor([5, 0, -9, 10**6], dtype=torch.int32))  # what qo_indptr does not use is not read
+    # what qo_indptr does not use is not read
+    view = BSRView(QO_INDPTR, TABLE, rows=torch.tensor([5, 0, -9, 10**6], dtype=torch.int32))
     check_values(view, 6)
 
 
@@ -142,13 +168,31 @@ def test_cascade() -> None:
     shared, shared_table = torch.tensor([0, 2]), PageTable.ragged(torch.tensor([5, 9]))
     for causal in (True, False):
         first, last = Composition.cascade((shared, QO_INDPTR), (shared_table, TABLE), causal=causal).levels
-        assert (first.qo_indptr, first.table, first.causal, first.window_left, first.rows) == (shared, shared_table, False, -1, None)
-        assert (last.qo_indptr, last.table, last.causal, last.window_left, last.rows) == (QO_INDPTR, TABLE, causal, -1, None)
+        assert (first.qo_indptr, first.table, first.causal, first.window_left, first.rows) == (
+            shared,
+            shared_table,
+            False,
+            -1,
+            None,
+        )
+        assert (last.qo_indptr, last.table, last.causal, last.window_left, last.rows) == (
+            QO_INDPTR,
+            TABLE,
+            causal,
+            -1,
+            None,
+        )
 
 
 def test_cascade_of_one_level() -> None:
     (level,) = Composition.cascade([QO_INDPTR], [TABLE], window_left=7).levels
-    assert (level.qo_indptr, level.table, level.causal, level.window_left, level.rows) == (QO_INDPTR, TABLE, None, 7, None)
+    assert (level.qo_indptr, level.table, level.causal, level.window_left, level.rows) == (
+        QO_INDPTR,
+        TABLE,
+        None,
+        7,
+        None,
+    )
 
 
 def described(composition: Composition) -> list[tuple[list[int], list[int]]]:

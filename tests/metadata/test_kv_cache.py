@@ -42,7 +42,9 @@ def test_from_pair() -> None:
 
 def test_from_packed() -> None:
     kv = numbered(PAGES, HEADS, PAGE_SIZE, 2 * HEAD_DIM)
-    assert_is_view(KVCache.from_packed(kv), kv[..., :HEAD_DIM].transpose(1, 2), kv[..., HEAD_DIM:].transpose(1, 2))
+    assert_is_view(
+        KVCache.from_packed(kv), kv[..., :HEAD_DIM].transpose(1, 2), kv[..., HEAD_DIM:].transpose(1, 2)
+    )
     kv = numbered(PAGES, PAGE_SIZE, HEADS, 2 * HEAD_DIM)
     assert_is_view(KVCache.from_packed(kv, "NHD"), kv[..., :HEAD_DIM], kv[..., HEAD_DIM:])
 
@@ -50,7 +52,11 @@ def test_from_packed() -> None:
 def test_from_slots_cuts_off_what_is_no_page() -> None:
     k, v = numbered(2, PAGES * PAGE_SIZE + 3, HEADS, HEAD_DIM).unbind(0)
     whole = PAGES * PAGE_SIZE
-    assert_is_view(KVCache.from_slots(k, v, PAGE_SIZE), k[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM), v[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM))
+    assert_is_view(
+        KVCache.from_slots(k, v, PAGE_SIZE),
+        k[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM),
+        v[:whole].view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM),
+    )
     assert_is_view(KVCache.from_slots(k, v), k[:, None], v[:, None])
 
 
@@ -138,7 +144,10 @@ def test_unchecked_views_are_those_that_are_checked() -> None:
     eight = cache.to(torch.float8_e4m3fn).unbind(1)
     of_heads = torch.tensor([0.5, 2.0])
     for scales in ((None, None), (0.5, None), (of_heads, 3.0), (None, of_heads)):
-        checked, unchecked = KVCache.from_pair(*eight, k_scale=scales[0], v_scale=scales[1]), KVCache.unchecked(*eight, *scales)
+        checked, unchecked = (
+            KVCache.from_pair(*eight, k_scale=scales[0], v_scale=scales[1]),
+            KVCache.unchecked(*eight, *scales),
+        )
         for name in ("k_scale", "v_scale"):
             one, other = getattr(checked, name), getattr(unchecked, name)
             assert one is other or one == other

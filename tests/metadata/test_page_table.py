@@ -48,7 +48,9 @@ def test_block_table_keeps_its_tensors() -> None:
 
 
 def test_token_slots_reads_one_entry_a_page() -> None:
-    table = PageTable.token_slots(torch.zeros(10, 64, dtype=torch.int32), ints(7, 0, 9, dtype=torch.int64), ints(1, 2, 3), 4)
+    table = PageTable.token_slots(
+        torch.zeros(10, 64, dtype=torch.int32), ints(7, 0, 9, dtype=torch.int64), ints(1, 2, 3), 4
+    )
     assert table.form == "token_slots"
     assert (table.page_size, table.entry_step, table.batch_size) == (4, 4, 3)
     assert PageTable.token_slots(TABLE, ints(1), ints(1)).entry_step == 1

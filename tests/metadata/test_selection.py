@@ -20,7 +20,10 @@ def test_a_view_of_slots(device: torch.device) -> None:
     assert view.has_slots
     planned = BSRView.selected(slots, torch.full((4,), 4, dtype=torch.int32, device=device))
     assert planned.with_slots_counted().table.kv_lens.tolist() == [3, 0, 4, 1]  # type: ignore[union-attr]
-    for other in (BSRView(view.qo_indptr, view.table, causal=False), BSRView(view.qo_indptr, view.table, pages_change=True)):
+    for other in (
+        BSRView(view.qo_indptr, view.table, causal=False),
+        BSRView(view.qo_indptr, view.table, pages_change=True),
+    ):
         assert not other.has_slots
         assert other.with_slots_counted() is other
 
@@ -29,7 +32,12 @@ def test_refuses() -> None:
     indices = int32([0, 1], [2, 3])
     for argument, call in [
         ("slots", lambda: BSRView.selected(indices.long())),
-        ("pages_change", lambda: BSRView(torch.zeros(3, dtype=torch.int32), BSRView.selected(indices).table, pages_change=1)),  # type: ignore[arg-type]
+        (
+            "pages_change",
+            lambda: BSRView(
+                torch.zeros(3, dtype=torch.int32), BSRView.selected(indices).table, pages_change=1
+            ),
+        ),  # type: ignore[arg-type]
     ]:
         with pytest.raises(ValueError, match=rf"^{argument} is .*, must be "):
             call()
@@ -50,5 +58,7 @@ def test_a_cache_by_slots() -> None:
     assert of_one.by_slot().k[3 * 8 + 2, 0, 0].equal(layers[3, 1, 2])
     assert KVCache.from_latent(layers[:, 1, :1]).by_slot().k[3, 0, 0].equal(layers[3, 1, 0])
     padded = torch.randn(6, 4 * 576 + 8).bfloat16()[:, : 4 * 576].unflatten(1, (4, 576))
-    with pytest.raises(ValueError, match=r"^kv\.k is .*, must be a cache whose pages are a whole number of tokens apart"):
+    with pytest.raises(
+        ValueError, match=r"^kv\.k is .*, must be a cache whose pages are a whole number of tokens apart"
+    ):
         KVCache.from_latent(padded).by_slot()

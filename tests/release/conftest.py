@@ -3,5 +3,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# release/ is not part of the installed package. At the end of the path, so that the source tree does not hide the installed package
+# release/ is not part of the installed package. At the end of the path, so that the source tree does not hide
+# the installed package
 sys.path.append(str(Path(__file__).resolve().parents[2]))

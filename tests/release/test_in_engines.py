@@ -17,7 +17,15 @@ def names(folder: Path) -> set[str]:
 
 def test_the_environment_s_own_package_is_not_linked(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    for name in ("attn_backend", "attn_backend-0.1.dist-info", "pip", "pip-23.2.1.dist-info", "__pycache__", "vllm", "torch-2.13.0.dist-info"):
+    for name in (
+        "attn_backend",
+        "attn_backend-0.1.dist-info",
+        "pip",
+        "pip-23.2.1.dist-info",
+        "__pycache__",
+        "vllm",
+        "torch-2.13.0.dist-info",
+    ):
         (source / name).mkdir(parents=True)
     (source / "shim.pth").write_text("import shim\n")
     (source / "attn_backend.pth").write_text("/a/checkout\n")
@@ -27,7 +35,13 @@ def test_the_environment_s_own_package_is_not_linked(tmp_path: Path) -> None:
     assert in_engines.engines_in(target) == ["vllm"]
 
 
-@pytest.mark.parametrize(("text", "engine"), [("[sglang.srt.plugins]\nattn_backend = a:b\n", "vllm"), ("[vllm.general_plugins]\nother = a:b\n", "vllm")])
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("[sglang.srt.plugins]\nattn_backend = a:b\n", "vllm"),
+        ("[vllm.general_plugins]\nother = a:b\n", "vllm"),
+    ],
+)
 def test_an_entry_point_that_is_missing_is_named(tmp_path: Path, text: str, engine: str) -> None:
     (tmp_path / "attn_backend-1.0.dist-info").mkdir()
     (tmp_path / "attn_backend-1.0.dist-info" / "entry_points.txt").write_text(text)
@@ -42,7 +56,9 @@ def test_entry_points_that_are_there_pass(tmp_path: Path) -> None:
     in_engines.check_entry_points(tmp_path, list(in_engines.GROUPS))
 
 
-def test_an_environment_without_the_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_the_engine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(in_engines, "packages_of", lambda _: tmp_path)
     with pytest.raises(ReleaseError, match="has no vllm or sglang"):
         in_engines.check(tmp_path / "a.whl", Path(sys.executable), [], None, tmp_path)

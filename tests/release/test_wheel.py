@@ -48,10 +48,16 @@ def test_missing_and_foreign_cubins_are_named(tmp_path: Path) -> None:
     with pytest.raises(wheel.ReleaseError, match=re.escape(cubins[0])):
         wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER, *cubins[1:]}), with_cubins=True)
     with pytest.raises(wheel.ReleaseError, match=r"old\.cubin"):
-        wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER, "attn_backend/cubins/sm_80/old.cubin", *cubins}), with_cubins=True)
+        wheel.check_wheel(
+            make(tmp_path, {LIBRARY, HEADER, "attn_backend/cubins/sm_80/old.cubin", *cubins}),
+            with_cubins=True,
+        )
 
 
-@pytest.mark.parametrize("name", [f"attn_backend-1.2.3-cp311-cp311-{wheel.PLATFORM}.whl", "attn_backend-1.2.3-py3-none-linux_x86_64.whl"])
+@pytest.mark.parametrize(
+    "name",
+    [f"attn_backend-1.2.3-cp311-cp311-{wheel.PLATFORM}.whl", "attn_backend-1.2.3-py3-none-linux_x86_64.whl"],
+)
 def test_another_tag_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(wheel.ReleaseError, match="is not py3-none-manylinux_2_28"):
         wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER}, name), with_cubins=False)
@@ -71,13 +77,18 @@ sys.modules["tvm_ffi"] = sys.modules["torch"] = None
 from attn_backend.kernels import build
 print(len(build.cubins.kernel_sources("sm_80")))
 """
-    assert int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout) > 10
+    assert (
+        int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+        > 10
+    )
 
 
 def test_the_alias_s_wheel_has_every_folder() -> None:
     alias = wheel.REPOSITORY / "flashinfer_alias"
     packages = tomllib.loads((alias / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert set(packages) == {".".join(path.parent.relative_to(alias).parts) for path in (alias / "flashinfer").rglob("*.py")}
+    assert set(packages) == {
+        ".".join(path.parent.relative_to(alias).parts) for path in (alias / "flashinfer").rglob("*.py")
+    }
 
 
 def test_a_program_that_fails_is_named() -> None:

@@ -101,15 +101,22 @@ def bits(square: bool, packed: bool = True) -> Callable[[numpy.random.Generator,
         if not packed:
             return {"mask": flat if len(flat) else flat.new_zeros(1), "mask_indptr": indptr}
         packed_mask, byte_indptr = segment_packbits(flat, indptr, "little")
-        return {"packed_mask": packed_mask if len(packed_mask) else packed_mask.new_zeros(1), "mask_indptr": byte_indptr}
+        return {
+            "packed_mask": packed_mask if len(packed_mask) else packed_mask.new_zeros(1),
+            "mask_indptr": byte_indptr,
+        }
 
     return make
 
 
 def positions(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    """Positions of the rows of Q, some of which belong to no request, and of the tokens of each request: far from where they stand."""
+    """Positions of the rows of Q, some of which belong to no request, and of the tokens of each request: far
+    from where they stand.
+    """
     first = rng.integers(0, 100_000, (sizes.batch, 1))
     return {
         "q_positions": torch.from_numpy(rng.integers(0, 100_000, sum(sizes.qo_lens) + 40)).int(),
-        "kv_positions": torch.from_numpy(first + rng.integers(0, 3, (sizes.batch, sizes.longest)).cumsum(1)).int(),
+        "kv_positions": torch.from_numpy(
+            first + rng.integers(0, 3, (sizes.batch, sizes.longest)).cumsum(1)
+        ).int(),
     }

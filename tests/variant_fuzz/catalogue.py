@@ -19,7 +19,20 @@ from torch import Tensor
 
 from attn_backend.variants import Variant, builtin
 
-from .arguments import Args, Sizes, bias, bits, cap, ids, items, positions, prefix_lens, scales, slopes, sm_scales
+from .arguments import (
+    Args,
+    Sizes,
+    bias,
+    bits,
+    cap,
+    ids,
+    items,
+    positions,
+    prefix_lens,
+    scales,
+    slopes,
+    sm_scales,
+)
 
 FUNCTIONS = Path(__file__).resolve().parent.parent / "variants" / "variant_functions.py"
 NO_LIMIT = 2**31
@@ -31,7 +44,8 @@ OF_ONE_LEVEL = ("custom_mask", "tree_mask", "slanted")  # they look at kv_len, w
 class Entry:
     """A variant.
 
-    args: makes the arguments of a run, on the CPU. oracle: the variant in float64, of these arguments, there, too.
+    args: makes the arguments of a run, on the CPU. oracle: the variant in float64, of these arguments, there,
+    too.
     The batch must not be larger than max_requests, max_heads, max_tokens.
     """
 
@@ -69,8 +83,15 @@ def entry_of(name: str) -> Entry:
     return next(entry for entry in entries() if entry.name == name)
 
 
-def _entry(name: str, variant: Variant, args: Callable[[numpy.random.Generator, Sizes], Args] | None = None, **more: Any) -> Entry:
-    return Entry(name, variant, args or (lambda _rng, _sizes: {}), lambda given: by_reference(variant, given), **more)
+def _entry(
+    name: str,
+    variant: Variant,
+    args: Callable[[numpy.random.Generator, Sizes], Args] | None = None,
+    **more: Any,
+) -> Entry:
+    return Entry(
+        name, variant, args or (lambda _rng, _sizes: {}), lambda given: by_reference(variant, given), **more
+    )
 
 
 def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
@@ -89,7 +110,9 @@ def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
         seen = torch.ones((), dtype=torch.bool, device=at.token.device)
         for part in parts:
             if part.mask_mod is not None:
-                seen = seen & over_pairs(part.bound(part.mask_mod, args, torch.float32), at, wants_row=part.wants_row)
+                seen = seen & over_pairs(
+                    part.bound(part.mask_mod, args, torch.float32), at, wants_row=part.wants_row
+                )
         return seen
 
     def number(n: int, like: Tensor) -> Tensor:
@@ -102,7 +125,14 @@ def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
     def of_tokens(transform: Callable[..., Tensor]) -> Callable[[Tensor, oracle.Pairs], Tensor]:
         def transformed(rows: Tensor, at: oracle.Pairs) -> Tensor:
             kv_heads = torch.arange(len(rows), device=rows.device)[:, None]
-            return transform(rows, b=number(at.request, rows), h=kv_heads, kv_idx=at.token[None], args=args, kv_len=number(at.kv_len, rows))
+            return transform(
+                rows,
+                b=number(at.request, rows),
+                h=kv_heads,
+                kv_idx=at.token[None],
+                args=args,
+                kv_len=number(at.kv_len, rows),
+            )
 
         return transformed
 
@@ -110,13 +140,25 @@ def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
     return oracle.Variant(logits, mask, uses_softmax=variant.uses_softmax, **transforms)
 
 
-def over_pairs(function: Callable[..., Any], at: oracle.Pairs, score: Tensor | None = None, wants_row: bool = False) -> Tensor:
-    """[heads, rows, tokens] of a function of 0-d tensors in flex_attention's signature, mapped as flex_attention maps it. score: [heads, rows, tokens]."""
+def over_pairs(
+    function: Callable[..., Any], at: oracle.Pairs, score: Tensor | None = None, wants_row: bool = False
+) -> Tensor:
+    """[heads, rows, tokens] of a function of 0-d tensors in flex_attention's signature, mapped as
+    flex_attention maps it. score: [heads, rows, tokens].
+    """
     h, q_idx, index, kv_idx = (t.flatten().int() for t in (at.head, at.position, at.index, at.token))
-    q_idx = q_idx.clamp(min=0)  # a query before the first token sees nothing, and tensors have no place for it
+    # a query before the first token sees nothing, and tensors have no place for it
+    q_idx = q_idx.clamp(min=0)
     shape = (len(h), len(q_idx), len(kv_idx))
     b, kv_len = (torch.tensor(n, dtype=torch.int32, device=h.device) for n in (at.request, at.kv_len))
-    arguments = [*([] if score is None else [score]), b, h, q_idx, kv_idx, *([index, kv_len] if wants_row else [])]
+    arguments = [
+        *([] if score is None else [score]),
+        b,
+        h,
+        q_idx,
+        kv_idx,
+        *([index, kv_len] if wants_row else []),
+    ]
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool, device=h.device) if score is None else score
 
@@ -126,7 +168,10 @@ def over_pairs(function: Callable[..., Any], at: oracle.Pairs, score: Tensor | N
 
     mapped = as_tensor
     for of_axis in ((kv_idx,), (q_idx, index), (h,)):
-        dims = tuple(0 if argument is score or any(argument is of for of in of_axis) else None for argument in arguments)
+        dims = tuple(
+            0 if argument is score or any(argument is of for of in of_axis) else None
+            for argument in arguments
+        )
         mapped = torch.vmap(mapped, in_dims=dims)
     with torch.no_grad():
         return mapped(*arguments)
@@ -156,7 +201,11 @@ def _functions() -> list[Entry]:
     found = []
     for case in function_cases().CASES:
         variant = case.variant()
-        limits = {"max_requests": REQUESTS, "max_heads": HEADS, "max_tokens": TOKENS} if any(param.is_tensor for param in variant.params) else {}
+        limits = (
+            {"max_requests": REQUESTS, "max_heads": HEADS, "max_tokens": TOKENS}
+            if any(param.is_tensor for param in variant.params)
+            else {}
+        )
         found.append(_entry(case.name, variant, lambda _rng, _sizes, args=case.args: args, **limits))
     return found
 
@@ -184,7 +233,9 @@ def _builtins() -> list[Entry]:
         _entry("position_temperature", builtin.position_temperature(), scales),
         _entry("request_scale", builtin.request_scale(), sm_scales),
         _entry("custom_mask", builtin.custom_mask(), bits(square=False)),
-        _entry("custom_mask_of_booleans", builtin.custom_mask(packed=False), bits(square=False, packed=False)),
+        _entry(
+            "custom_mask_of_booleans", builtin.custom_mask(packed=False), bits(square=False, packed=False)
+        ),
         _entry("tree_mask", builtin.tree_mask(), bits(square=True)),
         _entry("tree_mask_of_booleans", builtin.tree_mask(packed=False), bits(square=True, packed=False)),
         _entry("rope", builtin.rope(builtin.llama3_frequencies(64, original_max_position_embeddings=256))),
@@ -196,7 +247,9 @@ def _builtins() -> list[Entry]:
 
 
 def _combinations() -> list[Entry]:
-    def both(*makers: Callable[[numpy.random.Generator, Sizes], Args]) -> Callable[[numpy.random.Generator, Sizes], Args]:
+    def both(
+        *makers: Callable[[numpy.random.Generator, Sizes], Args],
+    ) -> Callable[[numpy.random.Generator, Sizes], Args]:
         return lambda rng, sizes: {name: value for make in makers for name, value in make(rng, sizes).items()}
 
     def by_distance(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -208,18 +261,45 @@ def _combinations() -> list[Entry]:
         _entry("gemma", builtin.soft_cap(20.0) & causal & builtin.sliding_window(120)),
         _entry("causal_alibi", causal & builtin.alibi(), slopes),
         _entry("causal_document", builtin.document() & causal, ids("document_ids")),
-        _entry("window_of_documents", builtin.document() & builtin.sliding_window(64) & builtin.alibi(), both(ids("document_ids"), slopes)),
+        _entry(
+            "window_of_documents",
+            builtin.document() & builtin.sliding_window(64) & builtin.alibi(),
+            both(ids("document_ids"), slopes),
+        ),
         _entry("tree_mask_alibi", builtin.tree_mask() & builtin.alibi(), both(bits(square=True), slopes)),
         _entry("custom_mask_causal", builtin.custom_mask() & causal & mine, bits(square=False)),
         _entry("llama4", builtin.chunked_local(128) & builtin.temperature(0.1, 40)),
         _entry("spans_soft_cap", builtin.bidirectional_spans() & builtin.soft_cap(8.0), ids("span_ids")),
-        _entry("prefix_lm_scaled", builtin.position_temperature() & builtin.prefix_lm(), both(scales, prefix_lens)),
-        _entry("sigmoid_causal_alibi", builtin.soft_cap(9.0) & causal & builtin.alibi() & builtin.sigmoid(-2.0), slopes),
-        _entry("sigmoid_document", builtin.document() & builtin.sigmoid(None), both(ids("document_ids"), bias)),
+        _entry(
+            "prefix_lm_scaled",
+            builtin.position_temperature() & builtin.prefix_lm(),
+            both(scales, prefix_lens),
+        ),
+        _entry(
+            "sigmoid_causal_alibi",
+            builtin.soft_cap(9.0) & causal & builtin.alibi() & builtin.sigmoid(-2.0),
+            slopes,
+        ),
+        _entry(
+            "sigmoid_document", builtin.document() & builtin.sigmoid(None), both(ids("document_ids"), bias)
+        ),
         _entry("mine_streaming", mine & builtin.streaming_llm(64, 16)),
-        _entry("rope_streaming", builtin.rope_in_cache(builtin.rope_frequencies(64), 64, 16) & builtin.streaming_llm(64, 16)),
-        _entry("rope_gemma", builtin.rope(builtin.rope_frequencies(32)) & builtin.soft_cap(20.0) & causal & builtin.sliding_window(120)),
-        _entry("rope_tree_mask_alibi", builtin.tree_mask() & builtin.alibi() & builtin.rope(builtin.rope_frequencies(64)), both(bits(square=True), slopes)),
+        _entry(
+            "rope_streaming",
+            builtin.rope_in_cache(builtin.rope_frequencies(64), 64, 16) & builtin.streaming_llm(64, 16),
+        ),
+        _entry(
+            "rope_gemma",
+            builtin.rope(builtin.rope_frequencies(32))
+            & builtin.soft_cap(20.0)
+            & causal
+            & builtin.sliding_window(120),
+        ),
+        _entry(
+            "rope_tree_mask_alibi",
+            builtin.tree_mask() & builtin.alibi() & builtin.rope(builtin.rope_frequencies(64)),
+            both(bits(square=True), slopes),
+        ),
     ]
 
 
@@ -234,7 +314,8 @@ bool mask(const ScoreRow& row, int32_t kv_position) const {
 }
 """
 GATED_CPP = (
-    "float output(float value, const ScoreRow& row, int32_t column) const { return value * gate(row.qo_head) + 0.01f * (column % 8 + row.request % 5); }"
+    "float output(float value, const ScoreRow& row, int32_t column) const { return value * "
+    "gate(row.qo_head) + 0.01f * (column % 8 + row.request % 5); }"
 )
 
 
@@ -263,11 +344,16 @@ def _cpp() -> list[Entry]:
     slope = 0.02
 
     def pages_args(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-        return {"strength": torch.from_numpy(rng.normal(0, 2, sizes.heads)).float(), "sink_tokens": int(rng.integers(0, 200))}
+        return {
+            "strength": torch.from_numpy(rng.normal(0, 2, sizes.heads)).float(),
+            "sink_tokens": int(rng.integers(0, 200)),
+        }
 
     def pages(args: Args) -> oracle.Variant:
         return oracle.Variant(
-            lambda logits, at: logits + args["strength"].double()[at.head] * torch.exp(-0.5 * (at.token % 16)),
+            lambda logits, at: (
+                logits + args["strength"].double()[at.head] * torch.exp(-0.5 * (at.token % 16))
+            ),
             lambda at: (at.token <= at.position) | (at.token < args["sink_tokens"]),
         )
 
@@ -276,7 +362,9 @@ def _cpp() -> list[Entry]:
 
     def gated(args: Args) -> oracle.Variant:
         def output(o: Tensor, at: oracle.Pairs) -> Tensor:
-            return o * args["gate"].double()[at.head] + 0.01 * (torch.arange(o.shape[-1], device=o.device) % 8 + at.request % 5)
+            return o * args["gate"].double()[at.head] + 0.01 * (
+                torch.arange(o.shape[-1], device=o.device) % 8 + at.request % 5
+            )
 
         return oracle.Variant(output=output)
 
@@ -302,7 +390,10 @@ def _cpp() -> list[Entry]:
     def by_request(args: Args) -> oracle.Variant:
         def value(v: Tensor, at: oracle.Pairs) -> Tensor:  # halves are pairs
             column = torch.arange(v.shape[-1]) % (v.shape[-1] // 2)
-            return v * (args["value_scale"].double()[at.request][at.token][:, None] + 0.001 * (at.kv_len % 5 + column % 7))
+            return v * (
+                args["value_scale"].double()[at.request][at.token][:, None]
+                + 0.001 * (at.kv_len % 5 + column % 7)
+            )
 
         def output(o: Tensor, at: oracle.Pairs) -> Tensor:
             return o + 0.01 * (torch.arange(o.shape[-1], device=o.device) % 8 + at.request % 5)
@@ -310,11 +401,43 @@ def _cpp() -> list[Entry]:
         return oracle.Variant(value=value, output=output)
 
     return [
-        Entry("slanted", variant_sources.SLANTED, lambda _rng, _sizes: {"slope": slope}, lambda args: variant_sources.slanted_oracle(args["slope"])),
-        Entry("alibi_in_cpp", variant_sources.ALIBI, lambda _rng, _sizes: {"slope": slope}, lambda args: variant_sources.alibi_oracle(args["slope"])),
-        Entry("squared", variant_sources.SQUARED, lambda _rng, _sizes: {}, lambda _args: variant_sources.SQUARED_ORACLE),
-        Entry("pages", Variant.from_source(PAGES_CPP, {"strength": torch.float32, "sink_tokens": int}, name="pages"), pages_args, pages),
-        Entry("gated", Variant.from_source(GATED_CPP, {"gate": torch.float32}, name="gated"), gate_args, gated),
-        Entry("scaled", Variant.from_source(SCALED_CPP, {"key_scale": torch.float32}, name="scaled", pair_distance=1), scaled_args, scaled),
-        Entry("by_request", Variant.from_source(BY_REQUEST_CPP, {"value_scale": (torch.float32, 2)}, name="by_request"), by_request_args, by_request),
+        Entry(
+            "slanted",
+            variant_sources.SLANTED,
+            lambda _rng, _sizes: {"slope": slope},
+            lambda args: variant_sources.slanted_oracle(args["slope"]),
+        ),
+        Entry(
+            "alibi_in_cpp",
+            variant_sources.ALIBI,
+            lambda _rng, _sizes: {"slope": slope},
+            lambda args: variant_sources.alibi_oracle(args["slope"]),
+        ),
+        Entry(
+            "squared",
+            variant_sources.SQUARED,
+            lambda _rng, _sizes: {},
+            lambda _args: variant_sources.SQUARED_ORACLE,
+        ),
+        Entry(
+            "pages",
+            Variant.from_source(PAGES_CPP, {"strength": torch.float32, "sink_tokens": int}, name="pages"),
+            pages_args,
+            pages,
+        ),
+        Entry(
+            "gated", Variant.from_source(GATED_CPP, {"gate": torch.float32}, name="gated"), gate_args, gated
+        ),
+        Entry(
+            "scaled",
+            Variant.from_source(SCALED_CPP, {"key_scale": torch.float32}, name="scaled", pair_distance=1),
+            scaled_args,
+            scaled,
+        ),
+        Entry(
+            "by_request",
+            Variant.from_source(BY_REQUEST_CPP, {"value_scale": (torch.float32, 2)}, name="by_request"),
+            by_request_args,
+            by_request,
+        ),
     ]

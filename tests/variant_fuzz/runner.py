@@ -19,12 +19,22 @@ from .catalogue import Entry, entries
 from .problems import Form, random_problem
 
 CPU_FORMS = ((torch.float32, 64), (torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 80))
-GPU_FORMS = ((torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256), (torch.float16, 256))
+GPU_FORMS = (
+    (torch.bfloat16, 128),
+    (torch.float16, 64),
+    (torch.bfloat16, 64),
+    (torch.float16, 128),
+    (torch.bfloat16, 256),
+    (torch.float16, 256),
+)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A variant in one form, and its cases: first, first + stride, ... below last. A case has the same number whatever else runs."""
+    """A variant in one form, and its cases: first, first + stride, ... below last.
+
+    A case has the same number whatever else runs.
+    """
 
     place: int  # among entries()
     form: Form
@@ -40,7 +50,8 @@ class Task:
     def title(self) -> str:
         form = self.form
         return (
-            f"{self.entry.name} ({form.kernel or 'cpu'}, {str(form.dtype).removeprefix('torch.')}, head_dim {form.head_dim}{', sinks' if form.sinks else ''})"
+            f"{self.entry.name} ({form.kernel or 'cpu'}, {str(form.dtype).removeprefix('torch.')}, "
+            f"head_dim {form.head_dim}{', sinks' if form.sinks else ''})"
         )
 
 
@@ -56,7 +67,11 @@ class Result:
 def tasks(device: torch.device, cases: int, names: list[str] | None = None) -> list[Task]:
     """Every variant in a form of its turn, some with sinks; built-ins on a GPU with each kernel."""
     on_gpu = device.type == "cuda"
-    kernels = [kernel for kernel in attention_kernels.GPU_KERNELS if attention_kernels.is_available(kernel)] if on_gpu else [None]
+    kernels = (
+        [kernel for kernel in attention_kernels.GPU_KERNELS if attention_kernels.is_available(kernel)]
+        if on_gpu
+        else [None]
+    )
     chosen = []
     for place, entry in enumerate(entries()):
         if names and entry.name not in names:
@@ -64,17 +79,30 @@ def tasks(device: torch.device, cases: int, names: list[str] | None = None) -> l
         for kernel in kernels if entry.is_builtin else [kernels[place % len(kernels)]]:
             forms = GPU_FORMS if on_gpu else CPU_FORMS
             dtype, head_dim = forms[place // len(kernels) % len(forms)]
-            chosen.append((place, Form(dtype, head_dim, kernel, device, sinks=entry.variant.uses_softmax and place % 5 == 2)))
+            chosen.append(
+                (
+                    place,
+                    Form(
+                        dtype, head_dim, kernel, device, sinks=entry.variant.uses_softmax and place % 5 == 2
+                    ),
+                )
+            )
     return [Task(place, form, i, cases, len(chosen)) for i, (place, form) in enumerate(chosen) if i < cases]
 
 
 def compile_variant(task: Task) -> None:
     """All kernels of the variant that a case may need."""
     form = task.form
-    target = "cpu" if form.device.type == "cpu" else variant_kernels.target_of(torch.cuda.get_device_capability(form.device))
+    target = (
+        "cpu"
+        if form.device.type == "cpu"
+        else variant_kernels.target_of(torch.cuda.get_device_capability(form.device))
+    )
     isa = library().current_isa() if target == "cpu" else "baseline"
     dtype = str(form.dtype).removeprefix("torch.")
-    variant_kernels.compile_ahead(task.entry.variant, [target], form.kernel, dtype, form.head_dim, isa, form.sinks)
+    variant_kernels.compile_ahead(
+        task.entry.variant, [target], form.kernel, dtype, form.head_dim, isa, form.sinks
+    )
 
 
 def run_task(task: Task) -> Result:
@@ -115,10 +143,14 @@ def run(chosen: list[Task], jobs: int) -> Iterator[Result]:
     if jobs == 1:
         yield from map(run_task, chosen)
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         futures = {pool.submit(run_task, task): task for task in chosen}
         for future in as_completed(futures):
             try:
                 yield future.result()
             except Exception as error:  # the process died
-                yield Result(futures[future], failures=[(futures[future].first, f"{type(error).__name__}: {error}")])
+                yield Result(
+                    futures[future], failures=[(futures[future].first, f"{type(error).__name__}: {error}")]
+                )

@@ -65,14 +65,30 @@ class CompiledVariants:
         for i, variant in enumerate(variants):
             source.append(variant.source.replace("UserVariant", f"UserVariant{i}"))
             source.append(
-                f'extern "C" void evaluate_{i}(const unsigned char* params, const Coordinates& at, int n, const float* scores, float* logits, bool* mask, '
-                f"float* slopes) {{\n  evaluate<attn::UserVariant{i}>(params, at, n, scores, logits, mask, slopes);\n}}\n"
+                f'extern "C" void evaluate_{i}(const unsigned char* params, const Coordinates& at, int n, '
+                f"const float* scores, float* logits, bool* mask, "
+                f"float* slopes) {{\n  evaluate<attn::UserVariant{i}>(params, at, n, scores, logits, mask, "
+                f"slopes);\n}}\n"
                 f'extern "C" int hooks_{i}() {{ return hooks<attn::UserVariant{i}>(); }}\n'
             )
         path = folder / "variants.cpp"
         path.write_text("\n".join(source))
         library = folder / "variants.so"
-        command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{CSRC}", *flags, str(path), "-o", str(library)]
+        command = [
+            COMPILER,
+            "-std=c++17",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-fPIC",
+            "-shared",
+            f"-I{CSRC}",
+            *flags,
+            str(path),
+            "-o",
+            str(library),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:5000]
         self._library = ctypes.CDLL(str(library))
@@ -80,13 +96,23 @@ class CompiledVariants:
     def hooks(self, i: int) -> int:
         return int(getattr(self._library, f"hooks_{i}")())
 
-    def evaluate(self, i: int, variant: Variant, at: Coordinates, scores: Tensor, args: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(
+        self, i: int, variant: Variant, at: Coordinates, scores: Tensor, args: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, mask, slopes of a bias) of the hooks; the interval is not looked at."""
-        tensors = [t.to(torch.int32).contiguous() for t in (at.b, at.h, at.q_idx, at.kv_idx, at.index, at.kv_len)]
+        tensors = [
+            t.to(torch.int32).contiguous() for t in (at.b, at.h, at.q_idx, at.kv_idx, at.index, at.kv_len)
+        ]
         addresses = (ctypes.c_void_p * 6)(*(t.data_ptr() for t in tensors))
-        logits, slopes, mask = torch.empty_like(scores), torch.empty_like(scores), torch.empty(scores.shape, dtype=torch.bool)
+        logits, slopes, mask = (
+            torch.empty_like(scores),
+            torch.empty_like(scores),
+            torch.empty(scores.shape, dtype=torch.bool),
+        )
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (scores, logits, mask, slopes)]
-        getattr(self._library, f"evaluate_{i}")(variant.pack(args, torch.device("cpu")), addresses, scores.shape[0], *pointers)
+        getattr(self._library, f"evaluate_{i}")(
+            variant.pack(args, torch.device("cpu")), addresses, scores.shape[0], *pointers
+        )
         return logits, mask, slopes
 
 

@@ -1,6 +1,8 @@
-"""Random functions in flex_attention's signatures, with conditions in branches, nested and negated; and whether their C++ gives what they give in float64.
+"""Random functions in flex_attention's signatures, with conditions in branches, nested and negated; and
+whether their C++ gives what they give in float64.
 
-Integers stay small, and floats that decide a condition are exact in float32: a rounding never takes another branch.
+Integers stay small, and floats that decide a condition are exact in float32: a rounding never takes another
+branch.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def arguments() -> dict[str, Any]:
 
 
 class _Expressions:
-    """Python text of random expressions: of booleans, of integers, of floats that a float32 holds exactly, and of any floats."""
+    """Python text of random expressions: of booleans, of integers, of floats that a float32 holds exactly,
+    and of any floats.
+    """
 
     def __init__(self, seed: int, has_score: bool) -> None:
         self._draw = random.Random(seed)
@@ -44,7 +48,14 @@ class _Expressions:
     def boolean(self, depth: int) -> str:
         if depth == 0:
             return self._one_of(
-                "kv_idx <= q_idx", "h == 0", "kv_idx < limit", "flags[kv_idx]", "q_idx - kv_idx <= 8", "kv_idx % 3 == 1", "b != 1", "flags[q_idx]"
+                "kv_idx <= q_idx",
+                "h == 0",
+                "kv_idx < limit",
+                "flags[kv_idx]",
+                "q_idx - kv_idx <= 8",
+                "kv_idx % 3 == 1",
+                "b != 1",
+                "flags[q_idx]",
             )
         return self._one_of(
             lambda: self._comparison(self.integer, self.integer, depth),
@@ -56,13 +67,25 @@ class _Expressions:
             lambda: f"({self.boolean(depth - 1)}) {self._one_of('&', '|', '^')} ({self.boolean(depth - 1)})",
             lambda: f"~({self.boolean(depth - 1)})",
             lambda: f"torch.logical_not({self._any(depth - 1)})",
-            lambda: f"torch.logical_{self._one_of('and', 'or', 'xor')}({self._any(depth - 1)}, {self._any(depth - 1)})",
+            lambda: (
+                f"torch.logical_{self._one_of('and', 'or', 'xor')}({self._any(depth - 1)}, "
+                f"{self._any(depth - 1)})"
+            ),
             lambda: self._where(depth, self.boolean, self.boolean),
             lambda: self._where(depth, self.boolean, self.boolean),
-            lambda: f"torch.where({self.boolean(depth - 1)}, {self._one_of('True', 'False')}, {self.boolean(depth - 1)})",
-            lambda: f"torch.where({self.boolean(depth - 1)}, {self.boolean(depth - 1)}, {self._one_of('True', 'False')})",
+            lambda: (
+                f"torch.where({self.boolean(depth - 1)}, {self._one_of('True', 'False')}, "
+                f"{self.boolean(depth - 1)})"
+            ),
+            lambda: (
+                f"torch.where({self.boolean(depth - 1)}, {self.boolean(depth - 1)}, "
+                f"{self._one_of('True', 'False')})"
+            ),
             lambda: f"({self.boolean(depth - 1)}) {self._one_of('+', '*')} ({self.boolean(depth - 1)})",
-            lambda: f"torch.{self._one_of('minimum', 'maximum')}({self.boolean(depth - 1)}, {self.boolean(depth - 1)})",
+            lambda: (
+                f"torch.{self._one_of('minimum', 'maximum')}({self.boolean(depth - 1)}, "
+                f"{self.boolean(depth - 1)})"
+            ),
             lambda: f"({self.integer(depth - 1)}).bool()",
         )
 
@@ -70,12 +93,27 @@ class _Expressions:
         if depth == 0:
             return self._one_of("q_idx", "kv_idx", "q_idx - kv_idx", "h", "b", "numbers[h, kv_idx]", "limit")
         return self._one_of(
-            lambda: f"({self.integer(depth - 1)}) {self._one_of('+', '-', '&', '|', '^')} ({self.integer(depth - 1)})",
-            lambda: f"({self.integer(depth - 1)}) {self._one_of('+', '*', '&', '|', '^')} ({self.boolean(depth - 1)})",
+            lambda: (
+                f"({self.integer(depth - 1)}) {self._one_of('+', '-', '&', '|', '^')} "
+                f"({self.integer(depth - 1)})"
+            ),
+            lambda: (
+                f"({self.integer(depth - 1)}) {self._one_of('+', '*', '&', '|', '^')} "
+                f"({self.boolean(depth - 1)})"
+            ),
             lambda: f"({self.integer(depth - 1)}) * {self._one_of('-3', '-1', '2', '5')}",
-            lambda: f"({self.integer(depth - 1)}) {self._one_of('//', '%')} {self._one_of('-4', '-3', '-1', '2', '3', '7', '16', '(h + 1)', '(b - 5)')}",
-            lambda: f"torch.{self._one_of('minimum', 'maximum')}({self.integer(depth - 1)}, {self.integer(depth - 1)})",
-            lambda: f"torch.clamp({self.integer(depth - 1)}, {self._one_of('-5', '4')}, {self._one_of('-2', '20')})",
+            lambda: (
+                f"({self.integer(depth - 1)}) {self._one_of('//', '%')} "
+                f"{self._one_of('-4', '-3', '-1', '2', '3', '7', '16', '(h + 1)', '(b - 5)')}"
+            ),
+            lambda: (
+                f"torch.{self._one_of('minimum', 'maximum')}({self.integer(depth - 1)}, "
+                f"{self.integer(depth - 1)})"
+            ),
+            lambda: (
+                f"torch.clamp({self.integer(depth - 1)}, {self._one_of('-5', '4')}, "
+                f"{self._one_of('-2', '20')})"
+            ),
             lambda: f"{self._one_of('-', '~', 'torch.abs')}({self.integer(depth - 1)})",
             lambda: f"({self.integer(depth - 1)}) {self._one_of('<< 1', '>> 2')}",
             lambda: f"numbers[h, ({self.integer(depth - 1)}) % {LENGTH}]",
@@ -89,14 +127,25 @@ class _Expressions:
 
     def exact(self, depth: int) -> str:
         if depth == 0:
-            return self._one_of(*(["score", "score"] if self._has_score else []), "halves[kv_idx]", "0.5 * kv_idx", "q_idx.float()", "0.25 * h")
+            return self._one_of(
+                *(["score", "score"] if self._has_score else []),
+                "halves[kv_idx]",
+                "0.5 * kv_idx",
+                "q_idx.float()",
+                "0.25 * h",
+            )
         return self._one_of(
             lambda: f"({self.exact(depth - 1)}) {self._one_of('+', '-')} ({self.exact(depth - 1)})",
             lambda: f"({self.exact(depth - 1)}) * ({self.boolean(depth - 1)})",
             lambda: f"({self.exact(depth - 1)}) {self._one_of('+', '-')} ({self.integer(depth - 1)})",
             lambda: f"({self.exact(depth - 1)}) {self._one_of('* 0.5', '* -2', '/ 2')}",
-            lambda: f"torch.{self._one_of('minimum', 'maximum')}({self.exact(depth - 1)}, {self.exact(depth - 1)})",
-            lambda: f"{self._one_of('-', 'torch.abs', 'torch.floor', 'torch.ceil', 'torch.relu')}({self.exact(depth - 1)})",
+            lambda: (
+                f"torch.{self._one_of('minimum', 'maximum')}({self.exact(depth - 1)}, "
+                f"{self.exact(depth - 1)})"
+            ),
+            lambda: (
+                f"{self._one_of('-', 'torch.abs', 'torch.floor', 'torch.ceil', 'torch.relu')}({self.exact(depth - 1)})"
+            ),
             lambda: self._where(depth, self.exact, self.exact),
             lambda: self._where(depth, self.exact, self.integer),
             lambda: self._where(depth, self.boolean, self.exact),
@@ -111,7 +160,9 @@ class _Expressions:
             lambda: f"({self.real(depth - 1)}) {self._one_of('+', '-')} ({self.real(depth - 1)})",
             lambda: f"({self.real(depth - 1)}) {self._one_of('* 1.1', '/ 1.7', '* -0.3')}",
             lambda: f"({self.real(depth - 1)}) * ({self.boolean(depth - 1)})",
-            lambda: f"{self._one_of('torch.tanh', 'torch.sigmoid')}({self._one_of(self.real, self.exact)(depth - 1)})",
+            lambda: (
+                f"{self._one_of('torch.tanh', 'torch.sigmoid')}({self._one_of(self.real, self.exact)(depth - 1)})"
+            ),
             lambda: f"torch.clamp({self.exact(depth - 1)}, -20, 20)",
             lambda: f"torch.log(1 + torch.abs({self._one_of(self.integer, self.exact)(depth - 1)}))",
             lambda: self._where(depth, self.real, self.real),
@@ -153,7 +204,9 @@ class RandomFunctions:
         names: dict[str, Any] = {"torch": torch}
         score_mod = eval(f"lambda score, b, h, q_idx, kv_idx: {self.score_text}", names)
         mask_mod = eval(f"lambda b, h, q_idx, kv_idx: {self.mask_text}", names)
-        used = {name: dtype for name, dtype in TENSORS.items() if name in f"{self.score_text} {self.mask_text}"}
+        used = {
+            name: dtype for name, dtype in TENSORS.items() if name in f"{self.score_text} {self.mask_text}"
+        }
         return Variant.from_functions(score_mod, mask_mod, tensors=used, name=f"random_{self.seed}")
 
 
@@ -165,11 +218,15 @@ def points(seed: int) -> tuple[Coordinates, torch.Tensor]:
         return torch.randint(0, high, (POINTS,), dtype=torch.int32, generator=draw)
 
     q_idx = ints(LENGTH)
-    return Coordinates(ints(B), ints(H), q_idx, ints(LENGTH), q_idx, torch.full((POINTS,), LENGTH, dtype=torch.int32)), (ints(256) - 128) / 16
+    return Coordinates(
+        ints(B), ints(H), q_idx, ints(LENGTH), q_idx, torch.full((POINTS,), LENGTH, dtype=torch.int32)
+    ), (ints(256) - 128) / 16
 
 
 def wrong(seeds: Sequence[int], folder: Path) -> dict[int, str]:
-    """Faults by their seeds: a function is refused, its C++ does not compile, or its results differ from float64. One call of g++ compiles all."""
+    """Faults by their seeds: a function is refused, its C++ does not compile, or its results differ from
+    float64. One call of g++ compiles all.
+    """
     found: dict[int, str] = {}
     variants: dict[int, Variant] = {}
     for seed in seeds:
@@ -182,7 +239,9 @@ def wrong(seeds: Sequence[int], folder: Path) -> dict[int, str]:
         try:
             check(compiled, i, variant, seed)
         except AssertionError as error:
-            found[seed] = f"{error}\nscore: {RandomFunctions(seed).score_text}\nmask: {RandomFunctions(seed).mask_text}"
+            found[seed] = (
+                f"{error}\nscore: {RandomFunctions(seed).score_text}\nmask: {RandomFunctions(seed).mask_text}"
+            )
     return found
 
 

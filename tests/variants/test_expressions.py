@@ -38,8 +38,30 @@ VALUES = {Kind.BOOL: (True, False), Kind.INT: (5, -3, 0), Kind.FLOAT: (2.5, -0.5
 DTYPES = {Kind.BOOL: torch.bool, Kind.INT: torch.int32, Kind.FLOAT: torch.float32}
 
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor")},
-    **{name: getattr(torch, name) for name in ("minimum", "maximum", "fmin", "fmax", "logical_and", "logical_or", "logical_xor")},
+    **{
+        name: getattr(operator, name)
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "eq",
+            "ne",
+            "and_",
+            "or_",
+            "xor",
+        )
+    },
+    **{
+        name: getattr(torch, name)
+        for name in ("minimum", "maximum", "fmin", "fmax", "logical_and", "logical_or", "logical_xor")
+    },
     "where": lambda a, b: torch.where(torch.eq(a, a), a, b),
     "where_not": lambda a, b: torch.where(torch.ne(a, a), a, b),
     "shift_left": lambda a, b: a << abs(b),
@@ -50,7 +72,21 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 UNARY: dict[str, Callable[[Any], Any]] = {
     **{name: getattr(operator, name) for name in ("neg", "pos", "invert")},
-    **{name: getattr(torch, name) for name in ("abs", "logical_not", "relu", "floor", "ceil", "square", "exp", "sigmoid", "ones_like", "zeros_like")},
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "abs",
+            "logical_not",
+            "relu",
+            "floor",
+            "ceil",
+            "square",
+            "exp",
+            "sigmoid",
+            "ones_like",
+            "zeros_like",
+        )
+    },
     "power": lambda a: a**2,
     "bool": lambda a: a.bool(),
     "int": lambda a: a.to(torch.int32),
@@ -69,10 +105,14 @@ UNARY: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def by_torch(function: Callable[..., Any], values: tuple[Any, ...], kinds: tuple[Kind, ...]) -> torch.Tensor | None:
+def by_torch(
+    function: Callable[..., Any], values: tuple[Any, ...], kinds: tuple[Kind, ...]
+) -> torch.Tensor | None:
     """None: torch refuses, or divides an integer by 0."""
     try:
-        result = function(*(torch.tensor(value, dtype=DTYPES[kind]) for value, kind in zip(values, kinds, strict=True)))
+        result = function(
+            *(torch.tensor(value, dtype=DTYPES[kind]) for value, kind in zip(values, kinds, strict=True))
+        )
     except (RuntimeError, TypeError, ZeroDivisionError):
         return None
     assert isinstance(result, torch.Tensor)
@@ -121,11 +161,19 @@ def test_constants_fold_to_the_values_of_torch(name: str) -> None:
                 continue
             assert isinstance(found.value, bool | int | float)
             value = torch.tensor(float(found.value))
-            assert torch.allclose(value, expected.float(), rtol=1e-6, atol=1e-6, equal_nan=True), (kinds, values, value, expected)
+            assert torch.allclose(value, expected.float(), rtol=1e-6, atol=1e-6, equal_nan=True), (
+                kinds,
+                values,
+                value,
+                expected,
+            )
 
 
 # Of q_idx, kv_idx, b and h, which are 0 or more.
-AT = [dict(zip((Q_IDX, KV_IDX, B, H), values, strict=True)) for values in itertools.product((0, 1, 7), (0, 1, 8), (0, 2), (0, 5))]
+AT = [
+    dict(zip((Q_IDX, KV_IDX, B, H), values, strict=True))
+    for values in itertools.product((0, 1, 7), (0, 1, 8), (0, 2), (0, 5))
+]
 NUMBERS = [Q_IDX, KV_IDX, H, constant(3), constant(-4), constant(0)]
 
 
@@ -157,11 +205,18 @@ def value_of(of: Node, at: dict[Node, int]) -> int:
 
 
 def made_of(a: Node, b: Node) -> list[Node]:
-    found = [arithmetic(op, a, b) for op in ("add", "sub", "mul", "min", "max")] + [bitwise(op, a, b) for op in ("and", "or", "xor")]
+    found = [arithmetic(op, a, b) for op in ("add", "sub", "mul", "min", "max")] + [
+        bitwise(op, a, b) for op in ("and", "or", "xor")
+    ]
     if not (b.is_constant and b.value == 0):
         found += [arithmetic("floor_divide", a, b), arithmetic("floor_modulo", a, b)]
     condition = compare("lt", KV_IDX, Q_IDX)
-    found += [shift("shift_right", a, constant(1)), shift("shift_left", a, constant(1)), select(condition, a, b), cast(condition, Kind.INT)]
+    found += [
+        shift("shift_right", a, constant(1)),
+        shift("shift_left", a, constant(1)),
+        select(condition, a, b),
+        cast(condition, Kind.INT),
+    ]
     return [*found, negate(a), absolute(a), invert(a)]
 
 
@@ -175,7 +230,12 @@ def test_what_is_known_as_never_negative_is_not() -> None:
             known += not of.is_constant
             assert min(value_of(of, at) for at in AT) >= 0, of
     assert known > 300
-    for of in (negate(KV_IDX), arithmetic("floor_modulo", KV_IDX, constant(-3)), arithmetic("sub", Q_IDX, KV_IDX), invert(KV_IDX)):
+    for of in (
+        negate(KV_IDX),
+        arithmetic("floor_modulo", KV_IDX, constant(-3)),
+        arithmetic("sub", Q_IDX, KV_IDX),
+        invert(KV_IDX),
+    ):
         assert not is_never_negative(of)
 
 

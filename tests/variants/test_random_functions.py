@@ -1,4 +1,6 @@
-"""Random functions whose conditions stand in branches, nested and negated: their C++ gives what the functions give in float64."""
+"""Random functions whose conditions stand in branches, nested and negated: their C++ gives what the functions
+give in float64.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ def test_same_as_in_float64(tmp_path: Path) -> None:
 def test_conditions_are_nested_and_negated() -> None:
     texts = [RandomFunctions(seed).score_text + RandomFunctions(seed).mask_text for seed in SEEDS]
     assert len(set(texts)) == len(SEEDS)
-    for part in ("torch.where(torch.where(", "torch.where(~", ") & (", ") | (", ") ^ (", "torch.logical_not(", "True", "flags[", ".bool()"):
+    for part in (
+        "torch.where(torch.where(",
+        "torch.where(~",
+        ") & (",
+        ") | (",
+        ") ^ (",
+        "torch.logical_not(",
+        "True",
+        "flags[",
+        ".bool()",
+    ):
         assert sum(part in text for text in texts) >= 2, part
 
 

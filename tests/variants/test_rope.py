@@ -1,4 +1,6 @@
-"""Rotary embeddings: their frequencies, where the pairs are and where tokens stand, the functions that kernels compute them with."""
+"""Rotary embeddings: their frequencies, where the pairs are and where tokens stand, the functions that
+kernels compute them with.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ needs_cpp = pytest.mark.skipif(not COMPILER, reason="needs g++")
 
 def test_frequencies_are_powers_of_theta() -> None:
     frequencies = builtin.rope_frequencies(8, 10000.0)
-    torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64), rtol=1e-12, atol=0
+    )
 
 
 def test_llama3_scales_long_wavelengths_only() -> None:
@@ -39,12 +43,16 @@ def test_llama3_scales_long_wavelengths_only() -> None:
     assert cases == {"kept", "divided", "between"}
 
 
-def rotated_by_hand(row: torch.Tensor, position: float, frequencies: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotated_by_hand(
+    row: torch.Tensor, position: float, frequencies: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     """Pair by pair, as complex numbers."""
     made, n = row.clone(), len(frequencies)
     for i, frequency in enumerate(frequencies.tolist()):
         first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + n)
-        turned = complex(row[first], row[second]) * complex(math.cos(position * frequency), math.sin(position * frequency))
+        turned = complex(row[first], row[second]) * complex(
+            math.cos(position * frequency), math.sin(position * frequency)
+        )
         made[first], made[second] = turned.real, turned.imag
     return made
 
@@ -52,14 +60,20 @@ def rotated_by_hand(row: torch.Tensor, position: float, frequencies: torch.Tenso
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_reference_turns_pairs(interleaved: bool) -> None:
     frequencies = builtin.rope_frequencies(16, 100.0)
-    x = torch.randn(3, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))  # 24 columns: the last 8 stay
+    # 24 columns: the last 8 stay
+    x = torch.randn(3, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     b, h, positions = torch.tensor(0), torch.tensor(0), torch.tensor([0, 1, 7, 1000, -2])
     functions = builtin.rope(frequencies, interleaved=interleaved).reference()
     assert functions is not None
     for transform in (functions.query, functions.key):
         made = transform(x, b, h, positions)
         for i, j in ((i, j) for i in range(3) for j in range(5)):
-            torch.testing.assert_close(made[i, j], rotated_by_hand(x[i, j], int(positions[j]), frequencies, interleaved), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                made[i, j],
+                rotated_by_hand(x[i, j], int(positions[j]), frequencies, interleaved),
+                rtol=1e-9,
+                atol=1e-9,
+            )
     assert torch.equal(functions.value(x, b, h, positions), x)
 
 
@@ -69,7 +83,10 @@ def test_positions_that_are_given() -> None:
     assert functions is not None
     assert plain is not None
     x = torch.randn(4, 16, dtype=torch.float64)
-    args = {"q_positions": torch.tensor([5, 9, 2, 7], dtype=torch.int32), "kv_positions": torch.tensor([[1, 2, 3, 4], [30, 20, 10, 0]], dtype=torch.int32)}
+    args = {
+        "q_positions": torch.tensor([5, 9, 2, 7], dtype=torch.int32),
+        "kv_positions": torch.tensor([[1, 2, 3, 4], [30, 20, 10, 0]], dtype=torch.int32),
+    }
     row, one = torch.tensor([3, 0, 1, 1]), torch.tensor(1)
     queries = functions.query(x, one, one, torch.arange(4), args, row=row, kv_len=one)
     torch.testing.assert_close(queries, plain.query(x, one, one, torch.tensor([7, 5, 9, 9])))
@@ -82,12 +99,22 @@ def test_positions_that_are_given() -> None:
 def test_positions_in_a_cache_with_sink_tokens() -> None:
     """Of 30 tokens the cache holds the first 4 and the last 10."""
     frequencies = builtin.rope_frequencies(16, 100.0)
-    functions, plain = builtin.rope_in_cache(frequencies, 10, 4).reference(), builtin.rope(frequencies).reference()
+    functions, plain = (
+        builtin.rope_in_cache(frequencies, 10, 4).reference(),
+        builtin.rope(frequencies).reference(),
+    )
     assert functions is not None
     assert plain is not None
     zero = torch.tensor(0)
-    for kv_len, in_cache, query in ((30, {0: 0, 3: 3, 20: 4, 29: 13}, {29: 13, 25: 9}), (14, {0: 0, 4: 4, 13: 13}, {13: 13}), (3, {2: 2}, {2: 2})):
-        for places, transform, same in ((in_cache, functions.key, plain.key), (query, functions.query, plain.query)):
+    for kv_len, in_cache, query in (
+        (30, {0: 0, 3: 3, 20: 4, 29: 13}, {29: 13, 25: 9}),
+        (14, {0: 0, 4: 4, 13: 13}, {13: 13}),
+        (3, {2: 2}, {2: 2}),
+    ):
+        for places, transform, same in (
+            (in_cache, functions.key, plain.key),
+            (query, functions.query, plain.query),
+        ):
             x = torch.randn(len(places), 16, dtype=torch.float64)
             more = {"kv_len": torch.tensor(kv_len)} | ({"row": zero} if places is query else {})
             made = transform(x, zero, zero, torch.tensor(list(places)), **more)
@@ -110,13 +137,23 @@ def test_what_is_shared() -> None:
         "const KvToken& other = token; return {x.first * other.request, x.second};": True,
     }.items():
         for hook in ("key", "value"):
-            made = Variant.from_source(f"Pair {hook}(Pair x, int32_t first, int32_t second, const KvToken& token) const {{ {body} }}", name="mine")
+            made = Variant.from_source(
+                f"Pair {hook}(Pair x, int32_t first, int32_t second, const KvToken& token) const {{ {body} "
+                f"}}",
+                name="mine",
+            )
             assert made.tells_requests_apart == expected, body
     unnamed = "Pair key(Pair x, int32_t, int32_t, const KvToken&) const { return {x.second, x.first}; }"
     assert not Variant.from_source(unnamed, name="mine").tells_requests_apart
-    of_query = "Pair query(Pair x, int32_t, int32_t, const ScoreRow& row) const { return {x.first * row.request, x.second}; }"
+    of_query = (
+        "Pair query(Pair x, int32_t, int32_t, const ScoreRow& row) const { return {x.first * "
+        "row.request, x.second}; }"
+    )
     assert not Variant.from_source(of_query, name="mine").tells_requests_apart
-    macro = "#define REQUEST token.request\nPair key(Pair x, int32_t, int32_t, const KvToken& token) const { return {x.first * REQUEST, x.second}; }"
+    macro = (
+        "#define REQUEST token.request\nPair key(Pair x, int32_t, int32_t, const KvToken& token) const { "
+        "return {x.first * REQUEST, x.second}; }"
+    )
     assert Variant.from_source(macro, name="mine").tells_requests_apart
 
 
@@ -136,15 +173,22 @@ extern "C" void turn(int n, const int* positions, const float* high, const float
 def test_the_angle_is_right_at_positions_of_millions(tmp_path: Path) -> None:
     source, library = tmp_path / "turn.cpp", tmp_path / "turn.so"
     source.write_text(MATH)
-    subprocess.run([COMPILER, "-std=c++17", "-O3", "-fPIC", "-shared", f"-I{CSRC}", str(source), "-o", str(library)], check=True)
+    subprocess.run(
+        [COMPILER, "-std=c++17", "-O3", "-fPIC", "-shared", f"-I{CSRC}", str(source), "-o", str(library)],
+        check=True,
+    )
     generator = torch.Generator().manual_seed(2)
-    positions = torch.cat([torch.randint(-(2**24), 2**24, (20000,), generator=generator), torch.arange(-3, 20000)]).int()
+    positions = torch.cat(
+        [torch.randint(-(2**24), 2**24, (20000,), generator=generator), torch.arange(-3, 20000)]
+    ).int()
     frequencies = builtin.rope_frequencies(128)[torch.randint(64, positions.shape, generator=generator)]
     turns = frequencies / (2 * math.pi)
     high = turns.float()
     low = (turns - high.double()).float()
     cosines, sines = torch.empty_like(high), torch.empty_like(high)
-    ctypes.CDLL(str(library)).turn(len(positions), *(ctypes.c_void_p(t.data_ptr()) for t in (positions, high, low, cosines, sines)))
+    ctypes.CDLL(str(library)).turn(
+        len(positions), *(ctypes.c_void_p(t.data_ptr()) for t in (positions, high, low, cosines, sines))
+    )
     angle = positions.double() * frequencies
     assert (cosines.double() - angle.cos()).abs().max() < 1e-6
     assert (sines.double() - angle.sin()).abs().max() < 1e-6

@@ -25,7 +25,12 @@ def packed(square: bool) -> dict[str, torch.Tensor]:
 
 def booleans(square: bool) -> dict[str, torch.Tensor]:
     masks = [ints(2, q_len * (q_len if square else LENGTH)).bool() for q_len in Q_LENS]
-    return {"mask": torch.cat(masks), "mask_indptr": torch.tensor([0, *(len(mask) for mask in masks)], dtype=torch.int32).cumsum(0, dtype=torch.int32)}
+    return {
+        "mask": torch.cat(masks),
+        "mask_indptr": torch.tensor([0, *(len(mask) for mask in masks)], dtype=torch.int32).cumsum(
+            0, dtype=torch.int32
+        ),
+    }
 
 
 SPANS = ints(4, B, LENGTH) - 1
@@ -43,7 +48,10 @@ BUILTINS: dict[str, tuple[Variant, dict[str, Any]]] = {
     "bidirectional_spans": (builtin.bidirectional_spans(), {"span_ids": SPANS}),
     "chunked_local": (builtin.chunked_local(24), {}),
     "document": (builtin.document(SPANS), {}),
-    "multi_item_scoring": (builtin.multi_item_scoring(), {"prefix_len": torch.tensor([10, 20, 30], dtype=torch.int32), "token_pos_in_items": ITEMS}),
+    "multi_item_scoring": (
+        builtin.multi_item_scoring(),
+        {"prefix_len": torch.tensor([10, 20, 30], dtype=torch.int32), "token_pos_in_items": ITEMS},
+    ),
     "temperature": (builtin.temperature(0.1, 20), {}),
     "position_temperature": (builtin.position_temperature(), {"scales": floats(LENGTH)}),
     "request_scale": (builtin.request_scale(), {"sm_scales": floats(B)}),
@@ -62,12 +70,17 @@ BUILTINS: dict[str, tuple[Variant, dict[str, Any]]] = {
         {"slopes": builtin.alibi_slopes(H), **packed(square=True)},
     ),
 }
-VARIANTS: dict[str, tuple[Variant, dict[str, Any]]] = {**{case.name: (case.variant(), case.args) for case in CASES}, **BUILTINS}
+VARIANTS: dict[str, tuple[Variant, dict[str, Any]]] = {
+    **{case.name: (case.variant(), case.args) for case in CASES},
+    **BUILTINS,
+}
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledVariants:
-    return CompiledVariants([variant for variant, _ in VARIANTS.values()], tmp_path_factory.mktemp("variants"))
+    return CompiledVariants(
+        [variant for variant, _ in VARIANTS.values()], tmp_path_factory.mktemp("variants")
+    )
 
 
 def coordinates(count: int) -> Coordinates:
@@ -75,7 +88,14 @@ def coordinates(count: int) -> Coordinates:
     b = ints(B, count)
     q_lens = torch.tensor(Q_LENS, dtype=torch.int32)[b]
     index = (torch.rand(count) * q_lens).to(torch.int32)
-    return Coordinates(b, ints(H, count), LENGTH - q_lens + index, ints(LENGTH, count), index, torch.full((count,), LENGTH, dtype=torch.int32))
+    return Coordinates(
+        b,
+        ints(H, count),
+        LENGTH - q_lens + index,
+        ints(LENGTH, count),
+        index,
+        torch.full((count,), LENGTH, dtype=torch.int32),
+    )
 
 
 def test_enough_of_them() -> None:
@@ -96,7 +116,13 @@ def test_same_as_python(compiled: CompiledVariants, name: str) -> None:
         torch.testing.assert_close(scores + slopes * (at.kv_idx - at.q_idx), expected, rtol=2e-5, atol=2e-5)
     seen = reference.mask(at.b, at.h, at.q_idx, at.kv_idx, args, index=at.index, kv_len=at.kv_len)
     assert torch.equal(mask & interval(variant, at), seen)
-    hooks = variant.has_logits + 2 * variant.has_mask + 4 * variant.has_output + 8 * variant.uses_softmax + 16 * variant.has_bias_slope
+    hooks = (
+        variant.has_logits
+        + 2 * variant.has_mask
+        + 4 * variant.has_output
+        + 8 * variant.uses_softmax
+        + 16 * variant.has_bias_slope
+    )
     assert compiled.hooks(list(VARIANTS).index(name)) == hooks
 
 
@@ -130,7 +156,10 @@ def test_constants_are_folded() -> None:
 
 
 def test_intervals_take_the_place_of_masks() -> None:
-    found = {name: (variant.causal, variant.window_left, variant.has_mask) for name, (variant, _) in VARIANTS.items()}
+    found = {
+        name: (variant.causal, variant.window_left, variant.has_mask)
+        for name, (variant, _) in VARIANTS.items()
+    }
     assert found["causal"] == (True, -1, False)
     assert found["sliding_window"] == (False, 9, False)
     assert found["streaming_llm"] == (True, -1, True)
@@ -165,7 +194,10 @@ def test_biases_with_a_slope_are_found() -> None:
     }
     assert (builtin.alibi() & builtin.document() & builtin.sliding_window(5)).has_bias_slope
     assert not (builtin.alibi() & builtin.soft_cap(3.0)).has_bias_slope
-    assert not (builtin.alibi() & Variant.from_functions(lambda score, b, h, q_idx, kv_idx: score + 0.5 * (kv_idx - q_idx))).has_bias_slope
+    assert not (
+        builtin.alibi()
+        & Variant.from_functions(lambda score, b, h, q_idx, kv_idx: score + 0.5 * (kv_idx - q_idx))
+    ).has_bias_slope
 
 
 def test_biases_that_fall_or_bend_have_no_slope() -> None:
@@ -184,7 +216,9 @@ def test_biases_that_fall_or_bend_have_no_slope() -> None:
 
 def test_slopes_of_alibi() -> None:
     assert builtin.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
-    torch.testing.assert_close(builtin.alibi_slopes(6), torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]))
+    torch.testing.assert_close(
+        builtin.alibi_slopes(6), torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])
+    )
 
 
 def test_builtin_by_name() -> None:
@@ -192,5 +226,7 @@ def test_builtin_by_name() -> None:
     assert builtin.soft_cap(30.0).source == builtin.soft_cap(50.0).source, "one kernel for all caps"
     with pytest.raises(ValueError, match="name is 'yarn', must be one of alibi, "):
         Variant.builtin("yarn")
-    with pytest.raises(ValueError, match="name is 'alibi_slopes', must be one of alibi, bidirectional_spans, "):
+    with pytest.raises(
+        ValueError, match="name is 'alibi_slopes', must be one of alibi, bidirectional_spans, "
+    ):
         Variant.builtin("alibi_slopes", 8)

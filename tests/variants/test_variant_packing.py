@@ -44,7 +44,20 @@ int main() {
 def printed(variant: Variant, packed: bytes, fields: str, folder: Path) -> list[str]:
     path = folder / "print.cpp"
     path.write_text(variant.source + PRINTED.replace("%s", fields))
-    subprocess.run([COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", str(path), "-o", str(folder / "print")], check=True)
+    subprocess.run(
+        [
+            COMPILER,
+            "-std=c++17",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            f"-I{CSRC}",
+            str(path),
+            "-o",
+            str(folder / "print"),
+        ],
+        check=True,
+    )
     done = subprocess.run([str(folder / "print")], input=packed, capture_output=True, check=True)
     return done.stdout.decode().splitlines()
 
@@ -66,8 +79,10 @@ def test_bytes_are_the_struct(tmp_path: Path) -> None:
     assert len(packed) == variant.params_bytes
     fields = "\n".join(
         [
-            'std::printf("%d\\n", params.mine_part.first); print(params.mine_part.table); std::printf("%g\\n", params.mine_part.factor);',
-            'print(params.mine_part.flag); print(params.mine_part.single); std::printf("%g\\n", params.mine_part.last);',
+            'std::printf("%d\\n", params.mine_part.first); print(params.mine_part.table); '
+            'std::printf("%g\\n", params.mine_part.factor);',
+            'print(params.mine_part.flag); print(params.mine_part.single); std::printf("%g\\n", '
+            "params.mine_part.last);",
             'print(params.other_part.slopes); std::printf("%d\\n", params.other_part.count);',
         ]
     )
@@ -100,12 +115,21 @@ def test_bound_tensors_stay_alive() -> None:
     [
         ({}, "variant_args['slopes'] of variant alibi is missing, must be a float32 tensor of 1 dimension"),
         ({"slope": torch.zeros(4)}, "variant_args: 'slope' is unknown; known of variant alibi are slopes"),
-        ({"slopes": torch.zeros(4), "other": 1}, "variant_args: 'other' is unknown; known of variant alibi are slopes"),
+        (
+            {"slopes": torch.zeros(4), "other": 1},
+            "variant_args: 'other' is unknown; known of variant alibi are slopes",
+        ),
         ({"slopes": 3.0}, "variant_args['slopes'] is 3.0, must be a float32 tensor of 1 dimension"),
-        ({"slopes": torch.zeros(4, dtype=torch.float64)}, "variant_args['slopes'] is a float64 tensor of shape [4]"),
+        (
+            {"slopes": torch.zeros(4, dtype=torch.float64)},
+            "variant_args['slopes'] is a float64 tensor of shape [4]",
+        ),
         ({"slopes": torch.zeros(4, 1)}, "variant_args['slopes'] is a float32 tensor of shape [4, 1]"),
         ({"slopes": torch.zeros(0)}, "must have at least one element"),
-        ({"slopes": torch.zeros(4, device="meta")}, "variant_args['slopes'] is a float32 tensor of shape [4] and strides [1] on meta, must be on cpu"),
+        (
+            {"slopes": torch.zeros(4, device="meta")},
+            "variant_args['slopes'] is a float32 tensor of shape [4] and strides [1] on meta, must be on cpu",
+        ),
         ({"slopes": torch.zeros(4, requires_grad=True)}, "that requires a gradient, which is not computed"),
         ({"slopes": torch.zeros(4).to_sparse()}, "variant_args['slopes'] is a sparse_coo tensor"),
         ({"slopes": torch.zeros(1).expand(2**31)}, "must have sizes and strides below 2^31"),
@@ -117,7 +141,17 @@ def test_wrong_tensors(args: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "value"), [(float, "a"), (float, True), (float, 1e39), (float, torch.zeros(1)), (int, 0.5), (int, 2**31), (int, True), (int, None)]
+    ("dtype", "value"),
+    [
+        (float, "a"),
+        (float, True),
+        (float, 1e39),
+        (float, torch.zeros(1)),
+        (int, 0.5),
+        (int, 2**31),
+        (int, True),
+        (int, None),
+    ],
 )
 def test_wrong_numbers(dtype: Any, value: Any) -> None:
     variant = Variant.from_source(HOOK, {"number": dtype}, name="mine")

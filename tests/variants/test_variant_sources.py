@@ -17,7 +17,12 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="needs g++")
 def compiler_says(variant: Variant, folder: Path) -> str:
     path = folder / "variant.cpp"
     path.write_text(variant.source)
-    done = subprocess.run([COMPILER, "-std=c++17", "-Wall", "-Wextra", "-fsyntax-only", f"-I{CSRC}", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-fsyntax-only", f"-I{CSRC}", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stderr
 
 
@@ -38,12 +43,24 @@ MINE = """
 
 
 def test_hooks_are_found(tmp_path: Path) -> None:
-    variant = Variant.from_source(MINE, {"slopes": torch.float32, "factor": float}, name="My own!", causal=True, window_left=7)
-    assert (variant.name, variant.has_logits, variant.has_mask, variant.has_output, variant.uses_softmax) == ("my_own", True, True, True, True)
+    variant = Variant.from_source(
+        MINE, {"slopes": torch.float32, "factor": float}, name="My own!", causal=True, window_left=7
+    )
+    assert (variant.name, variant.has_logits, variant.has_mask, variant.has_output, variant.uses_softmax) == (
+        "my_own",
+        True,
+        True,
+        True,
+        True,
+    )
     assert (variant.causal, variant.window_left) == (True, 7)
     assert variant.user_sources == {"<variant my_own>": MINE}
     assert variant.reference() is None
-    for combined in (variant, variant & builtin.alibi(torch.ones(4)), builtin.soft_cap(3.0) & variant & builtin.sigmoid()):
+    for combined in (
+        variant,
+        variant & builtin.alibi(torch.ones(4)),
+        builtin.soft_cap(3.0) & variant & builtin.sigmoid(),
+    ):
         assert not compiler_says(combined, tmp_path)
         assert combined.has_output
 
@@ -52,11 +69,15 @@ def test_errors_name_the_users_line(tmp_path: Path) -> None:
     wrong = MINE.replace("column < 64", "colum < 64")
     for variant in (Variant.from_source(wrong, {"slopes": torch.float32, "factor": float}, name="mine"),):
         for one in (variant, builtin.soft_cap(3.0) & variant):
-            line = wrong.splitlines().index(next(text for text in wrong.splitlines() if "colum <" in text)) + 1
+            line = (
+                wrong.splitlines().index(next(text for text in wrong.splitlines() if "colum <" in text)) + 1
+            )
             assert f"<variant mine>:{line}:" in compiler_says(one, tmp_path)
 
 
 def test_errors_after_the_users_lines_are_ours(tmp_path: Path) -> None:
-    variant = Variant.from_source("float logits(float logit, const ScoreRow&, int32_t) const { return logit; }", {}, name="mine")
+    variant = Variant.from_source(
+        "float logits(float logit, const ScoreRow&, int32_t) const { return logit; }", {}, name="mine"
+    )
     assert "<generated for variant mine>" in variant.source
     assert not compiler_says(variant, tmp_path)

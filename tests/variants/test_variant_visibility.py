@@ -11,7 +11,22 @@ import pytest
 import torch
 
 from attn_backend.metadata.structure import MAX_INT32
-from attn_backend.variants.expressions import KV_IDX, Q_IDX, B, H, Kind, Node, absolute, arithmetic, bitwise, compare, constant, logical_not, negate, select
+from attn_backend.variants.expressions import (
+    KV_IDX,
+    Q_IDX,
+    B,
+    H,
+    Kind,
+    Node,
+    absolute,
+    arithmetic,
+    bitwise,
+    compare,
+    constant,
+    logical_not,
+    negate,
+    select,
+)
 from attn_backend.variants.visibility import is_interval, visibility_of
 
 LENGTH = 24
@@ -64,7 +79,11 @@ def random_integer(draw: random.Random, depth: int) -> Node:
 
 def random_mask(draw: random.Random, depth: int) -> Node:
     if depth == 0 or draw.random() < 0.3:
-        return compare(draw.choice(["lt", "le", "gt", "ge", "eq", "ne"]), random_integer(draw, 2), random_integer(draw, 1))
+        return compare(
+            draw.choice(["lt", "le", "gt", "ge", "eq", "ne"]),
+            random_integer(draw, 2),
+            random_integer(draw, 1),
+        )
     one, other = random_mask(draw, depth - 1), random_mask(draw, depth - 1)
     return draw.choice(
         [
@@ -117,7 +136,9 @@ def test_masks_known_as_intervals_have_no_holes() -> None:
 @pytest.mark.parametrize("offset", [-2, -1, 0, 1, 2])
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, -2, -3])
 def test_reach_of_equal_quotients(divisor: int, offset: int) -> None:
-    """(q + offset) // divisor == kv // divisor: the interval holds what any query sees, and no more on the left."""
+    """(q + offset) // divisor == kv // divisor: the interval holds what any query sees, and no more on the
+    left.
+    """
     shifted, number = arithmetic("add", Q_IDX, constant(offset)), constant(divisor)
     quotients = [arithmetic("floor_divide", shifted, number), arithmetic("floor_divide", KV_IDX, number)]
     for a, b in (quotients, quotients[::-1]):
@@ -136,25 +157,52 @@ def test_sums_that_rise_and_fall_are_no_intervals() -> None:
         for other in rising:
             if term is other:
                 continue
-            steps = arithmetic("sub", arithmetic("mul", other, constant(3)), arithmetic("mul", term, constant(2)))
-            for sum_of in (arithmetic("add", term, negate(other)), arithmetic("sub", term, other), arithmetic("add", negate(other), term), steps):
+            steps = arithmetic(
+                "sub", arithmetic("mul", other, constant(3)), arithmetic("mul", term, constant(2))
+            )
+            for sum_of in (
+                arithmetic("add", term, negate(other)),
+                arithmetic("sub", term, other),
+                arithmetic("add", negate(other), term),
+                steps,
+            ):
                 for op, limit in itertools.product(("lt", "le", "gt", "ge", "eq"), (-4, -1, 1, 3)):
                     mask = compare(op, sum_of, constant(limit))
-                    runs = (value_of(mask).int().diff(dim=1, prepend=torch.zeros(LENGTH, 1, dtype=torch.int32)) == 1).sum(1).max()
+                    runs = (
+                        (
+                            value_of(mask)
+                            .int()
+                            .diff(dim=1, prepend=torch.zeros(LENGTH, 1, dtype=torch.int32))
+                            == 1
+                        )
+                        .sum(1)
+                        .max()
+                    )
                     assert runs <= 1 or not is_interval(mask), mask
     for one in rising:
-        for sum_of in (arithmetic("add", one, rising[0]), arithmetic("sub", one, falling[1]), arithmetic("add", falling[0], negate(one))):
+        for sum_of in (
+            arithmetic("add", one, rising[0]),
+            arithmetic("sub", one, falling[1]),
+            arithmetic("add", falling[0], negate(one)),
+        ):
             assert is_interval(compare("lt", sum_of, constant(5)))
 
 
 def test_unions_are_intervals_only_if_both_have_the_same_open_end() -> None:
     def one_of(*tokens: int) -> Node:
-        return functools.reduce(lambda a, b: bitwise("or", a, b), (compare("eq", KV_IDX, constant(token)) for token in tokens))
+        return functools.reduce(
+            lambda a, b: bitwise("or", a, b), (compare("eq", KV_IDX, constant(token)) for token in tokens)
+        )
 
     before, after = compare("lt", KV_IDX, Q_IDX), compare("gt", KV_IDX, constant(5))
     assert is_interval(bitwise("or", before, compare("lt", KV_IDX, constant(5))))
     assert is_interval(bitwise("or", after, compare("ge", KV_IDX, Q_IDX)))
-    for holes in (one_of(2, 9), bitwise("or", before, after), bitwise("or", bitwise("and", before, after), one_of(3)), bitwise("or", before, one_of(20))):
+    for holes in (
+        one_of(2, 9),
+        bitwise("or", before, after),
+        bitwise("or", bitwise("and", before, after), one_of(3)),
+        bitwise("or", before, one_of(20)),
+    ):
         assert not is_interval(holes)
 
 
@@ -181,5 +229,11 @@ def test_either_branch_may_reach_further() -> None:
 def test_largest_windows() -> None:
     distance = arithmetic("sub", Q_IDX, KV_IDX)
     assert visibility_of(compare("le", distance, constant(MAX_INT32))).window_left == MAX_INT32
-    wider = visibility_of(compare("le", arithmetic("add", arithmetic("mul", distance, constant(1)), constant(-5)), constant(MAX_INT32)))
+    wider = visibility_of(
+        compare(
+            "le",
+            arithmetic("add", arithmetic("mul", distance, constant(1)), constant(-5)),
+            constant(MAX_INT32),
+        )
+    )
     assert (wider.window_left, wider.mask is None) == (-1, False)

@@ -1,4 +1,7 @@
-"""Functions in flex_attention's signatures, and what they need: the cases of the tests. Many follow the examples that flex_attention's users know."""
+"""Functions in flex_attention's signatures, and what they need: the cases of the tests.
+
+Many follow the examples that flex_attention's users know.
+"""
 # ruff: noqa: F821
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from attn_backend.variants import Variant
 
-# Requests, heads, tokens: coordinates stay below. SIZES: of who loads this file once more for larger batches (variant_fuzz/catalogue.py).
+# Requests, heads, tokens: coordinates stay below. SIZES: of who loads this file once more for larger batches
+# (variant_fuzz/catalogue.py).
 B, H, LENGTH = globals().get("SIZES", (3, 4, 96))
 WIDTH = 12  # of an image, row by row
 torch.manual_seed(0)
@@ -35,13 +39,28 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(args: dict[str, Any] | None = None, **tensors: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds a function by the number of its arguments. tensors: those that are declared by the dtypes of args, unless here."""
+def case(
+    args: dict[str, Any] | None = None, **tensors: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds a function by the number of its arguments. tensors: those that are declared by the dtypes of args,
+    unless here.
+    """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        declared = {name: (value.dtype, value.ndim) if isinstance(value, torch.Tensor) else type(value) for name, value in (args or {}).items()} | tensors
+        declared = {
+            name: (value.dtype, value.ndim) if isinstance(value, torch.Tensor) else type(value)
+            for name, value in (args or {}).items()
+        } | tensors
         is_score = function.__code__.co_argcount == 5
-        CASES.append(Case(function.__name__, function if is_score else None, None if is_score else function, declared, args or {}))
+        CASES.append(
+            Case(
+                function.__name__,
+                function if is_score else None,
+                None if is_score else function,
+                declared,
+                args or {},
+            )
+        )
         return function
 
     return add
@@ -136,7 +155,9 @@ def bias_of_keys(score, b, h, q_idx, kv_idx):
 @case({"table": floats(H, 32)})
 def t5_buckets(score, b, h, q_idx, kv_idx):
     distance = torch.clamp(q_idx - kv_idx, min=0)
-    far = 16 + (torch.log(torch.clamp(distance, min=1).float() / 16) / math.log(128 / 16) * 16).to(torch.int32)
+    far = 16 + (torch.log(torch.clamp(distance, min=1).float() / 16) / math.log(128 / 16) * 16).to(
+        torch.int32
+    )
     return score + table[h, torch.where(distance < 16, distance, torch.minimum(far, torch.tensor(31)))]
 
 
@@ -177,17 +198,31 @@ def gelu_by_sigmoid(score, b, h, q_idx, kv_idx):
 
 @case()
 def roots_and_powers(score, b, h, q_idx, kv_idx):
-    return score * (1 + kv_idx) ** -0.5 + torch.sqrt(score * score + 1) - (score * score + 1).rsqrt() + 2.0 ** (score / 4) - 1 / (kv_idx + 1)
+    return (
+        score * (1 + kv_idx) ** -0.5
+        + torch.sqrt(score * score + 1)
+        - (score * score + 1).rsqrt()
+        + 2.0 ** (score / 4)
+        - 1 / (kv_idx + 1)
+    )
 
 
 @case()
 def rounding(score, b, h, q_idx, kv_idx):
-    return torch.floor(score * 4) / 4 + torch.ceil(score) + score % 0.75 + score // 0.75 + (q_idx - kv_idx) / 7
+    return (
+        torch.floor(score * 4) / 4 + torch.ceil(score) + score % 0.75 + score // 0.75 + (q_idx - kv_idx) / 7
+    )
 
 
 @case()
 def casts(score, b, h, q_idx, kv_idx):
-    return score.to(torch.int32).float() + (kv_idx % 3).bool().float() + torch.where(score > 0, kv_idx, q_idx) + (h > 1).to(score.dtype) + (h > 1) * score
+    return (
+        score.to(torch.int32).float()
+        + (kv_idx % 3).bool().float()
+        + torch.where(score > 0, kv_idx, q_idx)
+        + (h > 1).to(score.dtype)
+        + (h > 1) * score
+    )
 
 
 @case({"scale": floats(H), "shift": floats(H)})
@@ -195,7 +230,14 @@ def affine_of_each_head(score, b, h, q_idx, kv_idx):
     return torch.add(torch.mul(score, scale[h]), shift[h], alpha=2)
 
 
-@case({"count": ints(9, B, dtype=torch.int64), "step": 3, "flags": ints(2, H).bool(), "bytes_": ints(200, LENGTH, dtype=torch.uint8)})
+@case(
+    {
+        "count": ints(9, B, dtype=torch.int64),
+        "step": 3,
+        "flags": ints(2, H).bool(),
+        "bytes_": ints(200, LENGTH, dtype=torch.uint8),
+    }
+)
 def many_dtypes(score, b, h, q_idx, kv_idx):
     return torch.where(flags[h] & (kv_idx % step == 1), score * count[b], score - bytes_[kv_idx] * 0.01)
 
@@ -228,7 +270,9 @@ def learned_bias(table: torch.Tensor) -> Callable[..., Any]:
     return learned
 
 
-CASES.append(Case("captured_in_closure", learned_bias(floats(B, H)), lambda b, h, q_idx, kv_idx: q_idx * 2 >= kv_idx))
+CASES.append(
+    Case("captured_in_closure", learned_bias(floats(B, H)), lambda b, h, q_idx, kv_idx: q_idx * 2 >= kv_idx)
+)
 
 
 class Bias:
@@ -244,8 +288,16 @@ class Bias:
 
 CASES.append(Case("bound_method", Bias().method))
 CASES.append(Case("callable_object", Bias()))
-CASES.append(Case("partial_function", partial(lambda factor, score, b, h, q_idx, kv_idx: score * factor, 3.0)))
-CASES.append(Case("shared_by_both", lambda s, b, h, q, k: s + CAPTURED[h, k % 8], lambda b, h, q, k: CAPTURED[h, k % 8] > 0))
+CASES.append(
+    Case("partial_function", partial(lambda factor, score, b, h, q_idx, kv_idx: score * factor, 3.0))
+)
+CASES.append(
+    Case(
+        "shared_by_both",
+        lambda s, b, h, q, k: s + CAPTURED[h, k % 8],
+        lambda b, h, q, k: CAPTURED[h, k % 8] > 0,
+    )
+)
 
 
 @case()
@@ -257,7 +309,13 @@ def divisions_of_all_signs(score, b, h, q_idx, kv_idx):
 
 @case()
 def quotients_of_whole_numbers(score, b, h, q_idx, kv_idx):
-    return score + torch.floor(kv_idx / 41.0) + (kv_idx / 47).to(torch.int32) + torch.ceil(q_idx / 61.0) + torch.floor((q_idx + 0.0) / 83.0)
+    return (
+        score
+        + torch.floor(kv_idx / 41.0)
+        + (kv_idx / 47).to(torch.int32)
+        + torch.ceil(q_idx / 61.0)
+        + torch.floor((q_idx + 0.0) / 83.0)
+    )
 
 
 @case()
@@ -268,7 +326,11 @@ def bounds_that_cross(score, b, h, q_idx, kv_idx):
 @case()
 def conditions_as_numbers(score, b, h, q_idx, kv_idx):
     near = (q_idx - kv_idx < 8) & (kv_idx <= q_idx)
-    return score * near + torch.where(near | (h == 1), (h == 0) | (kv_idx < 9), 0.25 * kv_idx) + torch.where(h < 2, near & (b == 0), kv_idx % 5)
+    return (
+        score * near
+        + torch.where(near | (h == 1), (h == 0) | (kv_idx < 9), 0.25 * kv_idx)
+        + torch.where(h < 2, near & (b == 0), kv_idx % 5)
+    )
 
 
 # ---- Masks ----
@@ -380,7 +442,9 @@ def block_causal(b, h, q_idx, kv_idx):
 
 @case()
 def logical_functions(b, h, q_idx, kv_idx):
-    return torch.logical_or(torch.logical_not(torch.eq(h, 1)), torch.logical_xor(torch.gt(q_idx, 5), kv_idx.le(40))) ^ (b == 2)
+    return torch.logical_or(
+        torch.logical_not(torch.eq(h, 1)), torch.logical_xor(torch.gt(q_idx, 5), kv_idx.le(40))
+    ) ^ (b == 2)
 
 
 @case()
@@ -401,7 +465,11 @@ def conditions_in_branches(b, h, q_idx, kv_idx):
 @case({"is_local": ints(2, H).bool()})
 def nested_conditions(b, h, q_idx, kv_idx):
     near = torch.where(is_local[h], (q_idx - kv_idx < 8) & (kv_idx <= q_idx), ~((kv_idx > q_idx) ^ (b == 1)))
-    return torch.where(~near | (h == 2), torch.where(near, h != b, (kv_idx % 3 == 0) & (q_idx > 5)), (kv_idx < 40) == (q_idx < 40))
+    return torch.where(
+        ~near | (h == 2),
+        torch.where(near, h != b, (kv_idx % 3 == 0) & (q_idx > 5)),
+        (kv_idx < 40) == (q_idx < 40),
+    )
 
 
 @case({"spans": ints(6, B, LENGTH)})
@@ -426,6 +494,21 @@ def scaled_comparison(b, h, q_idx, kv_idx):
 
 
 CASES.append(Case("and_masks", None, and_masks(causal_mask, checkerboard)))
-CASES.append(Case("or_masks_with_declared", None, or_masks(causal_window, prefix_lm_mask), {"prefix": torch.int32}, {"prefix": ints(40, B)}))
-CASES.append(Case("score_and_mask", alibi_declared, causal_documents, {"slopes": torch.float32, "documents": torch.int32},
-                  {"slopes": floats(H), "documents": ints(5, LENGTH)}))  # fmt: skip
+CASES.append(
+    Case(
+        "or_masks_with_declared",
+        None,
+        or_masks(causal_window, prefix_lm_mask),
+        {"prefix": torch.int32},
+        {"prefix": ints(40, B)},
+    )
+)
+CASES.append(
+    Case(
+        "score_and_mask",
+        alibi_declared,
+        causal_documents,
+        {"slopes": torch.float32, "documents": torch.int32},
+        {"slopes": floats(H), "documents": ints(5, LENGTH)},
+    )
+)

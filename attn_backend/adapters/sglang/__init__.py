@@ -1,5 +1,6 @@
-"""SGLang plugin: `--attention-backend attn_backend`, `--sampling-backend attn_backend`. SGLang finds `register` through the entry point group
-`sglang.srt.plugins`.
+"""SGLang plugin: `--attention-backend attn_backend`, `--sampling-backend attn_backend`.
+
+SGLang finds `register` through the entry point group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ NAME = "attn_backend"
 
 
 def register() -> None:
-    """Makes `--attention-backend attn_backend` and `--sampling-backend attn_backend` known to SGLang in this process. Calling it again changes nothing.
+    """Makes `--attention-backend attn_backend` and `--sampling-backend attn_backend` known to SGLang in this
+    process. Calling it again changes nothing.
 
     Environment:
         ATTN_BACKEND_SAMPLER: `0` leaves the sampler out. `1` also puts it in the place of SGLang's `pytorch` sampler, which SGLang insists on on CPUs and
             under --enable-deterministic-inference whatever --sampling-backend says.
 
     Raises:
-        RuntimeError: this release of SGLang has no registry that this package knows; the message says what was looked for.
+        RuntimeError: this release of SGLang has no registry that this package knows; the message says what
+            was looked for.
     """
     from . import compat, drafts, name_checks
 
@@ -39,11 +42,13 @@ def register() -> None:
 
 
 def create_backend(runner: object) -> SGLangAttentionBackend | SparseBackend:
-    """The backend of one model runner; SGLang calls it while it starts, so what is refused here stops the start.
+    """The backend of one model runner; SGLang calls it while it starts, so what is refused here stops the
+    start.
 
     Raises:
         ValueError: the model or an option is not supported; the message names it.
-        RuntimeError: this package cannot be loaded. Never an ImportError: SGLang's own test kit reports that as a skip.
+        RuntimeError: this package cannot be loaded. Never an ImportError: SGLang's own test kit reports that
+            as a skip.
     """
     try:
         from .backend import SGLangAttentionBackend
@@ -54,7 +59,10 @@ def create_backend(runner: object) -> SGLangAttentionBackend | SparseBackend:
 
             return SparseBackend(runner)
     except ImportError as error:
-        raise RuntimeError(f"--attention-backend {NAME} cannot be loaded: {error}. `attn-backend doctor` says what is missing.") from error
+        raise RuntimeError(
+            f"--attention-backend {NAME} cannot be loaded: {error}. `attn-backend doctor` says what is "
+            f"missing."
+        ) from error
     return SGLangAttentionBackend(runner)
 
 

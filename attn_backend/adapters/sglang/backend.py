@@ -1,12 +1,14 @@
 """SGLang's attention backend: plans once a step from the engine's device tensors, runs once a layer.
 
-New tokens are written to the pool first; then one schedule reads everything from it, prefix and new tokens alike. Nothing is copied to the host, gathered into
-index lists or merged afterwards: the page table is the engine's own req_to_token.
+New tokens are written to the pool first; then one schedule reads everything from it, prefix and new tokens
+alike. Nothing is copied to the host, gathered into index lists or merged afterwards: the page table is the
+engine's own req_to_token.
 
-CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs no host time. Those kernels read req_to_token
-until the replay ends. Releases that ask are told so; 0.5.17 lets its scheduler go on earlier. What it writes then is never what a running request still reads:
-new tokens lie beyond the planned length, a prefix that moved into the radix tree has the same keys and values in its new slots, and the row of a
-finished request is computed for nothing.
+CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs
+no host time. Those kernels read req_to_token until the replay ends. Releases that ask are told so; 0.5.17
+lets its scheduler go on earlier. What it writes then is never what a running request still reads: new tokens
+lie beyond the planned length, a prefix that moved into the radix tree has the same keys and values in its new
+slots, and the row of a finished request is computed for nothing.
 """
 
 from __future__ import annotations
@@ -80,29 +82,44 @@ class SGLangAttentionBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         is_encoder_decoder = bool(runner.model_config.is_encoder_decoder)
-        self.page_size: int = 1 if is_encoder_decoder else runner.page_size or 1  # decoders' tokens begin anywhere in a page
+        # decoders' tokens begin anywhere in a page
+        self.page_size: int = 1 if is_encoder_decoder else runner.page_size or 1
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
         self.kv_dtype: torch.dtype = runner.kv_cache_dtype
-        self.max_context_len: int = runner.model_config.context_len  # the engine asks for it where it makes masks
+        # the engine asks for it where it makes masks
+        self.max_context_len: int = runner.model_config.context_len
         self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
         warn_if_untried(self.device, logger)
 
         self._is_float8 = self.kv_dtype in SCALED_DTYPES
         self._has_extends = branches == 0  # a draft model's one step is a decode
-        self._appended_dtypes = (self.dtype, self.kv_dtype)  # of K and V that are written to the pool without it
+        # of K and V that are written to the pool without it
+        self._appended_dtypes = (self.dtype, self.kv_dtype)
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
         if self._has_latents:
             ask_for_parts(runner)
-        self._of_model = {"has_spans": wants_spans(runner), "cuts_spans": cuts_spans(runner), "in_blocks": drafts_in_blocks(runner)}
+        self._of_model = {
+            "has_spans": wants_spans(runner),
+            "cuts_spans": cuts_spans(runner),
+            "in_blocks": drafts_in_blocks(runner),
+        }
         self._attention_chunk_size: int | None = getattr(runner.model_config, "attention_chunk_size", None)
         self._nodes_of_trees = verified_tokens(runner) if drafts_are_trees() else 0
 
         self._max_batch = most_requests(runner, branches)
-        self._max_rows = self._max_batch if branches else longest_extend(runner) + self._max_batch * max(1, compat.num_draft_tokens())
+        self._max_rows = (
+            self._max_batch
+            if branches
+            else longest_extend(runner) + self._max_batch * max(1, compat.num_draft_tokens())
+        )
         self._reader = BatchReader(runner, self.device)
-        self._window = WindowSlots(self.token_to_kv_pool, self.device) if isinstance(self.token_to_kv_pool, SWAKVPool) else None
+        self._window = (
+            WindowSlots(self.token_to_kv_pool, self.device)
+            if isinstance(self.token_to_kv_pool, SWAKVPool)
+            else None
+        )
         self._window_slots: Tensor | None = None  # where this step's tokens go in the window pool
         self._allocate_buffers()
         self._plans: dict[PlanKey, Plan] = {}
@@ -118,7 +135,11 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def shared_read_ends(self, fm: Any) -> Any:
         """Until when the engine must not write req_to_token, for the releases that ask."""
-        return compat.shared_reads_end_after_replay() if fm.is_decode() or fm.is_target_verify() else super().shared_read_ends(fm)
+        return (
+            compat.shared_reads_end_after_replay()
+            if fm.is_decode() or fm.is_target_verify()
+            else super().shared_read_ends(fm)
+        )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -126,7 +147,10 @@ class SGLangAttentionBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Called before anything of these sizes is captured."""
         if max_bs > self._max_batch or max_num_tokens > self._max_rows:
-            self._max_batch, self._max_rows = max(max_bs, self._max_batch), max(max_num_tokens, self._max_rows)
+            self._max_batch, self._max_rows = (
+                max(max_bs, self._max_batch),
+                max(max_num_tokens, self._max_rows),
+            )
             self._allocate_buffers()
             for plan in self._plans.values():
                 plan.grow(self._max_rows, self._max_batch)
@@ -142,9 +166,14 @@ class SGLangAttentionBackend(AttentionBackend):
     # Planning. `init_forward_metadata` of the base class calls both.
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Extends are planned here: the runner that captures whole prefills calls nothing else. Masks of trees are taken over here: graphs read ours."""
+        """Extends are planned here: the runner that captures whole prefills calls nothing else.
+
+        Masks of trees are taken over here: graphs read ours.
+        """
         if self._nodes_of_trees and forward_batch.forward_mode.is_target_verify():
-            self._reader.trees.take(forward_batch.spec_info, forward_batch.seq_lens[: forward_batch.batch_size])
+            self._reader.trees.take(
+                forward_batch.spec_info, forward_batch.seq_lens[: forward_batch.batch_size]
+            )
         if not is_uniform(forward_batch.forward_mode):
             self._plan(forward_batch)
 
@@ -177,10 +206,15 @@ class SGLangAttentionBackend(AttentionBackend):
                 self._plan_layers(plan, batch)
 
     def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
-        return plan.make(batch, *page_table(plan.key, batch, self.req_to_token_pool.req_to_token, self.page_size, self._window))
+        return plan.make(
+            batch,
+            *page_table(plan.key, batch, self.req_to_token_pool.req_to_token, self.page_size, self._window),
+        )
 
     def _plan_late(self, plan: Plan) -> Attention:
-        """For a layer that was not found in the model when the engine started: the step is already planned, for the others."""
+        """For a layer that was not found in the model when the engine started: the step is already planned,
+        for the others.
+        """
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
         if plan.key.of_this_step and self.forward_metadata.has_prefixes:
@@ -190,25 +224,48 @@ class SGLangAttentionBackend(AttentionBackend):
     # Running.
 
     def forward_decode(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True, **extra: Any
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extra: Any,
     ) -> Tensor:
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
 
     def forward_extend(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True, **extra: Any
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extra: Any,
     ) -> Tensor:
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
 
     def _forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool, extra: dict[str, Any]
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        extra: dict[str, Any],
     ) -> Tensor:
-        """q: [rows, num_qo_heads * head_dim], or these elements in other dimensions: 0.5.17's Gemma 3 has [1, rows, num_qo_heads, head_dim]; k: [rows,
-        num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v]; k and v None where another layer's cache is read. extra: of latents q_rope [rows,
-        num_qo_heads, rotated part] and k_rope [rows, 1, rotated part], where these are not in q and k.
+        """q: [rows, num_qo_heads * head_dim], or these elements in other dimensions: 0.5.17's Gemma 3 has [1,
+        rows, num_qo_heads, head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v];
+        k and v None where another layer's cache is read. extra: of latents q_rope [rows, num_qo_heads,
+        rotated part] and k_rope [rows, 1, rotated part], where these are not in q and k.
 
         Returns [rows, num_qo_heads * head_dim_v], or the engine's output as it is.
         """
-        if torch.is_grad_enabled():  # Whisper's forward() is not under torch.no_grad(), and SGLang captures decode graphs outside of it
+        # Whisper's forward() is not under torch.no_grad(), and SGLang captures decode graphs outside of it
+        if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
         q_rope, k_rope = extra.pop("q_rope", None), extra.pop("k_rope", None)
@@ -223,24 +280,36 @@ class SGLangAttentionBackend(AttentionBackend):
         if plan.key.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
-        k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)  # at every step: it waits for KV that is still being loaded
+        # at every step: it waits for KV that is still being loaded
+        k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if self._is_float8:
             kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
         else:
             kv = known.cache.view(k_buffer, v_buffer, self.page_size)
         if attention.q_dtype != self.dtype:
-            q_heads = self._rounder.round(q_heads, attention.q_dtype)  # before append_kv, which is the only launch that run() may overlap with
+            # before append_kv, which is the only launch that run() may overlap with
+            q_heads = self._rounder.round(q_heads, attention.q_dtype)
         appended = False
-        if save_kv_cache and k is not None:  # False with k given: the model's rotary kernel has written them already
+        # False with k given: the model's rotary kernel has written them already
+        if save_kv_cache and k is not None:
             assert v is not None
-            appended = self._write(k, k_rope, v, kv, layer, forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc)
+            appended = self._write(
+                k,
+                k_rope,
+                v,
+                kv,
+                layer,
+                forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc,
+            )
         arguments = plan.arguments
         if known.slopes is not None:
             arguments = {"slopes": known.slopes, **(arguments or {})}
         attention.run(
             q_heads,
             kv,
-            q_rope=None if q_rope is None else q_rope.view(num_rows, known.num_qo_heads, known.head_dim - known.head_dim_v),
+            q_rope=None
+            if q_rope is None
+            else q_rope.view(num_rows, known.num_qo_heads, known.head_dim - known.head_dim_v),
             out=out_heads,
             sm_scale=known.sm_scale,
             logits_soft_cap=plan.logits_soft_cap,
@@ -250,9 +319,19 @@ class SGLangAttentionBackend(AttentionBackend):
         )
         return out
 
-    def _write(self, k: Tensor, k_rope: Tensor | None, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor) -> bool:
-        """Writes a layer's new tokens. Returns whether append_kv wrote them: run() may then start before they are in the cache."""
-        if self._copies_to_slots and k.dtype == v.dtype and (self._is_float8 or k.dtype in self._appended_dtypes):  # the pool converts others
+    def _write(
+        self, k: Tensor, k_rope: Tensor | None, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor
+    ) -> bool:
+        """Writes a layer's new tokens.
+
+        Returns whether append_kv wrote them: run() may then start before they are in the cache.
+        """
+        # the pool converts others
+        if (
+            self._copies_to_slots
+            and k.dtype == v.dtype
+            and (self._is_float8 or k.dtype in self._appended_dtypes)
+        ):
             slots = slots.contiguous()  # those of a draft step are a column of a table
             if self._has_latents:
                 append_latents(k, k_rope, kv, slots)
@@ -280,7 +359,10 @@ class SGLangAttentionBackend(AttentionBackend):
             return None
         known = self._layers.get(layer)
         if known is None or not known.plan.key.has_sinks:
-            raise refuse(f"attention sinks that layer {layer.layer_id} of this model did not show when the engine started")
+            raise refuse(
+                f"attention sinks that layer {layer.layer_id} of this model did not show when the engine "
+                f"started"
+            )
         return sinks.detach().float()  # at every step: weights may be updated in place, under captured graphs
 
     # Layers and buffers.
@@ -288,14 +370,18 @@ class SGLangAttentionBackend(AttentionBackend):
     def _remember(self, layer: RadixAttention, parent: Module | None = None) -> Layer:
         in_window_pool = self._window is not None and self._window.holds(layer.layer_id)
         chunk = self._attention_chunk_size
-        key = plan_key(layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, **self._of_model)
+        key = plan_key(
+            layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, **self._of_model
+        )
         if self.kv_dtype != self.dtype and not key.of_this_step:  # whose keys and values are in no cache
             key = key._replace(kv_dtype=self.kv_dtype)
         plan = self._plans.get(key)
         if plan is None:
             nodes_of_trees = 0 if key.of_this_step else self._nodes_of_trees
             float8_extends = self._has_extends and rounds_queries(key, self.device)
-            plan = self._plans[key] = Plan(key, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends)
+            plan = self._plans[key] = Plan(
+                key, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends
+            )
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
         cache = self._caches.setdefault(layer.layer_id, LayerCache(makes_v_anew=self._has_latents))

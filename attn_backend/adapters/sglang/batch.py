@@ -32,11 +32,15 @@ class Batch:
     has_prefixes: bool = True  # whether a request may have tokens that are not in Q
     tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
     slots: Tensor | None = None  # instead of req_to_token: see branch_slots
-    is_extend: bool = False  # prompts or chunks of them, maybe decodes beside them; also a draft model's tokens after a verification
+    # prompts or chunks of them, maybe decodes beside them; also a draft model's tokens after a verification
+    is_extend: bool = False
 
 
 class BatchReader:
-    """Makes a Batch of a ForwardBatch. What it adds lies in buffers that captured graphs read at every replay."""
+    """Makes a Batch of a ForwardBatch.
+
+    What it adds lies in buffers that captured graphs read at every replay.
+    """
 
     def __init__(self, runner: Any, device: torch.device) -> None:
         self._device = device
@@ -92,13 +96,26 @@ class BatchReader:
         max_qo_len = num_rows if host_lens is None else int(max(host_lens))
         prefix_lens = forward_batch.extend_prefix_lens_cpu
         has_prefixes = prefix_lens is None or any(prefix_lens)
-        return Batch(num_rows, self._prefix_sum(qo_lens), qo_lens, max_qo_len, kv_lens, rows, has_prefixes=has_prefixes, is_extend=True)
+        return Batch(
+            num_rows,
+            self._prefix_sum(qo_lens),
+            qo_lens,
+            max_qo_len,
+            kv_lens,
+            rows,
+            has_prefixes=has_prefixes,
+            is_extend=True,
+        )
 
     def _read_drafts(self, spec_info: Any, prefix_lens: Tensor, rows: Tensor) -> Batch:
         batch_size, draft_len = rows.shape[0], int(spec_info.draft_token_num)
         tree = None if is_chain(spec_info) else self.trees.of_step(batch_size, draft_len).visible
-        qo_indptr = torch.arange(0, (batch_size + 1) * draft_len, draft_len, dtype=torch.int32, device=self._device)
-        return Batch(batch_size * draft_len, qo_indptr, draft_len, draft_len, prefix_lens + draft_len, rows, tree=tree)
+        qo_indptr = torch.arange(
+            0, (batch_size + 1) * draft_len, draft_len, dtype=torch.int32, device=self._device
+        )
+        return Batch(
+            batch_size * draft_len, qo_indptr, draft_len, draft_len, prefix_lens + draft_len, rows, tree=tree
+        )
 
     def _fill_spans(self, forward_batch: Any, batch: Batch) -> Spans:
         spans = self._spans
@@ -114,15 +131,22 @@ class BatchReader:
 
     def _prefix_sum(self, lens: Tensor) -> Tensor:
         batch_size = lens.shape[0]
-        if batch_size == 1:  # a prompt that is computed alone waits for this: a copy is launched sooner than a scan
+        # a prompt that is computed alone waits for this: a copy is launched sooner than a scan
+        if batch_size == 1:
             self._one_qo_len.copy_(lens)
             return self._one_qo_indptr
         fits = batch_size <= self._max_batch
-        indptr = self._qo_indptr[: batch_size + 1] if fits else torch.zeros(batch_size + 1, dtype=torch.int32, device=self._device)
+        indptr = (
+            self._qo_indptr[: batch_size + 1]
+            if fits
+            else torch.zeros(batch_size + 1, dtype=torch.int32, device=self._device)
+        )
         torch.cumsum(lens, dim=0, dtype=torch.int32, out=indptr[1:])
         return indptr
 
 
 def is_uniform(mode: Any) -> bool:
-    """Whether all requests of a step in this mode have the same number of rows, so that it may run as a captured graph of a fixed batch size."""
+    """Whether all requests of a step in this mode have the same number of rows, so that it may run as a
+    captured graph of a fixed batch size.
+    """
     return bool(mode.is_decode_or_idle() or mode.is_target_verify())

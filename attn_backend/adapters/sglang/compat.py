@@ -1,4 +1,6 @@
-"""What differs between SGLang's releases: 0.5.17 to 0.5.23 are known. The one place that looks at which release runs."""
+"""What differs between SGLang's releases: 0.5.17 to 0.5.23 are known. The one place that looks at which
+release runs.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ def release() -> str:
 
 
 def register_backend(name: str, create: Callable[[Any], Any]) -> None:
-    """Adds a backend to SGLang's registry and to the choices of `--attention-backend`. Registering the same name again only replaces the factory.
+    """Adds a backend to SGLang's registry and to the choices of `--attention-backend`.
 
-    It also joins the backends that --enable-deterministic-inference allows, but not those that keep the radix cache on: a prompt of which all but one
-    token is cached is computed like a decode, whose bits are not a prefill's. The engine's other lists of names (chunked prefix cache of MLA models)
-    promise what this backend does not do.
+    Registering the same name again only replaces the factory.
+
+    It also joins the backends that --enable-deterministic-inference allows, but not those that keep the radix
+    cache on: a prompt of which all but one token is cached is computed like a decode, whose bits are not a
+    prefill's. The engine's other lists of names (chunked prefix cache of MLA models) promise what this
+    backend does not do.
 
     Raises:
         RuntimeError: the registry is not where the known releases have it.
@@ -32,7 +37,9 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     except ImportError as error:
-        raise RuntimeError(f"attention backend {name!r} cannot be registered with SGLang {release()}: {error}") from error
+        raise RuntimeError(
+            f"attention backend {name!r} cannot be registered with SGLang {release()}: {error}"
+        ) from error
     register_attention_backend(name)(create)
     if name not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([name])
@@ -41,9 +48,12 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
 
 
 def register_draft_backend(name: str) -> None:
-    """Adds a backend to those that SGLang gives to draft models of DFLASH, which otherwise get FlashInfer's. Registering it again changes nothing.
+    """Adds a backend to those that SGLang gives to draft models of DFLASH, which otherwise get FlashInfer's.
 
-    Up to 0.5.19 the names are in a tuple of the function that checks them: there, drafts stay with FlashInfer's backend, and this one verifies them.
+    Registering it again changes nothing.
+
+    Up to 0.5.19 the names are in a tuple of the function that checks them: there, drafts stay with
+    FlashInfer's backend, and this one verifies them.
     """
     from sglang.srt import server_args
 
@@ -53,7 +63,9 @@ def register_draft_backend(name: str) -> None:
 
 
 def register_sampler(name: str, create: Callable[[], Any]) -> None:
-    """Adds a sampler to SGLang's registry and to the choices of `--sampling-backend`. Registering the same one again changes nothing.
+    """Adds a sampler to SGLang's registry and to the choices of `--sampling-backend`.
+
+    Registering the same one again changes nothing.
 
     Raises:
         RuntimeError: the registry is not where the known releases have it.
@@ -62,14 +74,18 @@ def register_sampler(name: str, create: Callable[[], Any]) -> None:
         from sglang.srt.layers import sampler
         from sglang.srt.layers.sampler import register_sampler_backend
     except ImportError as error:
-        raise RuntimeError(f"sampling backend {name!r} cannot be registered with SGLang {release()}: {error}") from error
-    if getattr(sampler, "_CUSTOM_SAMPLER_FACTORIES", {}).get(name) is not create:  # SGLang warns of every second registration
+        raise RuntimeError(
+            f"sampling backend {name!r} cannot be registered with SGLang {release()}: {error}"
+        ) from error
+    # SGLang warns of every second registration
+    if getattr(sampler, "_CUSTOM_SAMPLER_FACTORIES", {}).get(name) is not create:
         register_sampler_backend(name, create)
 
 
 def take_parts(name: str, takes: bool) -> None:
-    """Tells the models of MLA in this process whether a backend of this name takes the latent and the rotated part of Q and K apart, as `q_rope` and `k_rope`.
-    To others they give them side by side, which they copy in every layer. A release without their list of names does so, too.
+    """Tells the models of MLA in this process whether a backend of this name takes the latent and the rotated
+    part of Q and K apart, as `q_rope` and `k_rope`. To others they give them side by side, which they copy in
+    every layer. A release without their list of names does so, too.
     """
     try:
         from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as names
@@ -89,7 +105,8 @@ def deterministic() -> bool:
 def starts_triton_on_cpu(name: str) -> bool:
     """Whether the engine would launch Triton kernels beside this backend on a machine without a GPU.
 
-    Up to 0.5.21 it decides by the backend's name and knows only its own; later releases also ask the platform.
+    Up to 0.5.21 it decides by the backend's name and knows only its own; later releases also ask the
+    platform.
     """
     from sglang.srt.utils.common import support_triton
 
@@ -97,7 +114,10 @@ def starts_triton_on_cpu(name: str) -> bool:
 
 
 def setting(path: str, default: Any) -> Any:
-    """A resolved option of the running server, e.g. "schedule.chunked_prefill_size"; `default` where this release or this process does not have it."""
+    """A resolved option of the running server, e.g.
+
+    "schedule.chunked_prefill_size"; `default` where this release or this process does not have it.
+    """
     from sglang.srt import runtime_context
 
     group, *rest = path.split(".")
@@ -108,7 +128,12 @@ def setting(path: str, default: Any) -> Any:
         value = getter()
         for name in rest:
             value = getattr(value, name)
-    except (AttributeError, ValueError, AssertionError, RuntimeError):  # not published, no such option, or no process group yet
+    except (
+        AttributeError,
+        ValueError,
+        AssertionError,
+        RuntimeError,
+    ):  # not published, no such option, or no process group yet
         return default
     return default if value is None else value
 
@@ -119,7 +144,9 @@ def num_draft_tokens() -> int:
 
 
 def shared_reads_end_after_replay() -> Any:
-    """What `AttentionBackend.shared_read_ends` returns when the captured kernels read req_to_token until the replay ends. None: this release does not ask."""
+    """What `AttentionBackend.shared_read_ends` returns when the captured kernels read req_to_token until the
+    replay ends. None: this release does not ask.
+    """
     from sglang.srt.layers.attention import base_attn_backend
 
     ends = getattr(base_attn_backend, "SharedReadEnds", None)
@@ -127,17 +154,22 @@ def shared_reads_end_after_replay() -> Any:
 
 
 def copies_to_slots(pool: Any) -> bool:
-    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in what get_kv_buffer returns. 8-bit floats that a
-    pool stores as uint8 count as its dtype.
+    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in
+    what get_kv_buffer returns. 8-bit floats that a pool stores as uint8 count as its dtype.
 
-    One difference remains: under SGLANG_ENABLE_ASYNC_ASSERT a pool checks the slots, while `append_kv` skips those outside the cache.
+    One difference remains: under SGLANG_ENABLE_ASYNC_ASSERT a pool checks the slots, while `append_kv` skips
+    those outside the cache.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     names = ("set_kv_buffer", "_store_kv_layer")
     return (
         isinstance(pool, MHATokenToKVPool)
-        and all(getattr(type(pool), name, None) is getattr(MHATokenToKVPool, name, None) and name not in vars(pool) for name in names)
+        and all(
+            getattr(type(pool), name, None) is getattr(MHATokenToKVPool, name, None)
+            and name not in vars(pool)
+            for name in names
+        )
         and pool.store_dtype == (torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype)
         and getattr(pool, "kv_cache_layout", None) == "nhd"
         and not getattr(pool, "is_quantized_kv_cache", True)

@@ -1,4 +1,6 @@
-"""Draft models on this backend: the steps in which EAGLE and its like draft tokens one after another, each with a plan of its own."""
+"""Draft models on this backend: the steps in which EAGLE and its like draft tokens one after another, each
+with a plan of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from .support import check_drafts
 
 
 class DraftStepsBackend:
-    """What SGLang asks for `speculative_num_steps - 1` consecutive draft steps: a backend for each (the first token comes from the step before).
+    """What SGLang asks for `speculative_num_steps - 1` consecutive draft steps: a backend for each (the first
+    token comes from the step before).
 
     All steps are planned before the first one runs, in the captured graph where there is one.
 
@@ -54,17 +57,31 @@ class DraftStepsBackend:
         rows, lens = forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size]
         slots = None
         if self.topk > 1:
-            slots = branch_slots(self.req_to_token_pool.req_to_token, rows, lens, self.topk, self.speculative_num_steps, self.page_size)
-            rows, lens = torch.arange(batch_size * self.topk, device=rows.device), lens.repeat_interleave(self.topk)
+            slots = branch_slots(
+                self.req_to_token_pool.req_to_token,
+                rows,
+                lens,
+                self.topk,
+                self.speculative_num_steps,
+                self.page_size,
+            )
+            rows, lens = (
+                torch.arange(batch_size * self.topk, device=rows.device),
+                lens.repeat_interleave(self.topk),
+            )
         for i, step in enumerate(self.attn_backends):
-            step.plan_draft(Batch(rows.shape[0], step.one_row_each(rows.shape[0]), 1, 1, lens + i + 1, rows, slots=slots))
+            step.plan_draft(
+                Batch(rows.shape[0], step.one_row_each(rows.shape[0]), 1, 1, lens + i + 1, rows, slots=slots)
+            )
 
 
-def branch_slots(req_to_token: Tensor, rows: Tensor, prefix_lens: Tensor, topk: int, num_steps: int, page_size: int) -> Tensor:
+def branch_slots(
+    req_to_token: Tensor, rows: Tensor, prefix_lens: Tensor, topk: int, num_steps: int, page_size: int
+) -> Tensor:
     """The slots of each branch of each request's draft: its prefix, followed by the branch's own tokens.
 
-    SGLang keeps the branches of a request after its prefix, each from the beginning of a page on: where the prefix ends within a page, each branch but the
-    first begins with a copy of that page.
+    SGLang keeps the branches of a request after its prefix, each from the beginning of a page on: where the
+    prefix ends within a page, each branch but the first begins with a copy of that page.
 
     Args:
         req_to_token: int32 [requests, max_tokens].
@@ -75,7 +92,8 @@ def branch_slots(req_to_token: Tensor, rows: Tensor, prefix_lens: Tensor, topk: 
         page_size: tokens.
 
     Returns:
-        int32 [batch * topk, max_tokens], a row like one of req_to_token for each branch. What follows its tokens is some other slot.
+        int32 [batch * topk, max_tokens], a row like one of req_to_token for each branch. What follows its
+        tokens is some other slot.
     """
     max_tokens = req_to_token.shape[1]
     in_page = prefix_lens % page_size

@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek V2 and V3, Kimi K2): what its models and its pool must be like.
 
-SGLang chooses one of two ways for each step by the backend's name, and treats a name that it does not know like its Triton backend: prompts without a
-cached prefix attend to decompressed keys and values, which are in no cache; everything else attends to the latents.
+SGLang chooses one of two ways for each step by the backend's name, and treats a name that it does not know
+like its Triton backend: prompts without a cached prefix attend to decompressed keys and values, which are in
+no cache; everything else attends to the latents.
 """
 
 from __future__ import annotations
@@ -28,21 +29,32 @@ def has_latents(runner: Any) -> bool:
 
 
 def is_sparse(runner: Any) -> bool:
-    """Whether the model also has an indexer, which selects the tokens that a row attends to (DeepSeek V3.2, GLM 5)."""
+    """Whether the model also has an indexer, which selects the tokens that a row attends to (DeepSeek V3.2,
+    GLM 5).
+    """
     return has_latents(runner) and bool(is_deepseek_dsa(runner.model_config.hf_config))
 
 
 def unsupported_sparse(runner: Any) -> str | None:
     """What keeps a model with an indexer from being served; None if nothing."""
     config, pool = runner.model_config.hf_config, runner.token_to_kv_pool
-    names = {compat.setting("exec.kernel.prefill_attention_backend", None), compat.setting("exec.kernel.decode_attention_backend", None)} - {None, NAME}
+    names = {
+        compat.setting("exec.kernel.prefill_attention_backend", None),
+        compat.setting("exec.kernel.decode_attention_backend", None),
+    } - {None, NAME}
     what = "sparse attention over latents"
     if device(runner.device).type != "cuda":
         return f"{what} on a CPU (the indexer is SGLang's, with kernels for GPUs alone)"
     if not isinstance(pool, MLATokenToKVPool) or (pool.kv_lora_rank, pool.qk_rope_head_dim) != (512, 64):
         return f"{what} of other widths than 512 + 64"
-    if pool.kv_cache_dim != (SCALED_LATENT_BYTES if pool.dsa_kv_cache_store_fp8 else 576) or (pool.dtype.itemsize == 1) != pool.dsa_kv_cache_store_fp8:
-        return f"{what} in 8-bit rows without scales of their own (pass --kv-cache-dtype bfloat16, or flashmla_sparse as --dsa-prefill-backend and -decode-)"
+    if (
+        pool.kv_cache_dim != (SCALED_LATENT_BYTES if pool.dsa_kv_cache_store_fp8 else 576)
+        or (pool.dtype.itemsize == 1) != pool.dsa_kv_cache_store_fp8
+    ):
+        return (
+            f"{what} in 8-bit rows without scales of their own (pass --kv-cache-dtype bfloat16, or "
+            f"flashmla_sparse as --dsa-prefill-backend and -decode-)"
+        )
     if runner.dtype != torch.bfloat16:
         return f"{what} for a model of {runner.dtype} (pass --dtype bfloat16)"
     if getattr(config, "index_kpool", 1) > 1 or getattr(config, "learnable_sink", False):
@@ -71,20 +83,30 @@ def unsupported(runner: Any) -> str | None:
 
 
 def ask_for_parts(runner: Any) -> None:
-    """Has this runner's model give the parts of Q and K as they are. Not one with Llama 4's scaling of queries (Mistral Large 3): that is applied to whole ones
-    alone. A draft model takes the same way as the model that it drafts for.
+    """Has this runner's model give the parts of Q and K as they are.
+
+    Not one with Llama 4's scaling of queries (Mistral Large 3): that is applied to whole ones alone. A draft
+    model takes the same way as the model that it drafts for.
     """
-    is_scaled = any(getattr(module, "llama_4_scaling_config", None) is not None for module in runner.model.modules())
+    is_scaled = any(
+        getattr(module, "llama_4_scaling_config", None) is not None for module in runner.model.modules()
+    )
     if is_scaled or not runner.is_draft_worker:
         compat.take_parts(NAME, not is_scaled)
 
 
 def is_decompressed(layer: RadixAttention, parent: Module | None) -> bool:
-    """Whether a layer is given keys and values of the step's own tokens, decompressed, and reads nothing else."""
-    return getattr(parent, "attn_mha", None) is layer and isinstance(getattr(parent, "attn_mqa", None), RadixAttention)
+    """Whether a layer is given keys and values of the step's own tokens, decompressed, and reads nothing
+    else.
+    """
+    return getattr(parent, "attn_mha", None) is layer and isinstance(
+        getattr(parent, "attn_mqa", None), RadixAttention
+    )
 
 
 def append_latents(k: Tensor, k_rope: Tensor | None, kv: KVCache, slots: Tensor) -> None:
-    """k: [rows, 1, latent and rotated part]; with k_rope, [rows, 1, rotated part], the latent alone. kv: of the layer's slots."""
+    """k: [rows, 1, latent and rotated part]; with k_rope, [rows, 1, rotated part], the latent alone. kv: of
+    the layer's slots.
+    """
     rows, width = k[:, 0], kv.head_dim_v
     append_mla_kv(rows[:, :width], rows[:, width:] if k_rope is None else k_rope[:, 0], kv, slots)

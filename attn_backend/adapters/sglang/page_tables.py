@@ -12,7 +12,9 @@ from .batch import Batch
 from .window import WindowSlots, window_page_table
 
 
-def page_table(key: PlanKey, batch: Batch, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None) -> tuple[PageTable, Tensor | None]:
+def page_table(
+    key: PlanKey, batch: Batch, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
+) -> tuple[PageTable, Tensor | None]:
     """The tokens of each request, and how many are in front of the table; None: none."""
     if batch.slots is not None:
         req_to_token = batch.slots
@@ -27,11 +29,23 @@ def page_table(key: PlanKey, batch: Batch, req_to_token: Tensor, page_size: int,
         return PageTable.token_slots(req_to_token, batch.rows, batch.kv_lens, page_size), None
     assert window_slots is not None
     window = key.chunk - 1 if key.chunk else key.window_left
-    return window_page_table(req_to_token, batch.rows, batch.kv_lens, batch.qo_lens, batch.max_qo_len, window, window_slots.mapping, page_size)
+    return window_page_table(
+        req_to_token,
+        batch.rows,
+        batch.kv_lens,
+        batch.qo_lens,
+        batch.max_qo_len,
+        window,
+        window_slots.mapping,
+        page_size,
+    )
 
 
-def _decoder_page_table(req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, encoder_lens: Tensor) -> PageTable:
-    """The tokens of an encoder-decoder model's decoder: SGLang keeps the encoder's in front of them in a request's row of req_to_token.
+def _decoder_page_table(
+    req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, encoder_lens: Tensor
+) -> PageTable:
+    """The tokens of an encoder-decoder model's decoder: SGLang keeps the encoder's in front of them in a
+    request's row of req_to_token.
 
     In pages of one token: they do not begin at a multiple of a page. May be captured in a CUDA graph.
 

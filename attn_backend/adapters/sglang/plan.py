@@ -22,13 +22,22 @@ class Plan:
         attention: captured by graphs: never replaced once there are any.
         of_trees: for steps that verify trees; None: there are no such steps.
         of_extends: for steps that extend, whose queries have the cache's 8 bits; None: theirs have 16, too.
-        current: the Attention that holds this step's plan; None: there is no plan yet, or these layers take no part in this step.
+        current: the Attention that holds this step's plan; None: there is no plan yet, or these layers take
+            no part in this step.
         logits_soft_cap: what this step's runs are given.
-        arguments: the variant's arguments in the runs of this step, without ALiBi slopes: each layer adds its own.
+        arguments: the variant's arguments in the runs of this step, without ALiBi slopes: each layer adds its
+            own.
     """
 
     def __init__(
-        self, key: PlanKey, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int, nodes_of_trees: int = 0, float8_extends: bool = False
+        self,
+        key: PlanKey,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_batch: int,
+        nodes_of_trees: int = 0,
+        float8_extends: bool = False,
     ) -> None:
         """
         Args:
@@ -56,8 +65,14 @@ class Plan:
             variant=variant_of(key),
             sinks=key.has_sinks,
         )
-        self.of_trees = Plan(tree_key(key), dtype, device, max_batch * nodes_of_trees, max_batch) if nodes_of_trees else None
-        self.of_extends = Plan(key._replace(float8_q=True), dtype, device, max_rows, max_batch) if float8_extends else None
+        self.of_trees = (
+            Plan(tree_key(key), dtype, device, max_batch * nodes_of_trees, max_batch)
+            if nodes_of_trees
+            else None
+        )
+        self.of_extends = (
+            Plan(key._replace(float8_q=True), dtype, device, max_rows, max_batch) if float8_extends else None
+        )
         self.current: Attention | None = None
         self.logits_soft_cap = 0.0
         self.arguments: dict[str, Tensor | int] | None = None
@@ -85,7 +100,13 @@ class Plan:
         self.logits_soft_cap = 0.0 if key.needs_variant else key.logits_soft_cap  # a variant knows its own
         self.arguments = _arguments(key, batch)
         causal, window = visibility_of(key, causal=True)
-        view = BSRView(batch.qo_indptr, table, causal=causal, window_left=window, kv_offsets=tokens_before if key.needs_variant else None)
+        view = BSRView(
+            batch.qo_indptr,
+            table,
+            causal=causal,
+            window_left=window,
+            kv_offsets=tokens_before if key.needs_variant else None,
+        )
         self.current.plan(view, variant_args=None if key.has_alibi else self.arguments)
         return self.current
 
@@ -107,5 +128,9 @@ def _arguments(key: PlanKey, batch: Batch) -> dict[str, Tensor | int] | None:
     if key.has_items and batch.items is not None:
         return batch.items._asdict()
     if key.has_spans and batch.spans is not None:
-        return {"span_begin": batch.spans.begin, "span_end": batch.spans.end, "window": -1 if key.cuts_spans else key.window_left}
+        return {
+            "span_begin": batch.spans.begin,
+            "span_end": batch.spans.end,
+            "window": -1 if key.cuts_spans else key.window_left,
+        }
     return None

@@ -23,8 +23,9 @@ _MOST_OPEN_GROUPS = 4096
 class AttnSampler(engine_sampler.Sampler):
     """The sampler behind `--sampling-backend attn_backend`.
 
-    Custom logit processors, penalties, logit biases and grammar masks have been applied to the logits when it draws. What is reported beside the tokens
-    (log-probabilities, sampling masks) stays SGLang's own code: it runs around the draw, which is the same draw with and without it.
+    Custom logit processors, penalties, logit biases and grammar masks have been applied to the logits when it
+    draws. What is reported beside the tokens (log-probabilities, sampling masks) stays SGLang's own code: it
+    runs around the draw, which is the same draw with and without it.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,8 @@ class AttnSampler(engine_sampler.Sampler):
     ) -> Tensor:
         """
         Args:
-            logits_output: `next_token_logits` is [batch, vocab]. Changed in place, unless nothing but tokens is asked for.
+            logits_output: `next_token_logits` is [batch, vocab]. Changed in place, unless nothing but tokens
+                is asked for.
             positions: [batch] or longer, of each request's last token.
             others: what later releases pass for special cases (watermarks).
 
@@ -56,7 +58,15 @@ class AttnSampler(engine_sampler.Sampler):
         if return_logprob or others or asks_for_mask(sampling_info):
             self._batch = (sampling_info, positions)
             try:
-                return super().forward(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions, **others)
+                return super().forward(
+                    logits_output,
+                    sampling_info,
+                    return_logprob,
+                    top_logprobs_nums,
+                    token_ids_logprobs,
+                    positions,
+                    **others,
+                )
             finally:
                 self._batch = self._token_ids = None
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
@@ -66,7 +76,8 @@ class AttnSampler(engine_sampler.Sampler):
 
     def _preprocess_logits(self, logits: Tensor, sampling_info: SamplingBatchInfo) -> Tensor:
         logits = super()._preprocess_logits(logits, sampling_info)
-        # SGLang turns the logits into probabilities in place: now is when to draw. (A second call is for logits that are only reported.)
+        # SGLang turns the logits into probabilities in place: now is when to draw. (A second call is for
+        # logits that are only reported.)
         if self._batch is not None and self._token_ids is None and not sampling_info.is_all_greedy:
             self._token_ids = self._draw(logits, *self._batch)
         return logits
@@ -76,17 +87,23 @@ class AttnSampler(engine_sampler.Sampler):
             self._workspace = sampling_workspace(logits.device)
         return draw(logits, sampling_info, positions, self._workspace)
 
-    def _sample_from_probs(self, probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, simple_sampling_case: bool) -> Any:
+    def _sample_from_probs(
+        self, probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, simple_sampling_case: bool
+    ) -> Any:
         if _Capture is None:
             return self._token_ids
         rows = sampling_info.sampling_mask_batch_indices
         return self._token_ids, None if rows is None else _capture(probs, sampling_info, positions, rows)
 
-    def _sample_from_logprobs(self, logprobs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor) -> Any:
+    def _sample_from_logprobs(
+        self, logprobs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor
+    ) -> Any:
         return self._token_ids
 
 
-def draw(logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, workspace: Tensor | None = None) -> Tensor:
+def draw(
+    logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, workspace: Tensor | None = None
+) -> Tensor:
     """One token for each row of [batch, vocab]: int32 [batch]."""
     batch = logits.shape[0]
     if batch == 0:
@@ -96,7 +113,8 @@ def draw(logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, wo
         return sample(logits, temperature=0.0, workspace=workspace).token_ids
     temperatures = info.temperatures.view(-1)
     if info.is_any_greedy:
-        temperatures = temperatures * (info.top_ks > 1)  # SGLang writes greedy as top_k 1 at temperature 1, which leaves ties to chance
+        # SGLang writes greedy as top_k 1 at temperature 1, which leaves ties to chance
+        temperatures = temperatures * (info.top_ks > 1)
     seeds = info.sampling_seed
     if seeds is None or seeds.shape[0] != batch:  # warm-up runs, speculative decoding
         seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=logits.device)
@@ -119,17 +137,24 @@ def asks_for_mask(sampling_info: SamplingBatchInfo) -> bool:
 
 
 def _capture(probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, rows: Tensor) -> Any:
-    """What SGLang reports of the tokens that were left to choose from. `selected_weight=None` has it look the chosen token up."""
+    """What SGLang reports of the tokens that were left to choose from.
+
+    `selected_weight=None` has it look the chosen token up.
+    """
     info = sampling_info
     filters = (info.top_ks[rows], info.top_ps[rows], info.min_ps[rows], info.need_min_p_sampling)
-    filtered = engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs[rows], *filters, None, positions, return_filtered_probs=True)
+    filtered = engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        probs[rows], *filters, None, positions, return_filtered_probs=True
+    )
     return _Capture(weights=filtered[1], token_ids=filtered[2], selected_weight=None, batch_rows=rows)  # type: ignore[misc]
 
 
 class RequestSeeds:
-    """The seed of each of SGLang's requests: the user's `sampling_seed` (`seed` in the OpenAI API), or one that is drawn when the request is first seen.
+    """The seed of each of SGLang's requests: the user's `sampling_seed` (`seed` in the OpenAI API), or one
+    that is drawn when the request is first seen.
 
-    The n answers to one request with a seed get that seed + 0 ... n - 1, like vLLM's: SGLang makes n requests of it that are equal in everything.
+    The n answers to one request with a seed get that seed + 0 ... n - 1, like vLLM's: SGLang makes n requests
+    of it that are equal in everything.
     """
 
     def __init__(self, source: SeedSource) -> None:
@@ -139,7 +164,8 @@ class RequestSeeds:
     def __call__(self, request: Any) -> int:
         seed: int | None = getattr(request, "_attn_backend_seed", None)
         if seed is None:
-            seed = request._attn_backend_seed = self._new(request)  # kept: a request that is retracted comes back
+            # kept: a request that is retracted comes back
+            seed = request._attn_backend_seed = self._new(request)
         return seed
 
     def _new(self, request: Any) -> int:
@@ -152,25 +178,37 @@ class RequestSeeds:
             index = self._answers_seen.pop(group, 0)
             if index + 1 < params.n:
                 self._answers_seen[group] = index + 1
-            if len(self._answers_seen) > _MOST_OPEN_GROUPS:  # groups that lost an answer before it was scheduled
+            # groups that lost an answer before it was scheduled
+            if len(self._answers_seen) > _MOST_OPEN_GROUPS:
                 self._answers_seen.pop(next(iter(self._answers_seen)))
         return signed_64_bits(params.sampling_seed + index)
 
 
 def give_seeds_to_requests() -> None:
-    """Has every batch carry its requests' seeds from now on. SGLang itself only does under --enable-deterministic-inference.
+    """Has every batch carry its requests' seeds from now on.
+
+    SGLang itself only does under --enable-deterministic-inference.
 
     Not with speculative decoding, which would take the seeds as a sign of that mode.
     """
     original = SamplingBatchInfo.adjusted_from_schedule_batch
-    if hasattr(original, "_attn_backend_seeds") or compat.setting("spec.speculative_algorithm", None) is not None:
+    if (
+        hasattr(original, "_attn_backend_seeds")
+        or compat.setting("spec.speculative_algorithm", None) is not None
+    ):
         return
-    seeds = RequestSeeds(SeedSource(compat.setting("device.random_seed", 0), compat.setting("parallel.attn_dp_rank", 0)))
+    seeds = RequestSeeds(
+        SeedSource(compat.setting("device.random_seed", 0), compat.setting("parallel.attn_dp_rank", 0))
+    )
 
     def adjusted_from_schedule_batch(self: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
         original(self, batch, vocab_size)
         if self.sampling_seed is None:
-            values = torch.tensor([seeds(request) for request in batch.reqs], dtype=torch.int64, pin_memory=is_pin_memory_available(batch.device))
+            values = torch.tensor(
+                [seeds(request) for request in batch.reqs],
+                dtype=torch.int64,
+                pin_memory=is_pin_memory_available(batch.device),
+            )
             self.sampling_seed = values.to(batch.device, non_blocking=True)
 
     adjusted_from_schedule_batch._attn_backend_seeds = seeds  # type: ignore[attr-defined]

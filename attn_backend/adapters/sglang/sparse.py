@@ -1,7 +1,9 @@
-"""Sparse attention over latents (DeepSeek V3.2, GLM 5): a backend of SGLang's own for it, whose attention is this package's.
+"""Sparse attention over latents (DeepSeek V3.2, GLM 5): a backend of SGLang's own for it, whose attention is
+this package's.
 
-The indexer, its metadata and the pools remain SGLang's. They and the models know its backend by its class and by its name, `dsa`, so this is that class and
-has that name for them. Of its ways to attend it takes `flashmla_sparse`, for every step: SGLang then looks the selected tokens up, and calls one method.
+The indexer, its metadata and the pools remain SGLang's. They and the models know its backend by its class and
+by its name, `dsa`, so this is that class and has that name for them. Of its ways to attend it takes
+`flashmla_sparse`, for every step: SGLang then looks the selected tokens up, and calls one method.
 """
 
 from __future__ import annotations
@@ -42,7 +44,14 @@ class SparseBackend(DeepseekSparseAttnBackend):
         topk = get_dsa_index_topk(runner.model_config.hf_config)
 
         def make(kv_dtype: torch.dtype | None) -> SelectedAttention:
-            return SelectedAttention(self.num_q_heads, topk, max_rows=max_rows, dtype=runner.dtype, kv_dtype=kv_dtype, device=device)
+            return SelectedAttention(
+                self.num_q_heads,
+                topk,
+                max_rows=max_rows,
+                dtype=runner.dtype,
+                kv_dtype=kv_dtype,
+                device=device,
+            )
 
         # Prompts over a pool of 8 bits: SGLang widens what they see.
         self._rows = {runner.dtype: make(None)}
@@ -67,18 +76,24 @@ class SparseBackend(DeepseekSparseAttnBackend):
     def decode_attention_backend_str(self, name: str | None) -> None:
         """As for prefills."""
 
-    def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
         self._note(layer)
         out: Tensor = super().forward_decode(q, k, v, layer, *args, **kwargs)
         return out
 
-    def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
         self._note(layer)
         out: Tensor = super().forward_extend(q, k, v, layer, *args, **kwargs)
         return out
 
     def _note(self, layer: Any) -> None:
-        """A step begins where the numbers of layers begin again: a graph that is captured then plans in its first layer."""
+        """A step begins where the numbers of layers begin again: a graph that is captured then plans in its
+        first layer.
+        """
         if layer.layer_id <= self._last_layer:
             self._planned = None
         self._last_layer = layer.layer_id
@@ -98,7 +113,8 @@ class SparseBackend(DeepseekSparseAttnBackend):
             q_all: [rows, num_heads, 576].
             kv_cache: [slots, 1, 576], or 656 bytes a slot, of 8-bit floats for SGLang.
             page_table_1: int32 [rows, topk], slots; a negative one means none.
-            topk_length: int32 [rows], how many there are, as far as SGLang knows before the indexer runs: no more in any layer.
+            topk_length: int32 [rows], how many there are, as far as SGLang knows before the indexer runs: no
+                more in any layer.
 
         Returns:
             [rows, num_heads, 512]

@@ -1,4 +1,6 @@
-"""Hybrid sliding-window pools: the window's layers have a pool of their own, with other slot numbers, which holds only the end of each request."""
+"""Hybrid sliding-window pools: the window's layers have a pool of their own, with other slot numbers, which
+holds only the end of each request.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from attn_backend import PageTable
 
 
 class WindowSlots:
-    """Slots in the numbering of a hybrid pool's window half. Captured prefills read them at every replay, so they stay where they are."""
+    """Slots in the numbering of a hybrid pool's window half.
+
+    Captured prefills read them at every replay, so they stay where they are.
+    """
 
     def __init__(self, pool: SWAKVPool, device: torch.device) -> None:
         self._pool = pool
@@ -35,15 +40,25 @@ class WindowSlots:
         count = slots.shape[0]
         if count > self._buffer.shape[0]:
             return self.mapping[slots]
-        self._buffer[count:].zero_()  # a captured prefill writes its padding rows too: to slot 0, which no request has
+        # a captured prefill writes its padding rows too: to slot 0, which no request has
+        self._buffer[count:].zero_()
         return torch.index_select(self.mapping, 0, slots, out=self._buffer[:count])
 
 
 def window_page_table(
-    req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, qo_lens: Tensor | int, max_qo_len: int, window_left: int, full_to_window: Tensor, page_size: int
+    req_to_token: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    qo_lens: Tensor | int,
+    max_qo_len: int,
+    window_left: int,
+    full_to_window: Tensor,
+    page_size: int,
 ) -> tuple[PageTable, Tensor]:
-    """The pages of the tokens that any query of a request can see, in the window pool's numbering. What lies before them is left out of the table and of its
-    lengths: a query's position counts from the end of its request, so neither the causal mask nor the window moves.
+    """The pages of the tokens that any query of a request can see, in the window pool's numbering.
+
+    What lies before them is left out of the table and of its lengths: a query's position counts from the end
+    of its request, so neither the causal mask nor the window moves.
 
     Shapes depend on host values only: no synchronisation, and it may be captured in a CUDA graph.
 
@@ -54,17 +69,20 @@ def window_page_table(
         qo_lens: int32 or int64 [batch], or the one length that all have.
         max_qo_len: no entry of qo_lens is larger.
         window_left: tokens to the left of a query that it sees.
-        full_to_window: int64 [slots of the full pool + 1], the engine's mapping. Slots outside the window may map anywhere.
+        full_to_window: int64 [slots of the full pool + 1], the engine's mapping. Slots outside the window may
+            map anywhere.
         page_size: tokens.
 
     Returns:
-        The table, and int32 [batch]: the tokens of each request in front of it, which masks over positions must know of.
+        The table, and int32 [batch]: the tokens of each request in front of it, which masks over positions
+            must know of.
     """
     max_tokens = req_to_token.shape[1]
     first_page = (kv_lens - qo_lens - window_left).clamp_(min=0)
     if page_size > 1:
         first_page = torch.div(first_page, page_size, rounding_mode="floor")
-    visible = min(max_qo_len + window_left + page_size - 1, max_tokens)  # page_size - 1: the first page may start before the window does
+    # page_size - 1: the first page may start before the window does
+    visible = min(max_qo_len + window_left + page_size - 1, max_tokens)
     pages_per_row = -(-visible // page_size)
     columns = (first_page[:, None] + torch.arange(pages_per_row, device=rows.device)) * page_size
     slots = req_to_token[rows[:, None], columns.clamp_(max=max_tokens - 1)]
@@ -72,4 +90,6 @@ def window_page_table(
     if page_size > 1:
         pages = torch.div(pages, page_size, rounding_mode="floor")
     tokens_before = first_page * page_size
-    return PageTable.block_table(pages.to(torch.int32), kv_lens - tokens_before, page_size), tokens_before.to(torch.int32)
+    return PageTable.block_table(pages.to(torch.int32), kv_lens - tokens_before, page_size), tokens_before.to(
+        torch.int32
+    )

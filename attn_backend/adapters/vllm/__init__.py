@@ -1,4 +1,6 @@
-"""vLLM plugin: `--attention-backend CUSTOM` on a GPU; CPU_ATTN's place on a CPU, when ATTN_BACKEND_VLLM_CPU=1 asks for it."""
+"""vLLM plugin: `--attention-backend CUSTOM` on a GPU; CPU_ATTN's place on a CPU, when ATTN_BACKEND_VLLM_CPU=1
+asks for it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ logger = logging.getLogger("vllm.attn_backend")  # below vLLM's own, so that it 
 
 
 def register() -> None:
-    """Entry point of the group `vllm.general_plugins`: vLLM calls it in each of its processes, possibly more than once. Never touches a GPU.
+    """Entry point of the group `vllm.general_plugins`: vLLM calls it in each of its processes, possibly more
+    than once. Never touches a GPU.
 
     Environment:
         ATTN_BACKEND_VLLM_CPU: `1` lets this package serve on CPUs as well. vLLM has no choice of backends there, so it takes the place of CPU_ATTN.
@@ -30,7 +33,8 @@ def register() -> None:
     """
     obey_cascade_option()
     try:
-        # Imported now, so that a broken installation is known when the engine starts and not when the first layer is built.
+        # Imported now, so that a broken installation is known when the engine starts and not when the first
+        # layer is built.
         registry = import_module("vllm.v1.attention.backends.registry")
         import_module("attn_backend.kernels.library").library()
         import_module("attn_backend.adapters.vllm.cpu")
@@ -42,9 +46,12 @@ def register() -> None:
             for name, path in CPU_BACKEND_PATHS.items():
                 if name in registry.AttentionBackendEnum.__members__:
                     registry.register_backend(registry.AttentionBackendEnum[name], path)
-            logger.info("attn_backend takes the place of CPU_ATTN, and of CPU_MLA and AMX_MLA")  # vLLM does not name the backend that it uses on a CPU
+            # vLLM does not name the backend that it uses on a CPU
+            logger.info("attn_backend takes the place of CPU_ATTN, and of CPU_MLA and AMX_MLA")
     except Exception as error:
         raise RuntimeError(
-            f"attn_backend cannot serve as an attention backend of this vLLM: {type(error).__name__}: {error}. "
-            "Run `attn-backend doctor`, which names the versions, reinstall the package, or leave the plugin out with VLLM_PLUGINS=''."
+            f"attn_backend cannot serve as an attention backend of this vLLM: {type(error).__name__}: "
+            f"{error}. "
+            "Run `attn-backend doctor`, which names the versions, reinstall the package, or leave the plugin "
+            "out with VLLM_PLUGINS=''."
         ) from error

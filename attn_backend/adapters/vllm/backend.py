@@ -17,8 +17,9 @@ from attn_backend.adapters.vllm.refusal import with_ways_out
 class AttnBackend(AttentionBackend):
     """The backend behind `--attention-backend CUSTOM`.
 
-    The KV cache of a layer is one tensor [blocks, kv_heads, page, 2 * head_dim], K before V in the last dimension, in any memory layout whose last dimension is
-    contiguous: NHD, HND, padded blocks and blocks that interleave layers are all the same to the kernels.
+    The KV cache of a layer is one tensor [blocks, kv_heads, page, 2 * head_dim], K before V in the last
+    dimension, in any memory layout whose last dimension is contiguous: NHD, HND, padded blocks and blocks
+    that interleave layers are all the same to the kernels.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -42,7 +43,9 @@ class AttnBackend(AttentionBackend):
         return [MultipleOf(16)]
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, ...]:
         """Shape of a layer's KV cache (compat.py says which releases ask)."""
         return (num_blocks, num_kv_heads, block_size, 2 * head_size)
 

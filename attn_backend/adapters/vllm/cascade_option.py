@@ -1,4 +1,7 @@
-"""vLLM's own option about cascades. It is vLLM's default, so only the command line says whether a user gave it."""
+"""vLLM's own option about cascades.
+
+It is vLLM's default, so only the command line says whether a user gave it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from attn_backend.adapters.options import CASCADE_SWITCH, use_cascade
 
 
 def obey_cascade_option() -> None:
-    """Called when vLLM loads its plugins, which it does before it starts processes: they inherit the variable."""
+    """Called when vLLM loads its plugins, which it does before it starts processes: they inherit the
+    variable.
+    """
     if _is_given():
         os.environ.setdefault(CASCADE_SWITCH, "0")
 
@@ -29,6 +34,12 @@ def _is_given() -> bool:
 @cache
 def _tell_once(logger: logging.Logger) -> None:
     if use_cascade():
-        logger.info("%s=1 overrules --disable-cascade-attn: attn_backend looks for shared prefixes", CASCADE_SWITCH)
+        logger.info(
+            "%s=1 overrules --disable-cascade-attn: attn_backend looks for shared prefixes", CASCADE_SWITCH
+        )
     else:
-        logger.info("attn_backend does not look for shared prefixes: --disable-cascade-attn was given. %s=1 overrules that.", CASCADE_SWITCH)
+        logger.info(
+            "attn_backend does not look for shared prefixes: --disable-cascade-attn was given. %s=1 "
+            "overrules that.",
+            CASCADE_SWITCH,
+        )

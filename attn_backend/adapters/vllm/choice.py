@@ -1,5 +1,6 @@
-"""Which class `--attention-backend CUSTOM` selects: vLLM has one name for all models, but a class serves either MLA or other models, and either sparse
-attention or none. The same for the names that models with keys and values of different sizes ask for.
+"""Which class `--attention-backend CUSTOM` selects: vLLM has one name for all models, but a class serves
+either MLA or other models, and either sparse attention or none. The same for the names that models with keys
+and values of different sizes ask for.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ DIFF_KV_NAMES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # vLLM's names, and
 
 
 def __getattr__(name: str) -> type:
-    """vLLM looks `Backend` up each time that a layer asks for its backend, under the configuration of the layer's model; a model looks up the other names in
-    the same way."""
+    """vLLM looks `Backend` up each time that a layer asks for its backend, under the configuration of the
+    layer's model; a model looks up the other names in the same way.
+    """
     if name in DIFF_KV_NAMES:
         return _diff_kv(name)
     if name != NAME:
@@ -21,7 +23,8 @@ def __getattr__(name: str) -> type:
     if not compat.uses_mla():
         return AttnBackend
     if compat.uses_sparse_mla():
-        from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend  # only now: it imports the engine's layers
+        # only now: it imports the engine's layers
+        from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
 
         return SparseMlaBackend
     from attn_backend.adapters.vllm.mla_backend import MlaBackend

@@ -1,4 +1,7 @@
-"""What differs between vLLM releases. Nothing else in this adapter knows a release: it asks here, and here the answer is probed, not looked up by version.
+"""What differs between vLLM releases.
+
+Nothing else in this adapter knows a release: it asks here, and here the answer is probed, not looked up by
+version.
 
 | | 0.26 | 0.32, 0.33 |
 |---|---|---|
@@ -26,7 +29,12 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
+from vllm.config import (
+    CUDAGraphMode,
+    VllmConfig,
+    get_current_vllm_config_or_none,
+    get_layers_from_vllm_config,
+)
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
@@ -36,7 +44,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_backend.settings import Settings
 
-# Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in front.
+# Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in
+# front.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
     ("NHD", False): (0, 2, 1, 3),
     ("NHD", True): (1, 0, 3, 2, 4),
@@ -66,7 +75,9 @@ def batch_invariant() -> bool:
 
 
 def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator[Any]:
-    """The attention implementations behind the named layers; nothing for names that the engine does not know (its own attention tests)."""
+    """The attention implementations behind the named layers; nothing for names that the engine does not know
+    (its own attention tests).
+    """
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names).values():
         impl: Any = getattr(layer, "impl", None)
         if hasattr(impl, "get_impl_variants"):
@@ -76,20 +87,34 @@ def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator
 
 
 def other_backends(vllm_config: VllmConfig) -> list[str]:
-    """The names of the backends, not of this package, on which attention layers run, a draft model's included."""
+    """The names of the backends, not of this package, on which attention layers run, a draft model's
+    included.
+    """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    backends = {layer.get_attn_backend() for layer in layers if hasattr(layer, "impl")}  # state-space layers have none, nor have the caches of indexers
-    return sorted(backend.get_name() for backend in backends if not any(base.__module__.startswith("attn_backend.") for base in backend.__mro__))
+    # state-space layers have none, nor have the caches of indexers
+    backends = {layer.get_attn_backend() for layer in layers if hasattr(layer, "impl")}
+    return sorted(
+        backend.get_name()
+        for backend in backends
+        if not any(base.__module__.startswith("attn_backend.") for base in backend.__mro__)
+    )
 
 
 def unsupported_feature(vllm_config: VllmConfig) -> str | None:
-    """What the model or the deployment needs and this package does not have; None if nothing. Only what not every release asks the backend about."""
+    """What the model or the deployment needs and this package does not have; None if nothing.
+
+    Only what not every release asks the backend about.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "rswa_window", None) is not None:
         return "reference sliding window attention (R-SWA)"
     # vLLM forces it where it knows that backends need it, not on CPUs.
-    if is_prefix_lm(vllm_config) and not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
-        return "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
+    if is_prefix_lm(vllm_config) and not getattr(
+        vllm_config.scheduler_config, "disable_chunked_mm_input", False
+    ):
+        return (
+            "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
+        )
     if getattr(vllm_config, "diffusion_config", None) is not None:
         return "batches that mix causal and bidirectional requests (diffusion models)"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -98,7 +123,9 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
 
 
 def dcp_group(kv_cache_spec: Any) -> Any:
-    """The ranks that share the KV of a layer's cache (--decode-context-parallel-size); None: each has it whole."""
+    """The ranks that share the KV of a layer's cache (--decode-context-parallel-size); None: each has it
+    whole.
+    """
     if not getattr(kv_cache_spec, "dcp_sharded", True):
         return None
     try:
@@ -109,35 +136,50 @@ def dcp_group(kv_cache_spec: Any) -> Any:
 
 
 def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The engine's merge of attention states over the ranks of a group: (output [tokens, heads of all ranks, columns], their natural LSE [tokens, heads of all
-    ranks], group, return_lse=True) to both with this rank's heads.
+    """The engine's merge of attention states over the ranks of a group: (output [tokens, heads of all ranks,
+    columns], their natural LSE [tokens, heads of all ranks], group, return_lse=True) to both with this rank's
+    heads.
     """
     swaps_all = getattr(vllm_config.parallel_config, "dcp_comm_backend", None) == "a2a"
     try:
         ops = import_module("vllm.v1.attention.ops.dcp")
     except ImportError:
         ops = import_module(f"vllm.v1.attention.ops.{'dcp_alltoall' if swaps_all else 'common'}")
-    combine: Callable[..., tuple[torch.Tensor, torch.Tensor]] = ops.dcp_a2a_lse_reduce if swaps_all else ops.cp_lse_ag_out_rs
+    combine: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+        ops.dcp_a2a_lse_reduce if swaps_all else ops.cp_lse_ag_out_rs
+    )
     return combine
 
 
 def captures_single_tokens_alone(vllm_config: VllmConfig) -> bool:
-    """Whether full CUDA graphs, if there are any, serve no batches but those whose requests have one token each."""
-    mode = vllm_config.compilation_config.cudagraph_mode  # asked at each build: runner V2 decides it after builders are made
+    """Whether full CUDA graphs, if there are any, serve no batches but those whose requests have one token
+    each.
+    """
+    # asked at each build: runner V2 decides it after builders are made
+    mode = vllm_config.compilation_config.cudagraph_mode
     return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL
 
 
 def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:
-    """What keeps a group of this size from sharing KV; None if nothing. The layers check the rest (impl.py)."""
+    """What keeps a group of this size from sharing KV; None if nothing.
+
+    The layers check the rest (impl.py).
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     advice = "pass --decode-context-parallel-size 1"
     if current_platform.is_cpu():
         return f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({advice})"
     if size & (size - 1):
-        return f"decode context parallelism of {size} ranks: vLLM merges those of a power of two ({advice}, or 2, 4, 8)"
+        return (
+            f"decode context parallelism of {size} ranks: vLLM merges those of a power of two ({advice}, "
+            f"or 2, 4, 8)"
+        )
     if batch_invariant():
         return f"VLLM_BATCH_INVARIANT with decode context parallelism ({advice})"
-    if not getattr(model, "use_mla", False) and parallel.tensor_parallel_size // model.get_total_num_kv_heads() % size:
+    if (
+        not getattr(model, "use_mla", False)
+        and parallel.tensor_parallel_size // model.get_total_num_kv_heads() % size
+    ):
         return f"{size} ranks that share KV among them but not one KV head ({advice})"
     return None
 
@@ -148,7 +190,10 @@ def is_prefix_lm(vllm_config: VllmConfig) -> bool:
 
 
 def clamps_spans(vllm_config: VllmConfig) -> bool:
-    """Whether windows also cut what tokens of an image see of it (Gemma 4). The model's layers without a window are causal, then: images are text to them."""
+    """Whether windows also cut what tokens of an image see of it (Gemma 4).
+
+    The model's layers without a window are causal, then: images are text to them.
+    """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     return any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
 
@@ -179,7 +224,10 @@ def chunk_of(kv_cache_spec: Any) -> int:
     """
     chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
     if not chunk:
-        raise NotImplementedError(f"attn_backend finds no attention_chunk_size in {type(kv_cache_spec).__name__}: choose another --attention-backend")
+        raise NotImplementedError(
+            f"attn_backend finds no attention_chunk_size in {type(kv_cache_spec).__name__}: choose another "
+            f"--attention-backend"
+        )
     return int(chunk)
 
 
@@ -189,27 +237,37 @@ def head_size_v(kv_cache_spec: Any) -> int:
 
 
 def fuses_output_scales() -> bool:
-    """Whether the engine whose layers are being made may let attention quantise its output (fuse_attn_quant). Which layers do is known when they run: a graph
-    from vLLM's cache was compiled in another process, which asked then."""
+    """Whether the engine whose layers are being made may let attention quantise its output (fuse_attn_quant).
+
+    Which layers do is known when they run: a graph from vLLM's cache was compiled in another process, which
+    asked then.
+    """
     config = get_current_vllm_config_or_none()
     passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
     return bool(getattr(passes, "fuse_attn_quant", False))
 
 
 def has_one_fixed_scale(quant_key: Any) -> bool:
-    """Whether vLLM's description of a quantisation is: float8_e4m3fn, one scale for the whole tensor, known beforehand."""
+    """Whether vLLM's description of a quantisation is: float8_e4m3fn, one scale for the whole tensor, known
+    beforehand.
+    """
     return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == torch.float8_e4m3fn)
 
 
 def may_see_both_sides() -> bool:
-    """Whether steps of the decoder whose layers are being made need not be causal (drafts of DFLASH). Its windows then reach to both sides, as in
-    FLASH_ATTN."""
+    """Whether steps of the decoder whose layers are being made need not be causal (drafts of DFLASH).
+
+    Its windows then reach to both sides, as in FLASH_ATTN.
+    """
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False))
 
 
 def uses_mla() -> bool:
-    """Whether the model whose layers are being made has multi-head latent attention. False without a model: vLLM asks for backends then, too."""
+    """Whether the model whose layers are being made has multi-head latent attention.
+
+    False without a model: vLLM asks for backends then, too.
+    """
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
 
@@ -243,12 +301,18 @@ def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "latents in host memory (HiSparse)"
     if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        return "decode context parallelism of sparse attention over latents (pass --decode-context-parallel-size 1)"
+        return (
+            "decode context parallelism of sparse attention over latents (pass "
+            "--decode-context-parallel-size 1)"
+        )
     return None
 
 
 def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:
-    """A layer's spec, so that a token's row has a number whatever lies between two of the layer's blocks. Releases without the field put nothing there."""
+    """A layer's spec, so that a token's row has a number whatever lies between two of the layer's blocks.
+
+    Releases without the field put nothing there.
+    """
     if not hasattr(kv_cache_spec, "block_stride_alignment"):
         return kv_cache_spec
     return replace(kv_cache_spec, block_stride_alignment=kv_cache_spec.state_content_size_bytes)
@@ -260,7 +324,9 @@ def has_chosen_mla_prefill(vllm_config: VllmConfig) -> bool:
 
 
 def context_chunks(prefill_metadata: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each chunk of the cached prefixes of a batch of MLA: int32 [requests + 1], where the queries and where the tokens of its requests begin."""
+    """Of each chunk of the cached prefixes of a batch of MLA: int32 [requests + 1], where the queries and
+    where the tokens of its requests begin.
+    """
     context = prefill_metadata.chunked_context
     if context is None:
         return []
@@ -270,5 +336,7 @@ def context_chunks(prefill_metadata: Any) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def number_of_chunk(arguments: dict[str, Any]) -> int:
-    """The place in context_chunks() of the chunk that vLLM names when it runs a prefill backend: by its number, or as an object."""
+    """The place in context_chunks() of the chunk that vLLM names when it runs a prefill backend: by its
+    number, or as an object.
+    """
     return int(arguments["chunk_idx"] if "chunk_idx" in arguments else arguments["chunk"].index)

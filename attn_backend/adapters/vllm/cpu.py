@@ -11,7 +11,9 @@ from attn_backend.adapters.vllm.impl import CpuAttnImpl
 
 
 class CpuAttnBackend(AttnBackend):
-    """vLLM takes whatever is registered as CPU_ATTN without asking what it supports: what cannot be served is refused when a layer is built (impl.py)."""
+    """vLLM takes whatever is registered as CPU_ATTN without asking what it supports: what cannot be served is
+    refused when a layer is built (impl.py).
+    """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 

@@ -1,11 +1,13 @@
-"""Decode context parallelism: each rank of a group holds a part of every request's KV, and all of them together attend to it.
+"""Decode context parallelism: each rank of a group holds a part of every request's KV, and all of them
+together attend to it.
 
-`--cp-kv-cache-interleave-size` tokens lie on one rank, as many on the next one, and so on around. A row attends with the heads of all ranks to what lies here,
-and the engine merges the states over the ranks. No mask may cut what lies here, since its positions are not those of the request:
+`--cp-kv-cache-interleave-size` tokens lie on one rank, as many on the next one, and so on around. A row
+attends with the heads of all ranks to what lies here, and the engine merges the states over the ranks. No
+mask may cut what lies here, since its positions are not those of the request:
 
 - Where every request has a single token, it sees all that the ranks have, the token itself included.
-- Elsewhere a row attends twice: so to its context, the tokens before those of the step; and with this rank's heads to the step's tokens, which every rank has
-  in the forward's K and V. merge_state() merges the halves.
+- Elsewhere a row attends twice: so to its context, the tokens before those of the step; and with this rank's
+  heads to the step's tokens, which every rank has in the forward's K and V. merge_state() merges the halves.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from attn_backend.metadata.kv_cache import KVCache
 class ContextParallel:
     """The ranks that share the KV of a group of layers, as this one sees them."""
 
-    def __init__(self, group: Any, interleave: int, combine: Callable[..., tuple[Tensor, Tensor]], max_batch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: Any,
+        interleave: int,
+        combine: Callable[..., tuple[Tensor, Tensor]],
+        max_batch: int,
+        device: torch.device,
+    ) -> None:
         """
         Args:
             group: vLLM's GroupCoordinator.
@@ -37,10 +46,12 @@ class ContextParallel:
         self._group = group
         self._interleave = interleave
         self._combine = combine
-        self._local_lens = torch.zeros(max_batch, dtype=torch.int32, device=device)  # captured graphs read it where it is
+        # captured graphs read it where it is
+        self._local_lens = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
     def local_lens(self, query_start_loc: Tensor, seq_lens: Tensor, *, single_tokens: bool) -> Tensor:
-        """Tokens that this rank holds of those that attend() has it read, int32 [requests]; good until the next call.
+        """Tokens that this rank holds of those that attend() has it read, int32 [requests]; good until the
+        next call.
 
         Args:
             query_start_loc: int32 [requests + 1], seq_lens: int32 [requests]; on the device.
@@ -67,11 +78,13 @@ class ContextParallel:
     ) -> None:
         """
         Args:
-            new_tokens: planned for this rank's heads, over the step's own tokens; context: for those of all ranks, over local_lens().
-            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, columns of K, of V], the step's, which the cache has, too; cache: of the layer.
+            new_tokens: planned for this rank's heads, over the step's own tokens; context: for those of all
+                ranks, over local_lens().
+            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, columns of K, of V], the step's, which the
+                cache has, too; cache: of the layer.
             out: [tokens, heads, columns of V], written.
-            has_context: False: no request has tokens before this step's. All ranks must agree: they then exchange nothing, unless a graph is captured, which
-                serves other batches, too.
+            has_context: False: no request has tokens before this step's. All ranks must agree: they then
+                exchange nothing, unless a graph is captured, which serves other batches, too.
             single_tokens: every request has one token. new_tokens is not read.
             options: of both runs.
         """
@@ -96,7 +109,10 @@ def is_captured(device: torch.device) -> bool:
 
 
 def has_context(common_attn_metadata: CommonAttentionMetadata) -> bool:
-    """Whether a request may have tokens before those of the step. From what the host knows, which is the same on all ranks."""
+    """Whether a request may have tokens before those of the step.
+
+    From what the host knows, which is the same on all ranks.
+    """
     cm = common_attn_metadata
     upper_bounds = cm.seq_lens_cpu_upper_bound
     if upper_bounds is None or cm.max_query_len <= 1:

@@ -1,7 +1,8 @@
 """Keys and values of different sizes without latents (MiMo V2: 192 and 128 columns).
 
-Such a model picks one of vLLM's DIFFKV backends by its name in the registry, tells its class how wide values are, and hands it to its layers, whatever
---attention-backend says. So these names stand for ours where the user has chosen it (choice.py).
+Such a model picks one of vLLM's DIFFKV backends by its name in the registry, tells its class how wide values
+are, and hands it to its layers, whatever --attention-backend says. So these names stand for ours where the
+user has chosen it (choice.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class DiffKvBackend(AttnBackend):
 
     @classmethod
     def is_supported_on_current_device(cls, *args: Any, **kwargs: Any) -> bool:
-        """What is not supported is refused when a layer is made: here vLLM would silently take another backend."""
+        """What is not supported is refused when a layer is made: here vLLM would silently take another
+        backend.
+        """
         return True
 
     @staticmethod
@@ -41,7 +44,9 @@ class DiffKvBackend(AttnBackend):
         return DiffKvImpl
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_size + DiffKvBackend.head_size_v)
 
 

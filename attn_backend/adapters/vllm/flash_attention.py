@@ -9,8 +9,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def flash_attention_3(q: Tensor, kv: Tensor, qo_indptr: Tensor, kv_lens: Tensor, block_table: Tensor, longest_q: int, longest_kv: int) -> Callable[[], Tensor]:
-    """A launch of causal attention over pages: q [rows, heads, head_dim], kv [pages, 2, page_size, KV heads, head_dim], the rest int32.
+def flash_attention_3(
+    q: Tensor,
+    kv: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor,
+    longest_q: int,
+    longest_kv: int,
+) -> Callable[[], Tensor]:
+    """A launch of causal attention over pages: q [rows, heads, head_dim], kv [pages, 2, page_size, KV heads,
+    head_dim], the rest int32.
 
     Raises:
         ImportError: vLLM is not installed, or was built without it.

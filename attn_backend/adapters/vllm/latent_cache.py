@@ -25,15 +25,19 @@ class LatentCache:
     def view(self, kv_cache: Tensor, scale: Tensor) -> KVCache:
         """
         Args:
-            kv_cache: [blocks, page, latent and rotated part], any strides; uint8 where its numbers have 8 bits, or where a row is bytes (fp8_ds_mla).
-            scale: float32 [], the layer's, which kernels read when they run. Of numbers of 8 bits, which come in a new view at every step.
+            kv_cache: [blocks, page, latent and rotated part], any strides; uint8 where its numbers have 8
+                bits, or where a row is bytes (fp8_ds_mla).
+            scale: float32 [], the layer's, which kernels read when they run. Of numbers of 8 bits, which come
+                in a new view at every step.
         """
         if not self._has_float8:
             return latent_view(kv_cache, self._width)
         k = kv_cache.view(torch.float8_e4m3fn).unsqueeze(2)
         return KVCache.unchecked(k, k[..., : self._width], scale, scale)
 
-    def append(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale: Tensor) -> None:
+    def append(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale: Tensor
+    ) -> None:
         """Writes new latents.
 
         Args:
@@ -42,11 +46,18 @@ class LatentCache:
             slot_mapping: int64 [tokens]; negative for padding. Tokens beyond it are padding too.
         """
         if kv_cache.numel() > 0:
-            append_mla_kv(kv_c_normed, k_pe.squeeze(1), self.view(kv_cache, scale), slot_mapping.flatten()[: kv_c_normed.shape[0]])
+            append_mla_kv(
+                kv_c_normed,
+                k_pe.squeeze(1),
+                self.view(kv_cache, scale),
+                slot_mapping.flatten()[: kv_c_normed.shape[0]],
+            )
 
 
 def latent_view(kv_cache: Tensor, head_dim_v: int) -> KVCache:
-    """A layer's latents as K and V. Made once and kept on the tensor itself, so that it lives exactly as long.
+    """A layer's latents as K and V.
+
+    Made once and kept on the tensor itself, so that it lives exactly as long.
 
     Args:
         kv_cache: [blocks, page, latent and rotated part], or uint8 [blocks, page, 656].

@@ -12,10 +12,13 @@ T = TypeVar("T")
 
 
 def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:
-    """`make()`, with its device memory from torch's general pool whatever pool the caller is in. Not while a CUDA graph is captured.
+    """`make()`, with its device memory from torch's general pool whatever pool the caller is in.
 
-    vLLM makes metadata builders inside the pool of its KV cache (compat.py says which releases). Sleep mode unmaps that pool, and what comes back holds
-    anything, while CUDA graphs go on using it. torch.cuda.use_mem_pool holds for the thread that called it, and which of several nested pools wins
+    Not while a CUDA graph is captured.
+
+    vLLM makes metadata builders inside the pool of its KV cache (compat.py says which releases). Sleep mode
+    unmaps that pool, and what comes back holds anything, while CUDA graphs go on using it.
+    torch.cuda.use_mem_pool holds for the thread that called it, and which of several nested pools wins
     depends on torch's release: a thread of its own is in none of them.
     """
     if device.type != "cuda":

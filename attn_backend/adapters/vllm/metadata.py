@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layer_variants import variant_of, visibility_of
@@ -37,9 +42,11 @@ class Plan(NamedTuple):
     Attributes:
         key: with what the builder knows and the layers do not.
         logits_soft_cap: what runs are told; 0 where the variant knows it.
-        arguments: what the variant is given by plan and runs, slopes excepted, which each layer has for itself. None: nothing.
-        context: of the heads of all ranks that share KV, over what this rank holds of it. None: none shares it. Otherwise `attention` is over the step's own
-            tokens, and not planned where every request has one.
+        arguments: what the variant is given by plan and runs, slopes excepted, which each layer has for
+            itself. None: nothing.
+        context: of the heads of all ranks that share KV, over what this rank holds of it. None: none shares
+            it. Otherwise `attention` is over the step's own tokens, and not planned where every request has
+            one.
     """
 
     key: PlanKey
@@ -51,7 +58,10 @@ class Plan(NamedTuple):
 
 @dataclass
 class AttnMetadata(AttentionMetadata):
-    """A planned batch. Fields that vLLM's speculators and KV connectors read keep the names that they have in vLLM's own backends.
+    """A planned batch.
+
+    Fields that vLLM's speculators and KV connectors read keep the names that they have in vLLM's own
+    backends.
 
     num_actual_tokens counts padding rows when a full CUDA graph is captured or replayed.
     """
@@ -67,14 +77,17 @@ class AttnMetadata(AttentionMetadata):
     plans: dict[PlanKey, Plan]
     context_parallel: ContextParallel | None = None
     has_context: bool = True  # where there is one: whether a request may have tokens before those of the step
-    single_tokens: bool = False  # where there is one: whether every request has one token, and so has every batch that a graph captured with this one serves
+    # where there is one: whether every request has one token, and so has every batch that a graph captured
+    # with this one serves
+    single_tokens: bool = False
 
 
 class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
-    The plan is written into workspaces that belong to the builder. A CUDA graph reads it there, so a graph captured for one batch serves every batch that is
-    built afterwards: full graphs are good for decode, prefill and any mix. Sleep mode leaves them where they are.
+    The plan is written into workspaces that belong to the builder. A CUDA graph reads it there, so a graph
+    captured for one batch serves every batch that is built afterwards: full graphs are good for decode,
+    prefill and any mix. Sleep mode leaves them where they are.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -83,13 +96,17 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     chunked: ClassVar[bool] = False  # whether its layers see the query's own chunk only
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """vLLM makes its builder for chunked local attention out of this one: it cuts requests at their chunks on the host, and has no full graphs."""
+        """vLLM makes its builder for chunked local attention out of this one: it cuts requests at their
+        chunks on the host, and has no full graphs.
+        """
         super().__init_subclass__(**kwargs)
         if compat.cuts_at_chunks(cls):
             compat.leave_whole(cls)
             cls.chunked = True
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         """
         Raises:
             NotImplementedError: the model or the deployment needs what this package does not have.
@@ -97,32 +114,55 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         group = compat.dcp_group(kv_cache_spec)
         max_rows, max_batch = workspace_maxima(vllm_config)
-        unsupported = compat.unsupported_feature(vllm_config) or unsupported_cache(vllm_config, kv_cache_spec) or unsupported_invariance(max_batch, device)
+        unsupported = (
+            compat.unsupported_feature(vllm_config)
+            or unsupported_cache(vllm_config, kv_cache_spec)
+            or unsupported_invariance(max_batch, device)
+        )
         if unsupported is None and group is not None:
             unsupported = compat.unsupported_context_parallelism(vllm_config, group.world_size)
             if unsupported is None and (self.chunked or compat.is_prefix_lm(vllm_config)):
-                unsupported = "masks of chunks or images with decode context parallelism (pass --decode-context-parallel-size 1)"
+                unsupported = (
+                    "masks of chunks or images with decode context parallelism (pass "
+                    "--decode-context-parallel-size 1)"
+                )
         if unsupported is not None:
             refuse(unsupported)
 
         self.page_size: int = kv_cache_spec.block_size
         self.context_parallel: ContextParallel | None = None
         if group is not None:
-            self.context_parallel = outside_memory_pools(lambda: make_context_parallel(vllm_config, group, max_batch, device), device)
-            # A captured loop of drafts would keep what the host knew when it was captured; vLLM's own backends do not have it here either.
+            self.context_parallel = outside_memory_pools(
+                lambda: make_context_parallel(vllm_config, group, max_batch, device), device
+            )
+            # A captured loop of drafts would keep what the host knew when it was captured; vLLM's own
+            # backends do not have it here either.
             self.supports_draft_decode_metadata_update = False
         warn_if_untried(device, sampler.logger)
         tell_of_cascade(sampler.logger)
         tell_of_drafts(sampler.logger, vllm_config)
         keys = plan_keys(vllm_config, kv_cache_spec, layer_names)
         head_size_v = compat.head_size_v(kv_cache_spec)
-        if any((getattr(impl, "dcp_world_size", 1) > 1) != (group is not None) for impl in compat.attention_impls(vllm_config, layer_names)):
-            refuse("some layers that share KV over ranks in a model where others do not (pass --decode-context-parallel-size 1)")
+        if any(
+            (getattr(impl, "dcp_world_size", 1) > 1) != (group is not None)
+            for impl in compat.attention_impls(vllm_config, layer_names)
+        ):
+            refuse(
+                "some layers that share KV over ranks in a model where others do not (pass "
+                "--decode-context-parallel-size 1)"
+            )
         for key in keys:
             if not key.of_this_step and (key.head_dim_v or key.head_dim) != head_size_v:
-                refuse(f"values of another head size ({head_size_v}) than keys ({kv_cache_spec.head_size}) in layers that do not say so")
+                refuse(
+                    f"values of another head size ({head_size_v}) than keys ({kv_cache_spec.head_size}) in "
+                    f"layers that do not say so"
+                )
         dtype = query_dtype(vllm_config, kv_cache_spec)
-        self.spans = outside_memory_pools(lambda: Spans(max_rows, device), device) if compat.is_prefix_lm(vllm_config) else None
+        self.spans = (
+            outside_memory_pools(lambda: Spans(max_rows, device), device)
+            if compat.is_prefix_lm(vllm_config)
+            else None
+        )
         chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
 
         def make(key: PlanKey) -> Plan:
@@ -131,24 +171,57 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             has_spans = self.spans is not None and key.causal and (key.window_left >= 0 or not cuts_spans)
             key = key._replace(has_spans=has_spans, cuts_spans=has_spans and cuts_spans, chunk=chunk)
             variant = variant_of(key)
-            options: dict[str, Any] = {"head_dim_v": key.head_dim_v, "dtype": dtype, "device": device, "max_rows": max_rows, "max_batch": max_batch}
-            options |= {"batch_invariant": compat.batch_invariant(), "variant": variant, "sinks": key.has_sinks, "float8_out": key.float8_out}
+            options: dict[str, Any] = {
+                "head_dim_v": key.head_dim_v,
+                "dtype": dtype,
+                "device": device,
+                "max_rows": max_rows,
+                "max_batch": max_batch,
+            }
+            options |= {
+                "batch_invariant": compat.batch_invariant(),
+                "variant": variant,
+                "sinks": key.has_sinks,
+                "float8_out": key.float8_out,
+            }
             kv_dtype = key.kv_dtype if key.of_this_step or has_8_bits(kv_cache_spec) else kv_cache_spec.dtype
-            of_cache: dict[str, Any] = {"kv_dtype": kv_dtype, "q_dtype": key.kv_dtype if key.float8_q else None, "cascade": use_cascade()}
+            of_cache: dict[str, Any] = {
+                "kv_dtype": kv_dtype,
+                "q_dtype": key.kv_dtype if key.float8_q else None,
+                "cascade": use_cascade(),
+            }
             if self.context_parallel is not None:
-                context = Attention(key.num_qo_heads * self.context_parallel.size, key.num_kv_heads, key.head_dim, **of_cache, **options)
-                new_tokens = Attention(key.num_qo_heads, key.num_kv_heads, key.head_dim, cascade=False, **options)
+                context = Attention(
+                    key.num_qo_heads * self.context_parallel.size,
+                    key.num_kv_heads,
+                    key.head_dim,
+                    **of_cache,
+                    **options,
+                )
+                new_tokens = Attention(
+                    key.num_qo_heads, key.num_kv_heads, key.head_dim, cascade=False, **options
+                )
                 return Plan(key, new_tokens, key.logits_soft_cap, None, context)
             attention = Attention(key.num_qo_heads, key.num_kv_heads, key.head_dim, **of_cache, **options)
             arguments: dict[str, torch.Tensor | int] | None = None
             if self.spans is not None and key.has_spans:
-                arguments = {"span_begin": self.spans.begin, "span_end": self.spans.end, "window": -1 if key.cuts_spans else key.window_left}
+                arguments = {
+                    "span_begin": self.spans.begin,
+                    "span_end": self.spans.end,
+                    "window": -1 if key.cuts_spans else key.window_left,
+                }
             return Plan(key, attention, key.logits_soft_cap if variant is None else 0.0, arguments)
 
         self.plans = outside_memory_pools(lambda: {key: make(key) for key in keys}, device)
         sampler.install(device, vllm_config)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> AttnMetadata:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **kwargs: Any,
+    ) -> AttnMetadata:
         cm = common_attn_metadata
         if not isinstance(cm.causal, bool):
             refuse("batches that mix causal and bidirectional requests")
@@ -167,11 +240,15 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             plans=self.plans,
             context_parallel=self.context_parallel,
             has_context=self.context_parallel is None or has_context(cm),
-            single_tokens=self.context_parallel is not None and cm.max_query_len == 1 and compat.captures_single_tokens_alone(self.vllm_config),
+            single_tokens=self.context_parallel is not None
+            and cm.max_query_len == 1
+            and compat.captures_single_tokens_alone(self.vllm_config),
         )
         if self.spans is not None:
             # A single row sees nothing after itself.
-            self.spans.fill(compat.spans_of(cm) if cm.max_query_len > 1 else [], cm.query_start_loc, cm.seq_lens)
+            self.spans.fill(
+                compat.spans_of(cm) if cm.max_query_len > 1 else [], cm.query_start_loc, cm.seq_lens
+            )
         self.plan(metadata)
         return metadata
 
@@ -186,41 +263,64 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             blocks = blocks[:batch]
         kv_lens = metadata.seq_lens
         if self.context_parallel is not None:
-            kv_lens = self.context_parallel.local_lens(qo_indptr, metadata.seq_lens, single_tokens=metadata.single_tokens)
+            kv_lens = self.context_parallel.local_lens(
+                qo_indptr, metadata.seq_lens, single_tokens=metadata.single_tokens
+            )
         table = PageTable.block_table(blocks, kv_lens, self.page_size)
         for key, attention, _, arguments, context in self.plans.values():
             causal, window = visibility_of(key, metadata.causal)
             of_key = PageTable.ragged(qo_indptr) if key.of_this_step or context is not None else table
             if not metadata.single_tokens:
-                attention.plan(BSRView(qo_indptr, of_key, causal=causal, window_left=window), variant_args=None if key.has_alibi else arguments)
+                attention.plan(
+                    BSRView(qo_indptr, of_key, causal=causal, window_left=window),
+                    variant_args=None if key.has_alibi else arguments,
+                )
             if context is not None:
                 context.plan(BSRView(qo_indptr, table, causal=False))
 
     def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:
-        """Plans again from the same tensors, whose contents have changed; recorded inside the CUDA graph of a draft loop."""
+        """Plans again from the same tensors, whose contents have changed; recorded inside the CUDA graph of a
+        draft loop.
+        """
         if self.spans is not None:
             self.spans.clear()
         self.plan(metadata)
 
 
-def make_context_parallel(vllm_config: Any, group: Any, max_batch: int, device: torch.device) -> ContextParallel:
+def make_context_parallel(
+    vllm_config: Any, group: Any, max_batch: int, device: torch.device
+) -> ContextParallel:
     interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
     return ContextParallel(group, interleave, compat.combine_of_ranks(vllm_config), max_batch, device)
 
 
 def plan_keys(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) -> list[PlanKey]:
-    """The distinct plans that a group of layers needs: usually one. A group holds several windows when vLLM's hybrid KV cache manager is off."""
-    keys = {impl.plan_key for impl in compat.attention_impls(vllm_config, layer_names) if isinstance(getattr(impl, "plan_key", None), PlanKey)}
+    """The distinct plans that a group of layers needs: usually one.
+
+    A group holds several windows when vLLM's hybrid KV cache manager is off.
+    """
+    keys = {
+        impl.plan_key
+        for impl in compat.attention_impls(vllm_config, layer_names)
+        if isinstance(getattr(impl, "plan_key", None), PlanKey)
+    }
     if not keys:  # layers that are not the engine's: its attention tests
         num_qo_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         window = window_left(getattr(kv_cache_spec, "sliding_window", None))
         float8 = FLOAT8_CACHES[vllm_config.cache_config.cache_dtype] if has_8_bits(kv_cache_spec) else None
-        keys = {PlanKey(num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, window, kv_dtype=float8)}
+        keys = {
+            PlanKey(
+                num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, window, kv_dtype=float8
+            )
+        }
     return sorted(keys, key=str)
 
 
 def has_8_bits(kv_cache_spec: Any) -> bool:
-    """Whether the elements of a cache have 8 bits. Their dtype is what vLLM stores them as, uint8: the layers know which they are."""
+    """Whether the elements of a cache have 8 bits.
+
+    Their dtype is what vLLM stores them as, uint8: the layers know which they are.
+    """
     return bool(kv_cache_spec.dtype.itemsize == 1)
 
 
@@ -242,7 +342,9 @@ def unsupported_invariance(max_batch: int, device: torch.device) -> str | None:
     """What keeps VLLM_BATCH_INVARIANT from being served; None if nothing, or if it is not set."""
     if not compat.batch_invariant() or device.type != "cuda" or max_batch <= MAX_CUDA_INVARIANT_BATCH:
         return None
-    advice = f"pass smaller --max-num-seqs and --max-cudagraph-capture-size, {MAX_CUDA_INVARIANT_BATCH} at most"
+    advice = (
+        f"pass smaller --max-num-seqs and --max-cudagraph-capture-size, {MAX_CUDA_INVARIANT_BATCH} at most"
+    )
     return f"VLLM_BATCH_INVARIANT with batches of {max_batch} requests ({advice})"
 
 
@@ -252,5 +354,7 @@ def workspace_maxima(vllm_config: Any) -> tuple[int, int]:
     largest_graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     speculative = getattr(vllm_config, "speculative_config", None)
     draft_tokens = getattr(speculative, "num_speculative_tokens", None) or 0
-    max_rows = max(scheduler.max_num_batched_tokens, largest_graph, scheduler.max_num_seqs * (1 + draft_tokens))
+    max_rows = max(
+        scheduler.max_num_batched_tokens, largest_graph, scheduler.max_num_seqs * (1 + draft_tokens)
+    )
     return max_rows, max(scheduler.max_num_seqs, largest_graph)

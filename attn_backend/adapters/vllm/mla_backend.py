@@ -1,4 +1,6 @@
-"""What this package tells vLLM that it can do with models of multi-head latent attention (DeepSeek, Kimi, GLM)."""
+"""What this package tells vLLM that it can do with models of multi-head latent attention (DeepSeek, Kimi,
+GLM).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from attn_backend.adapters.vllm.refusal import OTHER_CACHE, with_ways_out
 
 
 class MlaBackend(MLACommonBackend):
-    """The backend behind `--attention-backend CUSTOM` where the model has latents. The KV cache of a layer is [blocks, page, latent and rotated part]."""
+    """The backend behind `--attention-backend CUSTOM` where the model has latents.
+
+    The KV cache of a layer is [blocks, page, latent and rotated part].
+    """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_LATENTS]
@@ -53,9 +58,14 @@ class MlaBackend(MLACommonBackend):
         return with_ways_out(super().validate_configuration(*args, **kwargs))
 
     @classmethod
-    def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
+    ) -> str | None:
         if kv_cache_dtype in PLAIN_CACHES and PLAIN_CACHES[kv_cache_dtype] != dtype:
-            return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}, which latents must have: {OTHER_CACHE}"
+            return (
+                f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}, which latents must "
+                f"have: {OTHER_CACHE}"
+            )
         return None
 
     @classmethod
@@ -72,7 +82,9 @@ class MlaBackend(MLACommonBackend):
 
 
 class CpuMlaBackend(MlaBackend):
-    """vLLM takes whatever is registered as CPU_MLA without asking what it supports: what cannot be served is refused when a layer is built (mla_impl.py)."""
+    """vLLM takes whatever is registered as CPU_MLA without asking what it supports: what cannot be served is
+    refused when a layer is built (mla_impl.py).
+    """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 

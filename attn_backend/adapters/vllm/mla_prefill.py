@@ -1,4 +1,6 @@
-"""Prefills of MLA over decompressed K and V: the new tokens among themselves, and over chunks of the cached prefix, whose states the engine merges."""
+"""Prefills of MLA over decompressed K and V: the new tokens among themselves, and over chunks of the cached
+prefix, whose states the engine merges.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,13 @@ from attn_backend.metadata.page_table import PageTable
 
 
 class MlaPrefill(MLAPrefillBackend):
-    """Takes the place, in a metadata builder, of the prefill backend that vLLM has chosen. V may be narrower than K: nothing is padded.
+    """Takes the place, in a metadata builder, of the prefill backend that vLLM has chosen.
 
-    The new tokens are planned once a step, for all layers. So is the only chunk of the prefix; where there are more, they take turns in one workspace, and each
-    is planned when it runs: one small kernel beside those that gather, decompress and merge it.
+    V may be narrower than K: nothing is padded.
+
+    The new tokens are planned once a step, for all layers. So is the only chunk of the prefix; where there
+    are more, they take turns in one workspace, and each is planned when it runs: one small kernel beside
+    those that gather, decompress and merge it.
     """
 
     def __init__(self, chosen: MLAPrefillBackend, new_tokens: Attention, context: Attention) -> None:
@@ -67,7 +72,13 @@ class MlaPrefill(MLAPrefillBackend):
         self._planned_chunk = number
 
     def run_prefill_new_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool, out: Tensor | None = None, output_scale: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
@@ -82,7 +93,9 @@ class MlaPrefill(MLAPrefillBackend):
         o, lse = self._run(self._new_tokens, q, k, v, out, return_softmax_lse)
         return o if lse is None else (o, lse)
 
-    def run_prefill_context_chunk(self, *args: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def run_prefill_context_chunk(
+        self, *args: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             q: of the chunk's requests; k, v and out as in run_prefill_new_tokens.
@@ -96,19 +109,38 @@ class MlaPrefill(MLAPrefillBackend):
             self._plan_chunk(number)
         return self._run(self._context, q, k, v, out, True)
 
-    def _run(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _run(
+        self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if wants_lse else None
-        o = attention.run(q, KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1)), out=out, lse=lse, sm_scale=self.scale)
+        o = attention.run(
+            q, KVCache.unchecked(k.unsqueeze(1), v.unsqueeze(1)), out=out, lse=lse, sm_scale=self.scale
+        )
         return o, None if lse is None else lse.t().contiguous()
 
 
 def make_prefill(
-    chosen: MLAPrefillBackend, num_heads: int, widths: Any, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int
-) -> MlaPrefill:  # fmt: skip
+    chosen: MLAPrefillBackend,
+    num_heads: int,
+    widths: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_rows: int,
+    max_batch: int,
+) -> MlaPrefill:
     """In the place of the prefill backend that vLLM has chosen. widths: vLLM's MLADims."""
     heads = HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim)
 
     def make() -> Attention:
-        return Attention(num_heads, num_heads, heads.qk, head_dim_v=heads.v, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch)
+        return Attention(
+            num_heads,
+            num_heads,
+            heads.qk,
+            head_dim_v=heads.v,
+            dtype=dtype,
+            device=device,
+            max_rows=max_rows,
+            max_batch=max_batch,
+        )
 
     return MlaPrefill(chosen, outside_memory_pools(make, device), outside_memory_pools(make, device))

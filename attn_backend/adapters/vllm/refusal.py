@@ -1,4 +1,6 @@
-"""How this adapter refuses what it cannot serve: while the engine starts, by the name of the option or the model's feature."""
+"""How this adapter refuses what it cannot serve: while the engine starts, by the name of the option or the
+model's feature.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +22,11 @@ def refuse(what: str, way_out: str = OTHER_BACKEND) -> NoReturn:
 
 
 def with_ways_out(reasons: Iterable[str]) -> list[str]:
-    """What vLLM shows when it refuses a backend, each reason with its way out. Those that name an option already have one."""
-    return [reason if "--" in reason else f"{reason}: {_WAYS_OUT.get(reason, OTHER_BACKEND)}" for reason in reasons]
+    """What vLLM shows when it refuses a backend, each reason with its way out.
+
+    Those that name an option already have one.
+    """
+    return [
+        reason if "--" in reason else f"{reason}: {_WAYS_OUT.get(reason, OTHER_BACKEND)}"
+        for reason in reasons
+    ]

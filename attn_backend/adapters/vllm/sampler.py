@@ -1,14 +1,18 @@
-"""Sampling in vLLM, which has no hook for it: this file alone replaces the functions of vLLM that draw tokens.
+"""Sampling in vLLM, which has no hook for it: this file alone replaces the functions of vLLM that draw
+tokens.
 
 vLLM has two model runners, and each has a sampler of its own. Replaced are
 
-- of the newer one (V2) `Sampler.sample`, and `SamplingStates.add_request` to know when a request's parameters change;
-- of the older one (V1) `Sampler.sample`; `GPUModelRunner._sample`, which has what V1's sampler is not told: the requests' seeds and positions; and
-  `GPUModelRunner._bookkeeping_sync`, which winds generators back that have not advanced.
+- of the newer one (V2) `Sampler.sample`, and `SamplingStates.add_request` to know when a request's parameters
+  change;
+- of the older one (V1) `Sampler.sample`; `GPUModelRunner._sample`, which has what V1's sampler is not told:
+  the requests' seeds and positions; and `GPUModelRunner._bookkeeping_sync`, which winds generators back that
+  have not advanced.
 
-Everything around the draw stays vLLM's: logits processors, penalties, grammars, log-probabilities, and the rejection sampler of speculative decoding. A release
-in which these functions have other arguments than in the known ones (0.26.0 to 0.33.0), or a draw that disagrees with vLLM's own filters in the check at
-start, is answered with one warning, and vLLM's sampler stays.
+Everything around the draw stays vLLM's: logits processors, penalties, grammars, log-probabilities, and the
+rejection sampler of speculative decoding. A release in which these functions have other arguments than in the
+known ones (0.26.0 to 0.33.0), or a draw that disagrees with vLLM's own filters in the check at start, is
+answered with one warning, and vLLM's sampler stays.
 """
 
 from __future__ import annotations
@@ -38,18 +42,24 @@ V1_SAMPLER, V1_RUNNER = "vllm.v1.sample.sampler", "vllm.v1.worker.gpu_model_runn
 _V2_BATCHES = [
     "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",  # 0.26, 0.27
     "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",  # 0.28 to 0.30
-    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np",  # 0.31 to 0.33
+    # 0.31 to 0.33
+    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+    "seq_lens_upper_bound_np",
 ]
 _KNOWN_ARGUMENTS = {
     (V2_SAMPLER, "Sampler.sample"): [f"self {batch} return_logprobs" for batch in _V2_BATCHES],
-    (V2_SAMPLER, "Sampler.apply_sampling_params"): [f"self {batch} skip_top_k_top_p" for batch in _V2_BATCHES],
+    (V2_SAMPLER, "Sampler.apply_sampling_params"): [
+        f"self {batch} skip_top_k_top_p" for batch in _V2_BATCHES
+    ],
     (V2_STATES, "SamplingStates.add_request"): ["self req_idx sampling_params"],
     (V2_STATES, "SamplingStates.apply_temperature"): ["self logits expanded_idx_mapping idx_mapping_np"],
     (V2_STATES, "SamplingStates.apply_min_p"): ["self logits expanded_idx_mapping idx_mapping_np"],
     (V1_SAMPLER, "Sampler.sample"): ["self logits sampling_metadata logprobs_mode_override"],
     (V1_SAMPLER, "Sampler.apply_temperature"): ["logits temp all_random"],
     (V1_RUNNER, "GPUModelRunner._sample"): ["self logits spec_decode_metadata"],
-    (V1_RUNNER, "GPUModelRunner._bookkeeping_sync"): ["self scheduler_output sampler_output logits hidden_states num_scheduled_tokens"],
+    (V1_RUNNER, "GPUModelRunner._bookkeeping_sync"): [
+        "self scheduler_output sampler_output logits hidden_states num_scheduled_tokens"
+    ],
 }
 _PROCESSED = ("processed_logits", "processed_logprobs")  # modes in which vLLM reports what the filters left
 
@@ -58,7 +68,9 @@ _originals: list[tuple[type, str, Any]] = []
 
 
 def install(device: torch.device, vllm_config: Any = None) -> bool:
-    """Has this process sample with this package, after a check on `device`. Does it once; called when a plan is made for a worker's layers.
+    """Has this process sample with this package, after a check on `device`.
+
+    Does it once; called when a plan is made for a worker's layers.
 
     Environment:
         ATTN_BACKEND_SAMPLER: `0` leaves vLLM's sampler in place.
@@ -79,7 +91,12 @@ def _install(device: torch.device, vllm_config: Any) -> bool:
         replacements = _replacements(vllm_config)
     except Exception as error:  # whatever it is, the engine can serve without
         reason = f"{type(error).__name__}: {error}"
-        logger.warning("attn_backend does not sample, vLLM's own sampler does: %s. %s=0 chooses that without this warning.", reason, SAMPLER_SWITCH)
+        logger.warning(
+            "attn_backend does not sample, vLLM's own sampler does: %s. %s=0 chooses that without this "
+            "warning.",
+            reason,
+            SAMPLER_SWITCH,
+        )
         return False
     for owner, name, replacement in replacements:
         _originals.append((owner, name, getattr(owner, name)))
@@ -98,7 +115,8 @@ def uninstall() -> None:
 
 
 def check_arguments() -> None:
-    """The version probe, of the model runners that this process has imported: a worker imports the one that it uses.
+    """The version probe, of the model runners that this process has imported: a worker imports the one that
+    it uses.
 
     Raises:
         RuntimeError: a function has other arguments than in the known releases; the message names both.
@@ -108,21 +126,35 @@ def check_arguments() -> None:
         raise RuntimeError(f"neither of vLLM's model runners is loaded ({V2_SAMPLER}, {V1_RUNNER})")
     for module, name in probed:
         owner, function = name.split(".")
-        arguments = " ".join(inspect.signature(getattr(getattr(sys.modules[module], owner), function)).parameters)
+        arguments = " ".join(
+            inspect.signature(getattr(getattr(sys.modules[module], owner), function)).parameters
+        )
         if arguments not in _KNOWN_ARGUMENTS[module, name]:
-            raise RuntimeError(f"{module}.{name} takes ({arguments}), known releases take ({' or '.join(_KNOWN_ARGUMENTS[module, name])})")
+            raise RuntimeError(
+                f"{module}.{name} takes ({arguments}), known releases take "
+                f"({' or '.join(_KNOWN_ARGUMENTS[module, name])})"
+            )
 
 
 def _replacements(vllm_config: Any) -> list[tuple[type, str, Callable[..., Any]]]:
     found: list[tuple[type, str, Callable[..., Any]]] = []
     if V2_SAMPLER in sys.modules:
         sampler, states = sys.modules[V2_SAMPLER].Sampler, sys.modules[V2_STATES].SamplingStates
-        found += [(sampler, "sample", v2_sample(sampler)), (states, "add_request", v2_add_request(states.add_request))]
+        found += [
+            (sampler, "sample", v2_sample(sampler)),
+            (states, "add_request", v2_add_request(states.add_request)),
+        ]
     if V1_RUNNER in sys.modules:
         sampler, runner = sys.modules[V1_SAMPLER].Sampler, sys.modules[V1_RUNNER].GPUModelRunner
         parallel = getattr(vllm_config, "parallel_config", None)
-        source = SeedSource(getattr(getattr(vllm_config, "model_config", None), "seed", 0), getattr(parallel, "data_parallel_rank", 0))
-        found += [(sampler, "sample", v1_sample(sampler)), (runner, "_sample", v1_runner_sample(sampler, runner._sample, source))]
+        source = SeedSource(
+            getattr(getattr(vllm_config, "model_config", None), "seed", 0),
+            getattr(parallel, "data_parallel_rank", 0),
+        )
+        found += [
+            (sampler, "sample", v1_sample(sampler)),
+            (runner, "_sample", v1_runner_sample(sampler, runner._sample, source)),
+        ]
         found.append((runner, "_bookkeeping_sync", v1_bookkeeping(runner._bookkeeping_sync)))
     return found
 
@@ -131,7 +163,9 @@ def workspace_of(sampler: Any, device: torch.device) -> Tensor:
     """The sampler's: its batches are sampled one after another."""
     workspace: Tensor | None = getattr(sampler, "_attn_backend_workspace", None)
     if workspace is None:
-        workspace = sampler._attn_backend_workspace = outside_memory_pools(lambda: sampling_workspace(device), device)
+        workspace = sampler._attn_backend_workspace = outside_memory_pools(
+            lambda: sampling_workspace(device), device
+        )
     return workspace
 
 
@@ -149,19 +183,33 @@ class SlotParameters(NamedTuple):
 
 
 def v2_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The replacement of V2's `Sampler.sample`: (logits [rows, vocab], ...) -> (int64 [rows] token ids, logits that log-probabilities may be made of)."""
+    """The replacement of V2's `Sampler.sample`: (logits [rows, vocab], ...) -> (int64 [rows] token ids,
+    logits that log-probabilities may be made of).
+    """
     original: Callable[..., Any] = sampler.sample
     names = list(inspect.signature(original).parameters)
-    slots_at, slots_np_at, positions_at = (names.index(name) - 2 for name in ("expanded_idx_mapping", "idx_mapping_np", "pos"))
+    slots_at, slots_np_at, positions_at = (
+        names.index(name) - 2 for name in ("expanded_idx_mapping", "idx_mapping_np", "pos")
+    )
 
-    def sample_rows(self: Any, logits: Tensor, *batch: Any, return_logprobs: bool = False) -> tuple[Tensor, Tensor]:
+    def sample_rows(
+        self: Any, logits: Tensor, *batch: Any, return_logprobs: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if type(self) is not sampler:  # a watermark's sampler draws in its own way
             return original(self, logits, *batch, return_logprobs=return_logprobs)
-        reports_filtered = (return_logprobs and self.logprobs_mode in _PROCESSED) or getattr(self, "return_sampling_mask", False)
+        reports_filtered = (return_logprobs and self.logprobs_mode in _PROCESSED) or getattr(
+            self, "return_sampling_mask", False
+        )
         penalized = _v2_penalize(self, logits.clone() if reports_filtered else logits, batch)
         parameters = slot_parameters(self.sampling_states, batch[slots_at], batch[slots_np_at])
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        sample(penalized, position=batch[positions_at], out=token_ids, workspace=workspace_of(self, logits.device), **parameters._asdict())
+        sample(
+            penalized,
+            position=batch[positions_at],
+            out=token_ids,
+            workspace=workspace_of(self, logits.device),
+            **parameters._asdict(),
+        )
         if reports_filtered:
             _, penalized = original(self, logits, *batch, return_logprobs=return_logprobs)
         return token_ids, penalized
@@ -212,11 +260,15 @@ def v2_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_request
 
 
-# ---- Model runner V1: the sampler sees one SamplingMetadata for each composition of the batch; seeds and positions travel on it
+# ---- Model runner V1: the sampler sees one SamplingMetadata for each composition of the batch; seeds and
+# positions travel on it
 
 
 class Draws(NamedTuple):
-    """What a batch's draws depend on; both [batch], on the device. Of a batch that is all greedy, which depends on neither, 0."""
+    """What a batch's draws depend on; both [batch], on the device.
+
+    Of a batch that is all greedy, which depends on neither, 0.
+    """
 
     seed: Tensor | int
     position: Tensor | int
@@ -225,7 +277,8 @@ class Draws(NamedTuple):
 def v1_runner_sample(sampler: Any, original: Callable[..., Any], source: SeedSource) -> Callable[..., Any]:
     """The replacement of `GPUModelRunner._sample`: tells the sampler the batch's seeds and positions.
 
-    The position is that of the request's last token, as in V2: it comes from the lengths on the device, which are right also where the host runs ahead.
+    The position is that of the request's last token, as in V2: it comes from the lengths on the device, which
+    are right also where the host runs ahead.
     """
 
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
@@ -246,10 +299,11 @@ def v1_runner_sample(sampler: Any, original: Callable[..., Any], source: SeedSou
 
 
 def v1_bookkeeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of `GPUModelRunner._bookkeeping_sync`, which winds a request's generator back after a draw that does not count.
+    """The replacement of `GPUModelRunner._bookkeeping_sync`, which winds a request's generator back after a
+    draw that does not count.
 
-    Our draws advance no generator, so this function is shown none after them. The batch keeps them: the rejection sampler of a step with drafts draws with
-    them.
+    Our draws advance no generator, so this function is shown none after them. The batch keeps them: the
+    rejection sampler of a step with drafts draws with them.
     """
 
     def _bookkeeping_sync(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -273,27 +327,40 @@ def v1_seeds(runner: Any, source: SeedSource) -> Tensor:
         request = runner.requests[request_id]
         seed = getattr(request, "_attn_backend_seed", None)
         if seed is None:
-            seed = source.draw() if request.generator is None else signed_64_bits(request.generator.initial_seed())
+            seed = (
+                source.draw()
+                if request.generator is None
+                else signed_64_bits(request.generator.initial_seed())
+            )
             request._attn_backend_seed = seed  # kept: a request that is preempted comes back
         seeds.append(seed)
-    return torch.tensor(seeds, dtype=torch.int64, pin_memory=runner.device.type == "cuda").to(runner.device, non_blocking=True)
+    return torch.tensor(seeds, dtype=torch.int64, pin_memory=runner.device.type == "cuda").to(
+        runner.device, non_blocking=True
+    )
 
 
 def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The replacement of V1's `Sampler.sample`: (logits [batch, vocab], metadata) -> (token ids [batch], processed log-probabilities if asked for)."""
+    """The replacement of V1's `Sampler.sample`: (logits [batch, vocab], metadata) -> (token ids [batch],
+    processed log-probabilities if asked for).
+    """
     original: Callable[..., Any] = sampler.sample
 
-    def sample_batch(self: Any, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None) -> tuple[Tensor, Tensor | None]:
+    def sample_batch(
+        self: Any, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
         metadata = sampling_metadata
         draws: Draws | None = getattr(metadata, "_attn_backend_draws", None)
-        if draws is None:  # a warm-up run, the bonus tokens of speculative decoding, another sampler than the one that is replaced
+        # a warm-up run, the bonus tokens of speculative decoding, another sampler than the one that is
+        # replaced
+        if draws is None:
             return original(self, logits, metadata, logprobs_mode_override)
         reports = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
         reports_filtered = reports and (logprobs_mode_override or self.logprobs_mode) in _PROCESSED
         token_ids = v1_draw(self, logits.clone() if reports_filtered else logits, metadata, draws)
         if not reports_filtered:
             return token_ids, None
-        without_generators = replace(metadata, generators={})  # its draw is not used, and must not advance them
+        # its draw is not used, and must not advance them
+        without_generators = replace(metadata, generators={})
         return token_ids, original(self, logits, without_generators, logprobs_mode_override)[1]
 
     return sample_batch
@@ -304,7 +371,11 @@ def v1_draw(self: Any, logits: Tensor, metadata: Any, draws: Draws) -> Tensor:
     if metadata.all_greedy:
         return sample(logits, temperature=0.0, workspace=workspace).token_ids
     temperature, min_p = metadata.temperature, None
-    processors = [processor for processor in metadata.logitsprocs.argmax_invariant if getattr(processor, "min_p_count", 1) > 0]
+    processors = [
+        processor
+        for processor in metadata.logitsprocs.argmax_invariant
+        if getattr(processor, "min_p_count", 1) > 0
+    ]
     if len(processors) == 1 and type(processors[0]).__name__ == "MinPLogitsProcessor":
         min_p = processors[0].min_p.view(-1)
     elif processors:  # the user's own: they expect logits that the temperature has been applied to
@@ -313,4 +384,11 @@ def v1_draw(self: Any, logits: Tensor, metadata: Any, draws: Draws) -> Tensor:
             logits = processor.apply(logits)
         temperature = (temperature > 0).float()
     filters = {"top_k": metadata.top_k, "top_p": metadata.top_p, "min_p": min_p}
-    return sample(logits, temperature=temperature, **filters, seed=draws.seed, position=draws.position, workspace=workspace).token_ids
+    return sample(
+        logits,
+        temperature=temperature,
+        **filters,
+        seed=draws.seed,
+        position=draws.position,
+        workspace=workspace,
+    ).token_ids

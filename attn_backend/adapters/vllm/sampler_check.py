@@ -1,4 +1,6 @@
-"""A look at the sampler before it is trusted: a small batch on the worker's own device, against vLLM's own filters on the host."""
+"""A look at the sampler before it is trusted: a small batch on the worker's own device, against vLLM's own
+filters on the host.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class SamplerDisagrees(RuntimeError):
 
 
 def check_sampler(device: torch.device) -> None:
-    """Every draw must come from the tokens that vLLM's filters leave, be the same in another batch, and be as frequent as it should.
+    """Every draw must come from the tokens that vLLM's filters leave, be the same in another batch, and be as
+    frequent as it should.
 
     Synchronises with the device.
 
@@ -47,10 +50,15 @@ def _check_filters(device: torch.device, dtype: torch.dtype) -> None:
     wrong = ~left[rows, token_ids]
     if wrong.any():
         first = dict(zip(("temperature", "top_k", "top_p", "min_p"), cases[int(rows[wrong][0])], strict=True))
-        raise SamplerDisagrees(f"{int(wrong.sum())} of {len(rows)} draws from {dtype} logits are not among the tokens that vLLM leaves, one with {first}")
+        raise SamplerDisagrees(
+            f"{int(wrong.sum())} of {len(rows)} draws from {dtype} logits are not among the tokens that vLLM "
+            f"leaves, one with {first}"
+        )
 
     some = torch.arange(len(rows) - 1, -1, -3)
-    again = _draw(device, *(column[some] if index > 4 else column[rows[some]] for index, column in enumerate(inputs)))
+    again = _draw(
+        device, *(column[some] if index > 4 else column[rows[some]] for index, column in enumerate(inputs))
+    )
     if not torch.equal(again, token_ids[some]):
         raise SamplerDisagrees(f"draws from {dtype} logits change with the batch that they are made in")
 
@@ -59,20 +67,28 @@ def _check_frequencies(device: torch.device) -> None:
     logits = torch.linspace(-1.5, 1.5, 8)
     expected = (logits / 0.7).softmax(-1)
     position = torch.arange(_FREQUENCIES)
-    token_ids = sample(logits.repeat(_FREQUENCIES, 1).to(device), temperature=0.7, seed=1, position=position.to(device)).token_ids.cpu()
+    token_ids = sample(
+        logits.repeat(_FREQUENCIES, 1).to(device), temperature=0.7, seed=1, position=position.to(device)
+    ).token_ids.cpu()
     seen = token_ids.bincount(minlength=8) / _FREQUENCIES
     if (seen - expected).abs().max() > 0.05:
-        raise SamplerDisagrees(f"tokens of probabilities {expected.tolist()} were drawn with frequencies {seen.tolist()}")
+        raise SamplerDisagrees(
+            f"tokens of probabilities {expected.tolist()} were drawn with frequencies {seen.tolist()}"
+        )
 
 
 def survivors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """bool [batch, vocab]: the tokens that vLLM may choose; in a greedy row the most probable one. float32 logits on the host."""
+    """bool [batch, vocab]: the tokens that vLLM may choose; in a greedy row the most probable one. float32
+    logits on the host.
+    """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     greedy = temperature == 0
     tempered = logits / torch.where(greedy, 1.0, temperature)[:, None]
     probabilities = tempered.softmax(-1)
-    tempered = tempered.masked_fill(probabilities < min_p[:, None] * probabilities.amax(-1, keepdim=True), float("-inf"))
+    tempered = tempered.masked_fill(
+        probabilities < min_p[:, None] * probabilities.amax(-1, keepdim=True), float("-inf")
+    )
     left = apply_top_k_top_p_pytorch(tempered, top_k, top_p) > float("-inf")
     left[greedy] = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).bool()[greedy]
     return left
@@ -80,7 +96,15 @@ def survivors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
 
 def _draw(device: torch.device, logits: Tensor, *columns: Tensor) -> Tensor:
     temperature, top_k, top_p, min_p, seed, position = (column.to(device) for column in columns)
-    samples = sample(logits.to(device), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position)
+    samples = sample(
+        logits.to(device),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        position=position,
+    )
     if not bool(samples.valid.all()):
         raise SamplerDisagrees("rows of ordinary logits are said to be invalid")
     return samples.token_ids.cpu().long()

@@ -15,8 +15,8 @@ from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES
 
 
 class SparseMlaBackend(MlaBackend):
-    """The backend behind `--attention-backend CUSTOM` where an indexer selects the tokens that a row attends to. The KV cache of a layer is that of MlaBackend,
-    or uint8 [blocks, page, 656] (fp8_ds_mla).
+    """The backend behind `--attention-backend CUSTOM` where an indexer selects the tokens that a row attends
+    to. The KV cache of a layer is that of MlaBackend, or uint8 [blocks, page, 656] (fp8_ds_mla).
     """
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*MlaBackend.supported_kv_cache_dtypes, SCALED_LATENTS]
@@ -30,9 +30,15 @@ class SparseMlaBackend(MlaBackend):
         return SparseMlaMetadataBuilder
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
         """Shape of a layer's KV cache (compat.py says which releases ask)."""
-        return (num_blocks, block_size, SCALED_LATENT_BYTES if cache_dtype_str == SCALED_LATENTS else head_size)
+        return (
+            num_blocks,
+            block_size,
+            SCALED_LATENT_BYTES if cache_dtype_str == SCALED_LATENTS else head_size,
+        )
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -43,7 +49,14 @@ class SparseMlaBackend(MlaBackend):
         return True
 
     @classmethod
-    def supports_combination(cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any) -> str | None:
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
+    ) -> str | None:
         if kv_cache_dtype != SCALED_LATENTS:
             return super().supports_combination(head_size, dtype, kv_cache_dtype, *args, **kwargs)
-        return None if dtype == torch.bfloat16 else f"kv_cache_dtype {SCALED_LATENTS} not supported with a model of {dtype}: pass --dtype bfloat16"
+        return (
+            None
+            if dtype == torch.bfloat16
+            else f"kv_cache_dtype {SCALED_LATENTS} not supported with a model of {dtype}: pass --dtype "
+            f"bfloat16"
+        )

@@ -1,4 +1,6 @@
-"""One plan for the rows of a batch that attend to the tokens which the indexer selects (DeepSeek V3.2, GLM 5)."""
+"""One plan for the rows of a batch that attend to the tokens which the indexer selects (DeepSeek V3.2, GLM
+5).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from attn_backend.metadata.kv_cache import SCALED_LATENT_DTYPE
 class SparseMlaMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
     """A planned batch, with the fields that SparseMLACommonMetadataBuilder fills and vLLM's layer reads.
 
-    attention: planned for all rows; runs may leave out the last ones, which the engine may attend to in decompressed K and V.
+    attention: planned for all rows; runs may leave out the last ones, which the engine may attend to in
+    decompressed K and V.
     """
 
     block_table: Tensor  # int32 [requests, blocks]
@@ -44,29 +47,46 @@ class SparseMlaMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
 class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
-    A row attends to topk_tokens of those that it sees, or to all where those are fewer. So the plan is one for all layers, although each selects for itself; a
-    layer may select fewer.
-    Prompts that are no longer than topk_tokens may be the engine's prefills over decompressed K and V (mla_prefill.py): there nothing is left out. Under
-    VLLM_BATCH_INVARIANT there are none.
+    A row attends to topk_tokens of those that it sees, or to all where those are fewer. So the plan is one
+    for all layers, although each selects for itself; a layer may select fewer.
+    Prompts that are no longer than topk_tokens may be the engine's prefills over decompressed K and V
+    (mla_prefill.py): there nothing is left out. Under VLLM_BATCH_INVARIANT there are none.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     metadata_cls = SparseMlaMetadata
     reorder_batch_threshold: int = 128  # as for MlaMetadataBuilder
-    _prefill_backend: Any  # which SparseMLACommonMetadataBuilder makes, plans and hands to the layers; None: there is none for this model
+    # which SparseMLACommonMetadataBuilder makes, plans and hands to the layers; None: there is none for this
+    # model
+    _prefill_backend: Any
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """
         Raises:
             NotImplementedError: the model or the deployment needs what this package does not have.
         """
         dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
         max_rows, max_batch = workspace_maxima(vllm_config)
-        unsupported = compat.unsupported_feature(vllm_config) or compat.unsupported_sparse_feature(vllm_config) or unsupported_invariance(max_batch, device)
+        unsupported = (
+            compat.unsupported_feature(vllm_config)
+            or compat.unsupported_sparse_feature(vllm_config)
+            or unsupported_invariance(max_batch, device)
+        )
         kv_dtypes = dict.fromkeys(FLOAT8_LATENTS, torch.float8_e4m3fn) | {SCALED_LATENTS: SCALED_LATENT_DTYPE}
         kv_dtype = kv_dtypes.get(cache_dtype) if kv_cache_spec.dtype.itemsize == 1 else None
         if unsupported is None and kv_dtype is None and kv_cache_spec.dtype != dtype:
-            unsupported = f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
+            unsupported = (
+                f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass "
+                f"--kv-cache-dtype auto)"
+            )
         if unsupported is None and kv_dtype == SCALED_LATENT_DTYPE and dtype != torch.bfloat16:
             unsupported = f"--kv-cache-dtype {SCALED_LATENTS} for a model of {dtype} (pass --dtype bfloat16)"
         if unsupported is not None:
@@ -77,19 +97,45 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
         batch_invariant = compat.batch_invariant()
         num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         if batch_invariant:
-            self.reorder_batch_threshold = max_rows  # whether a prompt is decompressed depends on the longest one of the batch: all stay in their latents
+            # whether a prompt is decompressed depends on the longest one of the batch: all stay in their
+            # latents
+            self.reorder_batch_threshold = max_rows
         topk = self.topk_tokens
         self._rows = outside_memory_pools(
-            lambda: SelectedAttention(num_heads, topk, max_rows=max_rows, dtype=dtype, kv_dtype=kv_dtype, device=device, batch_invariant=batch_invariant),
+            lambda: SelectedAttention(
+                num_heads,
+                topk,
+                max_rows=max_rows,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                device=device,
+                batch_invariant=batch_invariant,
+            ),
             device,
         )
-        if self._prefill_backend is not None and not batch_invariant and not compat.has_chosen_mla_prefill(vllm_config):
-            self._prefill_backend = make_prefill(self._prefill_backend, num_heads, self.mla_dims, dtype, device, max_rows, max_batch)
+        if (
+            self._prefill_backend is not None
+            and not batch_invariant
+            and not compat.has_chosen_mla_prefill(vllm_config)
+        ):
+            self._prefill_backend = make_prefill(
+                self._prefill_backend, num_heads, self.mla_dims, dtype, device, max_rows, max_batch
+            )
         sampler.install(device, vllm_config)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs: Any) -> SparseMlaMetadata:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **kwargs: Any,
+    ) -> SparseMlaMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         cm = common_attn_metadata
-        self._rows.plan(count_visible(metadata.num_actual_tokens, metadata.req_id_per_token, cm.query_start_loc, cm.seq_lens))
+        self._rows.plan(
+            count_visible(
+                metadata.num_actual_tokens, metadata.req_id_per_token, cm.query_start_loc, cm.seq_lens
+            )
+        )
         metadata.attention = self._rows
         return metadata

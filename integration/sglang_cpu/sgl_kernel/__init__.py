@@ -1,4 +1,6 @@
-"""Stands in for SGLang's compiled kernels on a machine without a GPU: SGLang imports them everywhere, and there calls only those of speculative decoding."""
+"""Stands in for SGLang's compiled kernels on a machine without a GPU: SGLang imports them everywhere, and
+there calls only those of speculative decoding.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -16,6 +18,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
             return found
 
     def kernel(*args: object, **kwargs: object) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} needs the compiled package; this is the stand-in for machines without a GPU")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} needs the compiled package; this is the stand-in for machines without a GPU"
+        )
 
     return kernel

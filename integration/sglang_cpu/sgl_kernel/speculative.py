@@ -1,4 +1,6 @@
-"""What SGLang's speculative decoding calls of its compiled kernels on a CPU, in torch and Python: right, and slow. All write into tensors given to them."""
+"""What SGLang's speculative decoding calls of its compiled kernels on a CPU, in torch and Python: right, and
+slow. All write into tensors given to them.
+"""
 
 import ctypes
 
@@ -7,27 +9,49 @@ from torch import Tensor
 
 
 def assign_draft_cache_locs_contiguous_cpu(
-    req_pool_indices: Tensor, req_to_token: Tensor, seq_lens: Tensor, out_cache_loc: Tensor, pool_len: int, topk: int, num_steps: int
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
 ) -> None:
     """The topk * num_steps slots after each request's tokens."""
     columns = seq_lens[:, None] + torch.arange(topk * num_steps)
     out_cache_loc.copy_(req_to_token[req_pool_indices[:, None], columns].flatten())
 
 
-def assign_extend_cache_locs_cpu(req_pool_indices: Tensor, req_to_token: Tensor, start: Tensor, end: Tensor, out_cache_loc: Tensor, pool_len: int) -> None:
+def assign_extend_cache_locs_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
     """The slots of tokens [start, end) of each request, one request after another."""
-    slots = torch.cat([req_to_token[row, a:b] for row, a, b in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True)])
+    slots = torch.cat(
+        [
+            req_to_token[row, a:b]
+            for row, a, b in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True)
+        ]
+    )
     out_cache_loc[: slots.shape[0]] = slots
 
 
-def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
+def fill_accept_out_cache_loc_cpu(
+    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
+) -> None:
     """The slots of the accepted nodes, without gaps. accept_index: -1 where there is none."""
     accepted = accept_index.flatten()
     accepted = accepted[accepted >= 0].long()
     accept_out_cache_loc[: accepted.shape[0]] = out_cache_loc[accepted]
 
 
-def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, stride: int) -> None:
+def fill_bonus_tokens_cpu(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, stride: int
+) -> None:
     """The last accepted token of each request. accept_tokens: `stride` of each request."""
     last = torch.arange(accept_lens.shape[0]) * stride + accept_lens - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last])
@@ -47,12 +71,16 @@ def build_tree_kernel_efficient_cpu(
     num_nodes: int,
     tree_mask_mode: int,
 ) -> None:
-    """The tree of each request, from the drafted tokens that were selected for it. One whose parent was not, which ties can bring about, is not in the tree.
+    """The tree of each request, from the drafted tokens that were selected for it.
+
+    One whose parent was not, which ties can bring about, is not in the tree.
 
     Args:
-        parent_list: int64 [batch, groups]: the drafted token (its place among all) that each group of topk tokens follows; the first group follows the root.
+        parent_list: int64 [batch, groups]: the drafted token (its place among all) that each group of topk
+            tokens follows; the first group follows the root.
         selected_index: int64 [batch, num_nodes - 1]: which of the drafted tokens are nodes 1, 2, ...
-        tree_mask: bool, flat: num_nodes x num_nodes cells of each request (mode 1: there is no other on a CPU).
+        tree_mask: bool, flat: num_nodes x num_nodes cells of each request (mode 1: there is no other on a
+            CPU).
     """
     assert tree_mask_mode == 1
     visible = tree_mask[: verified_seq_len.shape[0] * num_nodes * num_nodes].view(-1, num_nodes, num_nodes)
@@ -60,7 +88,9 @@ def build_tree_kernel_efficient_cpu(
         selected = selected_index[request].tolist()
         node_of = {token: node for node, token in enumerate(selected, 1)}
         groups = [token // topk for token in selected]
-        parents = [-1] + [0 if group == 0 else node_of.get(int(parent_list[request, group]), -1) for group in groups]
+        parents = [-1] + [
+            0 if group == 0 else node_of.get(int(parent_list[request, group]), -1) for group in groups
+        ]
         visible[request] = torch.eye(num_nodes, dtype=torch.bool)
         for node in range(1, num_nodes):
             if parents[node] >= 0:
@@ -79,7 +109,9 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     num_nodes: int,
 ) -> None:
-    """Positions and links of the trees whose masks are bool [batch, num_nodes, num_nodes]: cell (i, j) says whether node j is above node i."""
+    """Positions and links of the trees whose masks are bool [batch, num_nodes, num_nodes]: cell (i, j) says
+    whether node j is above node i.
+    """
     above = tree_mask.view(batch_size, num_nodes, num_nodes).tril(-1)
     positions.view(batch_size, num_nodes).copy_(verified_seq_len[:, None] + above.sum(-1))
     for request in range(batch_size):
@@ -87,12 +119,22 @@ def reconstruct_indices_from_tree_mask(
         _link(parents, request, retrieve_index, retrieve_next_token, retrieve_next_sibling)
 
 
-def _link(parents: list[int], request: int, retrieve_index: Tensor, retrieve_next_token: Tensor, retrieve_next_sibling: Tensor) -> None:
-    """First child and next sibling of each node, -1: none. parents: -1 for a root; nodes without a parent are not siblings."""
+def _link(
+    parents: list[int],
+    request: int,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+) -> None:
+    """First child and next sibling of each node, -1: none. parents: -1 for a root; nodes without a parent are
+    not siblings.
+    """
     num_nodes = len(parents)
     retrieve_index[request] = torch.arange(request * num_nodes, (request + 1) * num_nodes)
     for node in range(num_nodes):
-        retrieve_next_token[request, node] = next((i for i in range(node + 1, num_nodes) if parents[i] == node), -1)
+        retrieve_next_token[request, node] = next(
+            (i for i in range(node + 1, num_nodes) if parents[i] == node), -1
+        )
         following = (i for i in range(node + 1, num_nodes) if parents[i] == parents[node] >= 0)
         retrieve_next_sibling[request, node] = next(following, -1)
 
@@ -133,7 +175,9 @@ def verify_tree_greedy_cpu(
             predicts[index] = target_predict[request, node]
 
 
-def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, target_slots: Tensor, source_slots: Tensor) -> None:
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: Tensor, strides: Tensor, target_slots: Tensor, source_slots: Tensor
+) -> None:
     """Copies slots within every buffer of a pool: all are read before one is written.
 
     Args:
@@ -147,7 +191,14 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, target_slots
             ctypes.memmove(address + target * size, slot, size)
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices: Tensor, req_to_token: Tensor, start: Tensor, end: Tensor, out_cache_loc: Tensor, pool_len: int) -> None:
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
     """Notes new slots, those of one request after another's, as those of tokens [start, end) of each request."""
     begin = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):

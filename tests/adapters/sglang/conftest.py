@@ -10,7 +10,11 @@ import torch
 
 SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
 
-if importlib.util.find_spec("sglang") is not None and "sglang" not in sys.modules and not torch.cuda.is_available():
+if (
+    importlib.util.find_spec("sglang") is not None
+    and "sglang" not in sys.modules
+    and not torch.cuda.is_available()
+):
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.path.append(str(SHIMS))  # sgl_kernel, unless a real one is installed
     spec = importlib.util.spec_from_file_location("sglang_cpu_shims", SHIMS / "sitecustomize.py")
@@ -21,7 +25,9 @@ if importlib.util.find_spec("sglang") is not None and "sglang" not in sys.module
 
 @pytest.fixture(autouse=True)
 def queries_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bounds of most tests are those of queries that nothing rounds; test_sglang_float8_queries.py has the others."""
+    """The bounds of most tests are those of queries that nothing rounds; test_sglang_float8_queries.py has
+    the others.
+    """
     monkeypatch.setenv("ATTN_BACKEND_SGLANG_FP8_QUERIES", "0")
 
 

@@ -1,4 +1,6 @@
-"""A small engine around the backend: SGLang's own pools and layers, requests whose slots are shuffled, and attention in float64 to compare with."""
+"""A small engine around the backend: SGLang's own pools and layers, requests whose slots are shuffled, and
+attention in float64 to compare with.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +67,22 @@ class Request:
 
 def model_config(**changes: object) -> SimpleNamespace:
     """What is read of SGLang's ModelConfig."""
-    config = {"attention_arch": AttentionArch.MHA, "is_encoder_decoder": False, "context_len": MAX_TOKENS, "is_multimodal": False, "attention_chunk_size": None}
+    config = {
+        "attention_arch": AttentionArch.MHA,
+        "is_encoder_decoder": False,
+        "context_len": MAX_TOKENS,
+        "is_multimodal": False,
+        "attention_chunk_size": None,
+    }
     config["hf_config"] = SimpleNamespace(architectures=["LlamaForCausalLM"])
     return SimpleNamespace(**{**config, **changes})
 
 
 class FakeEngine:
-    """`layers`: the shapes of the model's layers (same heads). `hybrid`: layers with a window get a pool of their own. `kv_dtype`: of the pool."""
+    """`layers`: the shapes of the model's layers (same heads).
+
+    `hybrid`: layers with a window get a pool of their own. `kv_dtype`: of the pool.
+    """
 
     def __init__(
         self,
@@ -100,16 +111,29 @@ class FakeEngine:
             pool.register_mapping(torch.cat([mapping, torch.tensor([-1])]).to(device))
         else:
             shape = (heads, head_dim, len(layers))
-            pool = MHATokenToKVPool(size, page_size, self.kv_dtype, *shape, device, enable_memory_saver=False, v_head_dim=v_head_dim)
+            pool = MHATokenToKVPool(
+                size,
+                page_size,
+                self.kv_dtype,
+                *shape,
+                device,
+                enable_memory_saver=False,
+                v_head_dim=v_head_dim,
+            )
         for layer_id in range(len(layers)):
             for buffer in pool.get_kv_buffer(layer_id):
                 buffer.fill_(float("nan"))  # what no request wrote must not be seen
         self.pool = pool
         self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, MAX_TOKENS, device, enable_memory_saver=False)
         pages = torch.randperm(size // page_size, generator=self.generator) + 1
-        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten().view(MAX_REQUESTS, MAX_TOKENS)
+        slots = (
+            (pages[:, None] * page_size + torch.arange(page_size)).flatten().view(MAX_REQUESTS, MAX_TOKENS)
+        )
         self.req_to_token_pool.req_to_token[1:] = slots
-        self.requests = [Request(row + 1, [torch.empty(0)] * len(layers), [torch.empty(0)] * len(layers)) for row in range(MAX_REQUESTS)]
+        self.requests = [
+            Request(row + 1, [torch.empty(0)] * len(layers), [torch.empty(0)] * len(layers))
+            for row in range(MAX_REQUESTS)
+        ]
 
     def share_prefix(self, owner: int, others: list[int]) -> None:
         """What a radix tree does: the others begin with all that `owner` has, in the same slots."""
@@ -137,8 +161,13 @@ class FakeEngine:
             setattr(runner, name, value)
         return runner
 
-    def batch(self, mode: ForwardMode, requests: list[int], new_lens: list[int], spec_info: object = None) -> SimpleNamespace:
-        """A step of these requests; each gets new tokens. A verifying step's lengths do not count its draft tokens, as in the engine."""
+    def batch(
+        self, mode: ForwardMode, requests: list[int], new_lens: list[int], spec_info: object = None
+    ) -> SimpleNamespace:
+        """A step of these requests; each gets new tokens.
+
+        A verifying step's lengths do not count its draft tokens, as in the engine.
+        """
         rows = torch.tensor([self.requests[i].row for i in requests])
         old = torch.tensor([self.requests[i].length for i in requests])
         new = torch.tensor(new_lens, dtype=torch.int32)
@@ -154,7 +183,9 @@ class FakeEngine:
             extend_seq_lens_cpu=new_lens if is_extend else None,
             extend_prefix_lens_cpu=old.tolist() if is_extend else None,
             out_cache_loc=torch.cat(slots).to(self.device, torch.int64),
-            positions=torch.cat([torch.arange(n) + a for a, n in zip(old, new_lens, strict=True)]).to(self.device),
+            positions=torch.cat([torch.arange(n) + a for a, n in zip(old, new_lens, strict=True)]).to(
+                self.device
+            ),
             spec_info=spec_info,
             _attn_output=None,
         )
@@ -163,8 +194,16 @@ class FakeEngine:
         """q, k and v as a model hands them over: views of one projection."""
         shape = self.shapes[layer_id]
         rows = batch.positions.shape[0]
-        sizes = [shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.v_head_dim]
-        q, k, v = torch.randn(rows, sum(sizes), generator=self.generator).to(self.device, self.dtype).split(sizes, dim=-1)
+        sizes = [
+            shape.num_qo_heads * shape.head_dim,
+            shape.num_kv_heads * shape.head_dim,
+            shape.num_kv_heads * shape.v_head_dim,
+        ]
+        q, k, v = (
+            torch.randn(rows, sum(sizes), generator=self.generator)
+            .to(self.device, self.dtype)
+            .split(sizes, dim=-1)
+        )
         return q, k.view(rows, shape.num_kv_heads, -1), v.view(rows, shape.num_kv_heads, -1)
 
     def remember(self, requests: list[int], new_lens: list[int], layer_id: int, k: Tensor, v: Tensor) -> None:
@@ -187,7 +226,14 @@ class FakeEngine:
         for i, n in zip(requests, new_lens, strict=True):
             self.requests[i].length += n
 
-    def reference(self, requests: list[int], new_lens: list[int], layer_id: int, q: Tensor, trees: list[Tensor] | None = None) -> Tensor:
+    def reference(
+        self,
+        requests: list[int],
+        new_lens: list[int],
+        layer_id: int,
+        q: Tensor,
+        trees: list[Tensor] | None = None,
+    ) -> Tensor:
         """float64 [rows, num_qo_heads * head_dim]. Call it after remember() and before advance().
 
         trees: for each request bool [new tokens, new tokens]: which of them a new token sees.
@@ -198,14 +244,23 @@ class FakeEngine:
         for place, (i, rows) in enumerate(zip(requests, q.cpu().split(new_lens), strict=True)):
             k = self.requests[i].k[layer_id].repeat_interleave(group, dim=1)
             v = self.requests[i].v[layer_id].repeat_interleave(group, dim=1)
-            logits = torch.einsum("qhd,khd->hqk", rows.double().view(len(rows), shape.num_qo_heads, -1), k) * shape.head_dim**-0.5
+            logits = (
+                torch.einsum("qhd,khd->hqk", rows.double().view(len(rows), shape.num_qo_heads, -1), k)
+                * shape.head_dim**-0.5
+            )
             if shape.logit_cap:
                 logits = shape.logit_cap * torch.tanh(logits / shape.logit_cap)
             query_pos = torch.arange(len(k) - len(rows), len(k))[:, None]
             key_pos = torch.arange(len(k))[None]
             if shape.temperature_len > 0:
-                logits = logits * (query_pos.double().log2() / math.log2(shape.temperature_len)).where(query_pos > shape.temperature_len, 1.0)
-            hidden = key_pos > query_pos if shape.attn_type == AttentionType.DECODER else torch.zeros(len(rows), len(k), dtype=torch.bool)
+                logits = logits * (query_pos.double().log2() / math.log2(shape.temperature_len)).where(
+                    query_pos > shape.temperature_len, 1.0
+                )
+            hidden = (
+                key_pos > query_pos
+                if shape.attn_type == AttentionType.DECODER
+                else torch.zeros(len(rows), len(k), dtype=torch.bool)
+            )
             if shape.window >= 0:
                 hidden = hidden | (key_pos < query_pos - shape.window)
                 if shape.attn_type != AttentionType.DECODER:

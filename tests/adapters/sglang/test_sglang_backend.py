@@ -26,7 +26,12 @@ WINDOWED = (LayerShape(window=20), LayerShape(), LayerShape(window=20), LayerSha
 
 
 def step(
-    engine: FakeEngine, backend: SGLangAttentionBackend, mode: ForwardMode, requests: list[int], new_lens: list[int], spec_info: object = None
+    engine: FakeEngine,
+    backend: SGLangAttentionBackend,
+    mode: ForwardMode,
+    requests: list[int],
+    new_lens: list[int],
+    spec_info: object = None,
 ) -> list[Tensor]:
     """One step through all layers, compared with the reference; returns the outputs."""
     batch = engine.batch(mode, requests, new_lens, spec_info)
@@ -63,7 +68,10 @@ def serve(engine: FakeEngine, **runner: object) -> None:
 
 CASES = [
     *(pytest.param("cpu", dtype, id=f"cpu-{dtype}".replace("torch.", "")) for dtype in TOLERANCE),
-    *(pytest.param("cuda", dtype, id=f"cuda-{dtype}".replace("torch.", ""), marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)),
+    *(
+        pytest.param("cuda", dtype, id=f"cuda-{dtype}".replace("torch.", ""), marks=pytest.mark.gpu)
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
 ]
 
 
@@ -77,7 +85,12 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype) -> None:
 
 
 def test_values_of_another_width() -> None:
-    serve(FakeEngine((LayerShape(head_dim=192, v_head_dim=128), LayerShape(head_dim=192, v_head_dim=128, window=20)), page_size=16))
+    serve(
+        FakeEngine(
+            (LayerShape(head_dim=192, v_head_dim=128), LayerShape(head_dim=192, v_head_dim=128, window=20)),
+            page_size=16,
+        )
+    )
 
 
 def test_keys_and_values_of_another_type_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +122,10 @@ def test_chunked_local_attention(page_size: int, hybrid: bool) -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_temperature_that_grows_with_the_position(hybrid: bool) -> None:
-    """Grok 2, with a soft cap; in prompts, their later chunks and decodes. Also where a sliding-window layer has a pool of its own, which holds only the end of
-    a request."""
+    """Grok 2, with a soft cap; in prompts, their later chunks and decodes.
+
+    Also where a sliding-window layer has a pool of its own, which holds only the end of a request.
+    """
     layers = (LayerShape(temperature_len=8, logit_cap=5.0), LayerShape(temperature_len=30, window=20))
     serve(FakeEngine(layers, page_size=16, hybrid=hybrid))
 
@@ -124,15 +139,22 @@ def test_alibi_of_the_module_around() -> None:
     backend.init_forward_metadata(batch)
     q, k, v = engine.tensors(batch, 0)
     out = backend.forward(q, k, v, engine.model[0], batch)
-    linear = oracle.Variant(logits=lambda logits, pairs: logits + slopes.double()[pairs.head] * (pairs.token - pairs.position))
+    linear = oracle.Variant(
+        logits=lambda logits, pairs: logits + slopes.double()[pairs.head] * (pairs.token - pairs.position)
+    )
     for rows in (slice(0, 20), slice(20, 27)):
         expected, _ = oracle.attention(q[rows].reshape(-1, 6, 64), k[rows], v[rows], variant=linear)
         check(out[rows], expected.reshape(-1, 384))
 
 
-def serve_shared_prefix(engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[list[int]]]:
-    """Five requests that begin with the same 128 tokens. Returns the outputs of all layers, and for each step and kind of layer how many requests the taken
-    node has."""
+def serve_shared_prefix(
+    engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[list[int]]]:
+    """Five requests that begin with the same 128 tokens.
+
+    Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node
+    has.
+    """
     monkeypatch.setattr(sglang_plan, "use_cascade", lambda: cascade)
     backend = SGLangAttentionBackend(engine.runner())
     outputs = step(engine, backend, ForwardMode.EXTEND, [0], [128])
@@ -160,14 +182,21 @@ def serve_shared_prefix(engine: FakeEngine, cascade: bool | str, monkeypatch: py
         pytest.param("cuda", torch.float16, "always", marks=pytest.mark.gpu),
     ],
 )
-def test_shared_prefix(page_size: int, device: str, dtype: torch.dtype, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix(
+    page_size: int, device: str, dtype: torch.dtype, cascade: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = (LayerShape(), LayerShape(window=20))
-    off, taken_off = serve_shared_prefix(FakeEngine(layers, page_size, dtype, device=device), False, monkeypatch)
-    on, taken_on = serve_shared_prefix(FakeEngine(layers, page_size, dtype, device=device), cascade, monkeypatch)
+    off, taken_off = serve_shared_prefix(
+        FakeEngine(layers, page_size, dtype, device=device), False, monkeypatch
+    )
+    on, taken_on = serve_shared_prefix(
+        FakeEngine(layers, page_size, dtype, device=device), cascade, monkeypatch
+    )
     for out, expected in zip(on, off, strict=True):
         check(out, expected.cpu().double())
     assert taken_off == [[0, 0]] * 4
-    # A window hides the prefix. On a CPU, where cost follows the rows, sharing it with a long chunk saves nothing.
+    # A window hides the prefix. On a CPU, where cost follows the rows, sharing it with a long chunk saves
+    # nothing.
     assert taken_on == [[4, 0], [5, 0], [3 if cascade == "always" else 0, 0], [4, 0]]
 
 
@@ -184,7 +213,9 @@ def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     for i, rows in enumerate(q.split(new_lens)):
         batch = engine.batch(ForwardMode.EXTEND, [i], new_lens[i : i + 1])
         backend.init_forward_metadata(batch)
-        assert torch.equal(backend.forward(rows, None, None, engine.model[0], batch, save_kv_cache=False), together[i])
+        assert torch.equal(
+            backend.forward(rows, None, None, engine.model[0], batch, save_kv_cache=False), together[i]
+        )
 
 
 def test_layers_of_one_kind_share_a_plan() -> None:
@@ -196,27 +227,39 @@ def test_chain_verification() -> None:
     engine = FakeEngine((LayerShape(), LayerShape(window=9)), page_size=16)
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1], [30, 3])
-    step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4))
+    step(
+        engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4)
+    )
 
 
-@pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL], ids=lambda kind: kind.value)
+@pytest.mark.parametrize(
+    "attn_type",
+    [AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL],
+    ids=lambda kind: kind.value,
+)
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_encoder_sees_both_sides(attn_type: AttentionType, hybrid: bool) -> None:
-    """Windows, too, are to both sides (EmbeddingGemma), also where their layers have a pool of their own (EmbeddingGemma 2)."""
+    """Windows, too, are to both sides (EmbeddingGemma), also where their layers have a pool of their own
+    (EmbeddingGemma 2).
+    """
     layers = (LayerShape(attn_type=attn_type), LayerShape(attn_type=attn_type, window=12))
     engine = FakeEngine(layers, page_size=16, hybrid=hybrid)
     step(engine, SGLangAttentionBackend(engine.runner()), ForwardMode.EXTEND, [0, 1], [17, 40])
 
 
 def test_keys_written_by_the_model() -> None:
-    """save_kv_cache=False: a fused rotary kernel has written K and V; or K and V are None: the layer reads another layer's cache."""
+    """save_kv_cache=False: a fused rotary kernel has written K and V; or K and V are None: the layer reads
+    another layer's cache.
+    """
     engine = FakeEngine()
     backend = SGLangAttentionBackend(engine.runner())
     batch = engine.batch(ForwardMode.EXTEND, [0], [12])
     backend.init_forward_metadata(batch)
     q, k, v = engine.tensors(batch, 0)
     expected = backend.forward(q, k, v, engine.model[0], batch)
-    assert torch.equal(backend.forward(q, torch.full_like(k, 9.0), v, engine.model[0], batch, save_kv_cache=False), expected)
+    assert torch.equal(
+        backend.forward(q, torch.full_like(k, 9.0), v, engine.model[0], batch, save_kv_cache=False), expected
+    )
     assert torch.equal(backend.forward(q, None, None, engine.model[0], batch, save_kv_cache=False), expected)
 
 
@@ -238,7 +281,9 @@ def test_writes_into_the_buffer_that_the_engine_gives() -> None:
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_captured_decode(page_size: int, hybrid: bool, kv_dtype: torch.dtype | None, device: str) -> None:
-    """Capture at one batch size, then replay other batches with padded requests, as DecodeCudaGraphRunner does. On a CPU the captured code just runs again."""
+    """Capture at one batch size, then replay other batches with padded requests, as DecodeCudaGraphRunner
+    does. On a CPU the captured code just runs again.
+    """
     dtype = torch.float32 if device == "cpu" else torch.float16 if kv_dtype is None else torch.bfloat16
     engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size, dtype, hybrid, device, kv_dtype)
     for layer_id, layer in enumerate(engine.model):
@@ -263,11 +308,16 @@ def test_captured_decode(page_size: int, hybrid: bool, kv_dtype: torch.dtype | N
         _attn_output=None,
     )
     like = engine.batch(ForwardMode.DECODE, [0], [1])
-    inputs = [[torch.zeros(size, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)] for layer_id in range(2)]
+    inputs = [
+        [torch.zeros(size, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)]
+        for layer_id in range(2)
+    ]
 
     def run() -> list[Tensor]:
         backend.init_forward_metadata_in_graph(static)
-        return [backend.forward(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
+        return [
+            backend.forward(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)
+        ]
 
     backend.init_forward_metadata_out_graph(static, in_capture=True)
     replay = capture(run, device)
@@ -317,14 +367,17 @@ def test_window_slots_beyond_a_batch_are_nobodys() -> None:
 
 def test_run_is_promised_an_append_where_there_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
     promised: list[bool] = []
-    monkeypatch.setattr(Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append))
+    monkeypatch.setattr(
+        Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append)
+    )
     engine = FakeEngine()
     backend = SGLangAttentionBackend(engine.runner())
     batch = engine.batch(ForwardMode.EXTEND, [0], [12])
     backend.init_forward_metadata(batch)
     q, k, v = engine.tensors(batch, 0)
     backend.forward(q, k, v, engine.model[0], batch)
-    backend.forward(q, k, v, engine.model[0], batch, save_kv_cache=False)  # the model's rotary kernel has written them
+    # the model's rotary kernel has written them
+    backend.forward(q, k, v, engine.model[0], batch, save_kv_cache=False)
     backend.forward(q, None, None, engine.model[0], batch)  # the layer reads another layer's cache
     backend.forward(q, k.double(), v.double(), engine.model[0], batch)  # the pool converts and writes them
     assert promised == [True, False, False, False]
@@ -347,17 +400,32 @@ def test_steps_give_the_same_bits() -> None:
 
 
 def test_halves_of_a_step_that_overlap() -> None:
-    """Two-batch overlap: SGLang makes three backends of ours, plans the whole step and both halves, and then runs the halves in turns, layer by layer."""
+    """Two-batch overlap: SGLang makes three backends of ours, plans the whole step and both halves, and then
+    runs the halves in turns, layer by layer.
+    """
     engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size=16)
     overlapping = TboAttnBackend.init_new(lambda: SGLangAttentionBackend(engine.runner()))
     halves = [([0, 2], [33, 16]), ([1], [40])]
-    for mode, new_lens in ((ForwardMode.EXTEND, None), (ForwardMode.EXTEND, [[3, 7], [5]]), (ForwardMode.DECODE, [[1, 1], [1]])):
-        steps = [(requests, lens if new_lens is None else new_lens[half]) for half, (requests, lens) in enumerate(halves)]
-        batch = engine.batch(mode, [i for requests, _ in steps for i in requests], [length for _, lens in steps for length in lens])
+    for mode, new_lens in (
+        (ForwardMode.EXTEND, None),
+        (ForwardMode.EXTEND, [[3, 7], [5]]),
+        (ForwardMode.DECODE, [[1, 1], [1]]),
+    ):
+        steps = [
+            (requests, lens if new_lens is None else new_lens[half])
+            for half, (requests, lens) in enumerate(halves)
+        ]
+        batch = engine.batch(
+            mode,
+            [i for requests, _ in steps for i in requests],
+            [length for _, lens in steps for length in lens],
+        )
         batch.tbo_children = [engine.batch(mode, *one) for one in steps]
         overlapping.init_forward_metadata(batch)
         for layer_id, layer in enumerate(engine.model):
-            for child, of_half, (requests, lens) in zip(overlapping.children, batch.tbo_children, steps, strict=True):
+            for child, of_half, (requests, lens) in zip(
+                overlapping.children, batch.tbo_children, steps, strict=True
+            ):
                 q, k, v = engine.tensors(of_half, layer_id)
                 engine.remember(requests, lens, layer_id, k, v)
                 check(child.forward(q, k, v, layer, of_half), engine.reference(requests, lens, layer_id, q))
@@ -367,8 +435,12 @@ def test_halves_of_a_step_that_overlap() -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_a_prefix_that_is_still_being_loaded(hybrid: bool) -> None:
-    """HiCache: a layer's KV comes back from the host while the layers before it run, and is there once the pool has waited for that layer."""
-    engine = FakeEngine((LayerShape(window=20), LayerShape(), LayerShape(window=20)), page_size=16, hybrid=hybrid)
+    """HiCache: a layer's KV comes back from the host while the layers before it run, and is there once the
+    pool has waited for that layer.
+    """
+    engine = FakeEngine(
+        (LayerShape(window=20), LayerShape(), LayerShape(window=20)), page_size=16, hybrid=hybrid
+    )
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1], [40, 25])
     buffers = [engine.pool.get_kv_buffer(layer) for layer in range(len(engine.model))]

@@ -1,5 +1,7 @@
-"""DFLASH: a draft model makes a block of tokens in one pass, in which they see each other, and the target verifies them as a chain. Inside a small engine,
-against attention in float64. What the draft model has of the tokens before a block is K and V that SGLang makes of the target's hidden states."""
+"""DFLASH: a draft model makes a block of tokens in one pass, in which they see each other, and the target
+verifies them as a chain. Inside a small engine, against attention in float64. What the draft model has of the
+tokens before a block is K and V that SGLang makes of the target's hidden states.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ DFLASH = {
     "schedule.chunked_prefill_size": 64,  # of the target's prompts; a block is never cut
     "memory.disable_radix_cache": False,
 }
-# A draft model's layers: all see the whole block, but for a window that is shorter, and the causal ones that DFLASH has, too.
+# A draft model's layers: all see the whole block, but for a window that is shorter, and the causal ones that
+# DFLASH has, too.
 DRAFT_LAYERS = (
     LayerShape(attn_type=AttentionType.ENCODER_ONLY),
     LayerShape(attn_type=AttentionType.ENCODER_ONLY, window=20),
@@ -52,11 +55,15 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def block_of_drafts(custom_mask: Tensor | None = None) -> DFlashVerifyInput:
     nothing = torch.empty(0, dtype=torch.int64)
-    return DFlashVerifyInput(nothing, nothing, BLOCK, custom_mask=custom_mask, capture_hidden_mode=CaptureHiddenMode.NULL)
+    return DFlashVerifyInput(
+        nothing, nothing, BLOCK, custom_mask=custom_mask, capture_hidden_mode=CaptureHiddenMode.NULL
+    )
 
 
 def put(engine: FakeEngine, requests: list[int], new_lens: list[int]) -> None:
-    """K and V of tokens that the target has computed, into the pool, as SGLang's worker does it: no attention, and into the slots where drafts were."""
+    """K and V of tokens that the target has computed, into the pool, as SGLang's worker does it: no
+    attention, and into the slots where drafts were.
+    """
     batch = engine.batch(ForwardMode.EXTEND, requests, new_lens)
     for layer_id, layer in enumerate(engine.model):
         _, k, v = engine.tensors(batch, layer_id)
@@ -65,7 +72,9 @@ def put(engine: FakeEngine, requests: list[int], new_lens: list[int]) -> None:
     engine.advance(requests, new_lens)
 
 
-def expected_of_block(engine: FakeEngine, requests: list[int], tensors: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+def expected_of_block(
+    engine: FakeEngine, requests: list[int], tensors: list[tuple[Tensor, Tensor, Tensor]]
+) -> list[Tensor]:
     """Of each layer. The engine's copies are afterwards what they were: drafts do not stay."""
     new_lens, expected = [BLOCK] * len(requests), []
     for layer_id, (q, k, v) in enumerate(tensors):
@@ -83,11 +92,18 @@ def test_blocks_are_drafted(device: str, dtype: torch.dtype, page_size: int) -> 
     engine = FakeEngine(DRAFT_LAYERS, page_size, dtype, device=device)
     backend = SGLangAttentionBackend(engine.runner(is_draft_worker=True))
     put(engine, [0, 1, 2], [33, 1, 16])
-    for requests, accepted in (([0, 1, 2], [3, 1, BLOCK]), ([2], [1]), ([1, 0], [5, 2]), ([2, 1, 0], [1, 1, 1])):
+    for requests, accepted in (
+        ([0, 1, 2], [3, 1, BLOCK]),
+        ([2], [1]),
+        ([1, 0], [5, 2]),
+        ([2, 1, 0], [1, 1, 1]),
+    ):
         batch = engine.batch(ForwardMode.TARGET_VERIFY, requests, [BLOCK] * len(requests), block_of_drafts())
         backend.init_forward_metadata(batch)
         tensors = [engine.tensors(batch, layer_id) for layer_id in range(len(engine.model))]
-        outputs = [backend.forward(*given, layer, batch) for given, layer in zip(tensors, engine.model, strict=True)]
+        outputs = [
+            backend.forward(*given, layer, batch) for given, layer in zip(tensors, engine.model, strict=True)
+        ]
         for out, expected in zip(outputs, expected_of_block(engine, requests, tensors), strict=True):
             check(out, expected)
         put(engine, requests, accepted)
@@ -95,7 +111,10 @@ def test_blocks_are_drafted(device: str, dtype: torch.dtype, page_size: int) -> 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_captured_blocks(device: str) -> None:
-    """Capture at one batch size, then replay other batches with padded requests. On a CPU the captured code just runs again."""
+    """Capture at one batch size, then replay other batches with padded requests.
+
+    On a CPU the captured code just runs again.
+    """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     engine = FakeEngine(DRAFT_LAYERS, 1, dtype, device=device)
     clear_padding(engine)
@@ -105,11 +124,16 @@ def test_captured_blocks(device: str) -> None:
     backend.init_cuda_graph_state(size, rows)
     static = static_batch(ForwardMode.TARGET_VERIFY, size, rows, device, block_of_drafts())
     like = engine.batch(ForwardMode.TARGET_VERIFY, [0], [BLOCK])
-    inputs = [[torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, i)] for i in range(len(engine.model))]
+    inputs = [
+        [torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, i)]
+        for i in range(len(engine.model))
+    ]
 
     def run() -> list[Tensor]:
         backend.init_forward_metadata_in_graph(static)
-        return [backend.forward(*given, layer, static) for given, layer in zip(inputs, engine.model, strict=True)]
+        return [
+            backend.forward(*given, layer, static) for given, layer in zip(inputs, engine.model, strict=True)
+        ]
 
     backend.init_forward_metadata_out_graph(static, in_capture=True)
     replay = capture(run, device)
@@ -129,33 +153,52 @@ def test_captured_blocks(device: str) -> None:
 @pytest.mark.parametrize(("page_size", "hybrid"), [(1, False), (16, True)])
 @pytest.mark.parametrize(("device", "dtype"), [CASES[0], CASES[3]])
 def test_blocks_are_verified_as_chains(device: str, dtype: torch.dtype, page_size: int, hybrid: bool) -> None:
-    """By the target, causally. A mask that SGLang makes for backends which it does not know, and which says nothing, is not read."""
+    """By the target, causally.
+
+    A mask that SGLang makes for backends which it does not know, and which says nothing, is not read.
+    """
     engine = FakeEngine(WINDOWED, page_size, dtype, hybrid, device)
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     step(engine, backend, ForwardMode.TARGET_VERIFY, [2, 0], [BLOCK] * 2, block_of_drafts())
-    step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0, 2], [BLOCK] * 3, block_of_drafts(torch.zeros(4096, dtype=torch.bool, device=device)))
+    step(
+        engine,
+        backend,
+        ForwardMode.TARGET_VERIFY,
+        [1, 0, 2],
+        [BLOCK] * 3,
+        block_of_drafts(torch.zeros(4096, dtype=torch.bool, device=device)),
+    )
 
 
 def test_sglang_gives_drafts_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     choices = getattr(speculative_hook, "DRAFT_ATTENTION_BACKEND_CHOICES", None)
     if choices is None:
-        pytest.skip(f"SGLang {compat.release()} has no list of draft backends to add to: they are FlashInfer's")
+        pytest.skip(
+            f"SGLang {compat.release()} has no list of draft backends to add to: they are FlashInfer's"
+        )
     register()
     register()
     assert choices.count(NAME) == 1
-    monkeypatch.setattr(draft_worker_common, "get_spec", lambda: SimpleNamespace(speculative_draft_attention_backend=None))
+    monkeypatch.setattr(
+        draft_worker_common, "get_spec", lambda: SimpleNamespace(speculative_draft_attention_backend=None)
+    )
     monkeypatch.setattr(draft_worker_common, "attention_backends", lambda: (NAME, NAME))
     assert draft_worker_common.resolve_draft_worker_attention_backend(algo_label="DFLASH") == NAME
     declared: dict[str, Any] = {}
-    monkeypatch.setattr(speculative_hook, "resolving_view", lambda _: SimpleNamespace(speculative_draft_attention_backend=NAME))
+    monkeypatch.setattr(
+        speculative_hook,
+        "resolving_view",
+        lambda _: SimpleNamespace(speculative_draft_attention_backend=NAME),
+    )
     monkeypatch.setattr(speculative_hook, "declare_resolution", lambda *_, **named: declared.update(named))
     speculative_hook._resolve_dflash_draft_attention_backend(None)
     assert declared == {"speculative_draft_attention_backend": NAME}
 
 
 def test_refused_models() -> None:
-    with pytest.raises(ValueError, match="bidirectional prompts in chunks"):  # the target's prompts may be cut
+    # the target's prompts may be cut
+    with pytest.raises(ValueError, match="bidirectional prompts in chunks"):
         SGLangAttentionBackend(FakeEngine(DRAFT_LAYERS).runner())
     with pytest.raises(ValueError, match="draft models with a KV pool of their own for sliding windows"):
         SGLangAttentionBackend(FakeEngine(WINDOWED, 16, hybrid=True).runner(is_draft_worker=True))

@@ -1,4 +1,6 @@
-"""Batches of SGLang at the bounds that a plan has room for, and beyond them; and a pool that is allocated again."""
+"""Batches of SGLang at the bounds that a plan has room for, and beyond them; and a pool that is allocated
+again.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ def small_backend(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> SGLang
     return SGLangAttentionBackend(engine.runner())
 
 
-@pytest.mark.parametrize(("requests", "new_lens"), [([0, 1, 2], [33, 1, 16]), ([0, 1, 2], [5, 1, 3]), ([0, 1], [20, 1])], ids=["both", "requests", "rows"])
-def test_a_batch_beyond_the_bounds(requests: list[int], new_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("requests", "new_lens"),
+    [([0, 1, 2], [33, 1, 16]), ([0, 1, 2], [5, 1, 3]), ([0, 1], [20, 1])],
+    ids=["both", "requests", "rows"],
+)
+def test_a_batch_beyond_the_bounds(
+    requests: list[int], new_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine()
     backend = small_backend(engine, monkeypatch)
     kept = next(iter(backend._plans.values())).attention

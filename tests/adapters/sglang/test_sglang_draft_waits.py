@@ -27,8 +27,15 @@ CASES = [(1, 1), (1, 3), (16, 3)]  # page size, branches
 
 
 def drafting(device: str, page_size: int, topk: int) -> tuple[DraftStepsBackend, Callable[[], None]]:
-    """A draft's backend, and a function that plans and runs all its steps through two layers, whose inputs are there already."""
-    engine = FakeEngine((LayerShape(), LayerShape(window=9)), page_size, torch.float32 if device == "cpu" else torch.bfloat16, device=device)
+    """A draft's backend, and a function that plans and runs all its steps through two layers, whose inputs
+    are there already.
+    """
+    engine = FakeEngine(
+        (LayerShape(), LayerShape(window=9)),
+        page_size,
+        torch.float32 if device == "cpu" else torch.bfloat16,
+        device=device,
+    )
     runner = engine.runner(is_draft_worker=True)
     extend, steps = SGLangAttentionBackend(runner), DraftStepsBackend(runner, topk, STEPS)
     step(engine, extend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
@@ -72,8 +79,21 @@ def test_nothing_waits(page_size: int, topk: int) -> None:
 
 
 @pytest.mark.usefixtures("on_a_cpu")
-@pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, bool, int, lambda x: torch.arange(3)[x > 0], torch.nonzero])
-def test_what_is_read_is_seen(read: Callable[[torch.Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.cpu,
+        bool,
+        int,
+        lambda x: torch.arange(3)[x > 0],
+        torch.nonzero,
+    ],
+)
+def test_what_is_read_is_seen(
+    read: Callable[[torch.Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step that reads something while it is planned."""
     steps, draft = drafting("cpu", 1, 1)
     plan_draft = steps.attn_backends[1].plan_draft

@@ -35,7 +35,11 @@ def factory(monkeypatch: pytest.MonkeyPatch, hook: Any) -> DraftBackendFactory:
     if compat.starts_triton_on_cpu(NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
     original = DraftBackendFactory._create_backend
-    monkeypatch.setattr(DraftBackendFactory, "_create_backend", lambda self, *given, **named: hook(original, self, *given, **named))
+    monkeypatch.setattr(
+        DraftBackendFactory,
+        "_create_backend",
+        lambda self, *given, **named: hook(original, self, *given, **named),
+    )
     if hasattr(draft_utils, "attention_backends"):
         monkeypatch.setattr(draft_utils, "attention_backends", lambda: (NAME, NAME))
     made = DraftBackendFactory.__new__(DraftBackendFactory)
@@ -53,14 +57,20 @@ def test_the_factory_makes_ours(factory: DraftBackendFactory, monkeypatch: pytes
     extend = factory._create_backend("prefill_attention_backend", known, "{backend_type} is not known")
     assert isinstance(extend, SGLangAttentionBackend)
     factory.draft_model_runner.attn_backend = extend
-    assert factory._create_backend("prefill_attention_backend", known, "{backend_type} is not known") is extend
+    assert (
+        factory._create_backend("prefill_attention_backend", known, "{backend_type} is not known") is extend
+    )
     assert list(known) == ["triton"]
 
 
 def test_other_names_are_left_to_sglang(factory: DraftBackendFactory) -> None:
     factory.draft_attn_backend = "another"
     with pytest.raises(ValueError, match="another is not known"):
-        factory._create_backend("decode_attention_backend", {"triton": factory._create_triton_decode_backend}, "{backend_type} is not known")
+        factory._create_backend(
+            "decode_attention_backend",
+            {"triton": factory._create_triton_decode_backend},
+            "{backend_type} is not known",
+        )
 
 
 def test_a_release_that_asks_for_the_backend_alone(hook: Any) -> None:
@@ -71,4 +81,7 @@ def test_a_release_that_asks_for_the_backend_alone(hook: Any) -> None:
 
     backend = SGLangAttentionBackend.__new__(SGLangAttentionBackend)
     factory = SimpleNamespace(draft_model_runner=SimpleNamespace(attn_backend=backend))
-    assert hook(original, factory, "prefill_attention_backend", {"triton": _create_triton_prefill_backend}, "") is backend
+    assert (
+        hook(original, factory, "prefill_attention_backend", {"triton": _create_triton_prefill_backend}, "")
+        is backend
+    )

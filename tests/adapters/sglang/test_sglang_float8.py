@@ -30,13 +30,23 @@ def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
 
 
-def engine_of(kv_dtype: torch.dtype = E4M3, layers: tuple[LayerShape, ...] = TWO_LAYERS, scales: str = "tensor", **options: object) -> FakeEngine:
-    """scales: "tensor", as of checkpoints; "number", as of --quantization-param-path; "none". Each layer has its own, others for K than for V."""
+def engine_of(
+    kv_dtype: torch.dtype = E4M3,
+    layers: tuple[LayerShape, ...] = TWO_LAYERS,
+    scales: str = "tensor",
+    **options: object,
+) -> FakeEngine:
+    """scales: "tensor", as of checkpoints; "number", as of --quantization-param-path; "none". Each layer has
+    its own, others for K than for V.
+    """
     engine = FakeEngine(layers, kv_dtype=kv_dtype, **options)  # type: ignore[arg-type]
     for layer_id, layer in enumerate(engine.model):
         values = (0.05 * (layer_id + 1), 0.4 / (layer_id + 1))
         if scales == "tensor":
-            layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(value, device=engine.device), requires_grad=False) for value in values)
+            layer.k_scale, layer.v_scale = (
+                torch.nn.Parameter(torch.tensor(value, device=engine.device), requires_grad=False)
+                for value in values
+            )
         elif scales == "number":
             layer.k_scale, layer.v_scale = values
     return engine
@@ -46,7 +56,12 @@ def engine_of(kv_dtype: torch.dtype = E4M3, layers: tuple[LayerShape, ...] = TWO
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize(
     ("device", "dtype"),
-    [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cpu", torch.float16), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        ("cpu", torch.float16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
 )
 def test_serving(page_size: int, kv_dtype: torch.dtype, device: str, dtype: torch.dtype) -> None:
     serve(engine_of(kv_dtype, page_size=page_size, dtype=dtype, device=device))
@@ -79,7 +94,9 @@ def test_pools_that_write_by_themselves(hybrid: bool, device: str, monkeypatch: 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_does_not_depend_on_the_pool(kv_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_does_not_depend_on_the_pool(
+    kv_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bits of append_kv and of quantise(): ties, numbers that are too large, the smallest."""
     written = []
     for copies in (True, False):
@@ -91,7 +108,9 @@ def test_what_is_written_does_not_depend_on_the_pool(kv_dtype: torch.dtype, dtyp
         q, k, v = engine.tensors(batch, 0)
         k, v = k * torch.logspace(-6, 6, 64)[:, None, None].to(dtype), (v * 8).round() / 8
         backend.forward(q, k, v, engine.model[0], batch)
-        written.append([buffer.view(torch.uint8)[batch.out_cache_loc] for buffer in engine.pool.get_kv_buffer(0)])
+        written.append(
+            [buffer.view(torch.uint8)[batch.out_cache_loc] for buffer in engine.pool.get_kv_buffer(0)]
+        )
     assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
     assert written[0][0].view(kv_dtype).float().abs().max() == torch.finfo(kv_dtype).max
 
@@ -108,7 +127,9 @@ def test_quantise() -> None:
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 def test_shared_prefix(page_size: int, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = (LayerShape(), LayerShape(window=20))
-    outputs, taken = serve_shared_prefix(engine_of(kv_dtype, layers, page_size=page_size), "always", monkeypatch)
+    outputs, taken = serve_shared_prefix(
+        engine_of(kv_dtype, layers, page_size=page_size), "always", monkeypatch
+    )
     assert len(outputs) == 10
     assert taken == [[4, 0], [5, 0], [3, 0], [4, 0]]
 
@@ -138,7 +159,9 @@ def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales() -> Non
     reader = LayerShape().build(0)
     reader.k_scale, reader.v_scale = 7.0, 9.0
     backend.forward(q, k, v, engine.model[0], batch)
-    check(backend.forward(q, None, None, reader, batch, save_kv_cache=False), engine.reference([0], [30], 0, q))
+    check(
+        backend.forward(q, None, None, reader, batch, save_kv_cache=False), engine.reference([0], [30], 0, q)
+    )
 
 
 def test_views_of_the_pool_are_made_once() -> None:
@@ -149,7 +172,10 @@ def test_views_of_the_pool_are_made_once() -> None:
     assert kv.dtype == E4M3
     assert kv.k.data_ptr() == pool.k_buffer[0].data_ptr()
     other = MHATokenToKVPool(64, 16, E4M3, 2, 64, 1, "cpu", enable_memory_saver=False)
-    assert cache.float8_view(layer, *other.get_kv_buffer(0), 16, writes=True).k.data_ptr() == other.k_buffer[0].data_ptr()
+    assert (
+        cache.float8_view(layer, *other.get_kv_buffer(0), 16, writes=True).k.data_ptr()
+        == other.k_buffer[0].data_ptr()
+    )
 
 
 def test_what_the_pool_stores_as_bytes_is_copied_to_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +189,14 @@ def test_what_the_pool_stores_as_bytes_is_copied_to_slots(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_dtype": E4M3, "kv_cache_dtype_str": "mxfp8"}, "--kv-cache-dtype mxfp8: pass --kv-cache-dtype fp8_e4m3, or --dtype bfloat16 --kv-cache"),
-        ({"kv_cache_dtype": torch.uint8, "dtype": torch.bfloat16}, "a KV cache of torch.uint8 for a model of torch.bfloat16.*or --kv-cache-dtype bfloat16"),
+        (
+            {"kv_cache_dtype": E4M3, "kv_cache_dtype_str": "mxfp8"},
+            "--kv-cache-dtype mxfp8: pass --kv-cache-dtype fp8_e4m3, or --dtype bfloat16 --kv-cache",
+        ),
+        (
+            {"kv_cache_dtype": torch.uint8, "dtype": torch.bfloat16},
+            "a KV cache of torch.uint8 for a model of torch.bfloat16.*or --kv-cache-dtype bfloat16",
+        ),
         ({"kv_cache_dtype": torch.bfloat16}, "a KV cache of torch.bfloat16 for a model of torch.float32"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Queries of extends over e4m3 pools, rounded to e4m3: what a Hopper GPU gets, and here a CPU, too. Against attention in float64 over what the pool holds."""
+"""Queries of extends over e4m3 pools, rounded to e4m3: what a Hopper GPU gets, and here a CPU, too.
+
+Against attention in float64 over what the pool holds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,11 @@ def queries_of_8_bits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     monkeypatch.delenv("ATTN_BACKEND_SGLANG_FP8_QUERIES", raising=False)
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(float8_queries, "multiplies_float8", lambda float8, head_size, device: float8 == E4M3 and head_size in (64, 128))
+        monkeypatch.setattr(
+            float8_queries,
+            "multiplies_float8",
+            lambda float8, head_size, device: float8 == E4M3 and head_size in (64, 128),
+        )
     elif not float8_queries.multiplies_float8(E4M3, 128, torch.device("cuda", 0)):
         pytest.skip("this GPU's kernels widen 8-bit queries")
 
@@ -41,16 +48,28 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out.cpu().double() - expected).norm() / expected.norm())
 
 
-def check_extend(engine: FakeEngine, out: Tensor, q: Tensor, requests: list[int], new_lens: list[int], layer_id: int) -> None:
+def check_extend(
+    engine: FakeEngine, out: Tensor, q: Tensor, requests: list[int], new_lens: list[int], layer_id: int
+) -> None:
     """Rounding is all that makes the difference on a CPU."""
     off = error(out, engine.reference(requests, new_lens, layer_id, q))
     assert off <= MOST
     if engine.device == "cpu":
         assert off > 2 * TOLERANCE[torch.bfloat16], "Q was not rounded"
-        assert error(out, engine.reference(requests, new_lens, layer_id, quantise(q, None, E4M3).to(q.dtype))) <= TOLERANCE[out.dtype]
+        assert (
+            error(out, engine.reference(requests, new_lens, layer_id, quantise(q, None, E4M3).to(q.dtype)))
+            <= TOLERANCE[out.dtype]
+        )
 
 
-def step(engine: FakeEngine, backend: SGLangAttentionBackend, mode: ForwardMode, requests: list[int], new_lens: list[int], spec_info: object = None) -> None:
+def step(
+    engine: FakeEngine,
+    backend: SGLangAttentionBackend,
+    mode: ForwardMode,
+    requests: list[int],
+    new_lens: list[int],
+    spec_info: object = None,
+) -> None:
     """One step through all layers."""
     batch = engine.batch(mode, requests, new_lens, spec_info)
     backend.init_forward_metadata(batch)
@@ -73,7 +92,9 @@ def step(engine: FakeEngine, backend: SGLangAttentionBackend, mode: ForwardMode,
 
 
 def serve(engine: FakeEngine) -> SGLangAttentionBackend:
-    """Prompts, later chunks of some, decode steps, mixed steps, drafts that are verified and what follows them."""
+    """Prompts, later chunks of some, decode steps, mixed steps, drafts that are verified and what follows
+    them.
+    """
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])
@@ -81,7 +102,14 @@ def serve(engine: FakeEngine) -> SGLangAttentionBackend:
     for _ in range(2):
         step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
     step(engine, backend, ForwardMode.MIXED, [4, 0, 2], [50, 1, 1])
-    step(engine, backend, ForwardMode.TARGET_VERIFY, [4, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4, custom_mask=None))
+    step(
+        engine,
+        backend,
+        ForwardMode.TARGET_VERIFY,
+        [4, 0],
+        [4, 4],
+        SimpleNamespace(topk=1, draft_token_num=4, custom_mask=None),
+    )
     step(engine, backend, ForwardMode.DRAFT_EXTEND_V2, [2, 3], [4, 4])
     step(engine, backend, ForwardMode.DECODE, [4], [1])
     return backend
@@ -96,7 +124,10 @@ def extends_in_8_bits(backend: SGLangAttentionBackend) -> list[bool]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_serving(page_size: int, head_dim: int, dtype: torch.dtype) -> None:
     layers = tuple(LayerShape(head_dim=head_dim, v_head_dim=head_dim, logit_cap=cap) for cap in (0.0, 30.0))
-    assert extends_in_8_bits(serve(engine_of(layers=layers, page_size=page_size, dtype=dtype))) == [True, True]
+    assert extends_in_8_bits(serve(engine_of(layers=layers, page_size=page_size, dtype=dtype))) == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("scales", ["number", "none"])
@@ -121,7 +152,9 @@ def test_pools_that_write_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.gpu
 def test_full_size(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heads of an 8B model: prompts that fill the largest row tiles, a chunk after one, and short ones, whose row tiles widen Q."""
+    """The heads of an 8B model: prompts that fill the largest row tiles, a chunk after one, and short ones,
+    whose row tiles widen Q.
+    """
     monkeypatch.setattr(fake_engine, "MAX_TOKENS", 2048)
     layers = (LayerShape(32, 8, 128, v_head_dim=128), LayerShape(32, 8, 128, v_head_dim=128, window=300))
     engine = engine_of(layers=layers, page_size=page_size, dtype=torch.bfloat16, device="cuda")
@@ -131,17 +164,32 @@ def test_full_size(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step(engine, backend, ForwardMode.MIXED, [3, 0, 1], [90, 1, 1])
     for _ in range(2):
         step(engine, backend, ForwardMode.DECODE, [0, 3, 2, 1], [1, 1, 1, 1])
-    step(engine, backend, ForwardMode.TARGET_VERIFY, [0, 1], [4, 4], SimpleNamespace(topk=1, draft_token_num=4, custom_mask=None))
+    step(
+        engine,
+        backend,
+        ForwardMode.TARGET_VERIFY,
+        [0, 1],
+        [4, 4],
+        SimpleNamespace(topk=1, draft_token_num=4, custom_mask=None),
+    )
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
-    """Captured as one prompt, replayed for others with padding rows and in other modes, as PrefillCudaGraphRunner does. On a CPU the code just runs again."""
+    """Captured as one prompt, replayed for others with padding rows and in other modes, as
+    PrefillCudaGraphRunner does. On a CPU the code just runs again.
+    """
     rows, requests_at_most = 64, 4
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    engine = engine_of(layers=(LayerShape(), LayerShape(window=20)), page_size=page_size, hybrid=hybrid, dtype=dtype, device=device)
+    engine = engine_of(
+        layers=(LayerShape(), LayerShape(window=20)),
+        page_size=page_size,
+        hybrid=hybrid,
+        dtype=dtype,
+        device=device,
+    )
     for layer_id in range(2):
         for buffer in engine.pool.get_kv_buffer(layer_id):
             buffer[:page_size] = 0.0  # padding rows write slot 0, and read what row 0 of the table names
@@ -150,16 +198,24 @@ def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
     backend.init_cuda_graph_state(requests_at_most, rows)
     out_cache_loc = torch.zeros(rows, dtype=torch.int64, device=device)
     like = engine.batch(ForwardMode.EXTEND, [0], [1])
-    inputs = [[torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)] for layer_id in range(2)]
+    inputs = [
+        [torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)]
+        for layer_id in range(2)
+    ]
     static = SimpleNamespace(out_cache_loc=out_cache_loc, _attn_output=None)
 
     def run() -> list[Tensor]:
-        return [backend.forward_extend(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
+        return [
+            backend.forward_extend(*inputs[layer_id], layer, static)
+            for layer_id, layer in enumerate(engine.model)
+        ]
 
     def plan(batch: SimpleNamespace, in_capture: bool = False) -> None:
         """With requests of no tokens after those of the batch."""
         size = batch.batch_size
-        padded = SimpleNamespace(**vars(batch) | {"batch_size": requests_at_most, "out_cache_loc": out_cache_loc})
+        padded = SimpleNamespace(
+            **vars(batch) | {"batch_size": requests_at_most, "out_cache_loc": out_cache_loc}
+        )
         for name, padding in (("req_pool_indices", 0), ("seq_lens", 1), ("extend_seq_lens", 0)):
             given = getattr(batch, name)
             setattr(padded, name, torch.cat([given, given.new_full((requests_at_most - size,), padding)]))
@@ -190,7 +246,9 @@ def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
 
 
 def test_the_engines_output() -> None:
-    """Beside captured pieces of a prefill attention runs as it is, over padding rows, into what the engine has made."""
+    """Beside captured pieces of a prefill attention runs as it is, over padding rows, into what the engine
+    has made.
+    """
     engine = engine_of(layers=(LayerShape(),), dtype=torch.bfloat16)
     backend = SGLangAttentionBackend(engine.runner())
     batch = engine.batch(ForwardMode.EXTEND, [0, 1], [20, 7])
@@ -233,7 +291,14 @@ def test_a_layer_that_reads_another_ones_cache() -> None:
     q, k, v = engine.tensors(batch, 0)
     engine.remember([0], [30], 0, k, v)
     backend.forward(q, k, v, engine.model[0], batch)
-    check_extend(engine, backend.forward(q, None, None, LayerShape().build(0), batch, save_kv_cache=False), q, [0], [30], 0)
+    check_extend(
+        engine,
+        backend.forward(q, None, None, LayerShape().build(0), batch, save_kv_cache=False),
+        q,
+        [0],
+        [30],
+        0,
+    )
 
 
 def test_queries_are_rounded_before_the_append(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +309,9 @@ def test_queries_are_rounded_before_the_append(monkeypatch: pytest.MonkeyPatch) 
 
     def noted(module: object, name: str) -> None:
         original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, **options: (calls.append(name), original(*args, **options))[1])
+        monkeypatch.setattr(
+            module, name, lambda *args, **options: (calls.append(name), original(*args, **options))[1]
+        )
 
     noted(float8_queries, "append_rounded")
     noted(sglang_backend, "append_kv")
@@ -262,16 +329,26 @@ def test_the_option_keeps_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.init_forward_metadata(batch)
     q, k, v = engine.tensors(batch, 0)
     engine.remember([0, 1], [20, 7], 0, k, v)
-    assert error(backend.forward(q, k, v, engine.model[0], batch), engine.reference([0, 1], [20, 7], 0, q)) <= TOLERANCE[torch.float32]
+    assert (
+        error(backend.forward(q, k, v, engine.model[0], batch), engine.reference([0, 1], [20, 7], 0, q))
+        <= TOLERANCE[torch.float32]
+    )
 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "layer"),
-    [(E5M2, LayerShape()), (torch.float32, LayerShape()), (E4M3, LayerShape(head_dim=96, v_head_dim=96)), (E4M3, LayerShape(head_dim=128))],
+    [
+        (E5M2, LayerShape()),
+        (torch.float32, LayerShape()),
+        (E4M3, LayerShape(head_dim=96, v_head_dim=96)),
+        (E4M3, LayerShape(head_dim=128)),
+    ],
     ids=["e5m2", "16 bits", "96 columns", "narrow V"],
 )
 def test_layers_without_a_kernel_keep_16_bits(kv_dtype: torch.dtype, layer: LayerShape) -> None:
-    assert extends_in_8_bits(SGLangAttentionBackend(engine_of(kv_dtype, (layer,), scales="none").runner())) == [False]
+    assert extends_in_8_bits(
+        SGLangAttentionBackend(engine_of(kv_dtype, (layer,), scales="none").runner())
+    ) == [False]
 
 
 def test_a_cpu_keeps_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +368,10 @@ def test_deterministic_inference_keeps_16_bits(monkeypatch: pytest.MonkeyPatch) 
     backend.init_forward_metadata(prompt)
     backend.forward(*engine.tensors(prompt, 0), engine.model[0], prompt)
     engine.advance([0], [40])
-    mixed, alone = engine.batch(ForwardMode.MIXED, [0, 1], [1, 30]), engine.batch(ForwardMode.DECODE, [0], [1])
+    mixed, alone = (
+        engine.batch(ForwardMode.MIXED, [0, 1], [1, 30]),
+        engine.batch(ForwardMode.DECODE, [0], [1]),
+    )
     q, k, v = engine.tensors(mixed, 0)
     outputs = []
     for batch, rows in ((mixed, 31), (alone, 1)):
@@ -306,11 +386,16 @@ def test_draft_steps_make_no_plans_for_extends() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding(dtype: torch.dtype) -> None:
-    """Bits of append_kv: ties, numbers that are too large, the smallest; of rows beyond the buffer's, of none, and where Q is a part of other rows."""
+    """Bits of append_kv: ties, numbers that are too large, the smallest; of rows beyond the buffer's, of
+    none, and where Q is a part of other rows.
+    """
     rounder = QueryRounder(8, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for num_rows in (0, 1, 8, 30):
-        whole = torch.randn(num_rows, 6 * 64 + 40, generator=generator) * torch.logspace(-5, 5, max(num_rows, 1))[:num_rows, None]
+        whole = (
+            torch.randn(num_rows, 6 * 64 + 40, generator=generator)
+            * torch.logspace(-5, 5, max(num_rows, 1))[:num_rows, None]
+        )
         q = whole.to(dtype)[:, : 6 * 64].view(num_rows, 6, 64)
         rounded = rounder.round(q, E4M3)
         assert rounded.shape == q.shape

@@ -24,24 +24,32 @@ def as_gemma3(q: Tensor) -> Tensor:
     return q.reshape(1, -1, SHAPE.num_qo_heads, SHAPE.head_dim)
 
 
-@pytest.mark.parametrize("attn_type", [AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL], ids=lambda kind: kind.value)
+@pytest.mark.parametrize(
+    "attn_type", [AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL], ids=lambda kind: kind.value
+)
 def test_rows_in_the_second_dimension(attn_type: AttentionType) -> None:
     """Prompts and a decode step of Gemma 3 and EmbeddingGemma."""
     engine = FakeEngine((LayerShape(attn_type=attn_type),))
     backend, layer = SGLangAttentionBackend(engine.runner()), engine.model[0]
-    steps = [(ForwardMode.EXTEND, [17, 5])] + [(ForwardMode.DECODE, [1, 1])] * (attn_type == AttentionType.DECODER)
+    steps = [(ForwardMode.EXTEND, [17, 5])] + [(ForwardMode.DECODE, [1, 1])] * (
+        attn_type == AttentionType.DECODER
+    )
     for mode, new_lens in steps:
         batch = engine.batch(mode, [0, 1], new_lens)
         backend.init_forward_metadata(batch)
         q, k, v = engine.tensors(batch, 0)
         engine.remember([0, 1], new_lens, 0, k, v)
         out = backend.forward(as_gemma3(q), k, v, layer, batch)
-        torch.testing.assert_close(out.double(), engine.reference([0, 1], new_lens, 0, q), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out.double(), engine.reference([0, 1], new_lens, 0, q), rtol=1e-5, atol=1e-5
+        )
         engine.advance([0, 1], new_lens)
 
 
 def test_padding_rows_in_the_second_dimension() -> None:
-    """A graph of prompts with more rows than there are tokens: SGLang cuts the padding off the first dimension of Q and of the output, where none is."""
+    """A graph of prompts with more rows than there are tokens: SGLang cuts the padding off the first
+    dimension of Q and of the output, where none is.
+    """
     engine = FakeEngine()
     backend, layer = SGLangAttentionBackend(engine.runner()), engine.model[0]
     batch = engine.batch(ForwardMode.EXTEND, [0, 1], [17, 5])
@@ -52,8 +60,12 @@ def test_padding_rows_in_the_second_dimension() -> None:
     output = torch.full_like(padded, 7.0)
     batch._attn_output = output[:22]
     out = backend.forward(padded[:22], k, v, layer, batch)
-    assert out.data_ptr() == output.data_ptr(), "SGLang would copy it, in a form that these shapes do not have"
-    torch.testing.assert_close(output[0, :22].reshape(22, -1).double(), engine.reference([0, 1], [17, 5], 0, q), rtol=1e-5, atol=1e-5)
+    assert out.data_ptr() == output.data_ptr(), (
+        "SGLang would copy it, in a form that these shapes do not have"
+    )
+    torch.testing.assert_close(
+        output[0, :22].reshape(22, -1).double(), engine.reference([0, 1], [17, 5], 0, q), rtol=1e-5, atol=1e-5
+    )
     assert bool((output[0, 22:] == 7.0).all()), "of padding nothing is computed"
 
 

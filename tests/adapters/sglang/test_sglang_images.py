@@ -29,22 +29,37 @@ class Gemma4ForConditionalGeneration(Gemma3ForConditionalGeneration): ...
 
 
 def images(*spans: tuple[int, int]) -> MultimodalInputs:
-    """First and last tokens of some images, and a video in the same place, whose tokens are text to attention."""
-    items = [MultimodalDataItem(modality=modality, offsets=list(spans)) for modality in (Modality.IMAGE, Modality.VIDEO)]
+    """First and last tokens of some images, and a video in the same place, whose tokens are text to
+    attention.
+    """
+    items = [
+        MultimodalDataItem(modality=modality, offsets=list(spans))
+        for modality in (Modality.IMAGE, Modality.VIDEO)
+    ]
     items[1].offsets = [(0, 60)]
     return MultimodalInputs(mm_items=items)
 
 
 @pytest.mark.parametrize(
-    ("model_class", "hybrid"), [(Gemma3ForConditionalGeneration, False), (Gemma4ForConditionalGeneration, False), (Gemma4ForConditionalGeneration, True)]
+    ("model_class", "hybrid"),
+    [
+        (Gemma3ForConditionalGeneration, False),
+        (Gemma4ForConditionalGeneration, False),
+        (Gemma4ForConditionalGeneration, True),
+    ],
 )
 def test_images_see_both_sides(model_class: type[torch.nn.ModuleList], hybrid: bool) -> None:
-    """Gemma 3: (causal and window) or the same image, in all layers. Gemma 4: (causal or the same image) and window; causal in layers without one. The second
-    request has a prefix in the cache, the third no image; decodes after them see no span."""
+    """Gemma 3: (causal and window) or the same image, in all layers.
+
+    Gemma 4: (causal or the same image) and window; causal in layers without one. The second request has a
+    prefix in the cache, the third no image; decodes after them see no span.
+    """
     if compat.starts_triton_on_cpu(NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
     engine = FakeEngine((LayerShape(window=WINDOW), LayerShape()), page_size=16, hybrid=hybrid)
-    config = model_config(is_multimodal=True, hf_text_config=SimpleNamespace(use_bidirectional_attention="vision"))
+    config = model_config(
+        is_multimodal=True, hf_text_config=SimpleNamespace(use_bidirectional_attention="vision")
+    )
     backend = SGLangAttentionBackend(engine.runner(model=model_class(engine.model), model_config=config))
     plain = engine.batch(ForwardMode.EXTEND, [1], [20])
     plain.mm_inputs = None
@@ -68,17 +83,28 @@ def test_images_see_both_sides(model_class: type[torch.nn.ModuleList], hybrid: b
         for i, rows, found in zip(requests, q.split(new_lens), out.split(new_lens), strict=True):
 
             def mask(pairs: oracle.Pairs, i: int = i, window: int = window) -> torch.Tensor:
-                near = (pairs.position - pairs.token <= window) if window >= 0 else torch.ones_like(pairs.position - pairs.token, dtype=torch.bool)
+                near = (
+                    (pairs.position - pairs.token <= window)
+                    if window >= 0
+                    else torch.ones_like(pairs.position - pairs.token, dtype=torch.bool)
+                )
                 causal, same = pairs.token <= pairs.position, torch.zeros_like(near)
                 for first, last in of_requests[i]:
-                    same = same | ((pairs.position >= first) & (pairs.position <= last) & (pairs.token >= first) & (pairs.token <= last))
+                    same = same | (
+                        (pairs.position >= first)
+                        & (pairs.position <= last)
+                        & (pairs.token >= first)
+                        & (pairs.token <= last)
+                    )
                 if model_class is Gemma3ForConditionalGeneration:
                     return (causal & near) | same
                 return (causal | same) & near if window >= 0 else causal
 
             of_request = engine.requests[i]
             keys, values = of_request.k[layer_id], of_request.v[layer_id]
-            expected, _ = oracle.attention(rows.view(-1, 6, 64), keys, values, causal=False, variant=oracle.Variant(mask=mask))
+            expected, _ = oracle.attention(
+                rows.view(-1, 6, 64), keys, values, causal=False, variant=oracle.Variant(mask=mask)
+            )
             check(found, expected.reshape(len(rows), -1))
     engine.advance(requests, new_lens)
     step(engine, backend, ForwardMode.DECODE, [2, 0, 1], [1, 1, 1])

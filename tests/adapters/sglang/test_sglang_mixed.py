@@ -1,4 +1,6 @@
-"""The SGLang backend over a pool of the other 16-bit type than the model (--dtype float16 --kv-cache-dtype bfloat16)."""
+"""The SGLang backend over a pool of the other 16-bit type than the model (--dtype float16 --kv-cache-dtype
+bfloat16).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("copies", [True, False], ids=["append_kv writes", "the pool writes"])
-def test_serving(dtypes: tuple[torch.dtype, torch.dtype], device: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving(
+    dtypes: tuple[torch.dtype, torch.dtype], device: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compat, "copies_to_slots", lambda pool: copies)
     layers = (LayerShape(), LayerShape(logit_cap=30.0)) if copies else WINDOWED
     serve(FakeEngine(layers, page_size=16, dtype=dtypes[0], kv_dtype=dtypes[1], device=device))

@@ -27,7 +27,10 @@ SCALE = 192**-0.5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 CASES = [
     *(pytest.param("cpu", dtype, id=f"cpu-{dtype}".replace("torch.", "")) for dtype in TOLERANCE),
-    *(pytest.param("cuda", dtype, id=f"cuda-{dtype}".replace("torch.", ""), marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)),
+    *(
+        pytest.param("cuda", dtype, id=f"cuda-{dtype}".replace("torch.", ""), marks=pytest.mark.gpu)
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
 ]
 
 
@@ -44,7 +47,13 @@ class SelfAttention(nn.Module):
 
 
 class Engine(FakeEngine):
-    def __init__(self, page_size: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu", kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        page_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__((LayerShape(),), page_size, dtype, device=device)
         size = MAX_REQUESTS * MAX_TOKENS
         self.kv_dtype = kv_dtype or dtype
@@ -55,7 +64,10 @@ class Engine(FakeEngine):
         self.latents: dict[tuple[int, int], Tensor] = {}  # of a request in a layer: float64 [tokens, 576]
 
     def runner(self, **changes: object) -> SimpleNamespace:
-        config = model_config(attention_arch=AttentionArch.MLA, hf_config=SimpleNamespace(architectures=["DeepseekV2ForCausalLM"]))
+        config = model_config(
+            attention_arch=AttentionArch.MLA,
+            hf_config=SimpleNamespace(architectures=["DeepseekV2ForCausalLM"]),
+        )
         return super().runner(**{"model_config": config, "kv_cache_dtype": self.kv_dtype, **changes})
 
     def randn(self, *shape: int) -> Tensor:
@@ -71,7 +83,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """float64 [rows, heads * columns of V]: the rows are the last tokens of k [tokens, heads, ...]."""
     scores = torch.einsum("qhd,khd->hqk", q.cpu().double(), k.cpu().double()) * SCALE
     hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v.cpu().double()).flatten(1)
+    return torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v.cpu().double()
+    ).flatten(1)
 
 
 def check(out: Tensor, expected: Tensor) -> None:
@@ -79,7 +93,14 @@ def check(out: Tensor, expected: Tensor) -> None:
     assert (out.cpu().double() - expected).norm() / expected.norm() <= TOLERANCE[out.dtype]
 
 
-def step(engine: Engine, backend: SGLangAttentionBackend, mode: ForwardMode, requests: list[int], new_lens: list[int], apart: bool = True) -> None:
+def step(
+    engine: Engine,
+    backend: SGLangAttentionBackend,
+    mode: ForwardMode,
+    requests: list[int],
+    new_lens: list[int],
+    apart: bool = True,
+) -> None:
     """apart: the model gives the parts of Q and K as they are."""
     batch = engine.batch(mode, requests, new_lens)
     backend.init_forward_metadata(batch)
@@ -91,11 +112,25 @@ def step(engine: Engine, backend: SGLangAttentionBackend, mode: ForwardMode, req
             latent = latent.to(engine.kv_dtype).to(engine.dtype)  # what the pool holds of it
         engine.remember_latents(requests, new_lens, layer_id, latent[:, 0])
         if decompressed:
-            q, k, v = engine.randn(rows, HEADS, QK), engine.randn(rows, HEADS, QK), engine.randn(rows, HEADS, QK + V)[..., QK:]
+            q, k, v = (
+                engine.randn(rows, HEADS, QK),
+                engine.randn(rows, HEADS, QK),
+                engine.randn(rows, HEADS, QK + V)[..., QK:],
+            )
             # The model writes latents itself.
-            engine.pool.kv_buffer[layer_id][batch.out_cache_loc] = latent.to(engine.kv_dtype).view(engine.pool.store_dtype)
+            engine.pool.kv_buffer[layer_id][batch.out_cache_loc] = latent.to(engine.kv_dtype).view(
+                engine.pool.store_dtype
+            )
             out = backend.forward(q, k, v, layer.attn_mha, batch, save_kv_cache=False)
-            check(out, torch.cat([attention(*parts) for parts in zip(q.split(new_lens), k.split(new_lens), v.split(new_lens), strict=True)]))
+            check(
+                out,
+                torch.cat(
+                    [
+                        attention(*parts)
+                        for parts in zip(q.split(new_lens), k.split(new_lens), v.split(new_lens), strict=True)
+                    ]
+                ),
+            )
             continue
         q = engine.randn(rows, HEADS, LATENT + ROPE)
         if apart:
@@ -119,14 +154,17 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype, apart: bool) -
     engine = Engine(page_size, dtype, device)
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])  # decompressed
-    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5], apart)  # 0 and 1 have a prefix: all in the latents
+    # 0 and 1 have a prefix: all in the latents
+    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5], apart)
     for _ in range(2):
         step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1], apart)
     step(engine, backend, ForwardMode.EXTEND, [4], [20])
     step(engine, backend, ForwardMode.DECODE, [4, 1], [1, 1], apart)
     written = sum(request.length for request in engine.requests)
     for layer_id in range(2):
-        assert int(engine.pool.get_key_buffer(layer_id).isfinite().all(-1).sum()) == written, "nothing else was written"
+        assert int(engine.pool.get_key_buffer(layer_id).isfinite().all(-1).sum()) == written, (
+            "nothing else was written"
+        )
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -167,7 +205,10 @@ def test_layers_share_two_plans() -> None:
     engine = Engine()
     backend = SGLangAttentionBackend(engine.runner())
     keys = sorted(backend._plans)
-    assert [(key.num_kv_heads, key.head_dim, key.head_dim_v, key.of_this_step) for key in keys] == [(1, 576, 512, False), (HEADS, QK, V, True)]
+    assert [(key.num_kv_heads, key.head_dim, key.head_dim_v, key.of_this_step) for key in keys] == [
+        (1, 576, 512, False),
+        (HEADS, QK, V, True),
+    ]
     latents, decompressed = (backend._plans[key] for key in keys)
     backend.init_forward_metadata(engine.batch(ForwardMode.EXTEND, [0], [7]))
     assert decompressed.current is decompressed.attention
@@ -177,7 +218,9 @@ def test_layers_share_two_plans() -> None:
     assert latents.current is latents.attention
 
 
-@pytest.mark.parametrize(("prefix_lens", "may_have_prefixes"), [(None, True), ([0, 0], False), ([0, 7], True), ([7, 0], True)])
+@pytest.mark.parametrize(
+    ("prefix_lens", "may_have_prefixes"), [(None, True), ([0, 0], False), ([0, 7], True), ([7, 0], True)]
+)
 def test_prefixes_that_the_host_may_not_know(prefix_lens: list[int] | None, may_have_prefixes: bool) -> None:
     """Prompts attend to decompressed keys only where the host knows that no request has a prefix."""
     engine = Engine()
@@ -196,13 +239,25 @@ def test_decompressed_keys_after_a_prefix_are_refused() -> None:
     batch = engine.batch(ForwardMode.EXTEND, [0], [3])
     backend.init_forward_metadata(batch)
     with pytest.raises(ValueError, match="decompressed keys and values after a cached prefix"):
-        backend.forward(engine.randn(3, HEADS, QK), engine.randn(3, HEADS, QK), engine.randn(3, HEADS, V), engine.model[0].attn_mha, batch, save_kv_cache=False)
+        backend.forward(
+            engine.randn(3, HEADS, QK),
+            engine.randn(3, HEADS, QK),
+            engine.randn(3, HEADS, V),
+            engine.model[0].attn_mha,
+            batch,
+            save_kv_cache=False,
+        )
 
 
 def test_refused_models() -> None:
     engine = Engine()
-    sparse = model_config(attention_arch=AttentionArch.MLA, hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048))
-    with pytest.raises(ValueError, match=r"sparse attention over latents on a CPU .*: use another --attention-backend"):
+    sparse = model_config(
+        attention_arch=AttentionArch.MLA,
+        hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=2048),
+    )
+    with pytest.raises(
+        ValueError, match=r"sparse attention over latents on a CPU .*: use another --attention-backend"
+    ):
         SGLangAttentionBackend(engine.runner(model_config=sparse))
     engine.pool.store_dtype = torch.uint8
     with pytest.raises(ValueError, match=r"latents of torch\.float32 stored as torch\.uint8"):

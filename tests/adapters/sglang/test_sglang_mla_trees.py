@@ -1,4 +1,6 @@
-"""Speculation over latents in SGLang's own pool: trees are verified, and draft models with branches take their steps. Against attention in float64."""
+"""Speculation over latents in SGLang's own pool: trees are verified, and draft models with branches take
+their steps. Against attention in float64.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ class LatentEngine(FakeEngine):
             buffer.fill_(float("nan"))
 
     def runner(self, **changes: object) -> SimpleNamespace:
-        config = model_config(attention_arch=AttentionArch.MLA, hf_config=SimpleNamespace(architectures=["DeepseekV2ForCausalLM"]))
+        config = model_config(
+            attention_arch=AttentionArch.MLA,
+            hf_config=SimpleNamespace(architectures=["DeepseekV2ForCausalLM"]),
+        )
         return super().runner(model_config=config, **changes)
 
     def tensors(self, batch: SimpleNamespace, layer_id: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,14 +29,23 @@ def test_hooks_are_registered_once(registry: Any) -> None:
 
 
 def test_a_release_with_other_checks_is_left_alone(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name_checks, "CHECKS", ((name_checks.Check("sglang.srt:nothing", "sglang.srt:nothing", "triton", True),),))
+    monkeypatch.setattr(
+        name_checks,
+        "CHECKS",
+        ((name_checks.Check("sglang.srt:nothing", "sglang.srt:nothing", "triton", True),),),
+    )
     assert not name_checks.register(NAME)
     assert not registry._hooks
 
 
 def server(backend: str | None, architecture: str = "GptOssForCausalLM") -> Any:
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
-    return SimpleNamespace(attention_backend=backend, prefill_attention_backend=None, decode_attention_backend=None, get_model_config=lambda: config)
+    return SimpleNamespace(
+        attention_backend=backend,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        get_model_config=lambda: config,
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,8 +58,11 @@ def server(backend: str | None, architecture: str = "GptOssForCausalLM") -> Any:
         (None, "GptOssForCausalLM", None),
     ],
 )
-def test_what_a_check_reads(backend: str | None, architecture: str, read: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name_checks, "import_module", lambda name: SimpleNamespace())  # no release's own way to a model's configuration
+def test_what_a_check_reads(
+    backend: str | None, architecture: str, read: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # no release's own way to a model's configuration
+    monkeypatch.setattr(name_checks, "import_module", lambda name: SimpleNamespace())
     seen = []
 
     def check(server_args: Any) -> None:
@@ -62,7 +74,8 @@ def test_what_a_check_reads(backend: str | None, architecture: str, read: str | 
     around(check, arguments)
     assert seen == [(read, None)]
     assert arguments.attention_backend == backend
-    assert name_checks._renamed_view(lambda server_args: server_args, arguments) is arguments  # other readers get the settings themselves
+    # other readers get the settings themselves
+    assert name_checks._renamed_view(lambda server_args: server_args, arguments) is arguments
 
 
 def test_a_check_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Page tables of the window pool and of encoder-decoder models, token by token, and cross attention against float64."""
+"""Page tables of the window pool and of encoder-decoder models, token by token, and cross attention against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from attn_backend.adapters.sglang.window import window_page_table
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(12))
 def test_window_pages_hold_what_a_query_sees(seed: int, page_size: int) -> None:
-    """Every token that a query of the request sees is in the table, in the slot that the engine's mapping has for it. Slots before the window map anywhere."""
+    """Every token that a query of the request sees is in the table, in the slot that the engine's mapping has
+    for it. Slots before the window map anywhere.
+    """
     draw = random.Random(seed)
     engine = FakeEngine((LayerShape(window=5), LayerShape()), page_size, hybrid=True)
     table, mapping = engine.req_to_token_pool.req_to_token, engine.pool.full_to_swa_index_mapping.clone()
@@ -35,7 +39,9 @@ def test_window_pages_hold_what_a_query_sees(seed: int, page_size: int) -> None:
     for row, first in zip(rows.tolist(), first_seen, strict=True):
         mapping[table[row, : first // page_size * page_size].long()] = -1
     given = qo_lens[0] if is_uniform else torch.tensor(qo_lens)
-    pages, before = window_page_table(table, rows, torch.tensor(kv_lens), given, max(qo_lens), window, mapping, page_size)
+    pages, before = window_page_table(
+        table, rows, torch.tensor(kv_lens), given, max(qo_lens), window, mapping, page_size
+    )
     assert before.dtype == torch.int32
     for i, (row, first, kv_len) in enumerate(zip(rows.tolist(), first_seen, kv_lens, strict=True)):
         begin = int(before[i])
@@ -62,20 +68,37 @@ def test_tokens_of_a_decoder_follow_the_encoders(seed: int) -> None:
 
 @pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 def test_a_decoder_and_its_encoder() -> None:
-    """Cross attention sees all tokens of the request's encoder and writes them once, with the prompt. Self attention sees the decoder's own tokens."""
+    """Cross attention sees all tokens of the request's encoder and writes them once, with the prompt.
+
+    Self attention sees the decoder's own tokens.
+    """
     engine = FakeEngine((LayerShape(), LayerShape()), page_size=16)
     engine.model[1].is_cross_attention = True
     backend = SGLangAttentionBackend(engine.runner(model_config=model_config(is_encoder_decoder=True)))
     requests, encoder_lens = [0, 2, 1], [5, 17, 40]
     table = engine.req_to_token_pool.req_to_token
     rows = [engine.requests[i].row for i in requests]
-    encoders = [torch.randn(2, encoder_len, 2, 64, generator=engine.generator) for encoder_len in encoder_lens]  # K and V
-    for mode, new_lens in ((ForwardMode.EXTEND, [4, 1, 20]), (ForwardMode.DECODE, [1, 1, 1]), (ForwardMode.DECODE, [1, 1, 1])):
+    # K and V
+    encoders = [
+        torch.randn(2, encoder_len, 2, 64, generator=engine.generator) for encoder_len in encoder_lens
+    ]
+    for mode, new_lens in (
+        (ForwardMode.EXTEND, [4, 1, 20]),
+        (ForwardMode.DECODE, [1, 1, 1]),
+        (ForwardMode.DECODE, [1, 1, 1]),
+    ):
         batch = engine.batch(mode, requests, new_lens)
-        begins = [encoder_len + engine.requests[i].length for i, encoder_len in zip(requests, encoder_lens, strict=True)]
-        batch.out_cache_loc = torch.cat([table[row, begin : begin + new] for row, begin, new in zip(rows, begins, new_lens, strict=True)]).long()
+        begins = [
+            encoder_len + engine.requests[i].length
+            for i, encoder_len in zip(requests, encoder_lens, strict=True)
+        ]
+        batch.out_cache_loc = torch.cat(
+            [table[row, begin : begin + new] for row, begin, new in zip(rows, begins, new_lens, strict=True)]
+        ).long()
         batch.encoder_lens = torch.tensor(encoder_lens)
-        batch.encoder_out_cache_loc = torch.cat([table[row, :length] for row, length in zip(rows, encoder_lens, strict=True)]).long()
+        batch.encoder_out_cache_loc = torch.cat(
+            [table[row, :length] for row, length in zip(rows, encoder_lens, strict=True)]
+        ).long()
         backend.init_forward_metadata(batch)
         q, k, v = engine.tensors(batch, 0)
         engine.remember(requests, new_lens, 0, k, v)
@@ -83,6 +106,9 @@ def test_a_decoder_and_its_encoder() -> None:
         q, _, _ = engine.tensors(batch, 1)
         k, v = torch.cat(encoders, 1).unbind() if mode == ForwardMode.EXTEND else (None, None)
         out = backend.forward(q, k, v, engine.model[1], batch)
-        expected = [oracle.attention(of_request.view(-1, 6, 64), *kv, causal=False)[0] for of_request, kv in zip(q.split(new_lens), encoders, strict=True)]
+        expected = [
+            oracle.attention(of_request.view(-1, 6, 64), *kv, causal=False)[0]
+            for of_request, kv in zip(q.split(new_lens), encoders, strict=True)
+        ]
         check(out, torch.cat(expected).flatten(1))
         engine.advance(requests, new_lens)

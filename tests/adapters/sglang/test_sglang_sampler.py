@@ -1,4 +1,6 @@
-"""The SGLang sampler with SGLang's own classes around it: batches, filters, log-probabilities, sampling masks."""
+"""The SGLang sampler with SGLang's own classes around it: batches, filters, log-probabilities, sampling
+masks.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,29 @@ VOCAB = 300
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What a running server has: its options, a process group, and a sampler that was chosen. Afterwards SGLang is as it was."""
+    """What a running server has: its options, a process group, and a sampler that was chosen.
+
+    Afterwards SGLang is as it was.
+    """
     deterministic = SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False)
-    features = SimpleNamespace(sampling_mask_max_tokens=VOCAB, enable_custom_logit_processor=True, enable_watermark=False)
-    options = SimpleNamespace(deterministic=deterministic, kernel=SimpleNamespace(sampling_backend=adapter.NAME), features=features)
+    features = SimpleNamespace(
+        sampling_mask_max_tokens=VOCAB, enable_custom_logit_processor=True, enable_watermark=False
+    )
+    options = SimpleNamespace(
+        deterministic=deterministic, kernel=SimpleNamespace(sampling_backend=adapter.NAME), features=features
+    )
     group = SimpleNamespace(device_group=None)
     for module in (engine_sampler, sampling_batch_info):
         monkeypatch.setattr(module, "get_exec", lambda: options)
         monkeypatch.setattr(module, "get_server_args", lambda: options, raising=False)
-    monkeypatch.setattr(engine_sampler, "get_parallel", lambda: SimpleNamespace(tp_group=group, attn_tp_group=group))
+    monkeypatch.setattr(
+        engine_sampler, "get_parallel", lambda: SimpleNamespace(tp_group=group, attn_tp_group=group)
+    )
     monkeypatch.setattr(engine_sampler, "get_tp_group", lambda: group, raising=False)
     monkeypatch.setattr(engine_sampler, "is_dp_attention_enabled", lambda: False)
-    monkeypatch.setattr(SamplingBatchInfo, "adjusted_from_schedule_batch", SamplingBatchInfo.adjusted_from_schedule_batch)
+    monkeypatch.setattr(
+        SamplingBatchInfo, "adjusted_from_schedule_batch", SamplingBatchInfo.adjusted_from_schedule_batch
+    )
     return options
 
 
@@ -65,7 +78,10 @@ def request(number: int, mask: bool = False, processor: str | None = None, **val
 
 @dataclass(eq=False)
 class Batch:
-    """The fields of SGLang's ScheduleBatch that matter here. SGLang keeps weak references to it, which a SimpleNamespace cannot have."""
+    """The fields of SGLang's ScheduleBatch that matter here.
+
+    SGLang keeps weak references to it, which a SimpleNamespace cannot have.
+    """
 
     reqs: list[SimpleNamespace]
     device: str = "cpu"
@@ -78,7 +94,9 @@ def make_info(requests: list[SimpleNamespace], device: str = "cpu") -> SamplingB
     return info
 
 
-def run(sampler: AttnSampler, logits: Tensor, info: SamplingBatchInfo, positions: Tensor, logprobs: bool = False) -> tuple[Tensor, LogitsProcessorOutput]:
+def run(
+    sampler: AttnSampler, logits: Tensor, info: SamplingBatchInfo, positions: Tensor, logprobs: bool = False
+) -> tuple[Tensor, LogitsProcessorOutput]:
     output = LogitsProcessorOutput(next_token_logits=logits.clone())
     rows = logits.shape[0]
     return sampler(output, info, logprobs, [2] * rows, [None] * rows, positions), output
@@ -96,7 +114,11 @@ MIXED = [
 
 def mixed_batch(generator: torch.Generator) -> tuple[Tensor, list[SimpleNamespace], Tensor]:
     requests = [request(number, **values) for number, values in enumerate(MIXED)]
-    return 3 * torch.randn(len(MIXED), VOCAB, generator=generator), requests, torch.randint(0, 5000, (len(MIXED),), generator=generator)
+    return (
+        3 * torch.randn(len(MIXED), VOCAB, generator=generator),
+        requests,
+        torch.randint(0, 5000, (len(MIXED),), generator=generator),
+    )
 
 
 @pytest.fixture
@@ -138,12 +160,20 @@ def test_seeds_and_positions_matter_and_nothing_else_does(generator: torch.Gener
     assert len(tokens.unique()) > 100
     assert torch.equal(run(sampler, logits, make_info(same), positions)[0], tokens)
     assert len(run(sampler, logits, make_info(same), torch.full((200,), 3))[0].unique()) == 1
-    others, _ = run(sampler, logits, make_info([request(0, temperature=1.0, sampling_seed=i) for i in range(200)]), torch.full((200,), 3))
+    others, _ = run(
+        sampler,
+        logits,
+        make_info([request(0, temperature=1.0, sampling_seed=i) for i in range(200)]),
+        torch.full((200,), 3),
+    )
     assert len(others.unique()) > 100
 
 
 def sglangs_survivors(logits: Tensor, info: SamplingBatchInfo, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """bool [batch, vocab]: what SGLang's own sampler in torch draws from. It sorts, filters, and hands the rest to torch.multinomial."""
+    """bool [batch, vocab]: what SGLang's own sampler in torch draws from.
+
+    It sorts, filters, and hands the rest to torch.multinomial.
+    """
     seen: list[Tensor] = []
 
     def multinomial(weights: Tensor, num_samples: int) -> Tensor:
@@ -153,7 +183,9 @@ def sglangs_survivors(logits: Tensor, info: SamplingBatchInfo, monkeypatch: pyte
     probs = (logits / info.temperatures).softmax(-1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "multinomial", multinomial)
-        engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), info.top_ks, info.top_ps, info.min_ps, info.need_min_p_sampling, None, None)
+        engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+            probs.clone(), info.top_ks, info.top_ps, info.min_ps, info.need_min_p_sampling, None, None
+        )
     order = logits.argsort(-1, descending=True)
     return torch.zeros(logits.shape).scatter(1, order, seen[0]) > 0
 
@@ -165,12 +197,18 @@ def test_draws_are_among_the_tokens_that_sglang_leaves(
     top_k: int, top_p: float, min_p: float, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, draws = 8, 40
-    values = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(rows)]) / 32  # no two equal
-    requests = [request(i, temperature=0.3 + 0.2 * i, top_k=top_k, top_p=top_p, min_p=min_p, sampling_seed=i) for i in range(rows)]
+    # no two equal
+    values = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(rows)]) / 32
+    requests = [
+        request(i, temperature=0.3 + 0.2 * i, top_k=top_k, top_p=top_p, min_p=min_p, sampling_seed=i)
+        for i in range(rows)
+    ]
     info = make_info(requests)
     left = sglangs_survivors(values, info, monkeypatch)
     sampler = AttnSampler()
-    drawn = torch.stack([run(sampler, values, info, torch.full((rows,), position))[0] for position in range(draws)], dim=1)
+    drawn = torch.stack(
+        [run(sampler, values, info, torch.full((rows,), position))[0] for position in range(draws)], dim=1
+    )
     assert left.gather(1, drawn.long()).all()
     if top_k != 1:
         assert any(len(row.unique()) > 1 for row in drawn)
@@ -183,7 +221,10 @@ def test_greedy_requests_get_the_first_of_equal_logits() -> None:
     greedy, seeded = request(0, temperature=0.0), request(1, temperature=1.0, sampling_seed=3)
     for position in range(20):
         assert run(sampler, logits, make_info([greedy, seeded]), torch.full((2,), position))[0][0] == 17
-        assert run(sampler, logits, make_info([greedy, greedy]), torch.full((2,), position))[0].tolist() == [17, 17]
+        assert run(sampler, logits, make_info([greedy, greedy]), torch.full((2,), position))[0].tolist() == [
+            17,
+            17,
+        ]
 
 
 @pytest.mark.parametrize("greedy_only", [False, True])
@@ -195,9 +236,12 @@ def test_reporting_log_probabilities_changes_no_token(greedy_only: bool, generat
     plain, _ = run(sampler, logits, make_info(requests), positions)
     tokens, output = run(sampler, logits, make_info(requests), positions, logprobs=True)
     assert torch.equal(tokens.long(), plain.long())
-    expected = (logits / make_info(requests).temperatures).log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+    expected = (
+        (logits / make_info(requests).temperatures).log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+    )
     torch.testing.assert_close(torch.as_tensor(output.next_token_logprobs), expected, atol=1e-4, rtol=1e-4)
-    again, _ = run(sampler, logits, make_info(requests), positions)  # nothing of the reporting run is left behind
+    # nothing of the reporting run is left behind
+    again, _ = run(sampler, logits, make_info(requests), positions)
     assert torch.equal(again, plain)
 
 
@@ -207,7 +251,9 @@ def test_sampling_masks_hold_the_chosen_tokens(generator: torch.Generator) -> No
     requests = [request(i, mask=i != 1, **values, sampling_seed=i) for i in range(4)]
     logits = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(4)]) / 32
     positions = torch.arange(4)
-    without, _ = run(sampler, logits, make_info([request(i, **values, sampling_seed=i) for i in range(4)]), positions)
+    without, _ = run(
+        sampler, logits, make_info([request(i, **values, sampling_seed=i) for i in range(4)]), positions
+    )
     tokens, output = run(sampler, logits, make_info(requests), positions)
     assert torch.equal(tokens, without)
     chosen = [tokens[i].item() for i in range(4) if i != 1]
@@ -230,7 +276,9 @@ def test_custom_logit_processors_are_applied_once(logprobs: bool, monkeypatch: p
 
     monkeypatch.setattr(engine_sampler, "apply_custom_logit_processor", add_to_token_5)
     sampler = AttnSampler()
-    info = make_info([request(0, temperature=0.5, sampling_seed=1), request(1, temperature=0.5, sampling_seed=2)])
+    info = make_info(
+        [request(0, temperature=0.5, sampling_seed=1), request(1, temperature=0.5, sampling_seed=2)]
+    )
     info.has_custom_logit_processor = True
     logits = torch.zeros(2, VOCAB)
     logits[:, 9] = 15.0  # more than once would let 5 win
@@ -273,7 +321,9 @@ def test_seeds_are_the_engines_own_under_deterministic_inference(engine: SimpleN
 
 
 def test_speculative_decoding_is_given_no_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "setting", lambda path, default: "EAGLE" if path == "spec.speculative_algorithm" else default)
+    monkeypatch.setattr(
+        compat, "setting", lambda path, default: "EAGLE" if path == "spec.speculative_algorithm" else default
+    )
     AttnSampler()
     assert make_info([request(0, sampling_seed=5)]).sampling_seed is None
 
@@ -301,7 +351,9 @@ def test_the_answers_to_one_seeded_request_differ() -> None:
     assert [seeds(answer) for answer in largest] == [2**63 - 1, -(2**63)]
 
 
-@pytest.mark.parametrize(("switch", "names"), [(None, {adapter.NAME}), ("0", set()), ("1", {adapter.NAME, "pytorch"})])
+@pytest.mark.parametrize(
+    ("switch", "names"), [(None, {adapter.NAME}), ("0", set()), ("1", {adapter.NAME, "pytorch"})]
+)
 def test_registration(switch: str | None, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.server_args import SAMPLING_BACKEND_CHOICES
 
@@ -320,9 +372,13 @@ def test_registration(switch: str | None, names: set[str], monkeypatch: pytest.M
         assert type(engine_sampler.create_sampler("pytorch")) is engine_sampler.Sampler
 
 
-@pytest.mark.parametrize("name", ["forward", "_preprocess_logits", "_sample_from_probs", "_sample_from_logprobs"])
+@pytest.mark.parametrize(
+    "name", ["forward", "_preprocess_logits", "_sample_from_probs", "_sample_from_logprobs"]
+)
 def test_the_functions_that_are_overridden_are_sglangs(name: str) -> None:
-    """A release that renames one would call its own, silently; so would one that calls it with other arguments, but for those that `**others` takes."""
+    """A release that renames one would call its own, silently; so would one that calls it with other
+    arguments, but for those that `**others` takes.
+    """
     assert name in vars(engine_sampler.Sampler)
     assert name in vars(AttnSampler)
     theirs = list(inspect.signature(getattr(engine_sampler.Sampler, name)).parameters)

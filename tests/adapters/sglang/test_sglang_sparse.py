@@ -1,6 +1,8 @@
-"""Sparse attention over latents: SGLang's own backend for it around our attention, against attention in float64 over the selected tokens.
+"""Sparse attention over latents: SGLang's own backend for it around our attention, against attention in
+float64 over the selected tokens.
 
-SGLang's indexer and metadata have kernels for GPUs alone: what they would have found is filled in here, and what its constructor would read of a GPU.
+SGLang's indexer and metadata have kernels for GPUs alone: what they would have found is filled in here, and
+what its constructor would read of a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ class Pool:
     """The latents of two layers, one row a slot."""
 
     def __init__(self, is_scaled: bool) -> None:
-        self.rows = [torch.zeros(SLOTS, 1, 656, dtype=torch.uint8) if is_scaled else torch.zeros(SLOTS, 1, 576, dtype=torch.bfloat16) for _ in range(2)]
+        self.rows = [
+            torch.zeros(SLOTS, 1, 656, dtype=torch.uint8)
+            if is_scaled
+            else torch.zeros(SLOTS, 1, 576, dtype=torch.bfloat16)
+            for _ in range(2)
+        ]
         self.dsa_kv_cache_store_fp8 = is_scaled
 
     def set_mla_kv_buffer(self, layer: Any, slots: Tensor, k: Tensor, k_rope: Tensor) -> None:
@@ -53,16 +60,35 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def init(self: Any, runner: Any) -> None:
         """What forward_decode and forward_extend of 0.5.17 to 0.5.23 read."""
         vars(self).update(
-            device="cpu", num_q_heads=HEADS, use_mha=False, use_fused_topk=True, hisparse_coordinator=None, dsa_index_kpool=1, device_sm_major=9,
-            token_to_kv_pool=runner.token_to_kv_pool, dsa_kv_cache_store_fp8=is_scaled, dsa_prefill_impl="flashmla_kv", dsa_decode_impl="fa3",
-            enable_auto_select_prefill_impl=True, forward_metadata=SimpleNamespace(dsa_cache_seqlens_int32=None, topk_indices_offset=None),
-        )  # fmt: skip
+            device="cpu",
+            num_q_heads=HEADS,
+            use_mha=False,
+            use_fused_topk=True,
+            hisparse_coordinator=None,
+            dsa_index_kpool=1,
+            device_sm_major=9,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            dsa_kv_cache_store_fp8=is_scaled,
+            dsa_prefill_impl="flashmla_kv",
+            dsa_decode_impl="fa3",
+            enable_auto_select_prefill_impl=True,
+            forward_metadata=SimpleNamespace(dsa_cache_seqlens_int32=None, topk_indices_offset=None),
+        )
 
     monkeypatch.setattr(dsa.DeepseekSparseAttnBackend, "__init__", init)
-    monkeypatch.setattr(dsa.DeepseekSparseAttnBackend, "_get_fused_topk_page_table", lambda self, indices: indices, raising=False)
+    monkeypatch.setattr(
+        dsa.DeepseekSparseAttnBackend,
+        "_get_fused_topk_page_table",
+        lambda self, indices: indices,
+        raising=False,
+    )
     for name in ("concat_mla_absorb_q_general", "_concat_mla_absorb_q_general"):
         monkeypatch.setattr(dsa, name, lambda nope, rope: torch.cat([nope, rope], -1), raising=False)
-    monkeypatch.setattr(dsa.DeepseekSparseAttnBackend, "get_topk_transform_method", lambda self, mode=None: TopkTransformMethod.PAGED)
+    monkeypatch.setattr(
+        dsa.DeepseekSparseAttnBackend,
+        "get_topk_transform_method",
+        lambda self, mode=None: TopkTransformMethod.PAGED,
+    )
     monkeypatch.setattr(sparse, "check_runner", lambda runner: None)
     monkeypatch.setattr(sparse, "get_dsa_index_topk", lambda config: TOPK)
     return SparseBackend(make_runner(Pool(is_scaled)))
@@ -71,7 +97,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def make_runner(pool: Any, **changes: Any) -> SimpleNamespace:
     config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=TOPK)
     model = SimpleNamespace(hf_config=config, context_len=64, attention_arch=AttentionArch.MLA)
-    runner = {"dtype": torch.bfloat16, "token_to_kv_pool": pool, "model_config": model, "req_to_token_pool": SimpleNamespace(size=8), "device": "cuda"}
+    runner = {
+        "dtype": torch.bfloat16,
+        "token_to_kv_pool": pool,
+        "model_config": model,
+        "req_to_token_pool": SimpleNamespace(size=8),
+        "device": "cuda",
+    }
     return SimpleNamespace(**runner | {"hisparse_coordinator": None} | changes)
 
 
@@ -80,7 +112,9 @@ def make_layer(number: int) -> RadixAttention:
 
 
 def step(backend: SparseBackend, mode: ForwardMode, seen: list[int], generator: torch.Generator) -> None:
-    """Both layers of a step: row i selects from seen[i] slots, which are written before, but for its own, which is written now."""
+    """Both layers of a step: row i selects from seen[i] slots, which are written before, but for its own,
+    which is written now.
+    """
     rows = len(seen)
     slots = torch.randperm(SLOTS, generator=generator).int()
     own = slots[:rows]
@@ -91,11 +125,18 @@ def step(backend: SparseBackend, mode: ForwardMode, seen: list[int], generator: 
         pool.set_mla_kv_buffer(layer, old, latents[old, :512], latents[old, 512:])
         chosen = torch.full((rows, TOPK), -1, dtype=torch.int32)
         for row, count in enumerate(seen):
-            selected = torch.cat([own[row : row + 1], slots[rows + torch.randperm(SLOTS - rows, generator=generator)[: count - 1]]])
+            selected = torch.cat(
+                [
+                    own[row : row + 1],
+                    slots[rows + torch.randperm(SLOTS - rows, generator=generator)[: count - 1]],
+                ]
+            )
             chosen[row, : min(count, TOPK)] = selected[:TOPK]
         new = latents[own.long()][:, None]
         q = torch.randn(rows, HEADS, 576, generator=generator).bfloat16()
-        batch = SimpleNamespace(forward_mode=mode, out_cache_loc=own.long(), extend_prefix_lens_cpu=[1], batch_size=rows)
+        batch = SimpleNamespace(
+            forward_mode=mode, out_cache_loc=own.long(), extend_prefix_lens_cpu=[1], batch_size=rows
+        )
         forward = backend.forward_decode if mode.is_decode() else backend.forward_extend
         parts: dict[str, Tensor] = {"q_rope": q[..., 512:], "k_rope": new[..., 512:], "topk_indices": chosen}
         out = forward(q[..., :512].contiguous(), new[..., :512], new[..., :512], layer, batch, True, **parts)
@@ -114,7 +155,11 @@ def test_steps(backend: SparseBackend) -> None:
         plan = rows.plan
         rows.plan = lambda counts, plan=plan: (plans.append(counts.tolist()), plan(counts))  # type: ignore[method-assign,misc]
     generator = torch.Generator().manual_seed(0)
-    steps = [(ForwardMode.DECODE, [3, 90, 20]), (ForwardMode.EXTEND, list(range(1, 31))), (ForwardMode.DECODE, [1, 200])]
+    steps = [
+        (ForwardMode.DECODE, [3, 90, 20]),
+        (ForwardMode.EXTEND, list(range(1, 31))),
+        (ForwardMode.DECODE, [1, 200]),
+    ]
     for mode, seen in steps:
         step(backend, mode, seen, generator)
     assert plans == [[min(count, TOPK) for count in seen] for _, seen in steps]
@@ -122,10 +167,15 @@ def test_steps(backend: SparseBackend) -> None:
 
 def test_prompts_over_8_bits_are_widened_by_the_engine(backend: SparseBackend) -> None:
     """A step's own latents, or those that it has widened, come as a tensor of their own."""
-    latents, slots = torch.randn(40, 1, 576).bfloat16(), torch.tensor([[3, 5, -1], [39, 0, 7]], dtype=torch.int32)
+    latents, slots = (
+        torch.randn(40, 1, 576).bfloat16(),
+        torch.tensor([[3, 5, -1], [39, 0, 7]], dtype=torch.int32),
+    )
     slots = torch.cat([slots, torch.full((2, TOPK - 3), -1, dtype=torch.int32)], 1)
     q = torch.randn(2, HEADS, 576).bfloat16()
-    out = backend._forward_flashmla_sparse(q_all=q, kv_cache=latents, page_table_1=slots, sm_scale=SCALE, v_head_dim=512)
+    out = backend._forward_flashmla_sparse(
+        q_all=q, kv_cache=latents, page_table_1=slots, sm_scale=SCALE, v_head_dim=512
+    )
     keys = latents[[3, 5], 0].double()
     expected = ((q[0].double() @ keys.T) * SCALE).softmax(-1) @ keys[:, :512]
     assert (out[0].double() - expected).norm() <= 1e-2 * expected.norm()
@@ -136,7 +186,11 @@ def test_prompts_over_8_bits_are_widened_by_the_engine(backend: SparseBackend) -
 def test_models_find_the_name_that_they_look_for(backend: SparseBackend) -> None:
     backend.prefill_attention_backend_str = backend.decode_attention_backend_str = "attn_backend"
     assert (backend.prefill_attention_backend_str, backend.decode_attention_backend_str) == ("dsa", "dsa")
-    assert (backend.dsa_prefill_impl, backend.dsa_decode_impl, backend.enable_auto_select_prefill_impl) == ("flashmla_sparse", "flashmla_sparse", False)
+    assert (backend.dsa_prefill_impl, backend.dsa_decode_impl, backend.enable_auto_select_prefill_impl) == (
+        "flashmla_sparse",
+        "flashmla_sparse",
+        False,
+    )
     assert isinstance(backend, dsa.DeepseekSparseAttnBackend)
 
 
@@ -150,7 +204,8 @@ def test_what_is_refused() -> None:
     pool.dsa_kv_cache_store_fp8 = False
     assert unsupported(make_runner(pool)) is None
     pooled = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=TOPK, index_kpool=4), attention_arch=AttentionArch.MLA
+        hf_config=SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=TOPK, index_kpool=4),
+        attention_arch=AttentionArch.MLA,
     )
     for changes, reason in [
         ({"device": "cpu"}, "on a CPU"),

@@ -42,7 +42,11 @@ def test_pools_that_do_more_than_copy_write_for_themselves(monkeypatch: pytest.M
     plain = FakeEngine().pool
     assert compat.copies_to_slots(plain)
     assert not compat.copies_to_slots(FakeEngine((LayerShape(), LayerShape(window=20)), hybrid=True).pool)
-    for name, value in (("store_dtype", torch.uint8), ("kv_cache_layout", "hnd"), ("requires_physical_write_loc", True)):
+    for name, value in (
+        ("store_dtype", torch.uint8),
+        ("kv_cache_layout", "hnd"),
+        ("requires_physical_write_loc", True),
+    ):
         with monkeypatch.context() as changed:
             changed.setattr(plain, name, value, raising=False)
             assert not compat.copies_to_slots(plain), name
@@ -66,12 +70,18 @@ def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """cascade and batch_invariant of every Attention that a backend makes."""
     arguments_of: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(plan, "Attention", lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])))
+    monkeypatch.setattr(
+        plan,
+        "Attention",
+        lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])),
+    )
     return arguments_of
 
 
 @pytest.mark.parametrize(("variable", "cascade"), [(None, True), ("1", True), ("0", False), ("", False)])
-def test_what_the_environment_says(variable: str | None, cascade: bool, made: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_says(
+    variable: str | None, cascade: bool, made: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ATTN_BACKEND_CASCADE", raising=False)
     if variable is not None:
         monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable)
@@ -80,7 +90,9 @@ def test_what_the_environment_says(variable: str | None, cascade: bool, made: li
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_inference_is_batch_invariant(deterministic: bool, made: list[tuple[bool, bool]]) -> None:
+def test_deterministic_inference_is_batch_invariant(
+    deterministic: bool, made: list[tuple[bool, bool]]
+) -> None:
     context = runtime_context.get_context()
     if not hasattr(context, "override_server_args"):
         pytest.skip(f"SGLang {compat.release()} has no way to set an option of a server that is not there")
@@ -114,8 +126,14 @@ def test_refused_runners(changes: dict[str, object], message: str) -> None:
     ("settings", "message"),
     [
         ({"spec.speculative_algorithm": "DSPARK"}, "--speculative-algorithm DSPARK.*EAGLE.*DFLASH"),
-        ({"memory.enable_unified_memory": True}, "--enable-unified-memory: leave it out, or use another --attention-backend"),
-        ({"exec.dllm.dllm_algorithm": "LowConfidence"}, "--dllm-algorithm: leave it out, or use another --attention-backend"),
+        (
+            {"memory.enable_unified_memory": True},
+            "--enable-unified-memory: leave it out, or use another --attention-backend",
+        ),
+        (
+            {"exec.dllm.dllm_algorithm": "LowConfidence"},
+            "--dllm-algorithm: leave it out, or use another --attention-backend",
+        ),
         ({"parallel.attn_dcp_size": 2}, "--dcp-size 2: pass --dcp-size 1, or use --attention-backend triton"),
         ({"parallel.attn_cp_size": 2}, "--attn-cp-size 2: pass --attn-cp-size 1"),
     ],
@@ -138,7 +156,10 @@ def test_a_release_that_starts_triton_on_cpu_is_refused(monkeypatch: pytest.Monk
     ("changes", "message"),
     [
         ({"logit_cap": 5.0, "logit_capping_method": "other"}, "'other'"),
-        ({"sliding_window_size": 8, "is_cross_attention": True}, "sliding window over the tokens of an encoder"),
+        (
+            {"sliding_window_size": 8, "is_cross_attention": True},
+            "sliding window over the tokens of an encoder",
+        ),
     ],
 )
 def test_refused_layers(changes: dict[str, object], message: str) -> None:
@@ -163,17 +184,38 @@ class OtherModel(Gemma3ForConditionalGeneration):
     [
         (Gemma3ForConditionalGeneration, True, -1, None),
         (Gemma3ForConditionalGeneration, False, 512, None),  # its default: there are no images
-        (Gemma3ForConditionalGeneration, True, 512, "in prompts that are computed in chunks.*--chunked-prefill-size -1"),
-        (OtherModel, True, -1, "the masks over the images of a prompt that OtherModel makes.*language_model_only.*triton"),
+        (
+            Gemma3ForConditionalGeneration,
+            True,
+            512,
+            "in prompts that are computed in chunks.*--chunked-prefill-size -1",
+        ),
+        (
+            OtherModel,
+            True,
+            -1,
+            "the masks over the images of a prompt that OtherModel makes.*language_model_only.*triton",
+        ),
     ],
 )
 def test_masks_over_images(
-    model_class: type[torch.nn.ModuleList], multimodal: bool, chunked: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+    model_class: type[torch.nn.ModuleList],
+    multimodal: bool,
+    chunked: int,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register()
-    monkeypatch.setattr(compat, "setting", lambda path, default: chunked if path == "schedule.chunked_prefill_size" else default)
+    monkeypatch.setattr(
+        compat,
+        "setting",
+        lambda path, default: chunked if path == "schedule.chunked_prefill_size" else default,
+    )
     engine = FakeEngine()
-    start = partial(ATTENTION_BACKENDS[NAME], engine.runner(model=model_class(engine.model), model_config=model_config(is_multimodal=multimodal)))
+    start = partial(
+        ATTENTION_BACKENDS[NAME],
+        engine.runner(model=model_class(engine.model), model_config=model_config(is_multimodal=multimodal)),
+    )
     if message is None:
         start()
     else:
@@ -182,9 +224,15 @@ def test_masks_over_images(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"schedule.chunked_prefill_size": 512}, "in chunks"), ({"memory.disable_radix_cache": False}, "cached prefixes")]
+    ("settings", "message"),
+    [
+        ({"schedule.chunked_prefill_size": 512}, "in chunks"),
+        ({"memory.disable_radix_cache": False}, "cached prefixes"),
+    ],
 )
-def test_encoders_need_whole_prompts(settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_need_whole_prompts(
+    settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     register()
     monkeypatch.setattr(compat, "setting", settings.get)
     layer = RadixAttention(4, 64, 0.125, 2, layer_id=0, attn_type=AttentionType.ENCODER_ONLY)
@@ -201,10 +249,17 @@ def test_images_of_gemma_4(sees_both_sides: str | None) -> None:
     """They see each other in layers with a window alone, which have a pool of their own."""
     register()
     engine = FakeEngine((LayerShape(window=9), LayerShape()), hybrid=True)
-    config = model_config(is_multimodal=True, hf_text_config=SimpleNamespace(use_bidirectional_attention=sees_both_sides))
-    made = ATTENTION_BACKENDS[NAME](engine.runner(model=Gemma4ForConditionalGeneration(engine.model), model_config=config))
+    config = model_config(
+        is_multimodal=True, hf_text_config=SimpleNamespace(use_bidirectional_attention=sees_both_sides)
+    )
+    made = ATTENTION_BACKENDS[NAME](
+        engine.runner(model=Gemma4ForConditionalGeneration(engine.model), model_config=config)
+    )
     has_spans = sees_both_sides is not None
-    assert {(key.window_left, key.has_spans, key.cuts_spans) for key in made._plans} == {(9, has_spans, has_spans), (-1, False, False)}
+    assert {(key.window_left, key.has_spans, key.cuts_spans) for key in made._plans} == {
+        (9, has_spans, has_spans),
+        (-1, False, False),
+    }
 
 
 def test_images_without_masks_are_served() -> None:
@@ -238,4 +293,6 @@ def test_refused_at_the_first_forward() -> None:
     engine = FakeEngine((LayerShape(),))
     backend = ATTENTION_BACKENDS[NAME](engine.runner())
     with pytest.raises(ValueError, match="sinks"):
-        backend.forward_extend(torch.zeros(1, 384), None, None, engine.model[0], SimpleNamespace(), sinks=torch.zeros(6))
+        backend.forward_extend(
+            torch.zeros(1, 384), None, None, engine.model[0], SimpleNamespace(), sinks=torch.zeros(6)
+        )

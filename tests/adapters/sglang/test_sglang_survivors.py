@@ -27,10 +27,23 @@ def test_same_survivors(has_min_p: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         return weights.argmax(-1, keepdim=True)
 
     monkeypatch.setattr(torch, "multinomial", multinomial)
-    sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), k, p, min_p, has_min_p, None, torch.zeros(64, dtype=torch.int64))
-    theirs = torch.zeros_like(probs, dtype=torch.bool).scatter(1, probs.sort(dim=-1, descending=True).indices, filtered[0] > 0)
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch(
+        probs.clone(), k, p, min_p, has_min_p, None, torch.zeros(64, dtype=torch.int64)
+    )
+    theirs = torch.zeros_like(probs, dtype=torch.bool).scatter(
+        1, probs.sort(dim=-1, descending=True).indices, filtered[0] > 0
+    )
     by_definition = torch.stack(
-        [keeps(logits[i], top_k=int(k[i]), top_p=float(p[i]), min_p=float(min_p[i]) if has_min_p else None, filter_order="joint") for i in range(64)]
+        [
+            keeps(
+                logits[i],
+                top_k=int(k[i]),
+                top_p=float(p[i]),
+                min_p=float(min_p[i]) if has_min_p else None,
+                filter_order="joint",
+            )
+            for i in range(64)
+        ]
     )
     # At exactly top_p SGLang keeps one token more; a sum of floats gets there by rounding alone.
     assert int((by_definition != theirs).sum()) == 0

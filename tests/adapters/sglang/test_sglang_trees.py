@@ -1,4 +1,6 @@
-"""Verifying trees of draft tokens, and the steps of a draft model with branches, inside a small engine, against attention in float64."""
+"""Verifying trees of draft tokens, and the steps of a draft model with branches, inside a small engine,
+against attention in float64.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ from attn_backend.adapters.sglang.support import tree_key
 from attn_backend.adapters.sglang.tree_mask import TreeMask, TreeMasks
 
 NODES = 7
-TREES = {"spec.speculative_algorithm": "EAGLE", "spec.speculative_eagle_topk": 3, "spec.speculative_num_draft_tokens": NODES}
+TREES = {
+    "spec.speculative_algorithm": "EAGLE",
+    "spec.speculative_eagle_topk": 3,
+    "spec.speculative_num_draft_tokens": NODES,
+}
 
 
 pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
@@ -48,7 +54,12 @@ def random_tree(generator: torch.Generator) -> Tensor:
 
 def with_prefixes(trees: list[Tensor], prefix_lens: list[int]) -> Tensor:
     """The long form of a mask, flat."""
-    return torch.cat([torch.cat([torch.ones(NODES, n, dtype=torch.bool), tree], 1).flatten() for tree, n in zip(trees, prefix_lens, strict=True)])
+    return torch.cat(
+        [
+            torch.cat([torch.ones(NODES, n, dtype=torch.bool), tree], 1).flatten()
+            for tree, n in zip(trees, prefix_lens, strict=True)
+        ]
+    )
 
 
 def without_prefixes(trees: list[Tensor]) -> Tensor:
@@ -56,9 +67,25 @@ def without_prefixes(trees: list[Tensor]) -> Tensor:
 
 
 def eagle(mask: Tensor) -> EagleVerifyInput:
-    fields: dict[str, Any] = dict.fromkeys(["draft_token", "positions", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "retrieve_cum_len"])
+    fields: dict[str, Any] = dict.fromkeys(
+        [
+            "draft_token",
+            "positions",
+            "retrieve_index",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "retrieve_cum_len",
+        ]
+    )
     return EagleVerifyInput(
-        **fields, custom_mask=mask, spec_steps=3, topk=3, draft_token_num=NODES, capture_hidden_mode=None, seq_lens_sum=None, seq_lens_cpu=None
+        **fields,
+        custom_mask=mask,
+        spec_steps=3,
+        topk=3,
+        draft_token_num=NODES,
+        capture_hidden_mode=None,
+        seq_lens_sum=None,
+        seq_lens_cpu=None,
     )
 
 
@@ -66,7 +93,13 @@ def ngram(mask: Tensor) -> NgramVerifyInput:
     return NgramVerifyInput(custom_mask=mask, draft_token_num=NODES)
 
 
-def verify(engine: FakeEngine, backend: SGLangAttentionBackend, requests: list[int], trees: list[Tensor], spec_info: object) -> None:
+def verify(
+    engine: FakeEngine,
+    backend: SGLangAttentionBackend,
+    requests: list[int],
+    trees: list[Tensor],
+    spec_info: object,
+) -> None:
     """One verifying step through all layers."""
     new_lens = [NODES] * len(requests)
     batch = engine.batch(ForwardMode.TARGET_VERIFY, requests, new_lens, spec_info)
@@ -74,7 +107,9 @@ def verify(engine: FakeEngine, backend: SGLangAttentionBackend, requests: list[i
     for layer_id, layer in enumerate(engine.model):
         q, k, v = engine.tensors(batch, layer_id)
         engine.remember(requests, new_lens, layer_id, k, v)
-        check(backend.forward(q, k, v, layer, batch), engine.reference(requests, new_lens, layer_id, q, trees))
+        check(
+            backend.forward(q, k, v, layer, batch), engine.reference(requests, new_lens, layer_id, q, trees)
+        )
     engine.advance(requests, new_lens)
 
 
@@ -88,16 +123,27 @@ def test_trees_are_verified(device: str, dtype: torch.dtype, page_size: int, hyb
         trees = [random_tree(engine.generator) for _ in requests]
         short = without_prefixes(trees).to(device)
         long = with_prefixes(trees, [engine.requests[i].length for i in requests]).to(device)
-        verify(engine, backend, requests, trees, ngram(long if device == "cuda" else short))  # as SGLang's worker makes them there
+        # as SGLang's worker makes them there
+        verify(engine, backend, requests, trees, ngram(long if device == "cuda" else short))
         step(engine, backend, ForwardMode.DECODE, requests, [1] * len(requests))
         verify(engine, backend, requests, trees, eagle(short))
-    step(engine, backend, ForwardMode.TARGET_VERIFY, [1, 0], [4, 4], SimpleNamespace(topk=1, draft_token_num=4, custom_mask=None))
+    step(
+        engine,
+        backend,
+        ForwardMode.TARGET_VERIFY,
+        [1, 0],
+        [4, 4],
+        SimpleNamespace(topk=1, draft_token_num=4, custom_mask=None),
+    )
 
 
 @pytest.mark.parametrize("writes_in_place", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_captured_verification(writes_in_place: bool, device: str) -> None:
-    """Capture at one batch size, then replay other batches with padded requests. On a CPU the captured code just runs again."""
+    """Capture at one batch size, then replay other batches with padded requests.
+
+    On a CPU the captured code just runs again.
+    """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     engine = FakeEngine((LayerShape(), LayerShape(window=20)), 1, dtype, device=device)
     clear_padding(engine)
@@ -106,13 +152,20 @@ def test_captured_verification(writes_in_place: bool, device: str) -> None:
     size, rows = 4, 4 * NODES
     backend.init_cuda_graph_state(size, rows)
     ones = torch.ones(size * NODES * (NODES + 1), dtype=torch.bool, device=device)
-    static = static_batch(ForwardMode.TARGET_VERIFY, size, rows, device, eagle(ones) if writes_in_place else ngram(ones))
+    static = static_batch(
+        ForwardMode.TARGET_VERIFY, size, rows, device, eagle(ones) if writes_in_place else ngram(ones)
+    )
     like = engine.batch(ForwardMode.TARGET_VERIFY, [0], [NODES])
-    inputs = [[torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)] for layer_id in range(2)]
+    inputs = [
+        [torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, layer_id)]
+        for layer_id in range(2)
+    ]
 
     def run() -> list[Tensor]:
         backend.init_forward_metadata_in_graph(static)
-        return [backend.forward(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
+        return [
+            backend.forward(*inputs[layer_id], layer, static) for layer_id, layer in enumerate(engine.model)
+        ]
 
     backend.init_forward_metadata_out_graph(static, in_capture=True)
     replay = capture(run, device)
@@ -127,7 +180,9 @@ def test_captured_verification(writes_in_place: bool, device: str) -> None:
             given: Any = eagle(mask)
         else:
             lens = [engine.requests[i].length for i in requests]
-            given = ngram((without_prefixes(trees) if device == "cpu" else with_prefixes(trees, lens)).to(device))
+            given = ngram(
+                (without_prefixes(trees) if device == "cpu" else with_prefixes(trees, lens)).to(device)
+            )
         expected = []
         for layer_id in range(2):
             q, k, v = engine.tensors(batch, layer_id)
@@ -164,7 +219,11 @@ def static_batch(mode: ForwardMode, size: int, rows: int, device: str, spec_info
 
 
 def fill_static(static: SimpleNamespace, batch: SimpleNamespace, num_requests: int, rows: int) -> None:
-    for name, count, padding in (("req_pool_indices", num_requests, 0), ("seq_lens", num_requests, 1), ("out_cache_loc", rows, 0)):
+    for name, count, padding in (
+        ("req_pool_indices", num_requests, 0),
+        ("seq_lens", num_requests, 1),
+        ("out_cache_loc", rows, 0),
+    ):
         getattr(static, name).fill_(padding)[:count] = getattr(batch, name)
 
 
@@ -214,12 +273,19 @@ def test_a_chain_needs_no_plan_of_trees(monkeypatch: pytest.MonkeyPatch) -> None
 def test_trees_of_another_size_are_refused() -> None:
     engine = FakeEngine()
     backend = SGLangAttentionBackend(engine.runner())
-    batch = engine.batch(ForwardMode.TARGET_VERIFY, [0], [3], SimpleNamespace(topk=2, draft_token_num=3, custom_mask=torch.ones(9, dtype=torch.bool)))
+    batch = engine.batch(
+        ForwardMode.TARGET_VERIFY,
+        [0],
+        [3],
+        SimpleNamespace(topk=2, draft_token_num=3, custom_mask=torch.ones(9, dtype=torch.bool)),
+    )
     with pytest.raises(ValueError, match="trees of 3 tokens"):
         backend.init_forward_metadata(batch)
 
 
-@pytest.mark.parametrize("changes", [{"has_alibi": True}, {"chunk": 8}, {"has_items": True}, {"of_encoder": True}])
+@pytest.mark.parametrize(
+    "changes", [{"has_alibi": True}, {"chunk": 8}, {"has_items": True}, {"of_encoder": True}]
+)
 def test_layers_that_look_at_positions_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="drafts that are trees"):
         tree_key(PlanKey(4, 2, 64, -1)._replace(**changes))
@@ -252,8 +318,14 @@ class Draft:
                         source = table[request.row, request.length - in_page : request.length].long()
                         buffer[table[request.row, begin : begin + in_page].long()] = buffer[source]
         self.out_cache_loc = torch.cat(slots).long()
-        self.k = [[[engine.requests[i].k[layer] for layer in range(len(engine.model))] for _ in range(topk)] for i in requests]
-        self.v = [[[engine.requests[i].v[layer] for layer in range(len(engine.model))] for _ in range(topk)] for i in requests]
+        self.k = [
+            [[engine.requests[i].k[layer] for layer in range(len(engine.model))] for _ in range(topk)]
+            for i in requests
+        ]
+        self.v = [
+            [[engine.requests[i].v[layer] for layer in range(len(engine.model))] for _ in range(topk)]
+            for i in requests
+        ]
 
     def batch(self) -> SimpleNamespace:
         lens = torch.tensor([self.engine.requests[i].length for i in self.requests])
@@ -331,14 +403,23 @@ def test_captured_steps_of_a_draft_model(topk: int, device: str) -> None:
     steps.init_cuda_graph_state(size, rows)
     static = static_batch(ForwardMode.DECODE, size, rows * STEPS, device, None)
     like = engine.batch(ForwardMode.DECODE, [0], [1])
-    inputs = [[[torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, i)] for i in range(2)] for _ in range(STEPS - 1)]
+    inputs = [
+        [
+            [torch.zeros(rows, *x.shape[1:], dtype=dtype, device=device) for x in engine.tensors(like, i)]
+            for i in range(2)
+        ]
+        for _ in range(STEPS - 1)
+    ]
 
     def run() -> list[Tensor]:
         steps.init_forward_metadata_in_graph(static)
         slots, outs = static.out_cache_loc, []
         for i, loc in enumerate(per_step_draft_out_cache_loc(slots, size, topk, STEPS)[: STEPS - 1]):
             static.out_cache_loc = loc
-            outs += [steps.attn_backends[i].forward(*inputs[i][layer_id], layer, static) for layer_id, layer in enumerate(engine.model)]
+            outs += [
+                steps.attn_backends[i].forward(*inputs[i][layer_id], layer, static)
+                for layer_id, layer in enumerate(engine.model)
+            ]
         static.out_cache_loc = slots
         return outs
 
@@ -365,7 +446,8 @@ def test_slots_of_branches() -> None:
     req_to_token = torch.arange(64, dtype=torch.int32).view(2, 32)
     slots = branch_slots(req_to_token, torch.tensor([1, 0]), torch.tensor([6, 4]), 2, 3, page_size=4)
     assert slots[0, :9].tolist() == [32, 33, 34, 35, 36, 37, 38, 39, 40]
-    assert slots[1, :9].tolist() == [32, 33, 34, 35, 44, 45, 46, 47, 48]  # a page of 36, 37 again, and one more for the third token
+    # a page of 36, 37 again, and one more for the third token
+    assert slots[1, :9].tolist() == [32, 33, 34, 35, 44, 45, 46, 47, 48]
     assert slots[2, :7].tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert slots[3, :7].tolist() == [0, 1, 2, 3, 8, 9, 10]
 

@@ -19,8 +19,15 @@ CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
 
 
 def _make_torchvision_importable() -> None:
-    """vLLM imports torchvision when it is installed. Where SGLang is too, it is, and beside a torch for CPUs it needs the help that SGLang's tests have."""
-    if torch.cuda.is_available() or "torchvision" in sys.modules or any(type(finder).__name__ == "_BeforeTorchvision" for finder in sys.meta_path):
+    """vLLM imports torchvision when it is installed.
+
+    Where SGLang is too, it is, and beside a torch for CPUs it needs the help that SGLang's tests have.
+    """
+    if (
+        torch.cuda.is_available()
+        or "torchvision" in sys.modules
+        or any(type(finder).__name__ == "_BeforeTorchvision" for finder in sys.meta_path)
+    ):
         return
     spec = importlib.util.spec_from_file_location("vllm_cpu_shims", CPU_SHIMS / "sitecustomize.py")
     assert spec is not None
@@ -37,13 +44,17 @@ def registry() -> Iterator[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     yield AttentionBackendEnum
-    for name in {"CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"} & set(AttentionBackendEnum.__members__):
+    for name in {"CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"} & set(
+        AttentionBackendEnum.__members__
+    ):
         AttentionBackendEnum[name].clear_override()
 
 
 @pytest.fixture
 def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """None of vLLM's functions is replaced, before and after; but for a helper that counts ranks, which inductor would compile for seconds."""
+    """None of vLLM's functions is replaced, before and after; but for a helper that counts ranks, which
+    inductor would compile for seconds.
+    """
     from vllm.v1.sample import sampler as vllms
     from vllm_sampling import replaced
 

@@ -1,7 +1,8 @@
 """A group of ranks for decode context parallelism whose ranks are threads of this process.
 
-What vLLM's groups do around the collectives is theirs (the layouts of DeviceCommunicatorBase, the merge of states); the collectives themselves exchange tensors
-through this process, and the Triton kernels of the merge have twins in float64 where there is no GPU.
+What vLLM's groups do around the collectives is theirs (the layouts of DeviceCommunicatorBase, the merge of
+states); the collectives themselves exchange tensors through this process, and the Triton kernels of the merge
+have twins in float64 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Ranks:
         with ThreadPoolExecutor(self.world_size) as pool:
             futures = [pool.submit(run_as, rank) for rank in range(self.world_size)]
         errors = [future.exception() for future in futures]
-        for error in sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        for error in sorted(
+            (e for e in errors if e is not None), key=lambda e: isinstance(e, threading.BrokenBarrierError)
+        ):
             raise error
         return [future.result() for future in futures]
 
@@ -80,7 +83,9 @@ def _all_gather_into_tensor(out: Tensor, mine: Tensor, group: Ranks) -> None:
 
 def _reduce_scatter_tensor(out: Tensor, mine: Tensor, group: Ranks) -> None:
     assert mine.is_contiguous()
-    out.copy_(sum(part.chunk(group.world_size)[group.rank_in_group].double() for part in group.exchange(mine)))  # type: ignore[arg-type]
+    out.copy_(
+        sum(part.chunk(group.world_size)[group.rank_in_group].double() for part in group.exchange(mine))
+    )  # type: ignore[arg-type]
 
 
 def _all_to_all_single(out: Tensor, mine: Tensor, group: Ranks, async_op: bool) -> Any:
@@ -88,7 +93,16 @@ def _all_to_all_single(out: Tensor, mine: Tensor, group: Ranks, async_op: bool) 
     return SimpleNamespace(wait=lambda: None)
 
 
-def _scale_by_share(outputs: Tensor, new_output: Tensor, lses: Tensor, vlse: Tensor, lse_idx: int, ctx: Any, *, is_base_e: bool) -> None:
+def _scale_by_share(
+    outputs: Tensor,
+    new_output: Tensor,
+    lses: Tensor,
+    vlse: Tensor,
+    lse_idx: int,
+    ctx: Any,
+    *,
+    is_base_e: bool,
+) -> None:
     """The twin of CorrectAttnCPOutKernel: what this rank's output counts in that of all, and the LSE of all."""
     assert is_base_e
     total = lses.double().logsumexp(0)
@@ -97,7 +111,9 @@ def _scale_by_share(outputs: Tensor, new_output: Tensor, lses: Tensor, vlse: Ten
     new_output.copy_(torch.where(share[..., None] == 0, 0.0, outputs.double() * share[..., None]))
 
 
-def _pack(out: Tensor, lse: Tensor, send: Tensor, size: int, heads: int, width: int, lse_width: int, **lens: Any) -> None:
+def _pack(
+    out: Tensor, lse: Tensor, send: Tensor, size: int, heads: int, width: int, lse_width: int, **lens: Any
+) -> None:
     assert lse_width == 1, "float32 outputs"
     send[..., :width] = out.unflatten(1, (size, heads)).transpose(0, 1)
     send[..., width] = lse.unflatten(1, (size, heads)).transpose(0, 1)
@@ -135,7 +151,8 @@ class Layout:
     """Where the tokens of a batch lie on the ranks.
 
     Attributes:
-        table: int32 [requests and padding, 16], the same on all ranks; what lies beyond a request's pages points outside the cache.
+        table: int32 [requests and padding, 16], the same on all ranks; what lies beyond a request's pages
+            points outside the cache.
         owners: int64 [tokens], the rank that holds a token, and slots: where.
         of_request: tokens of each request, those of the step after the others.
         new: tokens of the step, in the order of queries.
@@ -156,12 +173,24 @@ class Layout:
         """bool [tokens]"""
         return torch.ones_like(self.slots, dtype=torch.bool).index_fill_(0, self.new, False)
 
-    def metadata(self, rank: int, size: int, interleave: int, device: str, *, causal: bool = True, upper_bounds: bool = True) -> CommonAttentionMetadata:
+    def metadata(
+        self,
+        rank: int,
+        size: int,
+        interleave: int,
+        device: str,
+        *,
+        causal: bool = True,
+        upper_bounds: bool = True,
+    ) -> CommonAttentionMetadata:
         query_lens, kv_lens = self.lens
         starts = torch.tensor([0, *query_lens, *[0] * self.padding]).cumsum(0).int()
         seq_lens = torch.tensor([*kv_lens, *[0] * self.padding], dtype=torch.int32)
         mapping = torch.where(self.owners[self.new] == rank, self.slots[self.new], -1)
-        local = torch.tensor([int((place(torch.arange(int(n)), size, interleave)[0] == rank).sum()) for n in seq_lens], dtype=torch.int32)
+        local = torch.tensor(
+            [int((place(torch.arange(int(n)), size, interleave)[0] == rank).sum()) for n in seq_lens],
+            dtype=torch.int32,
+        )
         return CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
@@ -178,7 +207,14 @@ class Layout:
         )
 
 
-def lay_out(lens: tuple[list[int], list[int]], size: int, interleave: int, generator: torch.Generator, shared_pages: int = 0, padding: int = 0) -> Layout:
+def lay_out(
+    lens: tuple[list[int], list[int]],
+    size: int,
+    interleave: int,
+    generator: torch.Generator,
+    shared_pages: int = 0,
+    padding: int = 0,
+) -> Layout:
     """A batch on random pages, but for page 0.
 
     Args:
@@ -198,10 +234,14 @@ def lay_out(lens: tuple[list[int], list[int]], size: int, interleave: int, gener
         slots.append(row[local // PAGE].long() * PAGE + local % PAGE)
         of_request.append(torch.arange(first, first + kv_len))
         first += kv_len
-    new = torch.cat([tokens[len(tokens) - query_len :] for tokens, query_len in zip(of_request, query_lens, strict=True)])
+    new = torch.cat(
+        [tokens[len(tokens) - query_len :] for tokens, query_len in zip(of_request, query_lens, strict=True)]
+    )
     return Layout(table, torch.cat(owners), torch.cat(slots), of_request, new, lens, padding)
 
 
 def place(positions: Tensor, size: int, interleave: int) -> tuple[Tensor, Tensor]:
     """Where tokens of a request lie: the rank, and the place among those that it holds."""
-    return positions // interleave % size, positions // (interleave * size) * interleave + positions % interleave
+    return positions // interleave % size, positions // (
+        interleave * size
+    ) * interleave + positions % interleave

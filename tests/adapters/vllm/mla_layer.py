@@ -13,7 +13,13 @@ from vllm_layer import PAGE, Layer, make_config
 
 HEADS, LATENT, NOPE, ROPE, V = 3, 512, 32, 64, 24
 SCALE = (NOPE + ROPE) ** -0.5
-WIDTHS = {"q_lora_rank": None, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V}
+WIDTHS = {
+    "q_lora_rank": None,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": V,
+}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -47,8 +53,20 @@ class Chosen(MLAPrefillBackend):
 
 def impl_arguments(kv_b_proj: Any) -> dict[str, Any]:
     """What vLLM makes an implementation with, besides its heads and its scale."""
-    of_all = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder"}
-    return of_all | {"kv_sharing_target_layer_name": None, **WIDTHS, "qk_head_dim": NOPE + ROPE, "kv_b_proj": kv_b_proj, "indexer": None}
+    of_all = {
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+    }
+    return of_all | {
+        "kv_sharing_target_layer_name": None,
+        **WIDTHS,
+        "qk_head_dim": NOPE + ROPE,
+        "kv_b_proj": kv_b_proj,
+        "indexer": None,
+    }
 
 
 def make_layer(impl: Any, projection: Projection, dtype: torch.dtype, cache_dtype: str, prefill: Any) -> Any:
@@ -59,7 +77,14 @@ def make_layer(impl: Any, projection: Projection, dtype: torch.dtype, cache_dtyp
     """
     layer: Any = Layer(impl)
     w_uk, w_uv = projection.parts(dtype)
-    of_layer = {"num_heads": HEADS, "head_size": LATENT + ROPE, "prefill_backend": prefill, "use_pcp": False, "kv_cache_dtype": cache_dtype, **WIDTHS}
+    of_layer = {
+        "num_heads": HEADS,
+        "head_size": LATENT + ROPE,
+        "prefill_backend": prefill,
+        "use_pcp": False,
+        "kv_cache_dtype": cache_dtype,
+        **WIDTHS,
+    }
     of_layer |= {
         "q_pad_num_heads": None,
         "hisparse_cache": None,
@@ -67,25 +92,37 @@ def make_layer(impl: Any, projection: Projection, dtype: torch.dtype, cache_dtyp
         "W_UV": w_uv.transpose(1, 2),
         "_k_scale": torch.tensor(0.25) if cache_dtype in ("fp8", "fp8_e4m3") else torch.ones(()),
     }
-    of_layer |= {f"is_{what}_enabled": False for what in ("aiter_triton_fp4_bmm", "aiter_triton_fp8_bmm", "amx_bmm")}
+    of_layer |= {
+        f"is_{what}_enabled": False for what in ("aiter_triton_fp4_bmm", "aiter_triton_fp8_bmm", "amx_bmm")
+    }
     vars(layer).update(of_layer)
     layer._v_up_proj = MethodType(MLAAttention._v_up_proj, layer)
     return layer
 
 
-def make_mla_config(layer: Any, dtype: torch.dtype, cache_dtype: str, chosen: Any = None, **changes: Any) -> SimpleNamespace:
+def make_mla_config(
+    layer: Any, dtype: torch.dtype, cache_dtype: str, chosen: Any = None, **changes: Any
+) -> SimpleNamespace:
     """The part of VllmConfig that is read; `changes` replaces whole parts.
 
     Args:
         chosen: the user's prefill backend.
     """
-    model = SimpleNamespace(dtype=dtype, max_model_len=64, get_head_size=lambda: LATENT + ROPE, get_num_attention_heads=lambda _: HEADS)
+    model = SimpleNamespace(
+        dtype=dtype,
+        max_model_len=64,
+        get_head_size=lambda: LATENT + ROPE,
+        get_num_attention_heads=lambda _: HEADS,
+    )
     parts = {
         "model_config": model,
         "cache_config": SimpleNamespace(block_size=PAGE, cache_dtype=cache_dtype),
         "attention_config": SimpleNamespace(use_prefill_query_quantization=False, mla_prefill_backend=chosen),
         "parallel_config": SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1, tensor_parallel_size=1
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            tensor_parallel_size=1,
         ),
     }
     return make_config({"layer": layer}, **parts | changes)

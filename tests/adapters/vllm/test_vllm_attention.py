@@ -17,7 +17,17 @@ from torch import Tensor
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm.v1.worker.ubatch_utils import maybe_create_ubatch_slices, split_attn_metadata
-from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
+from vllm_layer import (
+    NUM_PAGES,
+    PAGE,
+    Batch,
+    make_batch,
+    make_builder,
+    make_cache,
+    make_config,
+    make_impl,
+    make_spec,
+)
 
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import metadata as vllm_metadata
@@ -26,13 +36,20 @@ from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilde
 from attn_backend.kernels.attention import Attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])  # two decodes, a chunk of a prefill, a whole prefill, a speculative verification
+# two decodes, a chunk of a prefill, a whole prefill, a speculative verification
+MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
 
 
 def fill_cache(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Random K and V for all tokens of the batch, those before its queries already in the cache. Returns them as slots [pages * PAGE, heads, head_size]."""
+    """Random K and V for all tokens of the batch, those before its queries already in the cache.
+
+    Returns them as slots [pages * PAGE, heads, head_size].
+    """
     head_size = cache.shape[3] // 2
-    k, v = (torch.full((NUM_PAGES * PAGE, cache.shape[1], head_size), torch.nan, dtype=cache.dtype) for _ in range(2))
+    k, v = (
+        torch.full((NUM_PAGES * PAGE, cache.shape[1], head_size), torch.nan, dtype=cache.dtype)
+        for _ in range(2)
+    )
     for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
         k[slots], v[slots] = torch.randn(2, len(slots), cache.shape[1], head_size).to(cache.dtype)
         old = slots[: len(slots) - query_len]
@@ -41,14 +58,26 @@ def fill_cache(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def run_layer(
-    impl: AttnImpl, metadata: AttnMetadata, batch: Batch, cache: Tensor, k: Tensor, v: Tensor, *, update: bool = True, padding: int = 0
+    impl: AttnImpl,
+    metadata: AttnMetadata,
+    batch: Batch,
+    cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    update: bool = True,
+    padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One layer as vLLM runs it: returns the queries and the output, both with `padding` rows at the end; the output was full of NaN."""
+    """One layer as vLLM runs it: returns the queries and the output, both with `padding` rows at the end; the
+    output was full of NaN.
+    """
     tokens = sum(batch.query_lens)
     query = torch.randn(tokens + padding, impl.num_heads, impl.head_size).to(cache.dtype)
     output = torch.full_like(query, torch.nan)
     if update:
-        key, value = (torch.cat([x[batch.new_slots], torch.zeros(padding, *x.shape[1:], dtype=x.dtype)]) for x in (k, v))
+        key, value = (
+            torch.cat([x[batch.new_slots], torch.zeros(padding, *x.shape[1:], dtype=x.dtype)]) for x in (k, v)
+        )
         impl.do_kv_cache_update(None, key, value, cache, metadata.slot_mapping)
     result = impl.forward(None, query, None, None, cache, metadata, output)
     assert result is output
@@ -73,13 +102,18 @@ def test_mixed_batch(memory: str, dtype: torch.dtype) -> None:
     check(output, query, batch, k, v)
     written = cache[batch.new_slots // PAGE, :, batch.new_slots % PAGE]
     assert torch.equal(written, torch.cat([k[batch.new_slots], v[batch.new_slots]], dim=-1))
-    assert cache.isfinite().sum() == sum(batch.kv_lens) * cache.shape[1] * cache.shape[3]  # nothing else was written
+    # nothing else was written
+    assert cache.isfinite().sum() == sum(batch.kv_lens) * cache.shape[1] * cache.shape[3]
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (9, 3), (8, 1)])
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 def test_head_shapes(num_heads: int, num_kv_heads: int, head_size: int) -> None:
-    impl, cache, batch = make_impl(num_heads, head_size, num_kv_heads), make_cache("NHD", num_kv_heads, head_size), make_batch(*MIXED)
+    impl, cache, batch = (
+        make_impl(num_heads, head_size, num_kv_heads),
+        make_cache("NHD", num_kv_heads, head_size),
+        make_batch(*MIXED),
+    )
     builder = make_builder([impl], make_spec(num_kv_heads, head_size))
     k, v = fill_cache(cache, batch)
     query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
@@ -97,7 +131,9 @@ def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
         cache = make_cache("HND")
         k, v = fill_cache(cache, batch)
         query, output = run_layer(impl, metadata, batch, cache, k, v)
-        check(output, query, batch, k, v, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0)
+        check(
+            output, query, batch, k, v, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0
+        )
 
 
 @pytest.mark.parametrize("cascade", [True, "always"])
@@ -106,16 +142,25 @@ def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
     [
         pytest.param([1] * 6, [1, 30, 16, 7, 40, 17], True, id="decode"),
         pytest.param([2, 1, 3, 1], [2, 9, 33, 18], True, id="extend"),
-        pytest.param([30, 1, 3, 25], [30, 9, 33, 60], False, id="long extend"),  # on a CPU, where cost follows the rows
+        # on a CPU, where cost follows the rows
+        pytest.param([30, 1, 3, 25], [30, 9, 33, 60], False, id="long extend"),
     ],
 )
-def test_shared_prefix(query_lens: list[int], own_lens: list[int], pays: bool, cascade: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix(
+    query_lens: list[int],
+    own_lens: list[int],
+    pays: bool,
+    cascade: bool | str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Requests that begin with the same 12 pages, with cascade off and on."""
     outputs = []
     for mode in (False, cascade):
         monkeypatch.setattr(vllm_metadata, "use_cascade", lambda mode=mode: mode)
         torch.manual_seed(0)
-        batch = make_batch(query_lens, [12 * PAGE + own_len for own_len in own_lens], shared_pages=12, table_width=16)
+        batch = make_batch(
+            query_lens, [12 * PAGE + own_len for own_len in own_lens], shared_pages=12, table_width=16
+        )
         impl, cache = make_impl(), make_cache("NHD")
         builder = make_builder([impl])
         k, v = fill_cache(cache, batch)
@@ -150,24 +195,35 @@ def test_padding_of_a_full_cuda_graph() -> None:
 
 
 def test_padding_of_a_piecewise_graph() -> None:
-    """Queries and keys are padded, the metadata is not; block table and query_start_loc may still be those of the padded batch."""
+    """Queries and keys are padded, the metadata is not; block table and query_start_loc may still be those of
+    the padded batch.
+    """
     impl, cache, batch = make_impl(), make_cache("NHD"), make_batch(*MIXED)
     builder = make_builder([impl])
     k, v = fill_cache(cache, batch)
     wide = make_batch(*MIXED, padding=2).metadata
-    batch.metadata.block_table_tensor, batch.metadata.query_start_loc = wide.block_table_tensor, wide.query_start_loc
+    batch.metadata.block_table_tensor, batch.metadata.query_start_loc = (
+        wide.block_table_tensor,
+        wide.query_start_loc,
+    )
     query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v, padding=12)
     check(output, query, batch, k, v)
 
 
 def test_halves_of_a_step_that_overlap() -> None:
-    """Dual-batch overlap: vLLM cuts a step's tokens in two, here in the middle of a request; each half has a builder and a thread of its own."""
+    """Dual-batch overlap: vLLM cuts a step's tokens in two, here in the middle of a request; each half has a
+    builder and a thread of its own.
+    """
     impl, cache, batch = make_impl(), make_cache("NHD"), make_batch(*MIXED)
     k, v = fill_cache(cache, batch)
     batch.metadata.seq_lens_cpu_upper_bound = batch.metadata.seq_lens
-    halves, _ = maybe_create_ubatch_slices(True, np.array(batch.query_lens), sum(batch.query_lens), len(batch.query_lens), 2)
-    assert halves[0].request_slice.stop > halves[1].request_slice.start  # the request that both have a part of
-    metadata = [make_builder([impl]).build(0, half) for half in split_attn_metadata(halves, batch.metadata)]  # both are planned before either runs
+    halves, _ = maybe_create_ubatch_slices(
+        True, np.array(batch.query_lens), sum(batch.query_lens), len(batch.query_lens), 2
+    )
+    # the request that both have a part of
+    assert halves[0].request_slice.stop > halves[1].request_slice.start
+    # both are planned before either runs
+    metadata = [make_builder([impl]).build(0, half) for half in split_attn_metadata(halves, batch.metadata)]
     query = torch.randn(sum(batch.query_lens), impl.num_heads, impl.head_size)
     output = torch.full_like(query, torch.nan)
     key, value = k[batch.new_slots], v[batch.new_slots]
@@ -240,10 +296,16 @@ def test_layer_that_shares_the_cache_of_another() -> None:
     check(output, query, batch, k, v)
 
 
-@pytest.mark.parametrize(("has_key", "shares", "appended"), [(True, False, True), (False, False, False), (True, True, False)])
-def test_run_is_promised_an_append_where_vllm_has_appended(has_key: bool, shares: bool, appended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("has_key", "shares", "appended"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_run_is_promised_an_append_where_vllm_has_appended(
+    has_key: bool, shares: bool, appended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     promised: list[bool] = []
-    monkeypatch.setattr(Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append))
+    monkeypatch.setattr(
+        Attention, "run", lambda self, *tensors, after_append, **options: promised.append(after_append)
+    )
     impl, batch = make_impl(kv_sharing_target_layer_name="layer.0" if shares else None), make_batch(*MIXED)
     metadata = make_builder([impl]).build(0, batch.metadata)
     query, key = torch.zeros(52, 6, 64), torch.zeros(52, 2, 64) if has_key else None
@@ -281,19 +343,30 @@ def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
         ({"kv_cache_dtype": "nvfp4"}, "nvfp4"),
         ({"attn_type": "encoder"}, "type encoder"),
         ({"sinks": torch.zeros(5)}, r"sinks of shape \(5,\) in a layer of 6 heads"),
-        *(({"chunk_lookback": lookback}, f"chunk_lookback = {lookback}") for lookback in (0, 1, 2)),  # 0: a query sees its own chunk only
+        # 0: a query sees its own chunk only
+        *(({"chunk_lookback": lookback}, f"chunk_lookback = {lookback}") for lookback in (0, 1, 2)),
         *(({"other": value}, f"other = {value!r}") for value in (0, 0.0, True, -2)),
         ({"other": torch.zeros(1)}, "other = a float32 tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_layers_that_are_refused(arguments: dict[str, Any], what: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"attn_backend does not support .*{what}.*ATTN_BACKEND_VLLM_CPU"):
+    with pytest.raises(
+        NotImplementedError, match=f"attn_backend does not support .*{what}.*ATTN_BACKEND_VLLM_CPU"
+    ):
         make_impl(**arguments)
 
 
 def test_layers_that_are_accepted() -> None:
-    impl = make_impl(sinks=None, chunk_lookback=-1, use_alibi_sqrt=False, other=None, logits_soft_cap=None, sliding_window=None, head_size=80)
+    impl = make_impl(
+        sinks=None,
+        chunk_lookback=-1,
+        use_alibi_sqrt=False,
+        other=None,
+        logits_soft_cap=None,
+        sliding_window=None,
+        head_size=80,
+    )
     assert impl.plan_key == PlanKey(6, 2, 80, -1)
     assert impl.logits_soft_cap == 0.0
     with pytest.raises(NotImplementedError, match="head size 272: choose another --attention-backend"):
@@ -305,7 +378,10 @@ def test_layers_that_are_accepted() -> None:
     [
         ({"model_config": SimpleNamespace(rswa_window=128)}, "R-SWA"),
         ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "--disable-chunked-mm-input"),
-        ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "prefill context parallelism"),
+        (
+            {"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)},
+            "prefill context parallelism",
+        ),
         ({"diffusion_config": SimpleNamespace()}, "diffusion"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -318,8 +394,12 @@ def test_models_that_are_refused(changes: dict[str, Any], what: str) -> None:
 def test_caches_that_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="another head size"):
         make_builder([make_impl()], make_spec(head_size_v=32))
-    with pytest.raises(NotImplementedError, match=r"a KV cache of torch\.bfloat16 for a model of torch\.float32"):
-        make_builder([make_impl()], make_spec(dtype=torch.bfloat16), model_config=SimpleNamespace(dtype=torch.float32))
+    with pytest.raises(
+        NotImplementedError, match=r"a KV cache of torch\.bfloat16 for a model of torch\.float32"
+    ):
+        make_builder(
+            [make_impl()], make_spec(dtype=torch.bfloat16), model_config=SimpleNamespace(dtype=torch.float32)
+        )
 
 
 def test_mixed_causality_is_refused() -> None:
@@ -330,7 +410,9 @@ def test_mixed_causality_is_refused() -> None:
 
 def test_plans_of_layers_that_vllm_does_not_know() -> None:
     """Its attention tests build metadata for a layer that does not exist."""
-    assert plan_keys(make_config(), make_spec(sliding_window=128), ["placeholder"]) == [PlanKey(6, 2, 64, 127)]
+    assert plan_keys(make_config(), make_spec(sliding_window=128), ["placeholder"]) == [
+        PlanKey(6, 2, 64, 127)
+    ]
     assert list(make_builder([]).plans) == [PlanKey(6, 2, 64, -1)]
 
 
@@ -342,7 +424,9 @@ def test_implementations_behind_a_composite() -> None:
 
 @pytest.mark.parametrize(("variable", "cascade"), [(None, True), ("1", True), ("0", False), ("", False)])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_what_the_environment_says(variable: str | None, cascade: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_says(
+    variable: str | None, cascade: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(vllm_metadata, "Attention", lambda *heads, **arguments: made.append(arguments))
     monkeypatch.delenv("ATTN_BACKEND_CASCADE", raising=False)
@@ -350,28 +434,41 @@ def test_what_the_environment_says(variable: str | None, cascade: bool, invarian
         monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     make_builder([make_impl()])
-    assert [(arguments["cascade"], arguments["batch_invariant"]) for arguments in made] == [(cascade, invariant)]
+    assert [(arguments["cascade"], arguments["batch_invariant"]) for arguments in made] == [
+        (cascade, invariant)
+    ]
 
 
 def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With VLLM_BATCH_INVARIANT=1: each request alone and beside the others."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    impl, cache, batch = make_impl(), make_cache("NHD"), make_batch([1, 40, 1, 40, 1], [400, 100, 200, 130, 150], table_width=25)
+    impl, cache, batch = (
+        make_impl(),
+        make_cache("NHD"),
+        make_batch([1, 40, 1, 40, 1], [400, 100, 200, 130, 150], table_width=25),
+    )
     builder = make_builder([impl])
     k, v = fill_cache(cache, batch)
     query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
-    for i, (rows, together) in enumerate(zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)):
+    for i, (rows, together) in enumerate(
+        zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
+    ):
         alone = make_batch(batch.query_lens[i : i + 1], batch.kv_lens[i : i + 1], table_width=25).metadata
         alone.block_table_tensor = batch.metadata.block_table_tensor[i : i + 1]
         out = torch.full_like(rows, torch.nan)
-        assert torch.equal(impl.forward(None, rows, None, None, cache, builder.build(0, alone), out), together)
+        assert torch.equal(
+            impl.forward(None, rows, None, None, cache, builder.build(0, alone), out), together
+        )
 
 
 def test_maxima() -> None:
     assert workspace_maxima(make_config()) == (256, 8)
     graphs = SimpleNamespace(max_cudagraph_capture_size=512, static_forward_context={})
     assert workspace_maxima(make_config(compilation_config=graphs)) == (512, 512)
-    assert workspace_maxima(make_config(speculative_config=SimpleNamespace(num_speculative_tokens=63))) == (512, 8)
+    assert workspace_maxima(make_config(speculative_config=SimpleNamespace(num_speculative_tokens=63))) == (
+        512,
+        8,
+    )
 
 
 def test_class_of_a_cpu_layer() -> None:

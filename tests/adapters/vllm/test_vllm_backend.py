@@ -100,7 +100,18 @@ def test_refuses(changes: dict[str, Any], reason: str, way_out: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_size", "supported"), [(8, True), (80, True), (96, True), (256, True), (4, False), (100, False), (264, False), (512, True), (520, False)]
+    ("head_size", "supported"),
+    [
+        (8, True),
+        (80, True),
+        (96, True),
+        (256, True),
+        (4, False),
+        (100, False),
+        (264, False),
+        (512, True),
+        (520, False),
+    ],
 )
 def test_head_sizes_on_a_cpu(head_size: int, supported: bool) -> None:
     assert CpuAttnBackend.supports_head_size(head_size) == supported
@@ -119,8 +130,13 @@ def test_the_cache_is_packed() -> None:
     assert AttnBackend.get_kv_cache_shape(100, 16, 8, 128, cache_dtype_str="auto") == (100, 8, 16, 256)
 
 
-@pytest.mark.parametrize(("layout", "order", "layered"), [("NHD", (0, 2, 1, 3), (1, 0, 3, 2, 4)), ("HND", (0, 1, 2, 3), (1, 2, 0, 3, 4))])
-def test_memory_order_where_vllm_asks_for_it(layout: str, order: tuple[int, ...], layered: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "order", "layered"),
+    [("NHD", (0, 2, 1, 3), (1, 0, 3, 2, 4)), ("HND", (0, 1, 2, 3), (1, 2, 0, 3, 4))],
+)
+def test_memory_order_where_vllm_asks_for_it(
+    layout: str, order: tuple[int, ...], layered: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.attention.backends import utils
 
     monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: layout, raising=False)

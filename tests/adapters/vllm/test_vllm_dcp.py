@@ -1,4 +1,6 @@
-"""Decode context parallelism: builders and layers of all ranks, around vLLM's own collectives and merge of their states, against attention in float64."""
+"""Decode context parallelism: builders and layers of all ranks, around vLLM's own collectives and merge of
+their states, against attention in float64.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ HEADS, WIDTH = 3, 64  # of a rank
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 Lens = tuple[list[int], list[int]]
-MIXED: Lens = ([1, 1, 7, 40, 3, 1, 1], [33, 64, 23, 40, 100, 1, 3])  # decodes, a chunk, a prompt, a verification; requests with fewer tokens than ranks
+# decodes, a chunk, a prompt, a verification; requests with fewer tokens than ranks
+MIXED: Lens = ([1, 1, 7, 40, 3, 1, 1], [33, 64, 23, 40, 100, 1, 3])
 PROMPTS: Lens = ([40, 7], [40, 7])
 SINGLE_TOKENS: Lens = ([1] * 6, [33, 64, 1, 2, 100, 3])
 
@@ -37,8 +40,14 @@ def no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parallel(size: int, interleave: int = 1, heads: int = 1, **changes: Any) -> SimpleNamespace:
     """What is read of ParallelConfig."""
-    settings = {"decode_context_parallel_size": size, "prefill_context_parallel_size": 1, "cp_kv_cache_interleave_size": interleave}
-    return SimpleNamespace(**settings | {"dcp_comm_backend": "ag_rs", "tensor_parallel_size": size * heads} | changes)
+    settings = {
+        "decode_context_parallel_size": size,
+        "prefill_context_parallel_size": 1,
+        "cp_kv_cache_interleave_size": interleave,
+    }
+    return SimpleNamespace(
+        **settings | {"dcp_comm_backend": "ag_rs", "tensor_parallel_size": size * heads} | changes
+    )
 
 
 def model(dtype: torch.dtype = torch.float32, num_kv_heads: int = 1) -> SimpleNamespace:
@@ -49,12 +58,26 @@ class Deployment:
     """A layer on each rank, with its builder and its part of the cache."""
 
     def __init__(
-        self, ranks: Ranks, interleave: int, dtype: torch.dtype = torch.float32, device: str = "cpu", cache_dtype: str = "auto", comm: str = "ag_rs",
+        self,
+        ranks: Ranks,
+        interleave: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        cache_dtype: str = "auto",
+        comm: str = "ag_rs",
         **layer: Any,
-    ) -> None:  # fmt: skip
-        self.ranks, self.size, self.interleave, self.dtype, self.device = ranks, ranks.world_size, interleave, dtype, device
+    ) -> None:
+        self.ranks, self.size, self.interleave, self.dtype, self.device = (
+            ranks,
+            ranks.world_size,
+            interleave,
+            dtype,
+            device,
+        )
         stored = dtype if cache_dtype == "auto" else torch.float8_e4m3fn
-        self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5, device=device), _v_scale=torch.tensor(0.25, device=device))
+        self.layer = SimpleNamespace(
+            _k_scale=torch.tensor(0.5, device=device), _v_scale=torch.tensor(0.25, device=device)
+        )
         self.soft_cap = layer.get("logits_soft_cap") or 0.0
 
         def make(rank: int) -> tuple[AttnImpl, Any, Tensor]:
@@ -63,14 +86,21 @@ class Deployment:
             else:
                 impl = AttnImpl(HEADS, WIDTH, WIDTH**-0.5, 1, kv_cache_dtype=cache_dtype, **layer)
             spec = make_spec(1, WIDTH, dtype if cache_dtype == "auto" else torch.uint8)
-            config = {"parallel_config": parallel(self.size, interleave, dcp_comm_backend=comm), "model_config": model(dtype)}
-            builder = make_builder([impl], spec, device, cache_config=SimpleNamespace(cache_dtype=cache_dtype), **config)
+            config = {
+                "parallel_config": parallel(self.size, interleave, dcp_comm_backend=comm),
+                "model_config": model(dtype),
+            }
+            builder = make_builder(
+                [impl], spec, device, cache_config=SimpleNamespace(cache_dtype=cache_dtype), **config
+            )
             cache = torch.full((NUM_PAGES, 1, PAGE, 2 * WIDTH), torch.nan, device=device).to(stored)
             return impl, builder, cache if cache_dtype == "auto" else cache.view(torch.uint8)
 
         self.impls, self.builders, self.caches = zip(*ranks.run(make), strict=True)
 
-    def fill(self, lens: Lens, seed: int, shared_pages: int = 0, padding: int = 0, causal: bool = True) -> None:
+    def fill(
+        self, lens: Lens, seed: int, shared_pages: int = 0, padding: int = 0, causal: bool = True
+    ) -> None:
         """A batch; the tokens before its queries are in the caches."""
         generator = torch.Generator().manual_seed(seed)
         self.causal = causal
@@ -79,15 +109,23 @@ class Deployment:
         for tokens in batch.of_request:
             shared = tokens[: shared_pages * PAGE * self.size]
             self.k[shared], self.v[shared] = self.k[: len(shared)].clone(), self.v[: len(shared)].clone()
-        self.q = torch.randn(len(batch.new) + padding, HEADS * self.size, WIDTH, generator=generator).to(self.dtype)
+        self.q = torch.randn(len(batch.new) + padding, HEADS * self.size, WIDTH, generator=generator).to(
+            self.dtype
+        )
         for rank, cache in enumerate(self.caches):
             mine = batch.old & (batch.owners == rank)
-            rows = torch.cat([self.stored(x[mine], scale) for x, scale in ((self.k, "_k_scale"), (self.v, "_v_scale"))], -1)
+            rows = torch.cat(
+                [self.stored(x[mine], scale) for x, scale in ((self.k, "_k_scale"), (self.v, "_v_scale"))], -1
+            )
             cache[batch.slots[mine] // PAGE, :, batch.slots[mine] % PAGE] = rows.to(cache.device)
-        if self.caches[0].dtype == torch.uint8:  # what the 8 bits that are read stand for; of several tokens the step's are not
+        # what the 8 bits that are read stand for; of several tokens the step's are not
+        if self.caches[0].dtype == torch.uint8:
             read = batch.old | (max(lens[0]) == 1)
             for x, scale in ((self.k, "_k_scale"), (self.v, "_v_scale")):
-                x[read] = self.stored(x[read], scale).view(torch.float8_e4m3fn).to(x.dtype) * getattr(self.layer, scale).cpu()
+                x[read] = (
+                    self.stored(x[read], scale).view(torch.float8_e4m3fn).to(x.dtype)
+                    * getattr(self.layer, scale).cpu()
+                )
 
     def stored(self, x: Tensor, scale: str) -> Tensor:
         if self.caches[0].dtype != torch.uint8:
@@ -95,7 +133,9 @@ class Deployment:
         return (x.float() / getattr(self.layer, scale).cpu()).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def build(self, rank: int, *, upper_bounds: bool = True) -> AttnMetadata:
-        cm = self.batch.metadata(rank, self.size, self.interleave, self.device, causal=self.causal, upper_bounds=upper_bounds)
+        cm = self.batch.metadata(
+            rank, self.size, self.interleave, self.device, causal=self.causal, upper_bounds=upper_bounds
+        )
         metadata: AttnMetadata = self.builders[rank].build(0, cm)
         return metadata
 
@@ -103,7 +143,10 @@ class Deployment:
         """One layer as vLLM runs it."""
         impl, cache = self.impls[rank], self.caches[rank]
         q = self.q[:, rank * HEADS : (rank + 1) * HEADS].to(self.device)
-        k, v = (torch.cat([x[self.batch.new], x.new_zeros(self.batch.padding, 1, WIDTH)]).to(self.device) for x in (self.k, self.v))
+        k, v = (
+            torch.cat([x[self.batch.new], x.new_zeros(self.batch.padding, 1, WIDTH)]).to(self.device)
+            for x in (self.k, self.v)
+        )
         impl.do_kv_cache_update(self.layer, k, v, cache, metadata.slot_mapping)
         q, k, v = (torch.cat([x, x.new_full((more_rows, *x.shape[1:]), torch.nan)]) for x in (q, k, v))
         output = torch.full_like(q, torch.nan)
@@ -114,7 +157,9 @@ class Deployment:
         rows = len(self.batch.new)
         output = torch.cat([of_rank[:rows].cpu() for of_rank in outputs], 1)
         mask = {"causal": self.causal, "logits_soft_cap": self.soft_cap}
-        expected, _ = oracle.paged_attention(self.q[:rows], self.k, self.v, self.batch.lens[0], self.batch.of_request, **mask)
+        expected, _ = oracle.paged_attention(
+            self.q[:rows], self.k, self.v, self.batch.lens[0], self.batch.of_request, **mask
+        )
         error = (output.double() - expected).norm() / expected.norm()
         assert error <= TOLERANCE[self.dtype]
 
@@ -128,7 +173,9 @@ def random_lens(generator: torch.Generator) -> Lens:
     for _ in range(int(torch.randint(1, 8, (), generator=generator))):
         kind, short = torch.randint(0, 3, (2,), generator=generator).tolist()
         kv_len = int(torch.randint(1, 6 if short == 0 else 120, (), generator=generator))
-        query_len = (1, int(torch.randint(1, min(kv_len, 30) + 1, (), generator=generator)), min(kv_len, 30))[kind]
+        query_len = (1, int(torch.randint(1, min(kv_len, 30) + 1, (), generator=generator)), min(kv_len, 30))[
+            kind
+        ]
         query_lens.append(query_len)
         kv_lens.append(kv_len if kind < 2 else query_len)
     return query_lens, kv_lens
@@ -140,7 +187,9 @@ def test_random_batches(monkeypatch: pytest.MonkeyPatch, size: int, interleave: 
     """One after another in the same caches and workspaces."""
     deployment = Deployment(make_ranks(monkeypatch, size), interleave)
     generator = torch.Generator().manual_seed(size + interleave)
-    for seed, lens in enumerate([MIXED, PROMPTS, SINGLE_TOKENS, *(random_lens(generator) for _ in range(10))]):
+    for seed, lens in enumerate(
+        [MIXED, PROMPTS, SINGLE_TOKENS, *(random_lens(generator) for _ in range(10))]
+    ):
         deployment.fill(lens, seed)
         deployment.step()
 
@@ -150,7 +199,9 @@ def test_new_tokens_are_written_where_they_belong(monkeypatch: pytest.MonkeyPatc
     deployment.fill(MIXED, 0)
     deployment.step()
     written = [int(cache.isfinite().all(-1).sum()) for cache in deployment.caches]
-    owners = [sum(int((place(torch.arange(n), 2, 4)[0] == rank).sum()) for n in MIXED[1]) for rank in range(2)]
+    owners = [
+        sum(int((place(torch.arange(n), 2, 4)[0] == rank).sum()) for n in MIXED[1]) for rank in range(2)
+    ]
     assert written == owners
 
 
@@ -180,7 +231,9 @@ def test_shared_prefixes_and_drafts_that_are_not_causal(monkeypatch: pytest.Monk
 
 
 def test_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests and rows that a full graph adds; rows that a graph of the rest of the model adds are left alone."""
+    """Requests and rows that a full graph adds; rows that a graph of the rest of the model adds are left
+    alone.
+    """
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
     deployment.fill(([1, 1, 1], [33, 64, 2]), 0, padding=5)
     deployment.step()
@@ -196,7 +249,9 @@ def test_ranks_meet_only_where_there_is_context(monkeypatch: pytest.MonkeyPatch)
     deployment.fill(PROMPTS, 0)
     deployment.step()
     assert ranks.num_exchanges == 0
-    deployment.check(ranks.run(lambda rank: deployment.forward(rank, deployment.build(rank, upper_bounds=False))))
+    deployment.check(
+        ranks.run(lambda rank: deployment.forward(rank, deployment.build(rank, upper_bounds=False)))
+    )
     assert ranks.num_exchanges == 3  # queries, LSE, outputs
     deployment.fill(([40, 7], [40, 8]), 0)
     deployment.step()
@@ -213,9 +268,16 @@ def test_ranks_meet_only_where_there_is_context(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_captured_graph_serves_other_batches(
-    monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, captured_lens: Lens, replayed_lens: Lens, single_tokens: bool
+    monkeypatch: pytest.MonkeyPatch,
+    mode: CUDAGraphMode,
+    captured_lens: Lens,
+    replayed_lens: Lens,
+    single_tokens: bool,
 ) -> None:
-    """It is captured with the metadata of one batch, and runs by the plans of another. One of all batches may be captured over single tokens."""
+    """It is captured with the metadata of one batch, and runs by the plans of another.
+
+    One of all batches may be captured over single tokens.
+    """
     monkeypatch.setattr(dcp, "is_captured", lambda device: True)
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
     for builder in deployment.builders:
@@ -242,7 +304,11 @@ def test_drafts_are_verified_by_graphs_of_several_tokens(monkeypatch: pytest.Mon
 def test_profiling_run(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
     q = torch.randn(8, HEADS, WIDTH)
-    output = deployment.ranks.run(lambda rank: deployment.impls[rank].forward(deployment.layer, q, q, q, torch.empty(0), None, torch.empty_like(q)))
+    output = deployment.ranks.run(
+        lambda rank: deployment.impls[rank].forward(
+            deployment.layer, q, q, q, torch.empty(0), None, torch.empty_like(q)
+        )
+    )
     assert all((of_rank == 0).all() for of_rank in output)
 
 
@@ -271,24 +337,36 @@ def test_what_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_layers_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str) -> None:
     layer: dict[str, Any] = {"num_heads": HEADS, "head_size": WIDTH, "num_kv_heads": 1, **changes}
-    with pytest.raises(NotImplementedError, match=f"{what}.*with decode context parallelism: pass --decode-context-parallel-size 1"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"{what}.*with decode context parallelism: pass --decode-context-parallel-size 1",
+    ):
         make_ranks(monkeypatch, 2).run(lambda _: make_impl(**layer))
 
 
 def refusal(ranks: Ranks, spec: Any = None, **changes: Any) -> str:
     settings = {"parallel_config": parallel(ranks.world_size), "model_config": model(), **changes}
     with pytest.raises(NotImplementedError) as refused:
-        ranks.run(lambda _: make_builder([make_impl(HEADS, WIDTH, 1)], spec or make_spec(1, WIDTH), **settings))
+        ranks.run(
+            lambda _: make_builder([make_impl(HEADS, WIDTH, 1)], spec or make_spec(1, WIDTH), **settings)
+        )
     return str(refused.value)
 
 
 def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3 ranks" in refusal(make_ranks(monkeypatch, 3))
     ranks = make_ranks(monkeypatch, 2)
-    assert "not one KV head" in refusal(ranks, parallel_config=parallel(2, tensor_parallel_size=6), model_config=model(num_kv_heads=2))
+    assert "not one KV head" in refusal(
+        ranks, parallel_config=parallel(2, tensor_parallel_size=6), model_config=model(num_kv_heads=2)
+    )
     images = SimpleNamespace(**vars(model()), is_mm_prefix_lm=True)
-    assert "masks of chunks or images" in refusal(ranks, model_config=images, scheduler_config=SimpleNamespace(
-        max_num_seqs=8, max_num_batched_tokens=256, disable_chunked_mm_input=True))  # fmt: skip
+    assert "masks of chunks or images" in refusal(
+        ranks,
+        model_config=images,
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=8, max_num_batched_tokens=256, disable_chunked_mm_input=True
+        ),
+    )
     assert "some layers that share KV" in refusal(ranks, make_spec(1, WIDTH, dcp_sharded=False))
     with monkeypatch.context() as patch:
         patch.setattr(compat, "batch_invariant", lambda: True)
@@ -304,13 +382,17 @@ def test_on_one_gpu(monkeypatch: pytest.MonkeyPatch, size: int, interleave: int)
     """All ranks on the same GPU, with vLLM's kernels for the merge of their states."""
     deployment = Deployment(make_ranks(monkeypatch, size, "cuda"), interleave, torch.bfloat16, "cuda")
     generator = torch.Generator().manual_seed(size + interleave)
-    for seed, lens in enumerate([MIXED, PROMPTS, SINGLE_TOKENS, *(random_lens(generator) for _ in range(10))]):
+    for seed, lens in enumerate(
+        [MIXED, PROMPTS, SINGLE_TOKENS, *(random_lens(generator) for _ in range(10))]
+    ):
         deployment.fill(lens, seed)
         deployment.step()
 
 
 class Alone:
-    """The first of two ranks, for which the other one does what it does itself: without threads, which a graph could not capture."""
+    """The first of two ranks, for which the other one does what it does itself: without threads, which a
+    graph could not capture.
+    """
 
     world_size, rank_in_group = 2, 0
 
@@ -326,16 +408,25 @@ class Alone:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("captured_lens", "replayed_lens"), [(PROMPTS, ([40, 7], [100, 90])), (([1] * 4, [1] * 4), ([1] * 4, [100, 2, 37, 1]))], ids=["prompts", "single-tokens"]
+    ("captured_lens", "replayed_lens"),
+    [(PROMPTS, ([40, 7], [100, 90])), (([1] * 4, [1] * 4), ([1] * 4, [100, 2, 37, 1]))],
+    ids=["prompts", "single-tokens"],
 )
-def test_a_graph_on_one_gpu(monkeypatch: pytest.MonkeyPatch, captured_lens: Lens, replayed_lens: Lens) -> None:
-    """Captured over requests without context, it gives a batch with context the same bits as kernels that are launched."""
+def test_a_graph_on_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, captured_lens: Lens, replayed_lens: Lens
+) -> None:
+    """Captured over requests without context, it gives a batch with context the same bits as kernels that are
+    launched.
+    """
     monkeypatch.setattr(parallel_state, "_DCP", Alone())
     deployment = Deployment(Alone(), 1, torch.bfloat16, "cuda")  # type: ignore[arg-type]
     impl, builder, cache = deployment.impls[0], deployment.builders[0], deployment.caches[0]
     deployment.fill(captured_lens, 0)
     cm = deployment.batch.metadata(0, 2, 1, "cuda")
-    q, k, v = (torch.randn(sum(captured_lens[0]), heads, WIDTH, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, 1, 1))
+    q, k, v = (
+        torch.randn(sum(captured_lens[0]), heads, WIDTH, dtype=torch.bfloat16, device="cuda")
+        for heads in (HEADS, 1, 1)
+    )
     output = torch.empty_like(q)
 
     def run(metadata: AttnMetadata) -> None:

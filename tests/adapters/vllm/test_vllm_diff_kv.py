@@ -1,4 +1,6 @@
-"""Keys and values of different sizes: the names that models ask vLLM's registry for, and layers against attention in float64."""
+"""Keys and values of different sizes: the names that models ask vLLM's registry for, and layers against
+attention in float64.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def test_a_layer(head_size: int, head_size_v: int, window: int | None) -> None:
     torch.manual_seed(0)
     sinks = None if window is None else torch.randn(6)
     impl = make_layer(head_size, head_size_v, sliding_window=window, sinks=sinks)
-    builder, batch = make_builder([impl], make_spec(head_size=head_size, head_size_v=head_size_v)), make_batch(*MIXED)
+    builder, batch = (
+        make_builder([impl], make_spec(head_size=head_size, head_size_v=head_size_v)),
+        make_batch(*MIXED),
+    )
     shape = CpuDiffKvBackend.get_kv_cache_shape(NUM_PAGES, PAGE, 2, head_size)
     assert shape == (NUM_PAGES, 2, PAGE, head_size + head_size_v)
     cache = torch.full(shape, torch.nan)
@@ -64,14 +69,19 @@ def test_layers_keep_the_width_that_they_were_made_with() -> None:
 def test_refuses() -> None:
     for arguments, reason in [
         ({"head_size": 64, "head_size_v": 264}, "heads of 64/264 columns"),
-        ({"head_size": 64, "head_size_v": 32, "attn_type": "encoder_only"}, "heads of 64/32 columns in attention of type"),
+        (
+            {"head_size": 64, "head_size_v": 32, "attn_type": "encoder_only"},
+            "heads of 64/32 columns in attention of type",
+        ),
     ]:
         with pytest.raises(NotImplementedError, match=reason):
             make_layer(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", DIFF_KV_NAMES)
-def test_the_names_are_ours_where_the_user_has_chosen_us(name: str, registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_are_ours_where_the_user_has_chosen_us(
+    name: str, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(CPU_SWITCH, raising=False)
     module, _, class_name = registry[name].value.rpartition(".")
     own = type(class_name, (), {})

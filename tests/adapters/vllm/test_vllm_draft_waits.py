@@ -28,21 +28,32 @@ pytestmark = pytest.mark.usefixtures("vllm_as_it_was")
 
 
 def drafting(device: str, kv_cache_dtype: str) -> tuple[AttnMetadataBuilder, Callable[[], None]]:
-    """A draft model's builder, and a function that plans and runs all its steps through two layers, whose inputs are there already.
+    """A draft model's builder, and a function that plans and runs all its steps through two layers, whose
+    inputs are there already.
 
     The first step is built; the others are planned again from the same tensors, as in vLLM's loop.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     batch = make_batch([1, 1, 1], KV_LENS)
     cm = batch.metadata
-    slots = [torch.stack([of_request[step - STEPS] for of_request in batch.slots]).to(device) for step in range(STEPS)]
-    cm.query_start_loc, cm.seq_lens, cm.block_table_tensor = (x.to(device) for x in (cm.query_start_loc, cm.seq_lens, cm.block_table_tensor))
+    slots = [
+        torch.stack([of_request[step - STEPS] for of_request in batch.slots]).to(device)
+        for step in range(STEPS)
+    ]
+    cm.query_start_loc, cm.seq_lens, cm.block_table_tensor = (
+        x.to(device) for x in (cm.query_start_loc, cm.seq_lens, cm.block_table_tensor)
+    )
     cm.slot_mapping = slots[0]
     first_lens = cm.seq_lens - (STEPS - 1)
 
-    impls = [make_impl(kv_cache_dtype=kv_cache_dtype), make_impl(kv_cache_dtype=kv_cache_dtype, sliding_window=9)]
+    impls = [
+        make_impl(kv_cache_dtype=kv_cache_dtype),
+        make_impl(kv_cache_dtype=kv_cache_dtype, sliding_window=9),
+    ]
     stored = FLOAT8_CACHES.get(kv_cache_dtype, dtype)
-    caches = [make_cache("NHD", dtype=stored).view(torch.uint8).zero_().view(stored).to(device) for _ in impls]
+    caches = [
+        make_cache("NHD", dtype=stored).view(torch.uint8).zero_().view(stored).to(device) for _ in impls
+    ]
     model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
     spec = make_spec(dtype=torch.uint8 if kv_cache_dtype in FLOAT8_CACHES else dtype)
     builder, layer = make_builder(list(impls), spec, device, model_config=model), layer_of().to(device)
@@ -95,7 +106,9 @@ def test_nothing_waits(kv_cache_dtype: str) -> None:
 
 @pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, bool, int])
 @pytest.mark.parametrize("method", ["build", "update_draft_decode_metadata"])
-def test_what_is_read_is_seen(method: str, read: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_seen(
+    method: str, read: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A builder that reads something while it plans."""
     builder, draft = drafting("cpu", "auto")
     plans = getattr(builder, method)

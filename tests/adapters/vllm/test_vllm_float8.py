@@ -1,4 +1,6 @@
-"""Layers over 8-bit caches, with the scales of vLLM's own layers, against attention in float64 over what the cache holds."""
+"""Layers over 8-bit caches, with the scales of vLLM's own layers, against attention in float64 over what the
+cache holds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from test_vllm_attention import TOLERANCE, check
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend
-from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
+from vllm_layer import (
+    NUM_PAGES,
+    PAGE,
+    Batch,
+    make_batch,
+    make_builder,
+    make_cache,
+    make_config,
+    make_impl,
+    make_spec,
+)
 
 from attn_backend.adapters.plan_key import PlanKey
 from attn_backend.adapters.vllm import impl as vllm_impl
@@ -31,7 +43,10 @@ MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
 
 
 def layer_of(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> torch.nn.Module:
-    """The part of vLLM's `Attention` that has scales. A list: one for each KV head, as compressed-tensors brings them."""
+    """The part of vLLM's `Attention` that has scales.
+
+    A list: one for each KV head, as compressed-tensors brings them.
+    """
     layer = torch.nn.Module()
     set_default_quant_scales(layer, register_buffer=True)
     for name, value in (("_k_scale", k_scale), ("_v_scale", v_scale)):
@@ -59,22 +74,44 @@ def held(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
     return (x.float() / factor).clamp(-largest, largest).to(dtype).double() * factor.double()
 
 
-def fill(impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Writes random K and V of all tokens of the batch as vLLM does. Returns what the cache then holds, as slots."""
+def fill(
+    impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, batch: Batch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Writes random K and V of all tokens of the batch as vLLM does.
+
+    Returns what the cache then holds, as slots.
+    """
     k, v = torch.randn(2, NUM_PAGES * PAGE, impl.num_kv_heads, impl.head_size).to(dtype)
-    for slots in (torch.cat([slots[: len(slots) - n] for n, slots in zip(batch.query_lens, batch.slots, strict=True)]), batch.metadata.slot_mapping):
+    for slots in (
+        torch.cat([slots[: len(slots) - n] for n, slots in zip(batch.query_lens, batch.slots, strict=True)]),
+        batch.metadata.slot_mapping,
+    ):
         impl.do_kv_cache_update(layer, k[slots], v[slots], cache, slots)
     return held(k, layer._k_scale, impl.kv_cache_dtype), held(v, layer._v_scale, impl.kv_cache_dtype)
 
 
-def attend(impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, metadata: AttnMetadata, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def attend(
+    impl: AttnImpl,
+    layer: torch.nn.Module,
+    cache: Tensor,
+    metadata: AttnMetadata,
+    batch: Batch,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     query = torch.randn(sum(batch.query_lens), impl.num_heads, impl.head_size).to(dtype)
     output = torch.full_like(query, torch.nan)
     impl.forward(layer, query, None, None, cache, metadata, output)
     return query, output
 
 
-def serve(impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, batch: Batch, dtype: torch.dtype = torch.float32, **mask: Any) -> None:
+def serve(
+    impl: AttnImpl,
+    layer: torch.nn.Module,
+    cache: Tensor,
+    batch: Batch,
+    dtype: torch.dtype = torch.float32,
+    **mask: Any,
+) -> None:
     builder = builder_of([impl], dtype, num_kv_heads=impl.num_kv_heads, head_size=impl.head_size)
     k, v = fill(impl, layer, cache, batch, dtype)
     query, output = attend(impl, layer, cache, builder.build(0, batch.metadata), batch, dtype)
@@ -88,15 +125,26 @@ def test_mixed_batch(kv_cache_dtype: str, memory: str, dtype: torch.dtype) -> No
     cache, batch = cache_of(kv_cache_dtype, memory), make_batch(*MIXED)
     serve(make_impl(kv_cache_dtype=kv_cache_dtype), layer_of(0.05, 0.3), cache, batch, dtype)
     nothing = cache.view(FLOAT8_CACHES[kv_cache_dtype]).float().isnan()
-    assert (~nothing).sum() == sum(batch.kv_lens) * cache.shape[1] * cache.shape[3]  # nothing else was written
+    # nothing else was written
+    assert (~nothing).sum() == sum(batch.kv_lens) * cache.shape[1] * cache.shape[3]
 
 
 def test_a_cache_that_comes_in_its_own_dtype() -> None:
-    serve(make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8").view(torch.float8_e4m3fn), make_batch(*MIXED))
+    serve(
+        make_impl(kv_cache_dtype="fp8"),
+        layer_of(),
+        cache_of("fp8").view(torch.float8_e4m3fn),
+        make_batch(*MIXED),
+    )
 
 
 def test_scales_of_heads() -> None:
-    serve(make_impl(kv_cache_dtype="fp8"), layer_of([0.02, 0.4], [1.5, 0.1]), cache_of("fp8"), make_batch(*MIXED))
+    serve(
+        make_impl(kv_cache_dtype="fp8"),
+        layer_of([0.02, 0.4], [1.5, 0.1]),
+        cache_of("fp8"),
+        make_batch(*MIXED),
+    )
 
 
 def test_numbers_that_are_too_large_are_limited() -> None:
@@ -106,7 +154,13 @@ def test_numbers_that_are_too_large_are_limited() -> None:
 @pytest.mark.parametrize("arguments", [{"sliding_window": 9}, {"logits_soft_cap": 5.0}])
 def test_windows_and_soft_caps(arguments: dict[str, Any]) -> None:
     mask = {"window_left": 8} if "sliding_window" in arguments else arguments
-    serve(make_impl(kv_cache_dtype="fp8", **arguments), layer_of(0.1, 0.2), cache_of("fp8"), make_batch(*MIXED), **mask)
+    serve(
+        make_impl(kv_cache_dtype="fp8", **arguments),
+        layer_of(0.1, 0.2),
+        cache_of("fp8"),
+        make_batch(*MIXED),
+        **mask,
+    )
 
 
 def test_each_layer_has_its_own_scales() -> None:
@@ -122,7 +176,9 @@ def test_each_layer_has_its_own_scales() -> None:
 
 
 def test_scales_that_are_found_later() -> None:
-    """vLLM up to 0.27 may compute them in the first step (calculate_kv_scales): the tensors stay, and are read when kernels run."""
+    """vLLM up to 0.27 may compute them in the first step (calculate_kv_scales): the tensors stay, and are
+    read when kernels run.
+    """
     impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8")
     serve(impl, layer, cache, make_batch(*MIXED))
     view = kv_cache_view(cache, 64)
@@ -143,7 +199,10 @@ def test_scales_in_other_tensors(names: tuple[str, ...]) -> None:
 
 
 def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales() -> None:
-    writer, reader = make_impl(kv_cache_dtype="fp8"), make_impl(kv_cache_dtype="fp8", kv_sharing_target_layer_name="layer.0")
+    writer, reader = (
+        make_impl(kv_cache_dtype="fp8"),
+        make_impl(kv_cache_dtype="fp8", kv_sharing_target_layer_name="layer.0"),
+    )
     cache, batch, layer = cache_of("fp8"), make_batch(*MIXED), layer_of(0.05, 0.3)
     metadata = builder_of([writer, reader]).build(0, batch.metadata)
     k, v = fill(writer, layer, cache, batch, torch.float32)
@@ -158,7 +217,9 @@ def test_a_captured_graph_reads_the_scales_of_its_replay(device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     batch = make_batch([20, 7, 33], [20, 7, 33])  # all tokens are written again at each replay
     cm = batch.metadata
-    cm.query_start_loc, cm.seq_lens, cm.block_table_tensor = (x.to(device) for x in (cm.query_start_loc, cm.seq_lens, cm.block_table_tensor))
+    cm.query_start_loc, cm.seq_lens, cm.block_table_tensor = (
+        x.to(device) for x in (cm.query_start_loc, cm.seq_lens, cm.block_table_tensor)
+    )
     slots = cm.slot_mapping.to(device)
     model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
     impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of().to(device), cache_of("fp8").to(device)
@@ -191,8 +252,14 @@ def test_a_captured_graph_reads_the_scales_of_its_replay(device: str) -> None:
 def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that begin with the same 12 pages."""
     monkeypatch.setattr(vllm_metadata, "use_cascade", lambda: "always")
-    batch = make_batch([1, 1, 3, 1], [12 * PAGE + own for own in (1, 30, 16, 7)], shared_pages=12, table_width=16)
-    impl, layer, cache = make_impl(kv_cache_dtype=kv_cache_dtype), layer_of(0.05, 0.3), cache_of(kv_cache_dtype)
+    batch = make_batch(
+        [1, 1, 3, 1], [12 * PAGE + own for own in (1, 30, 16, 7)], shared_pages=12, table_width=16
+    )
+    impl, layer, cache = (
+        make_impl(kv_cache_dtype=kv_cache_dtype),
+        layer_of(0.05, 0.3),
+        cache_of(kv_cache_dtype),
+    )
     builder = builder_of([impl])
     k, v = fill(impl, layer, cache, batch, torch.float32)
     query, output = attend(impl, layer, cache, builder.build(0, batch.metadata), batch, torch.float32)
@@ -219,13 +286,28 @@ def test_queries_stay_16_bits_where_kernels_widen_them(monkeypatch: pytest.Monke
     assert AttnImpl.supports_quant_query_input is False
     assert make_impl(kv_cache_dtype="fp8").supports_quant_query_input is False  # on a CPU
     monkeypatch.delenv("ATTN_BACKEND_ARCH", raising=False)
-    gpus = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 0), torch.device("cuda", 2): (10, 0)}
+    gpus = {
+        torch.device("cuda", 0): (9, 0),
+        torch.device("cuda", 1): (8, 0),
+        torch.device("cuda", 2): (10, 0),
+    }
     monkeypatch.setattr(torch.cuda, "get_device_capability", gpus.__getitem__)
-    assert [vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, gpu) for gpu in gpus] == [True, False, False]
+    assert [vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, gpu) for gpu in gpus] == [
+        True,
+        False,
+        False,
+    ]
     with monkeypatch.context() as patch:
         patch.setenv("ATTN_BACKEND_ARCH", "sm_80")
-        assert vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, torch.device("cuda", 0)) is False, "the sm_80 build widens them"
-    for float8, head_size in ((None, 128), (torch.float8_e5m2, 128), (torch.float8_e4m3fn, 256), (torch.float8_e4m3fn, 96)):
+        assert vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, torch.device("cuda", 0)) is False, (
+            "the sm_80 build widens them"
+        )
+    for float8, head_size in (
+        (None, 128),
+        (torch.float8_e5m2, 128),
+        (torch.float8_e4m3fn, 256),
+        (torch.float8_e4m3fn, 96),
+    ):
         assert vllm_impl.multiplies_float8(float8, head_size, torch.device("cuda", 0)) is False
 
 
@@ -233,7 +315,12 @@ def test_queries_stay_16_bits_where_kernels_widen_them(monkeypatch: pytest.Monke
 def test_quantised_queries(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's `Attention` hands them over: e4m3 and a scale, one for all or for each KV head."""
     monkeypatch.setattr(vllm_impl, "multiplies_float8", lambda *_: True)
-    impl, layer, cache, batch = make_impl(kv_cache_dtype="fp8"), layer_of(0.05, 0.3), cache_of("fp8"), make_batch(*MIXED)
+    impl, layer, cache, batch = (
+        make_impl(kv_cache_dtype="fp8"),
+        layer_of(0.05, 0.3),
+        cache_of("fp8"),
+        make_batch(*MIXED),
+    )
     assert impl.supports_quant_query_input
     scale = torch.tensor([0.02, 0.5]) if per_head else torch.tensor(0.03)
     layer.register_buffer("_q_scale", scale)
@@ -248,19 +335,28 @@ def test_quantised_queries(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_plan_keys_say_which_8_bits() -> None:
-    keys = [make_impl(kv_cache_dtype=name).plan_key.kv_dtype for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")]
+    keys = [
+        make_impl(kv_cache_dtype=name).plan_key.kv_dtype for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+    ]
     assert keys == [None, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def test_plans_of_layers_that_vllm_does_not_know() -> None:
     """Its attention tests build metadata for a layer that does not exist."""
     config = make_config(cache_config=SimpleNamespace(cache_dtype="fp8_e5m2"))
-    assert plan_keys(config, make_spec(dtype=torch.uint8), ["placeholder"]) == [PlanKey(6, 2, 64, -1, kv_dtype=torch.float8_e5m2)]
+    assert plan_keys(config, make_spec(dtype=torch.uint8), ["placeholder"]) == [
+        PlanKey(6, 2, 64, -1, kv_dtype=torch.float8_e5m2)
+    ]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "nvfp4", "fp8_ds_mla", "turboquant_k8v4"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "nvfp4", "fp8_ds_mla", "turboquant_k8v4"]
+)
 def test_layers_that_are_refused(kv_cache_dtype: str) -> None:
-    message = f"a KV cache of dtype {kv_cache_dtype}: pass fp8 or the model's dtype as --kv-cache-dtype, or unset ATTN_BACKEND_VLLM_CPU"
+    message = (
+        f"a KV cache of dtype {kv_cache_dtype}: pass fp8 or the model's dtype as --kv-cache-dtype, or "
+        f"unset ATTN_BACKEND_VLLM_CPU"
+    )
     with pytest.raises(NotImplementedError, match=message):
         make_impl(kv_cache_dtype=kv_cache_dtype)
 
@@ -272,16 +368,30 @@ def test_wide_heads_are_served(impl: type[AttnImpl]) -> None:
 
 def reasons(**changes: Any) -> list[str]:
     asked = {
-        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 16, "use_mla": False, "has_sink": False, "use_sparse": False,
-        "use_mm_prefix": False, "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
-    }  # fmt: skip
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "fp8",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+    }
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
-    return AttnBackend.validate_configuration(**{name: value for name, value in {**asked, **changes}.items() if name in known})
+    return AttnBackend.validate_configuration(
+        **{name: value for name, value in {**asked, **changes}.items() if name in known}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_the_backend_says_so(kv_cache_dtype: str, dtype: torch.dtype) -> None:
     assert reasons(kv_cache_dtype=kv_cache_dtype, dtype=dtype) == []
-    assert reasons(kv_cache_dtype=kv_cache_dtype, use_per_head_quant_scales=True, has_sink=True, head_size=64) == []
+    assert (
+        reasons(kv_cache_dtype=kv_cache_dtype, use_per_head_quant_scales=True, has_sink=True, head_size=64)
+        == []
+    )
     assert reasons(kv_cache_dtype=kv_cache_dtype, head_size=512, dtype=torch.float16) == []

@@ -26,7 +26,9 @@ DTYPE = torch.float8_e4m3fn
 @pytest.fixture
 def fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is configured to fuse quantisation into attention."""
-    config = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=True)))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=True))
+    )
     monkeypatch.setattr(compat, "get_current_vllm_config_or_none", lambda: config)
 
 
@@ -38,7 +40,9 @@ def quantised_by_vllm(output: Tensor, scale: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("fuses")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("arguments", [{}, {"sliding_window": 9}, {"alibi_slopes": [0.1] * 6}, {"sinks": torch.linspace(-1, 1, 6)}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"sliding_window": 9}, {"alibi_slopes": [0.1] * 6}, {"sinks": torch.linspace(-1, 1, 6)}]
+)
 def test_like_the_path_that_is_not_fused(arguments: dict[str, object], dtype: torch.dtype) -> None:
     """Layers of one plan, of which one is fused; rows of padding are left alone."""
     impls = [make_impl(**arguments) for _ in range(2)]
@@ -47,7 +51,9 @@ def test_like_the_path_that_is_not_fused(arguments: dict[str, object], dtype: to
     assert len(builder.plans) == 1
     metadata = builder.build(0, batch.metadata)
     k, v = fill_cache(cache, batch)
-    impls[0].do_kv_cache_update(None, k[batch.new_slots], v[batch.new_slots], cache, batch.metadata.slot_mapping)
+    impls[0].do_kv_cache_update(
+        None, k[batch.new_slots], v[batch.new_slots], cache, batch.metadata.slot_mapping
+    )
     tokens = sum(batch.query_lens)
     query = torch.randn(tokens + 3, 6, 64).to(dtype)
     plain, output = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan, dtype=DTYPE)
@@ -55,9 +61,13 @@ def test_like_the_path_that_is_not_fused(arguments: dict[str, object], dtype: to
     for shape in ((), (1,), (1, 1)):
         scale = torch.full(shape, 0.004)
         output.fill_(torch.nan)
-        assert impls[1].forward(None, query, None, None, cache, metadata, output, output_scale=scale) is output
+        assert (
+            impls[1].forward(None, query, None, None, cache, metadata, output, output_scale=scale) is output
+        )
         check_like_unfused(output[:tokens], plain[:tokens], scale)
-        assert (output[:tokens].float() == quantised_by_vllm(plain[:tokens], scale).float()).float().mean() > (0.999 if dtype == torch.float32 else 0.9)
+        assert (
+            output[:tokens].float() == quantised_by_vllm(plain[:tokens], scale).float()
+        ).float().mean() > (0.999 if dtype == torch.float32 else 0.9)
         assert output[tokens:].float().isnan().all()
         assert (output[:tokens].float().abs() == 448).any()  # beyond what 8 bits hold
 
@@ -65,7 +75,12 @@ def test_like_the_path_that_is_not_fused(arguments: dict[str, object], dtype: to
 @pytest.mark.usefixtures("fuses")
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_over_caches_of_8_bits(kv_cache_dtype: str) -> None:
-    impl, layer, cache, batch = make_impl(kv_cache_dtype=kv_cache_dtype), layer_of(0.05, 0.3), cache_of(kv_cache_dtype), make_batch(*MIXED)
+    impl, layer, cache, batch = (
+        make_impl(kv_cache_dtype=kv_cache_dtype),
+        layer_of(0.05, 0.3),
+        cache_of(kv_cache_dtype),
+        make_batch(*MIXED),
+    )
     metadata = builder_of([impl], torch.bfloat16).build(0, batch.metadata)
     fill(impl, layer, cache, batch, torch.bfloat16)
     query, scale = torch.randn(sum(batch.query_lens), 6, 64).bfloat16(), torch.tensor(0.01)
@@ -94,7 +109,9 @@ def test_a_scale_that_changes_under_a_plan() -> None:
 def test_a_profiling_run() -> None:
     """Without metadata; vLLM's compiled graph gives the scale then, too."""
     output = torch.full((4, 6, 64), torch.nan).to(DTYPE)
-    make_impl().forward(None, torch.zeros(4, 6, 64), None, None, torch.empty(0), None, output, output_scale=torch.ones(1))
+    make_impl().forward(
+        None, torch.zeros(4, 6, 64), None, None, torch.empty(0), None, output, output_scale=torch.ones(1)
+    )
     assert output.float().eq(0).all()
 
 
@@ -102,7 +119,14 @@ def test_a_profiling_run() -> None:
 def test_what_is_fused() -> None:
     """One scale for the whole tensor, known beforehand."""
     impl = make_impl()
-    others = ("kFp8DynamicTensorSym", "kFp8DynamicTokenSym", "kFp8StaticTokenSym", "kFp8Dynamic128Sym", "kNvfp4Dynamic", "kNvfp4Static")
+    others = (
+        "kFp8DynamicTensorSym",
+        "kFp8DynamicTokenSym",
+        "kFp8StaticTokenSym",
+        "kFp8Dynamic128Sym",
+        "kNvfp4Dynamic",
+        "kNvfp4Static",
+    )
     keys = {name: getattr(quant_utils, name) for name in others if hasattr(quant_utils, name)}
     assert len(keys) >= 4
     assert impl.fused_output_quant_supported(quant_utils.kFp8StaticTensorSym)
@@ -114,7 +138,10 @@ def test_on_a_gpu_where_kernels_are_in_the_package(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(vllm_impl.torch, "get_default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(vllm_impl.torch.cuda, "get_device_capability", lambda device: (9, 0))
     for kv_cache_dtype in ("auto", "fp8"):
-        supported = {size: AttnImpl(8, size, 1.0, 2, kv_cache_dtype=kv_cache_dtype).plan_key.float8_out for size in (64, 128, 256)}
+        supported = {
+            size: AttnImpl(8, size, 1.0, 2, kv_cache_dtype=kv_cache_dtype).plan_key.float8_out
+            for size in (64, 128, 256)
+        }
         assert supported == {64: False, 128: True, 256: False}
 
 
@@ -124,16 +151,24 @@ def test_nothing_is_fused_unless_vllm_is_configured_to() -> None:
     assert not impl.fused_output_quant_supported(quant_utils.kFp8StaticTensorSym)
     output = torch.empty(4, 6, 64, dtype=DTYPE)
     with pytest.raises(NotImplementedError, match=r"does not quantize its output.*fuse_attn_quant"):
-        impl.forward(None, torch.zeros(4, 6, 64), None, None, torch.empty(0), None, output, output_scale=torch.ones(1))
+        impl.forward(
+            None, torch.zeros(4, 6, 64), None, None, torch.empty(0), None, output, output_scale=torch.ones(1)
+        )
 
 
 # Of CUDA, that the pass names and does not call here.
-CUDA_OPERATORS = ("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant", "rms_norm_dynamic_per_token_quant")
+CUDA_OPERATORS = (
+    "rms_norm_static_fp8_quant",
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm_dynamic_per_token_quant",
+)
 
 
 @pytest.mark.slow
 def test_vllms_pass_takes_the_quantisation_out_of_the_graph() -> None:
-    """Its own pass over the graph of one layer and what quantises its output: it asks the layer, and hands it the scale."""
+    """Its own pass over the graph of one layer and what quantises its output: it asks the layer, and hands it
+    the scale.
+    """
     vllm_config = pytest.importorskip("vllm.config")
     declared = torch.library.Library("_C", "FRAGMENT")
     for name in CUDA_OPERATORS:
@@ -144,12 +179,19 @@ def test_vllms_pass_takes_the_quantisation_out_of_the_graph() -> None:
 
     attn_quant_fusion = pytest.importorskip("vllm.compilation.passes.fusion.attn_quant_fusion")
     passes = vllm_config.PassConfig(fuse_attn_quant=True)
-    config = vllm_config.VllmConfig(compilation_config=vllm_config.CompilationConfig(pass_config=passes, splitting_ops=[]))
+    config = vllm_config.VllmConfig(
+        compilation_config=vllm_config.CompilationConfig(pass_config=passes, splitting_ops=[])
+    )
     config.model_config = SimpleNamespace(dtype=torch.bfloat16)
     with vllm_config.set_current_vllm_config(config):
         layer = Attention.__new__(Attention)
         torch.nn.Module.__init__(layer)
-        layer.layer_name, layer.num_heads, layer.head_size, layer.impl = "model.layers.0.attn", 6, 64, make_impl()
+        layer.layer_name, layer.num_heads, layer.head_size, layer.impl = (
+            "model.layers.0.attn",
+            6,
+            64,
+            make_impl(),
+        )
         config.compilation_config.static_forward_context[layer.layer_name] = layer
         fusion = attn_quant_fusion.AttnQuantFusionPass(config)
         unfused = attn_quant_fusion.AttnFp8StaticQuantPattern(layer, torch.bfloat16)
@@ -168,4 +210,14 @@ def test_scales_of_blocks_are_refused() -> None:
     impl: CpuAttnImpl = make_impl()
     output = torch.empty(4, 6, 64, dtype=DTYPE)
     with pytest.raises(NotImplementedError, match="does not quantize its output by blocks"):
-        impl.forward(None, torch.zeros(4, 6, 64), None, None, torch.empty(0), None, output, torch.ones(1), torch.ones(4, 3))
+        impl.forward(
+            None,
+            torch.zeros(4, 6, 64),
+            None,
+            None,
+            torch.empty(0),
+            None,
+            output,
+            torch.ones(1),
+            torch.ones(4, 3),
+        )

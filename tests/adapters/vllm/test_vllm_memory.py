@@ -95,7 +95,10 @@ def test_workspace_of_the_sampler(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch)
 def test_workspaces_are_outside_torchs_pools() -> None:
     def in_a_pool(tensor: Tensor) -> bool:
         segments = [*pool.snapshot(), *inner.snapshot()]
-        return any(segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"] for segment in segments)
+        return any(
+            segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"]
+            for segment in segments
+        )
 
     impl = make_impl()  # heads and head size are all that a builder asks of it
     pool, inner = torch.cuda.MemPool(), torch.cuda.MemPool()
@@ -107,7 +110,9 @@ def test_workspaces_are_outside_torchs_pools() -> None:
             nested = sampler.workspace_of(SimpleNamespace(), GPU)
     assert in_a_pool(direct)
     attention = builder.plans[impl.plan_key].attention
-    held: list[Any] = [value for value in vars(attention).values() if isinstance(value, Tensor) and value.numel()]
+    held: list[Any] = [
+        value for value in vars(attention).values() if isinstance(value, Tensor) and value.numel()
+    ]
     assert held
     assert not any(map(in_a_pool, [*held, workspace, nested]))
 

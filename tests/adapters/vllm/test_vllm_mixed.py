@@ -1,4 +1,6 @@
-"""Layers over caches of the other 16-bit type than the model (--dtype float16 --kv-cache-dtype bfloat16, and the other way round)."""
+"""Layers over caches of the other 16-bit type than the model (--dtype float16 --kv-cache-dtype bfloat16, and
+the other way round).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ from vllm_layer import NUM_PAGES, PAGE, make_batch, make_builder, make_cache, ma
 
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 @pytest.mark.parametrize("memory", ["NHD", "padded"])
-def test_mixed_batch(dtypes: tuple[torch.dtype, torch.dtype], memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_batch(
+    dtypes: tuple[torch.dtype, torch.dtype], memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tolerance = test_vllm_attention.TOLERANCE[torch.bfloat16]  # Q is rounded to it
-    monkeypatch.setattr(test_vllm_attention, "TOLERANCE", dict.fromkeys(test_vllm_attention.TOLERANCE, tolerance))
+    monkeypatch.setattr(
+        test_vllm_attention, "TOLERANCE", dict.fromkeys(test_vllm_attention.TOLERANCE, tolerance)
+    )
     dtype, kv_dtype = dtypes
     impl = make_impl(kv_cache_dtype=str(kv_dtype).removeprefix("torch."))
     batch, cache = make_batch([1, 1, 7, 40, 3], [33, 64, 23, 40, 100]), make_cache(memory, dtype=kv_dtype)
@@ -28,7 +34,10 @@ def test_mixed_batch(dtypes: tuple[torch.dtype, torch.dtype], memory: str, monke
     (plan,) = builder.plans.values()
     assert (plan.attention.dtype, plan.attention.kv_dtype) == dtypes
     k, v = torch.randn(2, NUM_PAGES * PAGE, 2, 64).to(dtype)
-    for slots in (torch.cat([slots[: len(slots) - n] for n, slots in zip(batch.query_lens, batch.slots, strict=True)]), batch.metadata.slot_mapping):
+    for slots in (
+        torch.cat([slots[: len(slots) - n] for n, slots in zip(batch.query_lens, batch.slots, strict=True)]),
+        batch.metadata.slot_mapping,
+    ):
         impl.do_kv_cache_update(None, k[slots], v[slots], cache, slots)
     query = torch.randn(sum(batch.query_lens), 6, 64).to(dtype)
     output = torch.full_like(query, torch.nan)

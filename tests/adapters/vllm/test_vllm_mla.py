@@ -1,4 +1,6 @@
-"""MLA: vLLM's own layer, metadata and chunks of a cached prefix around our builder and implementation, on CPU tensors, against attention in float64."""
+"""MLA: vLLM's own layer, metadata and chunks of a cached prefix around our builder and implementation, on CPU
+tensors, against attention in float64.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,20 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, Chosen, Projection, V, check, impl_arguments, make_layer, make_mla_config
+from mla_layer import (
+    HEADS,
+    LATENT,
+    NOPE,
+    ROPE,
+    SCALE,
+    Chosen,
+    Projection,
+    V,
+    check,
+    impl_arguments,
+    make_layer,
+    make_mla_config,
+)
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -33,7 +48,13 @@ def no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_impl(kv_b_proj: Any, **changes: Any) -> MlaImpl:
-    return MlaImpl(num_heads=HEADS, head_size=LATENT + ROPE, scale=SCALE, num_kv_heads=1, **impl_arguments(kv_b_proj) | changes)
+    return MlaImpl(
+        num_heads=HEADS,
+        head_size=LATENT + ROPE,
+        scale=SCALE,
+        num_kv_heads=1,
+        **impl_arguments(kv_b_proj) | changes,
+    )
 
 
 class Problem:
@@ -43,14 +64,23 @@ class Problem:
         threshold: the most new tokens of a request that is attended to in its latents.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, threshold: int = 4, chosen: Any = None, cache_dtype: str = "auto", **changes: Any) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        threshold: int = 4,
+        chosen: Any = None,
+        cache_dtype: str = "auto",
+        **changes: Any,
+    ) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
 
         torch.manual_seed(0)
         self.projection = Projection(dtype)
         with set_current_vllm_config(VllmConfig()):
             self.impl = make_impl(self.projection, kv_cache_dtype=cache_dtype)
-        self.layer = make_layer(self.impl, self.projection, dtype, cache_dtype, Chosen(HEADS, SCALE, LATENT, NOPE, ROPE, V, None))
+        self.layer = make_layer(
+            self.impl, self.projection, dtype, cache_dtype, Chosen(HEADS, SCALE, LATENT, NOPE, ROPE, V, None)
+        )
         config = make_mla_config(self.layer, dtype, cache_dtype, chosen, **changes)
         stored = dtype if cache_dtype == "auto" else torch.uint8
         spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=stored)
@@ -62,12 +92,15 @@ class Problem:
         self.dtype, self.cache_dtype = dtype, cache_dtype
 
     def run(self, batch: Batch, padding: int = 0) -> tuple[Tensor, Tensor]:
-        """One layer over a batch, whose older tokens are already in the cache: its output and that in float64."""
+        """One layer over a batch, whose older tokens are already in the cache: its output and that in
+        float64.
+        """
         latents = torch.full((NUM_PAGES * PAGE, LATENT + ROPE), torch.nan, dtype=self.dtype)
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
             latents[slots] = torch.randn(len(slots), LATENT + ROPE).to(self.dtype)
             old = slots[: len(slots) - query_len]
-            if self.cache.dtype == torch.uint8:  # latents are what their 8 bits stand for, and of new ones what they will
+            # latents are what their 8 bits stand for, and of new ones what they will
+            if self.cache.dtype == torch.uint8:
                 rounded = (latents[slots].float() / self.layer._k_scale).to(torch.float8_e4m3fn)
                 latents[slots] = (rounded.float() * self.layer._k_scale).to(self.dtype)
                 self.cache[old // PAGE, old % PAGE] = rounded.view(torch.uint8)[: len(old)]
@@ -79,7 +112,14 @@ class Problem:
         metadata = self.builder.build(0, batch.metadata)
         self.metadata = metadata
         kv_c, k_pe = new.split([LATENT, ROPE], -1)
-        self.impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), self.cache, batch.metadata.slot_mapping, self.cache_dtype, self.layer._k_scale)
+        self.impl.do_kv_cache_update(
+            kv_c,
+            k_pe.unsqueeze(1),
+            self.cache,
+            batch.metadata.slot_mapping,
+            self.cache_dtype,
+            self.layer._k_scale,
+        )
         output = torch.full((len(new), HEADS * V), torch.nan, dtype=self.dtype)
         MLAAttention.forward_impl(self.layer, q, kv_c, k_pe.unsqueeze(1), self.cache, metadata, output=output)
         return output, self.expected(batch, q, latents)
@@ -102,12 +142,17 @@ class Problem:
 DECODES = ([1, 1, 1], [33, 64, 5])
 SPECULATION = ([3, 1, 4], [33, 64, 20])
 NEW_PROMPTS = ([40, 7], [40, 7])
-CACHED_PREFIXES = ([1, 2, 9, 40, 12], [33, 70, 100, 40, 60])  # two in their latents, two after a prefix, one whole prompt
+# two in their latents, two after a prefix, one whole prompt
+CACHED_PREFIXES = ([1, 2, 9, 40, 12], [33, 70, 100, 40, 60])
 SEVERAL_CHUNKS = ([1, 5, 6, 7], [90, 180, 190, 200])  # of a workspace of 512 tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lens", [DECODES, SPECULATION, NEW_PROMPTS, CACHED_PREFIXES, SEVERAL_CHUNKS], ids=lambda lens: f"{lens[0]}-{lens[1]}")
+@pytest.mark.parametrize(
+    "lens",
+    [DECODES, SPECULATION, NEW_PROMPTS, CACHED_PREFIXES, SEVERAL_CHUNKS],
+    ids=lambda lens: f"{lens[0]}-{lens[1]}",
+)
 def test_a_layer_of_vllm(lens: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
     problem, batch = Problem(dtype), make_batch(*lens, table_width=16)
     output, expected = problem.run(batch)
@@ -122,7 +167,9 @@ def test_a_layer_of_vllm(lens: tuple[list[int], list[int]], dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3"])
 @pytest.mark.parametrize("lens", [DECODES, SPECULATION, NEW_PROMPTS], ids=lambda lens: f"{lens[0]}-{lens[1]}")
-def test_a_layer_over_8_bit_latents(lens: tuple[list[int], list[int]], cache_dtype: str, dtype: torch.dtype) -> None:
+def test_a_layer_over_8_bit_latents(
+    lens: tuple[list[int], list[int]], cache_dtype: str, dtype: torch.dtype
+) -> None:
     """With the scale of the layer. (vLLM's gather of a cached prefix has no 8 bits on a CPU.)"""
     problem, batch = Problem(dtype, cache_dtype=cache_dtype), make_batch(*lens, table_width=16)
     output, expected = problem.run(batch)
@@ -135,9 +182,16 @@ def test_a_layer_over_8_bit_latents(lens: tuple[list[int], list[int]], cache_dty
 @pytest.mark.parametrize("num_tokens", [0, 5])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_slots_and_tokens_of_different_numbers(cache_dtype: str, num_tokens: int, num_slots: int) -> None:
-    """Both may be padded for a CUDA graph. A token without a slot is not written, a slot without a token keeps what it holds."""
+    """Both may be padded for a CUDA graph.
+
+    A token without a slot is not written, a slot without a token keeps what it holds.
+    """
     kv_c, k_pe, scale = torch.randn(num_tokens, LATENT), torch.randn(num_tokens, 1, ROPE), torch.tensor(0.25)
-    empty = torch.full((4, PAGE, LATENT + ROPE), torch.nan) if cache_dtype == "auto" else torch.full((4, PAGE, LATENT + ROPE), 0x7F, dtype=torch.uint8)
+    empty = (
+        torch.full((4, PAGE, LATENT + ROPE), torch.nan)
+        if cache_dtype == "auto"
+        else torch.full((4, PAGE, LATENT + ROPE), 0x7F, dtype=torch.uint8)
+    )
     cache, slots = empty.clone(), torch.randperm(4 * PAGE)[:num_slots]
     latents = LatentCache(cache_dtype, LATENT)
     latents.append(kv_c, k_pe, cache, slots, scale)
@@ -146,7 +200,10 @@ def test_slots_and_tokens_of_different_numbers(cache_dtype: str, num_tokens: int
     if cache_dtype == "auto":
         assert torch.equal(rows[slots[:written]], expected)
     else:
-        assert torch.equal(rows[slots[:written]].view(torch.float8_e4m3fn).float(), (expected / scale).to(torch.float8_e4m3fn).float())
+        assert torch.equal(
+            rows[slots[:written]].view(torch.float8_e4m3fn).float(),
+            (expected / scale).to(torch.float8_e4m3fn).float(),
+        )
     untouched = torch.ones(len(rows), dtype=torch.bool)
     untouched[slots[:written]] = False
     assert torch.equal(rows[untouched].nan_to_num(), empty.flatten(0, 1)[untouched].nan_to_num())
@@ -188,7 +245,12 @@ def test_lse_where_ranks_merge_states() -> None:
     problem.impl.need_to_return_lse_for_decode = True
     q = torch.randn(sum(batch.query_lens), HEADS, LATENT + ROPE)
     for given in (q, q.split([LATENT, ROPE], -1)):
-        out, lse = problem.impl.forward_mqa(tuple(given) if isinstance(given, tuple) else given, problem.cache, problem.metadata, problem.layer)
+        out, lse = problem.impl.forward_mqa(
+            tuple(given) if isinstance(given, tuple) else given,
+            problem.cache,
+            problem.metadata,
+            problem.layer,
+        )
         assert out.shape == (len(q), HEADS, LATENT)
         row = 0
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
@@ -207,8 +269,14 @@ def test_the_users_prefill_backend_stays() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kv_cache_dtype": "fp8_ds_mla"}, r"a cache of latents of dtype fp8_ds_mla \(pass --kv-cache-dtype auto or fp8_e4m3\)"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, r"a cache of latents of dtype fp8_e5m2 \(pass --kv-cache-dtype auto or fp8_e4m3\)"),
+        (
+            {"kv_cache_dtype": "fp8_ds_mla"},
+            r"a cache of latents of dtype fp8_ds_mla \(pass --kv-cache-dtype auto or fp8_e4m3\)",
+        ),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            r"a cache of latents of dtype fp8_e5m2 \(pass --kv-cache-dtype auto or fp8_e4m3\)",
+        ),
         ({"sliding_window": 128}, "the argument sliding_window"),
         ({"logits_soft_cap": 30.0}, "the argument logits_soft_cap"),
         ({"indexer": object()}, "the argument indexer"),
@@ -218,12 +286,17 @@ def test_the_users_prefill_backend_stays() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_layers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"attn_backend does not support {reason}.*: choose another --attention-backend"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"attn_backend does not support {reason}.*: choose another --attention-backend",
+    ):
         make_impl(None, **changes)
 
 
 def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request has the same bits alone and in a batch, also after a cached prefix that others' would cut into other chunks: nothing is decompressed."""
+    """A request has the same bits alone and in a batch, also after a cached prefix that others' would cut
+    into other chunks: nothing is decompressed.
+    """
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
     problem, batch = Problem(), make_batch(*SEVERAL_CHUNKS, table_width=16)
     assert problem.builder.reorder_batch_threshold == 256, "as many rows as a step may have"
@@ -237,7 +310,9 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = make_batch([query_len], [batch.kv_lens[request]], table_width=16)
         alone.metadata.block_table_tensor = batch.metadata.block_table_tensor[request : request + 1]
         alone.metadata.seq_lens_cpu_upper_bound = alone.metadata.seq_lens
-        of_request, _ = problem.impl.forward_mqa(q[row : row + query_len], problem.cache, problem.builder.build(0, alone.metadata), problem.layer)
+        of_request, _ = problem.impl.forward_mqa(
+            q[row : row + query_len], problem.cache, problem.builder.build(0, alone.metadata), problem.layer
+        )
         assert of_request.equal(together[row : row + query_len])
         row += query_len
 
@@ -247,14 +322,25 @@ def test_deployments_that_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="prefill context parallelism"):
         Problem(parallel_config=parallel)
     model = SimpleNamespace(dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"a cache of latents of torch\.float32 for a model of torch\.bfloat16"):
+    with pytest.raises(
+        NotImplementedError, match=r"a cache of latents of torch\.float32 for a model of torch\.bfloat16"
+    ):
         Problem(model_config=model)
 
 
 DEEPSEEK = {
-    "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True, "has_sink": False, "use_sparse": False,
-    "use_mm_prefix": False, "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
-}  # fmt: skip
+    "head_size": 576,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 64,
+    "use_mla": True,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": "decoder",
+}
 
 
 @pytest.mark.parametrize(
@@ -285,7 +371,11 @@ def test_accepts(changes: dict[str, Any]) -> None:
         ({"kv_cache_dtype": "fp8_e5m2"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
         ({"kv_cache_dtype": "nvfp4"}, f"kv_cache_dtype not supported: {OTHER_CACHE}"),
-        ({"kv_cache_dtype": "float16"}, f"kv_cache_dtype float16 is not the model's dtype torch.bfloat16, which latents must have: {OTHER_CACHE}"),
+        (
+            {"kv_cache_dtype": "float16"},
+            f"kv_cache_dtype float16 is not the model's dtype torch.bfloat16, which latents must have: "
+            f"{OTHER_CACHE}",
+        ),
         ({"use_sparse": True}, f"sparse not supported: {OTHER_BACKEND}"),
         ({"block_size": 8}, "block_size not supported: pass --block-size 16"),
         ({"has_sink": True}, f"attention sinks not supported: {OTHER_BACKEND}"),
@@ -318,6 +408,9 @@ def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.Mon
 
 def test_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    monkeypatch.setattr("attn_backend.adapters.vllm.mla_metadata.tell_of_drafts", lambda logger, vllm_config: told.append(vllm_config))
+    monkeypatch.setattr(
+        "attn_backend.adapters.vllm.mla_metadata.tell_of_drafts",
+        lambda logger, vllm_config: told.append(vllm_config),
+    )
     Problem()
     assert len(told) == 1

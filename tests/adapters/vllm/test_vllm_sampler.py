@@ -1,4 +1,6 @@
-"""The probe and the check that come before vLLM's samplers are replaced; V1's sampler with the functions that this package puts in."""
+"""The probe and the check that come before vLLM's samplers are replaced; V1's sampler with the functions that
+this package puts in.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_installs_once_and_says_so(warnings: list[logging.LogRecord]) -> None:
     assert [record.levelname for record in warnings] == ["INFO"]
 
 
-def test_the_switch_leaves_vllm_alone(monkeypatch: pytest.MonkeyPatch, warnings: list[logging.LogRecord]) -> None:
+def test_the_switch_leaves_vllm_alone(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[logging.LogRecord]
+) -> None:
     monkeypatch.setenv("ATTN_BACKEND_SAMPLER", "0")
     monkeypatch.setattr(sampler, "check_sampler", lambda device: pytest.fail("nothing to check"))
     assert not sampler.install(CPU)
@@ -65,8 +69,12 @@ def test_the_switch_leaves_vllm_alone(monkeypatch: pytest.MonkeyPatch, warnings:
     assert not warnings
 
 
-def test_another_release_is_refused_with_one_warning(monkeypatch: pytest.MonkeyPatch, warnings: list[logging.LogRecord]) -> None:
-    def sample_in_another_release(self: Any, logits: Tensor, sampling_metadata: Any, temperature_first: bool = True) -> None: ...
+def test_another_release_is_refused_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[logging.LogRecord]
+) -> None:
+    def sample_in_another_release(
+        self: Any, logits: Tensor, sampling_metadata: Any, temperature_first: bool = True
+    ) -> None: ...
 
     with monkeypatch.context() as patch:
         patch.setattr(v1_module.Sampler, "sample", sample_in_another_release)
@@ -89,7 +97,9 @@ def ignoring_min_p(logits: Tensor, **parameters: Any) -> Any:
 
 
 def never_greedy(logits: Tensor, **parameters: Any) -> Any:
-    return sample(logits, **{**parameters, "temperature": torch.as_tensor(parameters["temperature"]).clamp(min=0.5)})
+    return sample(
+        logits, **{**parameters, "temperature": torch.as_tensor(parameters["temperature"]).clamp(min=0.5)}
+    )
 
 
 def by_row(logits: Tensor, **parameters: Any) -> Any:
@@ -140,7 +150,9 @@ class V1Request:
 
 
 class V1Runner:
-    """The parts of V1's GPUModelRunner that sampling touches, with vLLM's own `_sample`, sampler, metadata and min-p."""
+    """The parts of V1's GPUModelRunner that sampling touches, with vLLM's own `_sample`, sampler, metadata
+    and min-p.
+    """
 
     device = CPU
     use_async_scheduling = False
@@ -149,19 +161,27 @@ class V1Runner:
     _to_list = staticmethod(Tensor.tolist)
     _get_prompt_logprobs_dict = staticmethod(lambda *arguments: {})
 
-    def __init__(self, requests: dict[str, V1Request], logprobs_mode: Any = "raw_logprobs", logprobs: int | None = None) -> None:
+    def __init__(
+        self, requests: dict[str, V1Request], logprobs_mode: Any = "raw_logprobs", logprobs: int | None = None
+    ) -> None:
         self.requests = requests
         self.sampler = v1_module.Sampler(logprobs_mode)
         params = [request.params for request in requests.values()]
-        self.seq_lens = torch.tensor([request.length for request in requests.values()] + [0, 0], dtype=torch.int32)
+        self.seq_lens = torch.tensor(
+            [request.length for request in requests.values()] + [0, 0], dtype=torch.int32
+        )
         batch = len(params)
-        generators = {i: request.generator for i, request in enumerate(requests.values()) if request.generator}
+        generators = {
+            i: request.generator for i, request in enumerate(requests.values()) if request.generator
+        }
         config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=batch))
         min_p = MinPLogitsProcessor(config, CPU, False)
         added: Any = [(i, one, None, []) for i, one in enumerate(params)]
         min_p.update_state(SimpleNamespace(batch_size=batch, added=added, removed=[], moved=[]))  # type: ignore[arg-type]
         greedy = [one.temperature == 0 for one in params]
-        top_k = torch.tensor([one.top_k if 0 < one.top_k < VOCAB else VOCAB for one in params], dtype=torch.int32)
+        top_k = torch.tensor(
+            [one.top_k if 0 < one.top_k < VOCAB else VOCAB for one in params], dtype=torch.int32
+        )
         top_p = torch.tensor([one.top_p for one in params])
         zeros = torch.zeros(batch)
         self.input_batch = SimpleNamespace(
@@ -202,7 +222,9 @@ class V1Runner:
     def book(self, output: Any, discarded: Any) -> None:
         """What vLLM does with a step's tokens; those of `discarded` do not count."""
         self.discard_request_mask = SimpleNamespace(np=discarded)
-        v1_runner.GPUModelRunner._bookkeeping_sync(self, SimpleNamespace(num_scheduled_tokens={}), output, None, torch.empty(0), 0)  # type: ignore[arg-type]
+        v1_runner.GPUModelRunner._bookkeeping_sync(
+            self, SimpleNamespace(num_scheduled_tokens={}), output, None, torch.empty(0), 0
+        )  # type: ignore[arg-type]
 
     def tokens(self, logits: Tensor) -> list[int]:
         return self.step(logits).sampled_token_ids[:, 0].tolist()  # type: ignore[no-any-return]
@@ -225,7 +247,9 @@ def test_v1_request_gets_the_same_tokens_in_every_batch(generator: torch.Generat
         assert shuffled.tokens(logits[order]) == [expected[i] for i in order]
     for i in range(len(MIXED)):
         alone = V1Runner({"alone": v1_requests(params)[f"request-{i}"]})
-        assert [alone.tokens(logits[i : i + 1])[0] for logits in steps] == [expected[i] for expected in together]
+        assert [alone.tokens(logits[i : i + 1])[0] for logits in steps] == [
+            expected[i] for expected in together
+        ]
 
 
 def test_v1_draws_are_among_the_tokens_that_vllm_leaves(generator: torch.Generator) -> None:
@@ -247,7 +271,11 @@ def test_v1_reporting_log_probabilities_changes_no_token(mode: str, generator: t
     plain = V1Runner(v1_requests(params), mode).tokens(logits)
     output = V1Runner(v1_requests(params), mode, logprobs=2).step(logits)
     assert output.sampled_token_ids[:, 0].tolist() == plain
-    reported = logits.clone() if mode == "raw_logprobs" else (logits / 0.7).masked_fill(~vllms_survivors(logits, params), float("-inf"))
+    reported = (
+        logits.clone()
+        if mode == "raw_logprobs"
+        else (logits / 0.7).masked_fill(~vllms_survivors(logits, params), float("-inf"))
+    )
     expected = reported.log_softmax(-1).gather(1, torch.tensor(plain)[:, None])[:, 0]
     torch.testing.assert_close(output.logprobs_tensors.logprobs[:, 0], expected, atol=1e-4, rtol=1e-4)
 
@@ -263,7 +291,9 @@ def test_v1_processors_of_the_user_see_tempered_logits(generator: torch.Generato
             return True
 
     assert sampler.install(CPU)
-    params = [SamplingParams(temperature=temperature, seed=i) for i, temperature in enumerate((0.0, 0.5, 2.0))]
+    params = [
+        SamplingParams(temperature=temperature, seed=i) for i, temperature in enumerate((0.0, 0.5, 2.0))
+    ]
     logits = distinct_logits(3, generator)
     runner = V1Runner(v1_requests(params))
     runner.input_batch.sampling_metadata.logitsprocs.argmax_invariant.append(AllowLikely())
@@ -274,15 +304,23 @@ def test_v1_processors_of_the_user_see_tempered_logits(generator: torch.Generato
 
 
 def test_v1_requests_without_a_seed_get_one_that_stays(generator: torch.Generator) -> None:
-    assert sampler.install(CPU, SimpleNamespace(model_config=SimpleNamespace(seed=3), parallel_config=SimpleNamespace(data_parallel_rank=0)))
-    requests = v1_requests([SamplingParams(temperature=1.0)] * 3 + [SamplingParams(temperature=1.0, seed=2**63 + 5)])
+    assert sampler.install(
+        CPU,
+        SimpleNamespace(
+            model_config=SimpleNamespace(seed=3), parallel_config=SimpleNamespace(data_parallel_rank=0)
+        ),
+    )
+    requests = v1_requests(
+        [SamplingParams(temperature=1.0)] * 3 + [SamplingParams(temperature=1.0, seed=2**63 + 5)]
+    )
     logits = torch.zeros(4, VOCAB)
     first = V1Runner(requests)
     tokens = first.tokens(logits)
     seeds = first.input_batch.sampling_metadata._attn_backend_draws.seed.tolist()
     assert len(set(seeds)) == 4
     assert seeds[3] == -(2**63) + 5
-    assert V1Runner(dict(reversed(requests.items()))).tokens(logits) == tokens[::-1]  # preempted, and back in other rows
+    # preempted, and back in other rows
+    assert V1Runner(dict(reversed(requests.items()))).tokens(logits) == tokens[::-1]
 
 
 def test_v1_position_is_that_of_the_last_token(generator: torch.Generator) -> None:
@@ -315,8 +353,12 @@ class Generator:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_v1_generators_are_left_to_verification(mode: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rejection sampler has vLLM's dict of them: a step without drafts neither empties it nor winds back what its draws have not advanced."""
+def test_v1_generators_are_left_to_verification(
+    mode: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rejection sampler has vLLM's dict of them: a step without drafts neither empties it nor winds back
+    what its draws have not advanced.
+    """
     assert sampler.install(CPU)
     requests = v1_requests([SamplingParams(temperature=0.7, seed=i) for i in range(3)])
     for i, request in enumerate(requests.values()):
@@ -342,7 +384,10 @@ def test_v1_generators_of_vllms_own_draws_are_wound_back() -> None:
         runner.input_batch.generators[i] = Generator(i)
     runner.step(torch.zeros(3, VOCAB))
     v1_runner.GPUModelRunner._sample(runner, torch.zeros(3, VOCAB), SimpleNamespace())  # type: ignore[arg-type]
-    runner.book(SimpleNamespace(sampled_token_ids=torch.zeros(3, 1, dtype=torch.int32), logprobs_tensors=None), np.array([True, False, True]))
+    runner.book(
+        SimpleNamespace(sampled_token_ids=torch.zeros(3, 1, dtype=torch.int32), logprobs_tensors=None),
+        np.array([True, False, True]),
+    )
     assert [one.offset for one in runner.input_batch.generators.values()] == [-4, 0, -4]
 
 

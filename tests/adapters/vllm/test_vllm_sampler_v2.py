@@ -39,15 +39,25 @@ class HostTensor:
 
 
 class V2Sampler:
-    """Builds vLLM's V2 sampler, without its logits processors on a CPU, and gives it the batches that the model runner does."""
+    """Builds vLLM's V2 sampler, without its logits processors on a CPU, and gives it the batches that the
+    model runner does.
+    """
 
-    def __init__(self, device: str, monkeypatch: pytest.MonkeyPatch, slots: int = 64, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(
+        self,
+        device: str,
+        monkeypatch: pytest.MonkeyPatch,
+        slots: int = 64,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
         self.device = device
         if device == "cuda":
             from vllm.v1.worker.gpu.states import RequestState
 
             states = RequestState(slots, 64, 64, 0, VOCAB, torch.device(device))
-            self.sampler: Any = v2_module.Sampler(slots, VOCAB, torch.device(device), states, logprobs_mode=logprobs_mode)
+            self.sampler: Any = v2_module.Sampler(
+                slots, VOCAB, torch.device(device), states, logprobs_mode=logprobs_mode
+            )
         else:
             monkeypatch.setattr(v2_states, "UvaBackedTensor", HostTensor)
             self.sampler = v2_module.Sampler.__new__(v2_module.Sampler)
@@ -58,7 +68,11 @@ class V2Sampler:
             self.sampler.logits_processors = [SimpleNamespace(apply=lambda logits, context: logits)]
             self.sampler.thinking_budget_state = SimpleNamespace(apply=lambda logits, context: None)
             for name in ("logit_bias", "penalties", "bad_words"):  # 0.26
-                setattr(self.sampler, f"{name}_state", SimpleNamespace(**{f"apply_{name}": lambda *arguments: None}))
+                setattr(
+                    self.sampler,
+                    f"{name}_state",
+                    SimpleNamespace(**{f"apply_{name}": lambda *arguments: None}),
+                )
             self.sampler.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda slots: 0)
 
     def add(self, slot: int, params: SamplingParams) -> None:
@@ -70,7 +84,9 @@ class V2Sampler:
         add(slot, *([1] if "prompt_len" in inspect.signature(add).parameters else []), params)
         self.sampler.apply_staged_writes()
 
-    def sample(self, logits: Tensor, slots: list[int], positions: list[int], **options: Any) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, logits: Tensor, slots: list[int], positions: list[int], **options: Any
+    ) -> tuple[Tensor, Tensor]:
         np_slots = np.array(slots, dtype=np.int32)
         values = {
             "expanded_idx_mapping": torch.from_numpy(np_slots).to(self.device),
@@ -82,15 +98,19 @@ class V2Sampler:
             "seq_lens_upper_bound_np": np.array(positions) + 1,
         }
         names = list(inspect.signature(ORIGINALS[v2_module.Sampler]["sample"]).parameters)[2:-1]
-        sampled: tuple[Tensor, Tensor] = self.sampler.sample(logits.to(self.device, copy=True), *(values[name] for name in names), **options)
+        sampled: tuple[Tensor, Tensor] = self.sampler.sample(
+            logits.to(self.device, copy=True), *(values[name] for name in names), **options
+        )
         return sampled[0].cpu(), sampled[1]
 
 
-# Between `self` and the last argument of Sampler.sample and of Sampler.apply_sampling_params; read from the released sources.
+# Between `self` and the last argument of Sampler.sample and of Sampler.apply_sampling_params; read from the
+# released sources.
 RELEASES = {
     "0.26, 0.27": "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",
     "0.28 to 0.30": "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",
-    "0.31 to 0.33": "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos seq_lens_upper_bound_np",
+    "0.31 to 0.33": "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+    "seq_lens_upper_bound_np",
 }
 
 
@@ -99,7 +119,9 @@ def function_of(arguments: str) -> Any:
 
     def function(*arguments: Any, **named: Any) -> None: ...
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in arguments.split()]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in arguments.split()
+    ]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return function
 
@@ -108,9 +130,17 @@ def function_of(arguments: str) -> Any:
 def test_v2_arguments_of_the_known_releases(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(v2_module.Sampler, "sample", function_of(f"self {RELEASES[release]} return_logprobs"))
-        patch.setattr(v2_module.Sampler, "apply_sampling_params", function_of(f"self {RELEASES[release]} skip_top_k_top_p"))
+        patch.setattr(
+            v2_module.Sampler,
+            "apply_sampling_params",
+            function_of(f"self {RELEASES[release]} skip_top_k_top_p"),
+        )
         sampler.check_arguments()
-        patch.setattr(v2_module.Sampler, "sample", function_of(f"self {RELEASES[release]} temperature_first return_logprobs"))
+        patch.setattr(
+            v2_module.Sampler,
+            "sample",
+            function_of(f"self {RELEASES[release]} temperature_first return_logprobs"),
+        )
         with pytest.raises(RuntimeError, match="temperature_first"):
             sampler.check_arguments()
 
@@ -124,8 +154,14 @@ def test_v2_slots_and_positions_in_the_known_releases(release: str, monkeypatch:
     read: dict[str, Any] = {}
     parameters = SimpleNamespace(_asdict=dict)
     monkeypatch.setattr(sampler, "_v2_penalize", lambda self, logits, batch: logits)
-    monkeypatch.setattr(sampler, "slot_parameters", lambda states, slots, slots_np: read.update(slots=slots, slots_np=slots_np) or parameters)
-    monkeypatch.setattr(sampler, "sample", lambda logits, *, position, out, workspace: read.update(position=position))
+    monkeypatch.setattr(
+        sampler,
+        "slot_parameters",
+        lambda states, slots, slots_np: read.update(slots=slots, slots_np=slots_np) or parameters,
+    )
+    monkeypatch.setattr(
+        sampler, "sample", lambda logits, *, position, out, workspace: read.update(position=position)
+    )
     names = RELEASES[release].split()[1:]
     sampler.v2_sample(ReleasedSampler)(ReleasedSampler(), torch.zeros(1, VOCAB), *names)
     assert read == {"slots": "expanded_idx_mapping", "slots_np": "idx_mapping_np", "position": "pos"}
@@ -165,7 +201,9 @@ def test_v2_draws_are_among_the_tokens_that_vllm_leaves(v2: V2Sampler, generator
         v2.add(slot, params)
     left = vllms_survivors(logits, FILTERS)
     slots = list(range(len(FILTERS)))
-    drawn = torch.stack([v2.sample(logits, slots, [position] * len(slots))[0] for position in range(40)], dim=1)
+    drawn = torch.stack(
+        [v2.sample(logits, slots, [position] * len(slots))[0] for position in range(40)], dim=1
+    )
     assert left.gather(1, drawn).all()
     assert all(len(row.unique()) > 5 for row in drawn[left.sum(1) > 20])
 
@@ -206,7 +244,9 @@ def test_v2_leaves_temperature_and_filters_to_others_as_they_were(v2: V2Sampler)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_v2_processed_logits_are_vllms(mode: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_v2_processed_logits_are_vllms(
+    mode: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     skip_unless_v2_builds("cuda")
     assert sampler.install(torch.device("cuda"))
     v2 = V2Sampler("cuda", monkeypatch, logprobs_mode=mode)

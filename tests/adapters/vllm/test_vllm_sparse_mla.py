@@ -1,6 +1,8 @@
-"""Sparse MLA: vLLM's own layer and metadata around our builder and implementation, on CPU tensors, against attention in float64 over the selected tokens.
+"""Sparse MLA: vLLM's own layer and metadata around our builder and implementation, on CPU tensors, against
+attention in float64 over the selected tokens.
 
-vLLM's indexer has kernels for GPUs alone, and vLLM refuses such models on a CPU: what it would select is filled in here.
+vLLM's indexer has kernels for GPUs alone, and vLLM refuses such models on a CPU: what it would select is
+filled in here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,21 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from mla_layer import HEADS, LATENT, NOPE, ROPE, SCALE, WIDTHS, Chosen, Projection, V, check, impl_arguments, make_layer, make_mla_config
+from mla_layer import (
+    HEADS,
+    LATENT,
+    NOPE,
+    ROPE,
+    SCALE,
+    WIDTHS,
+    Chosen,
+    Projection,
+    V,
+    check,
+    impl_arguments,
+    make_layer,
+    make_mla_config,
+)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -39,9 +55,13 @@ TOPK = 24
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sampler, no group of ranks, and torch for the small kernel of vLLM's that says which request a row is of."""
+    """No sampler, no group of ranks, and torch for the small kernel of vLLM's that says which request a row
+    is of.
+    """
     monkeypatch.setenv("ATTN_BACKEND_SAMPLER", "0")
-    monkeypatch.setattr(sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
+    monkeypatch.setattr(
+        sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1, raising=False
+    )
     monkeypatch.setattr(CommonAttentionMetadata, "token_to_req_indices", requests_of_rows, raising=False)
 
 
@@ -55,20 +75,34 @@ def requests_of_rows(metadata: CommonAttentionMetadata, buffer: Tensor) -> Tenso
 
 def make_impl(kv_b_proj: Any, indices: Tensor | None, **changes: Any) -> SparseMlaImpl:
     with set_current_vllm_config(VllmConfig()):
-        return SparseMlaImpl(HEADS, LATENT + ROPE, SCALE, 1, **impl_arguments(kv_b_proj) | {"topk_indices_buffer": indices} | changes)
+        return SparseMlaImpl(
+            HEADS,
+            LATENT + ROPE,
+            SCALE,
+            1,
+            **impl_arguments(kv_b_proj) | {"topk_indices_buffer": indices} | changes,
+        )
 
 
 class Problem:
     """A layer of vLLM, its builder, the buffer that its indexer would fill, and its cache.
 
     Args:
-        prefill: whether vLLM has a prefill backend for the model: prompts of at most TOPK tokens then go that way.
+        prefill: whether vLLM has a prefill backend for the model: prompts of at most TOPK tokens then go that
+            way.
         between: pages of other layers between two of this one.
         device: of the builder.
     """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, cache_dtype: str = "auto", *, prefill: bool = False, between: int = 0, device: str = "cpu", **changes: Any
+        self,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: str = "auto",
+        *,
+        prefill: bool = False,
+        between: int = 0,
+        device: str = "cpu",
+        **changes: Any,
     ) -> None:
         torch.manual_seed(0)
         self.projection = Projection(dtype)
@@ -80,7 +114,11 @@ class Problem:
         self.layer.attn_backend = SparseMlaBackend
         config = make_mla_config(self.layer, dtype, cache_dtype, **changes)
         text = SimpleNamespace(index_topk=TOPK, **WIDTHS)
-        vars(config.model_config).update(hf_text_config=text, hf_config=text, model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS))
+        vars(config.model_config).update(
+            hf_text_config=text,
+            hf_config=text,
+            model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS),
+        )
         vars(config.attention_config).setdefault("sparse_mla_force_mqa", False)
         vars(config.attention_config).setdefault("hisparse_config", None)
         self.layer._vllm_config = config
@@ -95,10 +133,14 @@ class Problem:
 
     def append(self, rows: Tensor, slots: Tensor) -> None:
         kv_c, k_pe = rows.split([LATENT, ROPE], -1)
-        self.impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), self.cache, slots, self.cache_dtype, self.layer._k_scale)
+        self.impl.do_kv_cache_update(
+            kv_c, k_pe.unsqueeze(1), self.cache, slots, self.cache_dtype, self.layer._k_scale
+        )
 
     def run(self, batch: Batch, padding: int = 0) -> tuple[Tensor, Tensor]:
-        """One layer over a batch, whose older tokens are already in the cache: its output and that in float64."""
+        """One layer over a batch, whose older tokens are already in the cache: its output and that in
+        float64.
+        """
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
             old = slots[: len(slots) - query_len]
             self.append(torch.randn(len(old), LATENT + ROPE).to(self.dtype), old)
@@ -110,7 +152,9 @@ class Problem:
         self.append(new, batch.metadata.slot_mapping)
         output = torch.full((len(new), HEADS * V), torch.nan, dtype=self.dtype)
         kv_c, k_pe = new.split([LATENT, ROPE], -1)
-        MLAAttention.forward_impl(self.layer, q, kv_c, k_pe.unsqueeze(1), self.cache, self.metadata, output=output)
+        MLAAttention.forward_impl(
+            self.layer, q, kv_c, k_pe.unsqueeze(1), self.cache, self.metadata, output=output
+        )
         return output, self.expected(batch, q, chosen)
 
     def select(self, batch: Batch) -> list[Tensor]:
@@ -127,7 +171,9 @@ class Problem:
 
     def expected(self, batch: Batch, q: Tensor, chosen: list[Tensor]) -> Tensor:
         w_uk, w_uv = self.projection.parts(torch.float64)
-        stored = self.cache if self.cache_dtype in ("auto", "fp8_ds_mla") else self.cache.view(torch.float8_e4m3fn)
+        stored = (
+            self.cache if self.cache_dtype in ("auto", "fp8_ds_mla") else self.cache.view(torch.float8_e4m3fn)
+        )
         numbers = latent_cases.numbers_of(stored, float(self.layer._k_scale)).flatten(0, 1)
         outputs = []
         for row, slots in enumerate(chosen):
@@ -153,10 +199,15 @@ def test_a_layer_of_vllm(lens: tuple[list[int], list[int]], dtype: torch.dtype) 
     assert problem.cache.isfinite().all(-1).sum() == sum(batch.kv_lens), "nothing else was written"
 
 
-@pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8", torch.float32), ("fp8_e4m3", torch.bfloat16), ("fp8_ds_mla", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype"),
+    [("fp8", torch.float32), ("fp8_e4m3", torch.bfloat16), ("fp8_ds_mla", torch.bfloat16)],
+)
 @pytest.mark.parametrize("between", [0, 2])
 def test_a_layer_over_8_bit_latents(cache_dtype: str, dtype: torch.dtype, between: int) -> None:
-    """Whole rows with the layer's scale, and rows with scales of their own; also with blocks of other layers between."""
+    """Whole rows with the layer's scale, and rows with scales of their own; also with blocks of other layers
+    between.
+    """
     problem = Problem(dtype, cache_dtype, between=between)
     for _ in range(2):
         output, expected = problem.run(make_batch(*MIXED, table_width=16))
@@ -164,7 +215,9 @@ def test_a_layer_over_8_bit_latents(cache_dtype: str, dtype: torch.dtype, betwee
 
 
 def test_short_prompts_are_decompressed() -> None:
-    """Prompts of at most TOPK tokens, of which none is left out; requests with few new tokens stay in their latents."""
+    """Prompts of at most TOPK tokens, of which none is left out; requests with few new tokens stay in their
+    latents.
+    """
     problem = Problem(prefill=True)
     assert type(problem.builder._prefill_backend) is MlaPrefill
     output, expected = problem.run(make_batch([1, 3, 10, TOPK], [60, 20, 10, TOPK], table_width=16))
@@ -176,9 +229,14 @@ def test_short_prompts_are_decompressed() -> None:
 
 @pytest.mark.parametrize(("cache_dtype", "dtype"), [("auto", torch.float32), ("fp8_ds_mla", torch.bfloat16)])
 def test_batch_invariance(cache_dtype: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests stay in their latents, short prompts too, and the bits of each are those that it has alone."""
+    """All requests stay in their latents, short prompts too, and the bits of each are those that it has
+    alone.
+    """
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
-    problem, batch = Problem(dtype, cache_dtype, prefill=True), make_batch([1, 3, 10, TOPK, 40], [60, 20, 10, TOPK, 64], table_width=16)
+    problem, batch = (
+        Problem(dtype, cache_dtype, prefill=True),
+        make_batch([1, 3, 10, TOPK, 40], [60, 20, 10, TOPK, 64], table_width=16),
+    )
     output, expected = problem.run(batch)
     check(output, expected, dtype)
     assert problem.metadata.prefill is None
@@ -192,10 +250,24 @@ def test_batch_invariance(cache_dtype: str, dtype: torch.dtype, monkeypatch: pyt
             "seq_lens": batch.metadata.seq_lens[request : request + 1],
             "block_table_tensor": batch.metadata.block_table_tensor[request : request + 1],
         }
-        of_request |= dict.fromkeys(["query_start_loc", "query_start_loc_cpu"], torch.tensor([0, query_len], dtype=torch.int32))
-        of_request |= {"seq_lens_cpu_upper_bound": of_request["seq_lens"], "slot_mapping": batch.metadata.slot_mapping[rows]}
-        alone = replace(batch.metadata, num_reqs=1, num_actual_tokens=query_len, max_query_len=query_len, max_seq_len=batch.kv_lens[request], **of_request)
-        out, _ = problem.impl.forward_mqa(q[rows], problem.cache, problem.builder.build(0, alone), problem.layer)
+        of_request |= dict.fromkeys(
+            ["query_start_loc", "query_start_loc_cpu"], torch.tensor([0, query_len], dtype=torch.int32)
+        )
+        of_request |= {
+            "seq_lens_cpu_upper_bound": of_request["seq_lens"],
+            "slot_mapping": batch.metadata.slot_mapping[rows],
+        }
+        alone = replace(
+            batch.metadata,
+            num_reqs=1,
+            num_actual_tokens=query_len,
+            max_query_len=query_len,
+            max_seq_len=batch.kv_lens[request],
+            **of_request,
+        )
+        out, _ = problem.impl.forward_mqa(
+            q[rows], problem.cache, problem.builder.build(0, alone), problem.layer
+        )
         assert torch.equal(out, together[rows])
 
 
@@ -220,7 +292,9 @@ def test_lse_where_ranks_merge_states() -> None:
     problem.run(batch)
     problem.impl.need_to_return_lse_for_decode = True
     q = torch.randn(sum(batch.query_lens), HEADS, LATENT + ROPE)
-    out, lse = problem.impl.forward_mqa(q.split([LATENT, ROPE], -1), problem.cache, problem.metadata, problem.layer)  # type: ignore[arg-type]
+    out, lse = problem.impl.forward_mqa(
+        q.split([LATENT, ROPE], -1), problem.cache, problem.metadata, problem.layer
+    )  # type: ignore[arg-type]
     assert out.shape == (len(q), HEADS, LATENT)
     assert lse is not None
     for row, slots in enumerate(_slots_of(problem, batch)):
@@ -230,7 +304,10 @@ def test_lse_where_ranks_merge_states() -> None:
 
 def _slots_of(problem: Problem, batch: Batch) -> list[Tensor]:
     requests = [i for i, query_len in enumerate(batch.query_lens) for _ in range(query_len)]
-    return [batch.slots[request][problem.indices[row][problem.indices[row] >= 0].long()] for row, request in enumerate(requests)]
+    return [
+        batch.slots[request][problem.indices[row][problem.indices[row] >= 0].long()]
+        for row, request in enumerate(requests)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -245,26 +322,42 @@ def _slots_of(problem: Problem, batch: Batch) -> list[Tensor]:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_layers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"attn_backend does not support {reason}.*: choose another --attention-backend"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"attn_backend does not support {reason}.*: choose another --attention-backend",
+    ):
         make_impl(None, torch.zeros(8, TOPK, dtype=torch.int32), **changes)
 
 
 def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = SimpleNamespace(use_prefill_query_quantization=False, mla_prefill_backend=None, hisparse_config=object())
+    attention = SimpleNamespace(
+        use_prefill_query_quantization=False, mla_prefill_backend=None, hisparse_config=object()
+    )
     with pytest.raises(NotImplementedError, match="latents in host memory"):
         Problem(attention_config=attention)
     with pytest.raises(NotImplementedError, match=r"fp8_ds_mla for a model of torch\.float16"):
         Problem(torch.float16, "fp8_ds_mla")
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
     scheduler = SimpleNamespace(max_num_seqs=MAX_CUDA_INVARIANT_BATCH + 1, max_num_batched_tokens=256)
-    with pytest.raises(NotImplementedError, match=r"VLLM_BATCH_INVARIANT with batches of 1025 requests .*--max-num-seqs"):
+    with pytest.raises(
+        NotImplementedError, match=r"VLLM_BATCH_INVARIANT with batches of 1025 requests .*--max-num-seqs"
+    ):
         Problem(device="cuda", scheduler_config=scheduler)
 
 
 DEEPSEEK_V32 = {
-    "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True, "has_sink": False, "use_sparse": True,
-    "use_mm_prefix": False, "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
-}  # fmt: skip
+    "head_size": 576,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 64,
+    "use_mla": True,
+    "has_sink": False,
+    "use_sparse": True,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": "decoder",
+}
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"])
@@ -283,7 +376,11 @@ def test_accepts(kv_cache_dtype: str) -> None:
             {"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16},
             "kv_cache_dtype fp8_ds_mla not supported with a model of torch.float16: pass --dtype bfloat16",
         ),
-        ({"kv_cache_dtype": "float16"}, f"kv_cache_dtype float16 is not the model's dtype torch.bfloat16, which latents must have: {OTHER_CACHE}"),
+        (
+            {"kv_cache_dtype": "float16"},
+            f"kv_cache_dtype float16 is not the model's dtype torch.bfloat16, which latents must have: "
+            f"{OTHER_CACHE}",
+        ),
         ({"use_dcp": True}, "DCP not supported: pass --decode-context-parallel-size 1"),
     ],
     ids=str,
@@ -296,7 +393,10 @@ def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.Mon
     from attn_backend.adapters.vllm import register
 
     register()
-    for text, wanted in ((SimpleNamespace(index_topk=2048), SparseMlaBackend), (SimpleNamespace(), MlaBackend)):
+    for text, wanted in (
+        (SimpleNamespace(index_topk=2048), SparseMlaBackend),
+        (SimpleNamespace(), MlaBackend),
+    ):
         config = SimpleNamespace(model_config=SimpleNamespace(use_mla=True, hf_config=text))
         monkeypatch.setattr(compat, "get_current_vllm_config_or_none", lambda config=config: config)
         assert registry.CUSTOM.get_class() is wanted
@@ -314,6 +414,9 @@ def test_what_a_cache_is_like() -> None:
 
 def test_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    monkeypatch.setattr("attn_backend.adapters.vllm.sparse_mla_metadata.tell_of_drafts", lambda logger, vllm_config: told.append(vllm_config))
+    monkeypatch.setattr(
+        "attn_backend.adapters.vllm.sparse_mla_metadata.tell_of_drafts",
+        lambda logger, vllm_config: told.append(vllm_config),
+    )
     Problem()
     assert len(told) == 1

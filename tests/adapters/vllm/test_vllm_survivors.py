@@ -20,9 +20,21 @@ def test_same_survivors(filters: str) -> None:
     logits = torch.randn(64, 300, generator=generator) * 2
     k = torch.randint(1, 60, (64,), generator=generator)
     p = torch.rand(64, generator=generator) * 0.9 + 0.05
-    theirs = ops.apply_top_k_top_p_pytorch(logits.clone(), k if "k" in filters else None, p if "p" in filters else None) > -math.inf
+    theirs = (
+        ops.apply_top_k_top_p_pytorch(
+            logits.clone(), k if "k" in filters else None, p if "p" in filters else None
+        )
+        > -math.inf
+    )
     by_definition = torch.stack(
-        [keeps(logits[i], top_k=int(k[i]) if "k" in filters else None, top_p=float(p[i]) if "p" in filters else None) for i in range(64)]
+        [
+            keeps(
+                logits[i],
+                top_k=int(k[i]) if "k" in filters else None,
+                top_p=float(p[i]) if "p" in filters else None,
+            )
+            for i in range(64)
+        ]
     )
     assert torch.equal(by_definition, theirs)
     draws = 400

@@ -14,7 +14,17 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 from test_vllm_attention import check, fill_cache, run_layer
 from vllm.v1.attention.backend import AttentionCGSupport, subclass_attention_backend
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-from vllm_layer import PAGE, Batch, Layer, make_batch, make_builder, make_cache, make_config, make_impl, make_spec
+from vllm_layer import (
+    PAGE,
+    Batch,
+    Layer,
+    make_batch,
+    make_builder,
+    make_cache,
+    make_config,
+    make_impl,
+    make_spec,
+)
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.cpu import CpuAttnBackend
@@ -28,7 +38,9 @@ WHOLE_IMAGES = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256, disab
 def serve(impl: Any, batch: Batch, builder: AttnMetadataBuilder | None = None, **expected: Any) -> None:
     cache = make_cache("NHD")
     k, v = fill_cache(cache, batch)
-    query, output = run_layer(impl, (builder or make_builder([impl])).build(0, batch.metadata), batch, cache, k, v)
+    query, output = run_layer(
+        impl, (builder or make_builder([impl])).build(0, batch.metadata), batch, cache, k, v
+    )
     check(output, query, batch, k, v, **expected)
 
 
@@ -46,7 +58,9 @@ def test_sinks(dtype: torch.dtype) -> None:
 def test_alibi() -> None:
     slopes = [0.5, 0.25, 0.125, 0.0625, 0.03, 0.02]
     table = torch.tensor(slopes, dtype=torch.float64)
-    variant = oracle.Variant(logits=lambda logits, pairs: logits + table[pairs.head] * (pairs.token - pairs.position))
+    variant = oracle.Variant(
+        logits=lambda logits, pairs: logits + table[pairs.head] * (pairs.token - pairs.position)
+    )
     serve(make_impl(alibi_slopes=slopes), make_batch(*MIXED), variant=variant)
 
 
@@ -76,7 +90,9 @@ def test_encoders(window: int | None) -> None:
 
 
 def test_cross_attention() -> None:
-    """Each row sees all tokens of the encoder, however many rows there are: a request without an encoder gets 0."""
+    """Each row sees all tokens of the encoder, however many rows there are: a request without an encoder gets
+    0.
+    """
     impl, batch = make_impl(attn_type="encoder_decoder"), make_batch([1, 5, 2], [50, 3, 17], causal=False)
     serve(impl, batch, causal=False)
 
@@ -89,10 +105,19 @@ def test_images_that_see_both_sides(window: int | None) -> None:
     batch.metadata.mm_req_doc_ranges = spans
 
     def mask(pairs: oracle.Pairs) -> torch.Tensor:
-        far = torch.zeros_like(pairs.position - pairs.token, dtype=torch.bool) if window is None else pairs.position - pairs.token >= window
+        far = (
+            torch.zeros_like(pairs.position - pairs.token, dtype=torch.bool)
+            if window is None
+            else pairs.position - pairs.token >= window
+        )
         seen = (pairs.token <= pairs.position) & ~far
         for first, last in spans.get(pairs.request, []):
-            seen = seen | ((pairs.position >= first) & (pairs.position <= last) & (pairs.token >= first) & (pairs.token <= last))
+            seen = seen | (
+                (pairs.position >= first)
+                & (pairs.position <= last)
+                & (pairs.token >= first)
+                & (pairs.token <= last)
+            )
         return seen
 
     builder = make_builder([impl], scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
@@ -109,8 +134,13 @@ def may_see_both_sides(monkeypatch: pytest.MonkeyPatch, use_non_causal: bool) ->
 
 @pytest.mark.parametrize("window", [None, 9, 20])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_drafts_that_see_both_sides(window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DFLASH: a window is to both sides, and reaches from a draft into what is before it. Other steps of the same layers may be causal."""
+def test_drafts_that_see_both_sides(
+    window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DFLASH: a window is to both sides, and reaches from a draft into what is before it.
+
+    Other steps of the same layers may be causal.
+    """
     may_see_both_sides(monkeypatch, True)
     sinks = torch.randn(6) if has_sinks else None
     impl = make_impl(sliding_window=window, sinks=sinks)
@@ -119,20 +149,33 @@ def test_drafts_that_see_both_sides(window: int | None, has_sinks: bool, monkeyp
     near = oracle.Variant(mask=lambda pairs: window is None or (pairs.token - pairs.position).abs() < window)
     of_layer = {} if sinks is None else {"sinks": sinks.double()}
     serve(impl, drafts, builder, causal=False, variant=near, **of_layer)
-    serve(impl, make_batch(*MIXED, seed=1), builder, window_left=-1 if window is None else window - 1, **of_layer)
+    serve(
+        impl,
+        make_batch(*MIXED, seed=1),
+        builder,
+        window_left=-1 if window is None else window - 1,
+        **of_layer,
+    )
     assert len(builder.plans) == 1
 
 
 def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own meaning of a window where a step is not causal, as (left, right), both without the query itself."""
+    """vLLM's own meaning of a window where a step is not causal, as (left, right), both without the query
+    itself.
+    """
     flash_attn = pytest.importorskip("vllm.v1.attention.backends.flash_attn")
     may_see_both_sides(monkeypatch, True)
     key = make_impl(sliding_window=9).plan_key
-    assert (key.window_left, key.window_right) == flash_attn._maybe_symmetrize_window((9 - 1, 0), causal=False)
+    assert (key.window_left, key.window_right) == flash_attn._maybe_symmetrize_window(
+        (9 - 1, 0), causal=False
+    )
     may_see_both_sides(monkeypatch, False)
     causal = make_impl(sliding_window=9).plan_key
     assert (causal.window_left, causal.window_right) == (8, -1)
-    with pytest.raises(NotImplementedError, match="sliding window to both sides in layers that were made for causal steps: set use_non_causal"):
+    with pytest.raises(
+        NotImplementedError,
+        match="sliding window to both sides in layers that were made for causal steps: set use_non_causal",
+    ):
         make_builder([make_impl(sliding_window=9)]).build(0, make_batch([4], [20], causal=False).metadata)
 
 
@@ -148,7 +191,9 @@ def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
             raise AssertionError("requests are cut")
 
     backend = subclass_attention_backend("Chunked_", CpuAttnBackend, ChunkedLocalAttentionBuilder)
-    spec = ChunkedLocalAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=chunk)
+    spec = ChunkedLocalAttentionSpec(
+        block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=chunk
+    )
     layers = {"layer.0": Layer(impl)}
     builder = backend.get_builder_cls()(spec, list(layers), make_config(layers), torch.device("cpu"))
     assert isinstance(builder, AttnMetadataBuilder)
@@ -180,7 +225,12 @@ def test_images_cut_by_a_window(window: int | None) -> None:
         if window is None:
             return seen
         for first, last in spans.get(pairs.request, []):
-            seen = seen | ((pairs.position >= first) & (pairs.position <= last) & (pairs.token >= first) & (pairs.token <= last))
+            seen = seen | (
+                (pairs.position >= first)
+                & (pairs.position <= last)
+                & (pairs.token >= first)
+                & (pairs.token <= last)
+            )
         return seen & (pairs.position - pairs.token < window)
 
     layers = {"layer.0": Layer(impl), "layer.1": Layer(make_impl(sliding_window=10))}

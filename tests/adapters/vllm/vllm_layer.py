@@ -38,7 +38,9 @@ def make_config(layers: dict[str, Any] | None = None, **changes: Any) -> SimpleN
     parts = {
         "scheduler_config": SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
         "compilation_config": SimpleNamespace(
-            max_cudagraph_capture_size=None, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, static_forward_context=layers or {}
+            max_cudagraph_capture_size=None,
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            static_forward_context=layers or {},
         ),
         "model_config": SimpleNamespace(get_num_attention_heads=lambda parallel_config: 6),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
@@ -47,24 +49,37 @@ def make_config(layers: dict[str, Any] | None = None, **changes: Any) -> SimpleN
     return SimpleNamespace(**{**parts, **changes})
 
 
-def make_spec(num_kv_heads: int = 2, head_size: int = 64, dtype: torch.dtype = torch.float32, **fields: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=PAGE, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype, **fields)
+def make_spec(
+    num_kv_heads: int = 2, head_size: int = 64, dtype: torch.dtype = torch.float32, **fields: Any
+) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=PAGE, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype, **fields
+    )
 
 
-def make_impl(num_heads: int = 6, head_size: int = 64, num_kv_heads: int = 2, **arguments: Any) -> CpuAttnImpl:
+def make_impl(
+    num_heads: int = 6, head_size: int = 64, num_kv_heads: int = 2, **arguments: Any
+) -> CpuAttnImpl:
     return CpuAttnImpl(num_heads, head_size, head_size**-0.5, num_kv_heads, **arguments)
 
 
-def make_builder(impls: list[Any], spec: FullAttentionSpec | None = None, device: str = "cpu", **changes: Any) -> AttnMetadataBuilder:
+def make_builder(
+    impls: list[Any], spec: FullAttentionSpec | None = None, device: str = "cpu", **changes: Any
+) -> AttnMetadataBuilder:
     layers = {f"layer.{i}": Layer(impl) for i, impl in enumerate(impls)}
-    return AttnMetadataBuilder(spec or make_spec(), list(layers), make_config(layers, **changes), torch.device(device))
+    return AttnMetadataBuilder(
+        spec or make_spec(), list(layers), make_config(layers, **changes), torch.device(device)
+    )
 
 
-def make_cache(memory: str, num_kv_heads: int = 2, head_size: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_cache(
+    memory: str, num_kv_heads: int = 2, head_size: int = 64, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """A KV cache [pages, num_kv_heads, PAGE, 2 * head_size] full of NaN.
 
     Args:
-        memory: NHD, HND, `padded` (HND, with a gap after each page) or `interleaved` (NHD, one layer of two that share each page).
+        memory: NHD, HND, `padded` (HND, with a gap after each page) or `interleaved` (NHD, one layer of two
+            that share each page).
     """
     content = 2 * head_size
     if memory == "HND":
@@ -73,7 +88,9 @@ def make_cache(memory: str, num_kv_heads: int = 2, head_size: int = 64, dtype: t
         cache = torch.empty(NUM_PAGES, PAGE, num_kv_heads, content, dtype=dtype).transpose(1, 2)
     elif memory == "padded":
         page = num_kv_heads * PAGE * content
-        cache = torch.empty(NUM_PAGES, page + 64, dtype=dtype)[:, :page].view(NUM_PAGES, num_kv_heads, PAGE, content)
+        cache = torch.empty(NUM_PAGES, page + 64, dtype=dtype)[:, :page].view(
+            NUM_PAGES, num_kv_heads, PAGE, content
+        )
     else:
         assert memory == "interleaved"
         cache = torch.empty(NUM_PAGES, 2, PAGE, num_kv_heads, content, dtype=dtype)[:, 1].transpose(1, 2)
@@ -92,11 +109,23 @@ class Batch:
     @property
     def new_slots(self) -> Tensor:
         """int64 [tokens], as vLLM's slot mapping without padding."""
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(slots[len(slots) - n :] for n, slots in zip(self.query_lens, self.slots, strict=True))])
+        return torch.cat(
+            [
+                torch.empty(0, dtype=torch.int64),
+                *(slots[len(slots) - n :] for n, slots in zip(self.query_lens, self.slots, strict=True)),
+            ]
+        )
 
 
 def make_batch(
-    query_lens: list[int], kv_lens: list[int], *, shared_pages: int = 0, padding: int = 0, table_width: int = 12, causal: bool = True, seed: int = 0
+    query_lens: list[int],
+    kv_lens: list[int],
+    *,
+    shared_pages: int = 0,
+    padding: int = 0,
+    table_width: int = 12,
+    causal: bool = True,
+    seed: int = 0,
 ) -> Batch:
     """
     Args:

@@ -1,4 +1,6 @@
-"""What the tests of both of vLLM's samplers share: its functions as they were, requests, and the tokens that vLLM's own filters leave."""
+"""What the tests of both of vLLM's samplers share: its functions as they were, requests, and the tokens that
+vLLM's own filters leave.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ ORIGINALS = {
 
 def replaced() -> set[bool]:
     """Whether each of vLLM's functions is now another one."""
-    return {getattr(owner, name) is not original for owner, names in ORIGINALS.items() for name, original in names.items()}
+    return {
+        getattr(owner, name) is not original
+        for owner, names in ORIGINALS.items()
+        for name, original in names.items()
+    }
 
 
 MIXED = [
@@ -46,7 +52,11 @@ def distinct_logits(rows: int, generator: torch.Generator) -> Tensor:
 
 
 def vllms_survivors(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    columns = ([one.temperature for one in params], [one.top_p for one in params], [one.min_p for one in params])
+    columns = (
+        [one.temperature for one in params],
+        [one.top_p for one in params],
+        [one.min_p for one in params],
+    )
     temperature, top_p, min_p = (torch.tensor(column) for column in columns)
     top_k = torch.tensor([one.top_k if 0 < one.top_k < VOCAB else VOCAB for one in params])
     return sampler_check.survivors(logits, temperature, top_k, top_p, min_p)
@@ -54,5 +64,7 @@ def vllms_survivors(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
 FILTERS = [
     SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    for seed, (temperature, top_k, top_p, min_p) in enumerate(itertools.product((0.0, 0.4, 1.2), (0, 1, 40), (1.0, 0.9, 0.2), (0.0, 0.2)))
+    for seed, (temperature, top_k, top_p, min_p) in enumerate(
+        itertools.product((0.0, 0.4, 1.2), (0, 1, 40), (1.0, 0.9, 0.2), (0.0, 0.2))
+    )
 ]

@@ -1,4 +1,6 @@
-"""flashinfer.jit.attention: variants for single_decode_with_kv_cache_with_jit_module and single_prefill_with_kv_cache_with_jit_module."""
+"""flashinfer.jit.attention: variants for single_decode_with_kv_cache_with_jit_module and
+single_prefill_with_kv_cache_with_jit_module.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,17 @@ def gen_customize_single_decode_module(
     variant_decl: str,
     **_options: Any,
 ) -> JitModule:
-    """A variant that is the struct variant_name in variant_decl, FlashInfer's C++. The dtypes and head sizes of the call count.
+    """A variant that is the struct variant_name in variant_decl, FlashInfer's C++.
+
+    The dtypes and head sizes of the call count.
 
     Raises:
         NotImplementedError: a struct, or types, that have no counterpart.
     """
-    tensors, scalars = (additional_tensor_names, additional_tensor_dtypes), (additional_scalar_names, additional_scalar_dtypes)
+    tensors, scalars = (
+        (additional_tensor_names, additional_tensor_dtypes),
+        (additional_scalar_names, additional_scalar_dtypes),
+    )
     return JitModule(variant_of(*tensors, *scalars, variant_name, variant_decl))
 
 
