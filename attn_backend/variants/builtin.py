@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..metadata.structure import check_int, refuse
-from .custom_masks import custom_mask, tree_mask
+from ..validation import check_int, refuse
+from .masks import custom_mask, tree_mask
 from .params import Param
 from .reference import Reference
 from .rotary import llama3_frequencies, rope, rope_at, rope_frequencies, rope_in_cache

@@ -13,16 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..metadata.structure import check_int, check_types, describe, refuse
-from .cpp import HOOKS, TRANSFORMS, Body, Pairs, has_bias_slope, hook, pairs_of, source_of
-from .expressions import SCORE, constant
-from .functions import TracingError, error_at_definition
-from .linear_bias import bias_slope
+from ..validation import check_int, check_types, describe, refuse
+from .cpp import HOOKS, TRANSFORMS, Body, Pairs, body_from, has_bias_slope, hook, pairs_of, source_of
+from .expressions import SCORE, bias_slope, constant, is_interval, visibility_of
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
-from .source import body_from
-from .tracing import MASK_MOD, SCORE_MOD, Bound, trace
-from .visibility import is_interval, visibility_of
+from .tracing import MASK_MOD, SCORE_MOD, Bound, TracingError, error_at_definition, trace
 
 _MAX_NAME = 40
 
