@@ -1,6 +1,4 @@
-"""The C++ sources of kernels and of variants that ship, as far as they are the same for every element type and
-head shape; `manifest` fills in the rest.
-"""
+"""The C++ sources of kernels and of the variants that ship. `manifest` fills in element types and heads."""
 
 from __future__ import annotations
 

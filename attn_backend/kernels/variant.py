@@ -128,7 +128,7 @@ _warned: list[str] = []
 
 
 def can_be_interpreted(variant: Variant) -> bool:
-    """Whether Python functions say all that the variant does: those that were traced, and those of built-ins."""
+    """Whether Python functions define all of the variant: traced ones, or those of built-ins."""
     return variant.reference() is not None and not variant.has_output
 
 
