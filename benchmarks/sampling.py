@@ -64,7 +64,7 @@ def ours(requests: Requests) -> Launch:
 
 
 def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> float | None:
-    """µs of the fastest of a peer's launches; None: it has none, is not installed, or fails, which it says."""
+    """µs of a peer's fastest launch; None: it has none, is not installed, or fails, which is printed."""
     try:
         launches = PEERS[name](requests)
         if name == "torch sort" and requests.filters.temperature:

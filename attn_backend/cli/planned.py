@@ -25,7 +25,7 @@ _MOST_HEAD_ROWS = 1 << 27  # the text and the picture of a plan grow with its (r
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a plan: heads and head_dim of the model, CTAs and costs of the device, the view's mask."""
+    """What a plan is for: the model's heads and head_dim, the device's CTAs and costs, the view's mask."""
 
     num_qo_heads: int = 32
     num_kv_heads: int = 8

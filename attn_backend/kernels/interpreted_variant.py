@@ -31,7 +31,7 @@ _warned: list[str] = []
 
 
 def is_possible(variant: Variant) -> bool:
-    """Whether Python functions say all that the variant does: those that were traced, and those of built-ins."""
+    """Whether Python functions, traced ones or a built-in's, describe all that the variant does."""
     return variant.reference() is not None and not variant.has_output
 
 

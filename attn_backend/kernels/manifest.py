@@ -350,7 +350,8 @@ def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VAR
 
 def _shape_of(name: str) -> KernelShape | None:
     """What the name of an attention kernel says."""
-    elements = rf"({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)})(_q)?)?(_to_{OUT_ELEMENT})?"
+    element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
+    elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?"
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
     if shape is None or shape[1] == shape[2]:
         return None

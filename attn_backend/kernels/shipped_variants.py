@@ -27,7 +27,8 @@ struct UserVariant : VariantBase {
   ATTN_HD UserVariant(const Params& params, int32_t /*kv_head*/) : slopes(params.slopes) {}
 
   ATTN_HD float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
-    return logit + (slopes(row.qo_head) * (static_cast<float>(kv_position) - static_cast<float>(row.position)));
+    return logit +
+           (slopes(row.qo_head) * (static_cast<float>(kv_position) - static_cast<float>(row.position)));
   }
 
   ATTN_HD float bias_slope(const ScoreRow& row) const {

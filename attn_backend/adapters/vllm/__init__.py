@@ -26,7 +26,8 @@ def register() -> None:
     than once. Never touches a GPU.
 
     Environment:
-        ATTN_BACKEND_VLLM_CPU: `1` lets this package serve on CPUs as well. vLLM has no choice of backends there, so it takes the place of CPU_ATTN.
+        ATTN_BACKEND_VLLM_CPU: `1` lets this package serve on CPUs as well. vLLM has no choice of backends
+            there, so this package replaces CPU_ATTN.
 
     Raises:
         RuntimeError: this package or what it needs of vLLM cannot be imported.
