@@ -52,7 +52,7 @@ TOOLS = [
 GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]
 MODEL_TOOLS = ["accelerate", "gguf==0.19.0"]  # the demo's model is converted with them
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
-# as in pyproject.toml
+# The same as in pyproject.toml.
 BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-scm>=8"]
 TEST_TOOLS = [
     "pytest==9.2.0",

@@ -398,8 +398,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ):
                     if backend == OURS:
                         print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
-                    # as long a load as the measured one, or the first requests would pay for the engine's own
-                    # warm-up
+                    # as long as the measured load, or the first requests would pay for the engine's warm-up
                     print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
                     load(port, requests, at_a_time, output_len, tell, first=requests)
                     print(f"{backend}: {requests} requests are measured", flush=True)

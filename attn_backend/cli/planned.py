@@ -188,8 +188,7 @@ class Planned:
         """
         forest, ranked = self.schedule.forest, self.ranked_forest()
         rank = {id(node): place for place, node in enumerate(ranked)}
-        # ranks of the listed nodes from a root to each listed node: in their order every node follows the one
-        # above it
+        # ranks of the listed nodes from a root to each listed node: in this order a node follows its parent
         paths = []
         for node in ranked[:_MOST_NODES]:
             path, above = [rank[id(node)]], node.parent

@@ -44,8 +44,7 @@ _SCALARS: dict[str, type[float] | type[int]] = {
     "int32_t": int,
     "int64_t": int,
 }
-# What this package has no place for: transforms of Q and K in shared memory, sums of one's own, tiles of
-# CuTe.
+# Unsupported: transforms of Q and K in shared memory, custom reductions, tiles of CuTe.
 _NO_COUNTERPART = ("REGISTER_QUERY_TRANSFORM", "REGISTER_KEY_TRANSFORM", "REGISTER_M_D_UPDATE", "make_tensor")
 # query heads of a KV head: a parameter of ours, which only variants that read the KV head have
 _GROUP_SIZE = "group_size"

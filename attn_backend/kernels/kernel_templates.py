@@ -1,6 +1,4 @@
-"""The sources of kernels, as far as they are the same for every element type, head shape and variant;
-`manifest` fills in the rest.
-"""
+"""Templates of kernel sources. `manifest` fills in element type, head shape and variant."""
 
 from __future__ import annotations
 
@@ -57,8 +55,7 @@ void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {
 }
 """)
 
-# One kernel of an append_qkv cubin; ctas: that share a multiprocessor, as many as fit without spilled
-# registers.
+# One kernel of an append_qkv cubin; ctas: per multiprocessor, as many as fit without spilled registers.
 APPEND_QKV = Template("""
 extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas)
 void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {

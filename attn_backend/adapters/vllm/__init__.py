@@ -34,8 +34,7 @@ def register() -> None:
     """
     obey_cascade_option()
     try:
-        # Imported now, so that a broken installation is known when the engine starts and not when the first
-        # layer is built.
+        # Imported now: a broken installation fails when the engine starts, not when it builds a layer.
         registry = import_module("vllm.v1.attention.backends.registry")
         import_module("attn_backend.kernels.library").library()
         import_module("attn_backend.adapters.vllm.cpu")

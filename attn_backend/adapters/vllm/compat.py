@@ -44,8 +44,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_backend.settings import Settings
 
-# Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in
-# front.
+# Permutations from [blocks, kv_heads, page, K and V] to memory; with and without a dimension of layers.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
     ("NHD", False): (0, 2, 1, 3),
     ("NHD", True): (1, 0, 3, 2, 4),
