@@ -27,8 +27,7 @@ struct UserVariant : VariantBase {
   ATTN_HD UserVariant(const Params& params, int32_t /*kv_head*/) : slopes(params.slopes) {}
 
   ATTN_HD float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
-    return logit +
-           (slopes(row.qo_head) * (static_cast<float>(kv_position) - static_cast<float>(row.position)));
+    return logit + (slopes(row.qo_head) * (static_cast<float>(kv_position) - static_cast<float>(row.position)));
   }
 
   ATTN_HD float bias_slope(const ScoreRow& row) const {
@@ -39,7 +38,7 @@ struct UserVariant : VariantBase {
 static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
 
 }  // namespace attn
-"""
+"""  # noqa: E501  (letter for letter what the built-in generates)
 
 
 @dataclass(frozen=True)
