@@ -149,8 +149,7 @@ class Pairs:
 
     request: int  # of the view
     rows: Tensor  # int64 [rows], of Q
-    # int64 [rows], where they stand among the level's tokens of the request: what causal and window_left go
-    # by
+    # int64 [rows], positions among the level's tokens of the request, for causal and window_left
     places: Tensor
     positions: Tensor  # int64 [rows], what the variant is told
     indices: Tensor  # int64 [rows], among the rows of the request
