@@ -222,7 +222,8 @@ def _variants() -> Finding:
     """What a variant's kernels are compiled with for this machine's CPU; those of GPUs need nvcc or NVRTC."""
     command = compilers.cpp_compiler()
     if command is None:
-        advice = f"{compilers.no_cpp_compiler()}; Python functions and built-ins are interpreted on the CPU, slowly"
+        instead = "Python functions and built-ins are interpreted on the CPU, slowly"
+        advice = f"{compilers.no_cpp_compiler()}; {instead}"
         return Finding("--", "C++ compiler", "not found; only needed for variants on a CPU", advice)
     return Finding("ok", "C++ compiler", f"{' '.join(command)}, for variants on a CPU")
 

@@ -35,7 +35,7 @@ from .manifest import (
 
 logger = logging.getLogger("attn_backend")
 
-# Not from kernels/native.py, which imports tvm-ffi: `make wheel` compiles kernels in an environment without it.
+# Not from kernels/native.py, which imports tvm-ffi: `make wheel` compiles the kernels without it.
 PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 

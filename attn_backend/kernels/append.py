@@ -1,4 +1,4 @@
-"""Writes new K and V to the cache: as they are, rotated and normalized together with Q, or as latents of MLA."""
+"""Appends new K and V to the cache: as they are, normalized and rotated with Q, or as latents of MLA."""
 
 from __future__ import annotations
 
