@@ -26,8 +26,8 @@ def refuse(name: str, value: object, must_be: str) -> NoReturn:
     raise ValueError(f"{name} is {describe(value)}, must be {must_be}")
 
 
-def check_types(wanted: type, must_be: str, **arguments: object) -> None:
-    """Refuses arguments of another type than `wanted`."""
+def check_types(wanted: type | tuple[type, ...], must_be: str, **arguments: object) -> None:
+    """Refuses arguments of another type than `wanted`, or than each of them."""
     for name, value in arguments.items():
         if not isinstance(value, wanted):
             refuse(name, value, must_be)

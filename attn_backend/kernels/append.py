@@ -31,6 +31,7 @@ from . import torch_ops
 from .native import DTYPE_NAMES, by_name, kernel_file, kv_element_of, library
 
 
+@torch_ops.eager
 @dataclass(frozen=True, eq=False)
 class Rotary:
     """A rotary position embedding (RoPE, arXiv 2104.09864): pair i of a head turns by the angle of pair i at
@@ -75,6 +76,7 @@ def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dt
     return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element_of(kv_dtype, dtype)), device)
 
 
+@torch_ops.eager
 def append_qkv(
     q: Tensor,
     k: Tensor,
@@ -354,6 +356,7 @@ class _Launchers(dict[int, Callable[..., Any]]):
 _launchers = _Launchers()
 
 
+@torch_ops.eager
 def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
     """Writes token i of k and v to slot `slots[i]` of the cache: page `slots[i] // page_size`, token
     `slots[i] % page_size` in it.
@@ -430,6 +433,7 @@ def _latent_kernel(device: torch.device) -> str:
     return kernel_file("append_latent", device)
 
 
+@torch_ops.eager
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
     """Writes token i to slot `slots[i]` of a cache of MLA (DeepSeek-V2, arXiv 2405.04434): its latent,
     followed by the rotated part of the key.

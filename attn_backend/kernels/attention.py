@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from numbers import Real
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
+from types import NoneType
+from typing import Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from ..validation import (
     explain_failure,
     refuse,
 )
+from ..variants import Variant
 from . import selection, torch_ops
 from .native import (
     DTYPE_NAMES,
@@ -60,10 +62,6 @@ from .native import (
 from .schedule import Schedule, describe_errors
 from .selection import SelectedTokens
 from .variant import AttentionVariant, VariantArgs, window_of_level
-
-if TYPE_CHECKING:
-    from ..variants import Variant
-
 
 FLOAT8_Q_DTYPES = SCALED_DTYPES  # that Q may have, over a cache of the same
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
@@ -287,7 +285,8 @@ def choose_design(
     """The kernel design that schedules are made for; None: the CPU's."""
     if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
         refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
-    transforms = variant is not None and _checked(variant).has_transforms
+    check_types((Variant, NoneType), "a Variant or None", variant=variant)
+    transforms = variant is not None and variant.has_transforms
     if device.type == "cpu" and kernel is None:
         return None
     arch = arch_on(device) if device.type == "cuda" else None
@@ -301,13 +300,6 @@ def choose_design(
             )
         refuse("kernel", kernel, f"{', '.join(map(repr, designs))} or None: {why}")
     return next(iter(designs.values())) if kernel is None else designs[kernel]
-
-
-def _checked(variant: Variant) -> Variant:
-    from ..variants import Variant  # imported already if the argument is one
-
-    check_types(Variant, "a Variant or None", variant=variant)
-    return variant
 
 
 def explain_failed_run(
@@ -589,19 +581,21 @@ class Attention:
             sinks=sinks,
             float8_out=float8_out,
         )
-        kernels = (
-            design,
-            dtype,
-            dims,
-            device,
-            sinks,
-            kv_dtype,
-            q_dtype != dtype,
-            float8_out,
-            max_levels,
-            (num_qo_heads, num_kv_heads),
-        )
-        self._variant = None if variant is None else AttentionVariant(variant, *kernels)
+        self._variant = None
+        if variant is not None:
+            self._variant = AttentionVariant(
+                variant,
+                design=design,
+                dtype=dtype,
+                head_dim=dims,
+                device=device,
+                sinks=sinks,
+                kv_dtype=kv_dtype,
+                float8_q=q_dtype != dtype,
+                float8_out=float8_out,
+                max_levels=max_levels,
+                num_heads=(num_qo_heads, num_kv_heads),
+            )
         # keeps the planned tensors alive while their pointers lie in the workspace
         self._levels: Sequence[BSRView] = ()
 

@@ -111,6 +111,7 @@ Int = int | torch.Tensor  # one value, or int32 or int64 [batch]
 FilterOrder = Literal["top_k_first", "joint"]
 
 
+@torch_ops.eager
 @dataclass(frozen=True)
 class Samples:
     """What `sample` gives for a batch.
@@ -257,6 +258,7 @@ def _is_joint(filter_order: FilterOrder) -> bool:
     return filter_order == "joint"
 
 
+@torch_ops.eager
 def sample(
     logits: torch.Tensor,
     *,

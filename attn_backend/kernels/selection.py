@@ -83,6 +83,7 @@ def load(device: torch.device) -> None:
         library().load_selection(kernel_file("selected_slots", device), index)
 
 
+@torch_ops.eager
 def selected_slots(
     indices: Tensor,
     block_table: Tensor | None = None,

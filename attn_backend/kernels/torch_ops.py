@@ -7,8 +7,8 @@ whose checks and errors come when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,6 +29,18 @@ _attentions: WeakValueDictionary[int, Attention] = WeakValueDictionary()
 # An int, a float or a bool: operators take each as it is. A parameter declared as `float` would turn an int
 # or a bool into a float.
 _Number = torch.types.Number
+
+
+_eager: dict[str, Callable[..., Any]] = {}
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def eager(public: T) -> T:
+    """Decorates the public functions that operators call, and the classes that they make: this module is
+    below the modules that have them.
+    """
+    _eager[public.__name__] = public
+    return public
 
 
 def know(handle: int, attention: Attention) -> None:
@@ -170,9 +182,7 @@ def _append_kv(
     v_number: _Number | None,
     slots: Tensor,
 ) -> None:
-    from .append import append_kv
-
-    append_kv(k, v, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots)
+    _eager["append_kv"](k, v, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots)
 
 
 def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
@@ -191,9 +201,9 @@ def _append_mla_kv(
     v_number: _Number | None,
     slots: Tensor,
 ) -> None:
-    from .append import append_mla_kv
-
-    append_mla_kv(latent, rope, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots)
+    _eager["append_mla_kv"](
+        latent, rope, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots
+    )
 
 
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
@@ -221,15 +231,13 @@ def _append_qkv(
     norm_eps: _Number,
     norm_offset: _Number,
 ) -> None:
-    from .append import Rotary, append_qkv
-
-    append_qkv(
+    _eager["append_qkv"](
         q,
         k,
         v,
         _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number),
         slots,
-        rotary=None if table is None else Rotary(table, interleaved),
+        rotary=None if table is None else _eager["Rotary"](table, interleaved),
         positions=positions,
         q_norm=q_norm,
         k_norm=k_norm,
@@ -266,9 +274,7 @@ def _selected_slots(
     kv_lens: Tensor | None,
     out: Tensor,
 ) -> None:
-    from .selection import selected_slots
-
-    selected_slots(
+    _eager["selected_slots"](
         indices,
         block_table,
         requests,
@@ -317,9 +323,7 @@ def _sample(
     logprobs_of: str,
     row_ctas: _Number,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from .sampling import sample
-
-    samples = sample(
+    samples = _eager["sample"](
         logits,
         out=token_ids,
         workspace=workspace,
@@ -369,8 +373,6 @@ def sample(
     """numbers: the arguments of sampling.sample that are numbers or tensors, by name; options: the others,
     except logits and generator.
     """
-    from .sampling import Samples
-
     if generator is not None:
         raise ValueError(
             "generator is given, must be None in a compiled function: a graph would repeat its draws"
@@ -386,9 +388,10 @@ def sample(
     for name, value in numbers.items():
         options[name], options[f"{name}_number"] = _split(value)
     valid, logprobs, top_token_ids, top_logprobs = _sample(logits, token_ids=token_ids, **options)
-    return Samples(
+    made: Samples = _eager["Samples"](
         token_ids,
         valid,
         logprobs if return_logprobs else None,
         *((top_token_ids, top_logprobs) if num_top_logprobs else (None, None)),
     )
+    return made

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,9 @@ from ..metadata.kv_cache import Scale
 from ..metadata.views import check_page_ids
 from ..settings import Settings
 from ..validation import dtype_name, refuse
+from ..variants import Variant, builtin
 from ..variants.params import check_shapes
 from .native import MissingKernelError, kv_element_of, library
-
-if TYPE_CHECKING:
-    from ..variants import Variant
 
 
 def window_of_level(view: BSRView, of_variant: int = -1, name: str = "") -> int:
@@ -97,8 +95,6 @@ def place_of(variant: Variant) -> tuple[str, str]:
 
 
 def _of_builtin(variant: Variant) -> tuple[str, str]:
-    from ..variants import builtin
-
     if variant.name in builtin.__all__:
         with suppress(TypeError):  # it needs arguments
             if getattr(builtin, variant.name)().source == variant.source:

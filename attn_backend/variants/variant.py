@@ -21,6 +21,8 @@ from .reference import Reference, ReferenceFunctions
 from .tracing import MASK_MOD, SCORE_MOD, Bound, TracingError, error_at_definition, trace
 
 _MAX_NAME = 40
+# The functions of builtin.py that make a variant, by their names: builtin.py fills it.
+BUILTINS: dict[str, Callable[..., Variant]] = {}
 
 
 class Variant:
@@ -328,16 +330,9 @@ class Variant:
         Raises:
             ValueError: there is none of this name.
         """
-        from . import builtin
-
-        # the others make parameters
-        names = [
-            each for each in builtin.__all__ if getattr(builtin, each).__annotations__["return"] == "Variant"
-        ]
-        if name not in names:
-            raise ValueError(f"name is {describe(name)}, must be one of {', '.join(names)}")
-        made: Variant = getattr(builtin, name)(*args, **kwargs)
-        return made
+        if not isinstance(name, str) or name not in BUILTINS:
+            refuse("name", name, f"one of {', '.join(BUILTINS)}")
+        return BUILTINS[name](*args, **kwargs)
 
     @classmethod
     def combine(cls, *variants: Variant) -> Variant:
