@@ -15,8 +15,9 @@ import torch
 from benchmarks.batches import Batch, SharedBatch
 from benchmarks.timing import Launch, Timer
 
-Run = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]  # output; in parts: one after another
-Kernels = dict[str, Callable[[], Run]]  # by name
+Run = Callable[[], torch.Tensor]
+RunInParts = Callable[[], tuple[torch.Tensor, ...]]  # the outputs of the first rows, of the next rows, ...
+Kernels = dict[str, Callable[[], Run | RunInParts]]  # by name
 
 FLASHINFER_WORKSPACE = 512 << 20  # bytes; 128 MB are recommended, too little for some large batches
 
@@ -38,7 +39,7 @@ class Paged(Protocol):
 
 
 def time_of(
-    name: str, case: str, make: Callable[[], Run], timer: Timer
+    name: str, case: str, make: Callable[[], Run | RunInParts], timer: Timer
 ) -> tuple[float | None, torch.Tensor | None]:
     """(µs, output) of a peer, or (None, None): a peer that fails says why and stops nothing."""
     try:
@@ -275,7 +276,7 @@ def flashinfer_persistent(batch: Batch) -> Run:
     return run
 
 
-def flashinfer_pod(batch: Batch) -> Run:
+def flashinfer_pod(batch: Batch) -> RunInParts:
     """FlashInfer's POD-Attention: one prefill over contiguous K and V, and decodes over pages.
 
     The K and V of the prefill, the batch's first request, are made contiguous beforehand. Its plan copies
