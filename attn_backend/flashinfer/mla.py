@@ -227,7 +227,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 q_rope, is_one = None, ckv_cache.shape[0] > 0
             k, v, k_rope = (
                 (ckv_cache, None, kpe_cache)
-                if is_one and self._planned.is_direct
+                if is_one and not self._planned.is_interpreted
                 else (*self._joined(ckv_cache, kpe_cache), None)
             )
             return self._run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.attention import Attention, refuse_run
-from ..kernels.native import by_name
-from ..metadata import BSRView, Composition, KVCache
+from ..kernels.attention import Attention
+from ..metadata import BSRView, Composition
 from ..validation import check_handle, explain_failure, refuse
 from ..variants import Variant, builtin
 from .arguments import (
@@ -39,7 +37,6 @@ from .arguments import (
 from .features import not_supported
 from .jit.attention import has_sinks, jit_variant
 
-LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 1024
 _LEAST_BATCH = 64
 _ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU: reading it would wait for the device
@@ -154,10 +151,9 @@ class PlannedAttention:
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
-        self.is_direct = False  # runs need nothing that Attention.run does besides
+        self.is_interpreted = False  # the variant is; runs then take K of MLA in one tensor
         self._is_float8 = self._has_float8_out = self._out_has_qs_dtype = self._out_is_like_q = False
         self._like_lse: Tensor | None = None  # of the last lse's shape
-        self._library_run = by_name("run", last="out_scale")
 
     @property
     def max_rows(self) -> int:
@@ -276,8 +272,8 @@ class PlannedAttention:
         self._made_for = made_for
         self._like_lse = None
         self._is_float8 = heads.is_over_float8
-        is_interpreted = self._attention._variant is not None and self._attention._variant.is_interpreted
-        self.is_direct = type(self._attention) is Attention and not is_interpreted
+        bound = self._attention._variant
+        self.is_interpreted = bound is not None and bound.is_interpreted
         self._has_float8_out = heads.float8_out
         self._out_has_qs_dtype = heads.q_dtype == heads.o_dtype
         self._out_is_like_q = self._out_has_qs_dtype and heads.head_dims.v == heads.head_dims.qk
@@ -302,13 +298,12 @@ class PlannedAttention:
         args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan: by one call of the library, which takes tensors as they are given; by
-        Attention.run where that does more (is_direct).
+        """Runs the last plan over tensors as they are given.
 
         Args:
             k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens,
-                num_kv_heads, head_dim], with is_hnd [num_kv_heads, tokens, head_dim]. With k_rope, which only
-                direct runs take, k is the latents of MLA, and v is None.
+                num_kv_heads, head_dim], with is_hnd [num_kv_heads, tokens, head_dim]. With k_rope, k has the
+                latents of MLA, and v is None; not if is_interpreted.
             scales: of Q, K and logits.
             q_rope, k_rope: the last columns of MLA's Q and K; those of K right after the others.
             kv_scale: of latents.
@@ -344,11 +339,6 @@ class PlannedAttention:
             out_scale, after = 1.0 if after is None else 1.0 / after, None
         made = out
         try:
-            check_handle("q", q)
-            if q_rope is not None:
-                check_handle("q_rope", q_rope)
-            if sinks is not None:
-                check_handle("sinks", sinks)
             if lse is not None:
                 check_handle("lse", lse)
             elif return_lse:
@@ -356,55 +346,28 @@ class PlannedAttention:
             if made is None:
                 is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
                 made = torch.empty_like(q) if is_like_q else attention._new_out(q, out_scale)
-            else:
+            elif made.is_neg() or made.requires_grad:
                 check_handle("out", made)
-            if self.is_direct:
-                if args is not None or attention._variant is not None:
-                    attention._bind(args, q)
-                errors = self._library_run(
-                    handle=attention._handle,
-                    q=q,
-                    k=k,
-                    v=v,
-                    out=made,
-                    lse=lse,
-                    sm_scale=scales.number,
-                    logits_soft_cap=self._soft_cap,
-                    after_append=False,
-                    k_scale=of_k,
-                    v_scale=of_v,
-                    q_scale=scales.q,
-                    sinks=sinks,
-                    lse_to_base_2=lse_to_base_2,
-                    is_hnd=is_hnd,
-                    q_rope=q_rope,
-                    k_rope=k_rope,
-                    out_scale=out_scale,
-                )
-                if errors:
-                    refuse_run(errors, attention._levels, k.shape[1 if is_hnd else 0])
-            else:
-                assert v is not None
-                kv = (
-                    KVCache.as_given(k, v)
-                    if k.ndim == 4
-                    else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
-                )
-                attention.run(
-                    q,
-                    kv.with_scales(of_k, of_v),
-                    q_rope=q_rope,
-                    out=made,
-                    lse=lse,
-                    sm_scale=scales.number,
-                    logits_soft_cap=self._soft_cap,
-                    variant_args=args,
-                    sinks=sinks,
-                    q_scale=scales.q,
-                    out_scale=out_scale,
-                )
-                if lse is not None and lse_to_base_2:
-                    lse.mul_(LOG2_E)
+            attention._run_raw(
+                q,
+                k,
+                v,
+                made,
+                lse,
+                scales.number,
+                self._soft_cap,
+                False,
+                q_rope,
+                of_k,
+                of_v,
+                scales.q,
+                sinks,
+                lse_to_base_2,
+                is_hnd,
+                k_rope,
+                out_scale,
+                args,
+            )
         except (
             AttributeError,
             OverflowError,
@@ -412,26 +375,6 @@ class PlannedAttention:
             TypeError,
             ValueError,
         ) as error:  # examined only on failure: each layer's call would pay for it
-            if attention._variant is not None and attention._variant.loads_missing_kernel(
-                attention._handle, error
-            ):
-                return self.run(
-                    q,
-                    k,
-                    v,
-                    scales,
-                    is_hnd=is_hnd,
-                    q_rope=q_rope,
-                    k_rope=k_rope,
-                    kv_scale=kv_scale,
-                    out=made,
-                    lse=lse,
-                    return_lse=return_lse,
-                    v_scale=v_scale,
-                    sinks=sinks,
-                    args=args,
-                    lse_to_base_2=lse_to_base_2,
-                )
             if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 3:
                 ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
             if not isinstance(error, ValueError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from numbers import Real
 from threading import Lock
 from types import NoneType
@@ -52,9 +53,11 @@ from .native import (
     InUseError,
     arch_on,
     by_name,
+    in_order,
     kernel_file,
     kv_element_of,
     library,
+    names_of,
     pack,
     unpack,
     values_of,
@@ -72,6 +75,28 @@ CASCADE_MODES: dict[bool | str, str] = {
     True: "kCascadeByCost",
     "always": "kCascadeAlways",
 }
+LOG2_E = math.log2(math.e)
+# Of the library's run, as _run_raw() gives them; those of SelectedTokens follow.
+_RUN_ARGUMENTS = (
+    "handle",
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "sm_scale",
+    "logits_soft_cap",
+    "after_append",
+    "q_rope",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "sinks",
+    "lse_to_base_2",
+    "is_hnd",
+    "k_rope",
+    "out_scale",
+)
 _MAX_CPU_BATCH = 2**20
 _MAX_FLOAT = torch.finfo(torch.float32).max
 
@@ -303,6 +328,7 @@ def choose_design(
 
 
 def explain_failed_run(
+    *,
     q: Tensor,
     q_rope: Tensor | None,
     kv: KVCache,
@@ -601,7 +627,7 @@ class Attention:
 
         self._library = library()
         self._plan_level = by_name("plan_level")
-        self._run, self._run_with_options = by_name("run", last="q_rope"), by_name("run", last="out_scale")
+        self._run = in_order("run", _RUN_ARGUMENTS)
         try:
             self._handle: int = self._library.attention_create(
                 self._config.pack(self._variant), self._config.kernel_files(self._variant)
@@ -855,16 +881,16 @@ class Attention:
                     "into the slots of the plan"
                 )
             explain_failed_run(
-                q,
-                q_rope,
-                kv,
-                out,
-                lse,
-                sinks,
-                self._sm_scale if sm_scale is None else sm_scale,
-                logits_soft_cap,
-                after_append,
-                None,
+                q=q,
+                q_rope=q_rope,
+                kv=kv,
+                out=out,
+                lse=lse,
+                sinks=sinks,
+                sm_scale=self._sm_scale if sm_scale is None else sm_scale,
+                logits_soft_cap=logits_soft_cap,
+                after_append=after_append,
+                selected=None,
             )
             out = self._new_out(q, out_scale) if out is None else out
             lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse and lse is None else lse
@@ -884,123 +910,182 @@ class Attention:
                 options | {"q_rope": q_rope, "q_scale": q_scale, "out_scale": out_scale},
             )
             return (out, lse) if return_lse else out  # type: ignore[return-value]
+        scale = self._sm_scale if sm_scale is None else sm_scale
         try:
-            check_handle("q", q)
-            if q_rope is not None:
-                check_handle("q_rope", q_rope)
             if out is None:
                 out = self._new_out(q, out_scale)
-            else:
+            elif out.is_neg() or out.requires_grad:
                 check_handle("out", out)
             if lse is not None:
                 check_handle("lse", lse)
             elif return_lse:
                 lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-            if self._variant is not None or variant_args is not None:
-                self._bind(variant_args, q)
-            scale = self._sm_scale if sm_scale is None else sm_scale
-            if (
-                sinks is None
-                and q_scale is None
-                and out_scale is None
-                and kv.k_scale is None
-                and kv.v_scale is None
-                and selected is None
-            ):
-                errors = self._run(
-                    handle=self._handle,
-                    q=q,
-                    k=kv.k,
-                    v=kv.v,
-                    out=out,
-                    lse=lse,
-                    sm_scale=scale,
-                    logits_soft_cap=logits_soft_cap,
-                    after_append=after_append,
-                    q_rope=q_rope,
-                )
-            else:
-                if sinks is not None:
-                    check_handle("sinks", sinks)
-                if self._variant is not None:
-                    self._variant.check_scales(
-                        kv, self._levels, self._config.cascade is not False and not self.batch_invariant
-                    )
-                run = (
-                    self._run_with_options
-                    if selected is None
-                    else partial(by_name("run"), **selected.for_library())
-                )
-                errors = run(
-                    handle=self._handle,
-                    q=q,
-                    k=kv.k,
-                    v=kv.v,
-                    out=out,
-                    lse=lse,
-                    sm_scale=scale,
-                    logits_soft_cap=logits_soft_cap,
-                    after_append=after_append,
-                    q_rope=q_rope,
-                    sinks=sinks,
-                    k_scale=kv.k_scale,
-                    v_scale=kv.v_scale,
-                    q_scale=checked_scale("q_scale", q_scale),
-                    out_scale=checked_scale("out_scale", out_scale),
-                )
+            self._run_raw(
+                q,
+                kv.k,
+                kv.v,
+                out,
+                lse,
+                scale,
+                logits_soft_cap,
+                after_append,
+                q_rope,
+                kv.k_scale,
+                kv.v_scale,
+                q_scale if q_scale is None else checked_scale("q_scale", q_scale),
+                sinks,
+                False,
+                False,
+                None,
+                out_scale if out_scale is None else checked_scale("out_scale", out_scale),
+                variant_args,
+                selected,
+            )
         except (
             AttributeError,
             OverflowError,
             RuntimeError,
             TypeError,
-        ) as error:  # examined only on failure: each layer's call would pay for it
-            if self._variant is not None and self._variant.loads_missing_kernel(self._handle, error):
-                given: dict[str, Any] = {
-                    "out": out,
-                    "lse": lse,
-                    "return_lse": return_lse,
-                    "sm_scale": sm_scale,
-                    "after_append": after_append,
-                }
-                given |= {
-                    "q_rope": q_rope,
-                    "variant_args": variant_args,
-                    "sinks": sinks,
-                    "q_scale": q_scale,
-                    "out_scale": out_scale,
-                    "selected": selected,
-                }
-                # not the run of a subclass, which has not ended yet
-                return Attention.run(self, q, kv, **given)
+        ):  # examined only on failure: each layer's call would pay for it
             explain_failed_run(
-                q,
-                q_rope,
-                kv,
-                out,
-                lse,
-                sinks,
-                self._sm_scale if sm_scale is None else sm_scale,
-                logits_soft_cap,
-                after_append,
-                selected,
+                q=q,
+                q_rope=q_rope,
+                kv=kv,
+                out=out,
+                lse=lse,
+                sinks=sinks,
+                sm_scale=scale,
+                logits_soft_cap=logits_soft_cap,
+                after_append=after_append,
+                selected=selected,
             )
             raise
-        if errors:
-            refuse_run(errors, self._levels, kv.num_pages)
-        if self._variant is not None and self._variant.is_interpreted:
-            whole_q = q if q_rope is None else torch.cat((q, q_rope), -1)
-            self._variant.interpret(self._levels, whole_q, kv, out, lse, scale, sinks, q_scale, out_scale)
         return out if lse is None or not return_lse else (out, lse)
+
+    def _run_raw(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        sm_scale: float,
+        logits_soft_cap: float,
+        after_append: bool,
+        q_rope: Tensor | None,
+        k_scale: Scale,
+        v_scale: Scale,
+        q_scale: Scale,
+        sinks: Tensor | None,
+        lse_to_base_2: bool,
+        is_hnd: bool,
+        k_rope: Tensor | None,
+        out_scale: Scale,
+        variant_args: VariantArgs | None,
+        selected: SelectedTokens | None = None,
+    ) -> None:
+        """Runs the last plan: for `run`, and for FlashInfer's wrappers, whose K and V come in more forms.
+
+        The order of the arguments is the library's: names would cost each layer a microsecond.
+
+        Args:
+            k, v: of a KVCache; or ragged, [tokens, num_kv_heads, head_dim], with is_hnd [num_kv_heads,
+                tokens, head_dim].
+            out, lse: their handles have been checked; scales, too.
+            lse_to_base_2: lse is a binary logarithm.
+            k_rope: the last columns of MLA's K, right behind those of k; v is then None. Not under a variant
+                that is interpreted.
+            The others: as of `run`.
+
+        Raises:
+            ValueError: as `run`.
+            AttributeError, OverflowError, RuntimeError, TypeError: an argument of a wrong type, or a failed
+                launch: explain_failed_run() finds the argument.
+        """
+        if q.is_neg() or q.requires_grad:
+            check_handle("q", q)
+        if q_rope is not None:
+            check_handle("q_rope", q_rope)
+        variant = self._variant
+        if variant is not None or variant_args is not None:
+            self._variant_of(variant_args).bind(self._handle, variant_args, q)
+        is_plain = (
+            sinks is None
+            and k_scale is None
+            and v_scale is None
+            and q_scale is None
+            and out_scale is None
+            and selected is None
+            and k_rope is None
+            and not (is_hnd or lse_to_base_2)
+        )
+        run = self._run
+        if not is_plain:
+            if sinks is not None:
+                check_handle("sinks", sinks)
+            if variant is not None:
+                is_shared = self._config.cascade is not False and not self.batch_invariant
+                variant.check_scales(k_scale, v_scale, self._levels, is_shared)
+            if selected is not None:
+                tensors = selected.for_library()
+                last = [tensors.get(name) for name in names_of("run")[len(_RUN_ARGUMENTS) :]]
+                run = lambda *given: self._run(*given, *last)  # noqa: E731
+        while True:
+            try:
+                if is_plain:
+                    errors = run(
+                        self._handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, q_rope
+                    )
+                else:
+                    errors = run(
+                        self._handle,
+                        q,
+                        k,
+                        v,
+                        out,
+                        lse,
+                        sm_scale,
+                        logits_soft_cap,
+                        after_append,
+                        q_rope,
+                        k_scale,
+                        v_scale,
+                        q_scale,
+                        sinks,
+                        lse_to_base_2,
+                        is_hnd,
+                        k_rope,
+                        out_scale,
+                    )
+                break
+            except RuntimeError as error:
+                if variant is None or not variant.loads_missing_kernel(self._handle, error):
+                    raise
+        if errors:
+            refuse_run(errors, self._levels, k.shape[1 if is_hnd else 0])
+        if variant is not None and variant.is_interpreted:
+            assert v is not None
+            if k.ndim == 3:  # ragged: pages of one token
+                k, v = ((x.transpose(0, 1) if is_hnd else x).unsqueeze(1) for x in (k, v))
+            variant.interpret(
+                self._levels,
+                q=q if q_rope is None else torch.cat((q, q_rope), -1),
+                kv=KVCache.unchecked(k, v, k_scale, v_scale),
+                out=out,
+                lse=lse,
+                sm_scale=sm_scale,
+                sinks=sinks,
+                q_scale=q_scale,
+                out_scale=out_scale,
+            )
+            if lse is not None and lse_to_base_2:
+                lse.mul_(LOG2_E)
 
     def _new_out(self, q: Tensor, out_scale: Scale) -> Tensor:
         dtype = self.dtype if out_scale is None else torch.float8_e4m3fn
         if self.head_dim_v == self.head_dim and self.q_dtype == dtype:
             return torch.empty_like(q)
         return q.new_empty((q.shape[0], self.num_qo_heads, self.head_dim_v), dtype=dtype)
-
-    def _bind(self, variant_args: VariantArgs | None, q: Tensor) -> None:
-        """Gives the variant its arguments, for the run that follows."""
-        self._variant_of(variant_args).bind(self._handle, variant_args, q)
 
     def _variant_of(self, variant_args: VariantArgs | None) -> AttentionVariant:
         if self._variant is None:
@@ -1054,11 +1139,9 @@ class DebugAttention(Attention):
         with self._until_done():
             super().plan(composition, variant_args=variant_args)
 
-    def run(self, *arguments: Any, **options: Any) -> Any:
-        if is_compiling():
-            return super().run(*arguments, **options)
+    def _run_raw(self, *arguments: Any, **options: Any) -> None:
         with self._until_done():
-            return super().run(*arguments, **options)
+            super()._run_raw(*arguments, **options)
 
     @contextmanager
     def _until_done(self) -> Iterator[None]:

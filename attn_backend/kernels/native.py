@@ -102,6 +102,21 @@ def by_name(function: str, last: str | None = None) -> Callable[..., Any]:
     return made
 
 
+def in_order(function: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of the library, whose first arguments have these names: for calls that must not pay for
+    names. Those that are not given are None.
+
+    Raises:
+        TypeError: its arguments are others, or in another order.
+    """
+    if names_of(function)[: len(names)] != names:
+        raise TypeError(
+            f"{function} has the arguments {', '.join(names_of(function))}; got {', '.join(names)}"
+        )
+    found: Callable[..., Any] = getattr(library(), function)
+    return found
+
+
 @cache
 def _dtypes() -> dict[str, numpy.dtype[Any]]:
     dtypes: dict[str, numpy.dtype[Any]] = {}

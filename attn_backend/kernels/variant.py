@@ -509,7 +509,9 @@ class AttentionVariant:
         windows = [window for window in (view.window_left, self.variant.window_left) if window >= 0]
         return causal, min(windows, default=-1)
 
-    def check_scales(self, kv: KVCache, levels: Sequence[BSRView], is_shared: bool) -> None:
+    def check_scales(
+        self, k_scale: Scale, v_scale: Scale, levels: Sequence[BSRView], is_shared: bool
+    ) -> None:
         """Refuses scales of requests where a transform sees a token for several: it sees numbers times their
         scale. is_shared: plan looks for prefixes.
 
@@ -522,8 +524,8 @@ class AttentionVariant:
             or levels[0].requests is not None
         )
         for name, scale, transforms in (
-            ("K", kv.k_scale, self.variant.has_key),
-            ("V", kv.v_scale, self.variant.has_value),
+            ("K", k_scale, self.variant.has_key),
+            ("V", v_scale, self.variant.has_value),
         ):
             if (
                 is_shared
@@ -670,17 +672,17 @@ class AttentionVariant:
         visibilities = [self.visibility(view, len(levels)) for view in levels]
         interpret(
             self.variant,
-            self._bound or {},
-            levels,
-            visibilities,
-            q,
-            kv,
-            out,
-            lse,
-            sm_scale,
-            sinks,
-            q_scale,
-            out_scale,
+            args=self._bound or {},
+            levels=levels,
+            visibilities=visibilities,
+            q=q,
+            kv=kv,
+            out=out,
+            lse=lse,
+            sm_scale=sm_scale,
+            sinks=sinks,
+            q_scale=q_scale,
+            out_scale=out_scale,
         )
 
     def _ahead(self) -> str:

@@ -171,7 +171,7 @@ def test_an_interrupt_ends_the_compilers(fake: FakeKernels) -> None:
 import signal
 from pathlib import Path
 from attn_backend.cli.main import main
-from attn_backend.kernels import cubins
+from attn_backend.jit import cubins
 cubins.source_root = lambda: Path({str(fake.folder)!r})
 signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored: tests run in the background
 raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))

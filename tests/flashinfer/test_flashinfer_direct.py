@@ -1,9 +1,9 @@
-"""Runs that are one call of the library, of tensors as they are given: nothing is lost beside those that
-Attention.run checks.
-"""
+"""Runs that are one call of the library, with tensors as they are given: they do what Attention.run does."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +13,11 @@ from flashinfer_oracle import make_batch, workspace
 from torch import Tensor
 
 from attn_backend import flashinfer
+from attn_backend.flashinfer.arguments import ragged_cache
 from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.native import MissingKernelError, by_name, library
+from attn_backend.kernels.native import MissingKernelError, library
 from attn_backend.kernels.variant import AttentionVariant
+from attn_backend.metadata import KVCache
 
 Run = Callable[..., Any]
 LATENT = 512
@@ -75,6 +77,34 @@ RUNS: dict[str, tuple[Callable[[], Run], dict[str, Any]]] = {
 }
 
 
+def _replace_run(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    """Attentions that are made from now on run by this function instead of the library's."""
+    monkeypatch.setattr("attn_backend.kernels.attention.in_order", lambda function, names: run)
+
+
+def _by_attention_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What Attention._run_raw does, by Attention.run."""
+    run_raw = Attention._run_raw
+
+    def run(attention: Attention, *arguments: Any) -> None:
+        given = inspect.signature(run_raw).bind(attention, *arguments).arguments
+        del given["self"]
+        k, v, k_rope, is_hnd = (given.pop(name) for name in ("k", "v", "k_rope", "is_hnd"))
+        lse, lse_to_base_2 = given["lse"], given.pop("lse_to_base_2")
+        if k_rope is not None:
+            k = torch.cat((k, k_rope), -1).unsqueeze(2)
+            v = k[..., :LATENT]
+        kv = KVCache.as_given(k, v) if k.ndim == 4 else ragged_cache(k, v, "HND" if is_hnd else "NHD")
+        kv = kv.with_scales(given.pop("k_scale"), given.pop("v_scale"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Attention, "_run_raw", run_raw)
+            attention.run(kv=kv, **given)
+        if lse is not None and lse_to_base_2:
+            lse.mul_(math.log2(math.e))
+
+    return run
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options = RUNS[name]
@@ -98,16 +128,21 @@ def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPat
             assert torch.equal(given[0], out)
             assert torch.equal(given[1], lse)
 
-    # whose Attention is another, so that runs are Attention.run
-    monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "_run_raw", _by_attention_run(monkeypatch))
+        wanted, wanted_lse = run(return_lse=True, **options)
+        assert torch.equal(out, wanted)
+        torch.testing.assert_close(lse, wanted_lse)
+        run(lse=given[1].fill_(torch.nan), **options)
+        assert torch.equal(given[1], wanted_lse)
+        assert lse.isfinite().all()
+
+    monkeypatch.setenv("ATTN_BACKEND_DEBUG", "1")  # another class of Attention
     torch.manual_seed(0)
     run = make()
-    wanted, wanted_lse = run(return_lse=True, **options)
-    assert torch.equal(out, wanted)
-    torch.testing.assert_close(lse, wanted_lse)
-    run(lse=given[1].fill_(torch.nan), **options)
-    assert torch.equal(given[1], wanted_lse)
-    assert lse.isfinite().all()
+    checked, checked_lse = run(return_lse=True, **options)
+    assert torch.equal(out, checked)
+    assert torch.equal(lse, checked_lse)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +183,10 @@ def test_refuses_what_a_handle_does_not_tell(name: str) -> None:
 def test_an_error_of_the_one_call_is_the_error_of_the_run(
     make: Callable[[], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(**_: Any) -> None:
+    def failing(*_: Any) -> None:
         raise RuntimeError("an error that no argument explains")
 
-    monkeypatch.setattr("attn_backend.flashinfer.wrapper.by_name", lambda *_, **__: failing)
+    _replace_run(monkeypatch, failing)
     with pytest.raises(RuntimeError, match="an error that no argument explains"):
         make()()
 
@@ -207,14 +242,14 @@ def test_names_a_page_beyond_the_cache() -> None:
 def test_runs_again_once_a_late_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of variants that only some plans need come with the first run that asks for them."""
     run = decode("NHD", "one", pos_encoding_mode="ALIBI")
-    expected, library_run, missing = run(), by_name("run", last="out_scale"), ["attention_late"]
+    expected, library_run, missing = run(), library().run, ["attention_late"]
 
-    def late(**given: Any) -> Any:
+    def late(*given: Any) -> Any:
         if missing:
             raise MissingKernelError(missing[0])
-        return library_run(**given)
+        return library_run(*given)
 
-    monkeypatch.setattr("attn_backend.flashinfer.wrapper.by_name", lambda *_, **__: late)
+    _replace_run(monkeypatch, late)
     run = decode("NHD", "one", pos_encoding_mode="ALIBI")
     monkeypatch.setattr(AttentionVariant, "file_of", lambda _, name: f"{name}.cubin")
     monkeypatch.setattr(

@@ -176,7 +176,7 @@ def test_no_plain_copy_stays_in_the_temporary_folder(end: str, tmp_path: Path) -
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     code = (
-        f"import os; from pathlib import Path; from attn_backend.kernels import code_address as c; "
+        f"import os; from pathlib import Path; from attn_backend.jit import code_address as c; "
         f"print(c.usable(Path({str(cubin)!r}))); {end}"
     )
     variables = os.environ | {"TMPDIR": str(temporary), "ATTN_BACKEND_PREFETCH_CODE": "0"}

@@ -580,11 +580,11 @@ def test_what_is_in_the_cache_is_found_without_a_compiler(cache: Path) -> None:
     cubins.find_library(ALIBI, "baseline", "float32", 64)
     program = (
         "import sys, variant_sources\n"
-        "from attn_backend.kernels import variant_kernels\n"
+        "from attn_backend.jit import cubins\n"
         "events = []\n"
         "sys.addaudithook(lambda event, given: events.append((event, given[0])) if event in ('open', "
         "'subprocess.Popen') else None)\n"
-        "variant_kernels.find_library(variant_sources.ALIBI, 'baseline', 'float32', 64, ahead=str)\n"
+        "cubins.find_library(variant_sources.ALIBI, 'baseline', 'float32', 64, ahead=str)\n"
         "print(*(f'{event} {what}' for event, what in events), sep='\\n')\n"
     )
     environment = os.environ | {
