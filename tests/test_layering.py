@@ -59,6 +59,33 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.args[0].value
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of ours that a file imports, anywhere but for type checkers only."""
+    typing_only = {
+        line
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    modules = {module_of(file) for file in FILES}
+    statements: dict[int, set[str]] = {}
+    for line, name in imported(path):
+        if name in modules and line not in typing_only:
+            statements.setdefault(line, set()).add(name)
+    # `from .part import module` needs the module; its package, which does not import it, is only the way
+    return {
+        name
+        for names in statements.values()
+        for name in names
+        if not any(other.startswith(f"{name}.") for other in names)
+    } - {module_of(path)}
+
+
 def part_of(path: Path) -> str:
     """A key of MAY_IMPORT; 'attn_backend' for another file right in the package."""
     inside = path.relative_to(PACKAGE).with_suffix("").parts
@@ -177,3 +204,23 @@ def test_shared_headers_include_shared_headers_only(path: Path) -> None:
     """They compile with nvcc and g++, for host and device."""
     wrong = [str(name) for name in included(path) if name.suffix != ".h" or HOST_FOLDERS & set(name.parts)]
     assert not wrong
+
+
+def test_finds_lazy_imports() -> None:
+    assert "attn_backend.kernels.native" in imported_modules(PACKAGE / "cli" / "doctor.py")
+
+
+def test_no_import_cycle() -> None:
+    """Lazy imports count: two modules that need each other are one, or a third has what both need."""
+    graph = {module_of(path): imported_modules(path) for path in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
