@@ -64,10 +64,12 @@ def compiler(folder: Path) -> Path:
 def cubins_of_manifest() -> set[str]:
     """Names in a wheel of all standard kernels."""
     sys.path.insert(0, str(REPOSITORY))
-    from attn_backend.kernels import archs, manifest
+    from attn_backend.jit import manifest
 
     return {
-        f"attn_backend/cubins/{arch}/{name}.cubin" for arch in archs.ARCHS for name in manifest.kernels(arch)
+        f"attn_backend/cubins/{arch}/{name}.cubin"
+        for arch in manifest.ARCHS
+        for name in manifest.kernels(arch)
     }
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from workspace import config_of, layout_of, workspace_of
 
 from attn_backend import Attention, BSRView, KVCache, SelectedTokens
+from attn_backend.kernels.native import dtype_of
 from attn_backend.kernels.schedule import GROUP_COLUMNS
-from attn_backend.kernels.structs import dtype_of
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from workspace import config_of, workspace_of
 
 from attn_backend import Attention, BSRView, Composition
+from attn_backend.kernels.native import dtype_of, pack
 from attn_backend.kernels.schedule import Schedule
-from attn_backend.kernels.structs import dtype_of, pack
 
 __all__ = [
     "COMPILER",

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attn_backend import Attention
-from attn_backend.kernels.library import library
-from attn_backend.kernels.structs import unpack
+from attn_backend.kernels.native import library, unpack
 
 
 class Workspace(NamedTuple):

@@ -22,13 +22,13 @@ from torch import Tensor
 from workspace import workspace_of
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from attn_backend.kernels.schedule import Schedule
 from attn_backend.variants import builtin
 
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
 BLOCK = 128  # tokens, of the patterns below: a KV tile on Hopper

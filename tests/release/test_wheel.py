@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.kernels.archs import ARCHS
+from attn_backend.jit.manifest import ARCHS
 from release import wheel
 
 NAME = f"attn_backend-1.2.3-py3-none-{wheel.PLATFORM}.whl"
