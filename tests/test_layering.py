@@ -129,11 +129,32 @@ def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
     assert not reads
 
 
-@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=ids)
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [*FILES, *TESTS], ids=ids)
 def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
     # but by their own tests
     foreign = {name for name in ("integration", "benchmarks") if ROOT / "tests" / name not in path.parents}
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in foreign]
+
+
+@pytest.mark.parametrize("path", [path for path in TESTS if "adapters" not in path.parts], ids=ids)
+def test_tests_share_helpers_only(path: Path) -> None:
+    """No test imports another test, nor changes what a helper has: other tests of the process read it."""
+    tests = {path.stem for path in TESTS if path.name.startswith("test_")}
+    helpers = {path.stem for path in TESTS} - tests
+    assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in tests]
+    patched = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "setattr"
+        and isinstance(node.args[0], ast.Name)
+        and node.args[0].id in helpers & {name for _, name in imported(path)}
+        and not any(keyword.arg == "raising" for keyword in node.keywords)  # adds a name
+    ]
+    assert not patched
 
 
 @pytest.mark.parametrize(

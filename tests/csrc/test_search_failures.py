@@ -14,7 +14,7 @@ import pytest
 import schedule_model
 import torch
 from forests import Batch, random_batch
-from test_device_planner import SHAPES, make_attention
+from planner_attentions import SHAPES, make_attention
 from workspace import config_of
 
 from attn_backend import Attention, BSRView

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import schedule_model
 import torch
-from test_concurrency import Served
+from served_requests import Served
 
 from attn_backend import BSRView, PageTable, sample, sampling_workspace
 from attn_backend.jit import cubins, manifest
