@@ -26,31 +26,28 @@ from torch.nn import Module
 
 from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.capability import warn_if_untried
-from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.layers import LayerSpec
+from attn_backend.kernels.append_qkv import append_rounded
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat
 from .batch import Batch, BatchReader, is_uniform
-from .float8_queries import QueryRounder, rounds_queries
-from .layer_cache import LayerCache, quantise
 from .mla import append_latents, ask_for_parts, has_latents
-from .page_tables import page_table
-from .plan import Plan
+from .plan import Plan, WindowSlots, page_table, rounds_queries
 from .support import (
     attention_layers,
     check_runner,
     cuts_spans,
     drafts_are_trees,
     drafts_in_blocks,
+    layer_spec,
     longest_extend,
     most_requests,
-    plan_key,
     refuse,
     slopes_of,
     verified_tokens,
     wants_spans,
 )
-from .window import WindowSlots
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ class Layer:
         self.head_dim: int = layer.head_dim
         self.head_dim_v: int = layer.v_head_dim
         self.sm_scale = float(layer.scaling)
-        self.of_encoder = plan.key.of_encoder
+        self.of_encoder = plan.spec.of_encoder
         self.cache = cache
 
 
@@ -122,7 +119,7 @@ class SGLangAttentionBackend(AttentionBackend):
         )
         self._window_slots: Tensor | None = None  # where this step's tokens go in the window pool
         self._allocate_buffers()
-        self._plans: dict[PlanKey, Plan] = {}
+        self._plans: dict[LayerSpec, Plan] = {}
         self._caches: dict[int, LayerCache] = {}
         self._layers: dict[RadixAttention, Layer] = {}
         for layer, parent in attention_layers(runner.model, is_encoder_decoder):
@@ -182,11 +179,15 @@ class SGLangAttentionBackend(AttentionBackend):
         if is_uniform(forward_batch.forward_mode):
             self._plan(forward_batch)
 
-    def plan_draft(self, batch: Batch | None) -> None:
-        """Plans one step of a draft model. None: nothing to attend to."""
+    def plan_step(self, batch: Batch | None) -> None:
+        """Plans a step for all layers. None: nothing to attend to."""
         self.forward_metadata = batch
-        if batch is not None:
-            for plan in self._plans.values():
+        if batch is None:
+            return
+        for plan in self._plans.values():
+            if plan.spec.of_this_step and batch.has_prefixes:
+                plan.current = None  # the model attends to the latents in this step
+            else:
                 self._plan_layers(plan, batch)
 
     def one_row_each(self, batch_size: int) -> Tensor:
@@ -194,21 +195,15 @@ class SGLangAttentionBackend(AttentionBackend):
         return self._reader.one_row_each(batch_size)
 
     def _plan(self, forward_batch: Any) -> None:
-        batch = self.forward_metadata = self._reader.read(forward_batch)
-        if batch is None:
-            return
-        if self._window is not None and forward_batch.out_cache_loc is not None:
+        batch = self._reader.read(forward_batch)
+        if batch is not None and self._window is not None and forward_batch.out_cache_loc is not None:
             self._window_slots = self._window.translate(forward_batch.out_cache_loc)
-        for plan in self._plans.values():
-            if plan.key.of_this_step and batch.has_prefixes:
-                plan.current = None  # the model attends to the latents in this step
-            else:
-                self._plan_layers(plan, batch)
+        self.plan_step(batch)
 
     def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
-        return plan.make(
+        return plan.plan(
             batch,
-            *page_table(plan.key, batch, self.req_to_token_pool.req_to_token, self.page_size, self._window),
+            *page_table(plan.spec, batch, self.req_to_token_pool.req_to_token, self.page_size, self._window),
         )
 
     def _plan_late(self, plan: Plan) -> Attention:
@@ -217,8 +212,8 @@ class SGLangAttentionBackend(AttentionBackend):
         """
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
-        if plan.key.of_this_step and self.forward_metadata.has_prefixes:
-            raise refuse("decompressed keys and values after a cached prefix")
+        if plan.spec.of_this_step and self.forward_metadata.has_prefixes:
+            refuse("decompressed keys and values after a cached prefix")
         return self._plan_layers(plan, self.forward_metadata)
 
     # Running.
@@ -277,7 +272,7 @@ class SGLangAttentionBackend(AttentionBackend):
         num_rows = q_heads.shape[0]
         out = _output(q, num_rows, known, forward_batch)
         out_heads = out.view(num_rows, known.num_qo_heads, known.head_dim_v)
-        if plan.key.of_this_step:
+        if plan.spec.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
         # at every step: it waits for KV that is still being loaded
@@ -354,12 +349,12 @@ class SGLangAttentionBackend(AttentionBackend):
         sinks: Tensor | None = extra.pop("sinks", None)
         given = sorted(name for name, value in extra.items() if value is not None)
         if given:
-            raise refuse(f"what this model's attention asks for ({', '.join(given)})")
+            refuse(f"what this model's attention asks for ({', '.join(given)})")
         if sinks is None:
             return None
         known = self._layers.get(layer)
-        if known is None or not known.plan.key.has_sinks:
-            raise refuse(
+        if known is None or not known.plan.spec.has_sinks:
+            refuse(
                 f"attention sinks that layer {layer.layer_id} of this model did not show when the engine "
                 f"started"
             )
@@ -370,17 +365,20 @@ class SGLangAttentionBackend(AttentionBackend):
     def _remember(self, layer: RadixAttention, parent: Module | None = None) -> Layer:
         in_window_pool = self._window is not None and self._window.holds(layer.layer_id)
         chunk = self._attention_chunk_size
-        key = plan_key(
-            layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, **self._of_model
+        spec = layer_spec(
+            layer,
+            parent,
+            kv_dtype=None if self.kv_dtype == self.dtype else self.kv_dtype,
+            in_window_pool=in_window_pool,
+            attention_chunk_size=chunk,
+            **self._of_model,
         )
-        if self.kv_dtype != self.dtype and not key.of_this_step:  # whose keys and values are in no cache
-            key = key._replace(kv_dtype=self.kv_dtype)
-        plan = self._plans.get(key)
+        plan = self._plans.get(spec)
         if plan is None:
-            nodes_of_trees = 0 if key.of_this_step else self._nodes_of_trees
-            float8_extends = self._has_extends and rounds_queries(key, self.device)
-            plan = self._plans[key] = Plan(
-                key, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends
+            nodes_of_trees = 0 if spec.of_this_step else self._nodes_of_trees
+            float8_extends = self._has_extends and rounds_queries(spec, self.device)
+            plan = self._plans[spec] = Plan(
+                spec, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends
             )
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
@@ -406,5 +404,103 @@ def _new_tokens(k: Tensor | None, v: Tensor | None, known: Layer) -> KVCache:
     """A step's own tokens, decompressed. The model has written their latents."""
     assert k is not None
     assert v is not None
-    heads = known.plan.key.num_kv_heads
+    heads = known.plan.spec.num_kv_heads
     return KVCache.from_ragged(k.view(-1, heads, known.head_dim), v.view(-1, heads, known.head_dim_v))
+
+
+class LayerCache:
+    """The buffers of one layer_id, which several layers may read.
+
+    The view is made again only when the engine reallocates them or changes the scales.
+    """
+
+    def __init__(self, makes_v_anew: bool = False) -> None:
+        """makes_v_anew: the pool returns another view as V at every step: a part of K's columns, latents.
+
+        SGLang's models write these themselves, too, and know no scale: it is 1, whatever a checkpoint says.
+        """
+        self._makes_v_anew = makes_v_anew
+        self._kv: KVCache | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._addresses: tuple[int, int, int] | None = None
+
+    def view(self, k: Tensor, v: Tensor, page_size: int) -> KVCache:
+        """k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of the model's dtype: the
+        same tensors at every step.
+        """
+        if (
+            self._kv is None
+            or self._buffers is None
+            or k is not self._buffers[0]
+            or (v is not self._buffers[1] and not self._makes_v_anew)
+        ):
+            self._kv, self._buffers = KVCache.from_slots(k, v, page_size), (k, v)
+        return self._kv
+
+    def float8_view(
+        self, layer: RadixAttention, k: Tensor, v: Tensor, page_size: int, *, writes: bool
+    ) -> KVCache:
+        """
+        Args:
+            layer: has the scales that elements are multiplied by: tensors [] of a checkpoint, which kernels
+                read when they run, numbers of --quantization-param-path, or None, which is 1.
+            k, v: as for view(), but float8: a pool stores those as uint8, and returns new views of them at
+                every step.
+            writes: whether the layer brings K and V. A layer that reads what another one wrote uses the
+                scales of that one.
+        """
+        kv = self._kv
+        scales = (layer.k_scale, layer.v_scale) if kv is None or writes else (kv.k_scale, kv.v_scale)
+        if self._makes_v_anew:
+            scales = (None, None)
+        addresses = (k.data_ptr(), v.data_ptr(), k.shape[0])
+        if (
+            kv is None
+            or addresses != self._addresses
+            or kv.k_scale is not scales[0]
+            or kv.v_scale is not scales[1]
+        ):
+            kv = self._kv = KVCache.from_slots(k, v, page_size, k_scale=scales[0], v_scale=scales[1])
+            self._addresses = addresses
+        return kv
+
+
+def quantise(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:
+    """What append_kv would write: x / scale rounded to a float8 dtype, and limited to the largest number that
+    there is.
+
+    For the pools that must write by themselves. They would divide K and V in place, in the projection's
+    output, and turn values that are too large into NaN.
+    """
+    largest = torch.finfo(dtype).max
+    scaled = x.float() if scale is None else x.float() / scale
+    return scaled.clamp(-largest, largest).to(dtype)
+
+
+class QueryRounder:
+    """Rounds queries as append_kv rounds K, in one launch that reads them where they are: in the projection's
+    output.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        """Makes the buffer, before anything is captured."""
+        self._all_slots = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._slots = self._all_slots[:0]  # of the last call: layers of a step have the same rows
+
+    def round(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """q: [rows, num_qo_heads, head_dim].
+
+        Returns the nearest numbers of dtype, a float8. What is beyond its largest number becomes that one.
+        """
+        num_rows = q.shape[0]
+        if num_rows != self._slots.shape[0]:
+            fits = num_rows <= self._all_slots.shape[0]
+            self._slots = (
+                self._all_slots[:num_rows]
+                if fits
+                else torch.arange(num_rows, dtype=torch.int32, device=q.device)
+            )
+        rounded = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+        pages = rounded.unsqueeze(1)  # of one token: a row
+        append_rounded(q, None, KVCache.as_given(pages, pages), self._slots)
+        return rounded

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+NAME = "attn_backend"  # of --attention-backend and --sampling-backend
+
 
 def release() -> str:
     """SGLang's version, or "unknown"."""

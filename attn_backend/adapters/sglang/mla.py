@@ -20,7 +20,8 @@ from attn_backend import KVCache, append_mla_kv
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES
 
-from . import NAME, compat
+from . import compat
+from .compat import NAME
 
 
 def has_latents(runner: Any) -> bool:

@@ -120,7 +120,7 @@ class SparseBackend(DeepseekSparseAttnBackend):
             [rows, num_heads, 512]
         """
         if attn_sink is not None:
-            raise refuse("attention sinks over selected tokens")
+            refuse("attention sinks over selected tokens")
         is_scaled = kv_cache.shape[-1] == SCALED_LATENT_BYTES
         cache = KVCache.from_latent(kv_cache.view(SCALED_LATENT_DTYPE) if is_scaled else kv_cache, v_head_dim)
         rows = self._rows[cache.dtype]

@@ -1,4 +1,7 @@
-"""What this package tells vLLM that it can do."""
+"""The backends that vLLM selects by name, and the features that they claim to support.
+
+vLLM asks these classes while it starts. A class serves models without latents: `mla.py` and `sparse_mla.py` have the others.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
-from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.impl import AttnImpl
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
-from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
-from attn_backend.adapters.vllm.refusal import with_ways_out
+from . import compat
+from .attention import AttnImpl, CpuAttnImpl
+from .compat import FLOAT8_CACHES
+from .metadata import AttnMetadataBuilder
+from .support import with_ways_out
 
 
 class AttnBackend(AttentionBackend):
@@ -108,3 +111,67 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def supports_pcp(cls) -> bool:
         return False
+
+
+class CpuAttnBackend(AttnBackend):
+    """vLLM takes whatever is registered as CPU_ATTN without asking what it supports: what cannot be served is
+    refused when a layer is built (impl.py).
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuAttnImpl]:
+        return CpuAttnImpl
+
+
+class DiffKvImpl(AttnImpl):
+    """A layer whose values are as wide as its model has just told the backend."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.head_size_v = DiffKvBackend.head_size_v
+        super().__init__(*args, **kwargs)
+
+
+class DiffKvBackend(AttnBackend):
+    """The KV cache of a layer is as AttnBackend's, with V of head_size_v columns."""
+
+    head_size_v: ClassVar[int] = 128
+
+    @staticmethod
+    def set_head_size_v(head_size_v: int) -> None:
+        """The model calls this before it makes a layer."""
+        DiffKvBackend.head_size_v = head_size_v
+
+    @classmethod
+    def is_supported_on_current_device(cls, *args: Any, **kwargs: Any) -> bool:
+        """What is not supported is refused when a layer is made: here vLLM would silently take another
+        backend.
+        """
+        return True
+
+    @staticmethod
+    def get_impl_cls() -> type[AttnImpl]:
+        return DiffKvImpl
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, head_size + DiffKvBackend.head_size_v)
+
+
+class CpuDiffKvImpl(DiffKvImpl, CpuAttnImpl):
+    """A layer on a CPU."""
+
+
+class CpuDiffKvBackend(DiffKvBackend, CpuAttnBackend):
+    """The same on a CPU, where vLLM has no such backend."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuAttnImpl]:
+        return CpuDiffKvImpl

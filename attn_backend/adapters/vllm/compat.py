@@ -24,9 +24,10 @@ version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import (
@@ -43,6 +44,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_backend.settings import Settings
+
+T = TypeVar("T")
+
+# Cache dtypes by vLLM's names. When vLLM makes a layer, "auto" is the model's dtype: vLLM has resolved what a
+# checkpoint declares.
+PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 # Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in
 # front.
@@ -100,28 +108,6 @@ def other_backends(vllm_config: VllmConfig) -> list[str]:
     )
 
 
-def unsupported_feature(vllm_config: VllmConfig) -> str | None:
-    """What the model or the deployment needs and this package does not have; None if nothing.
-
-    Only what not every release asks the backend about.
-    """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if getattr(model, "rswa_window", None) is not None:
-        return "reference sliding window attention (R-SWA)"
-    # vLLM forces it where it knows that backends need it, not on CPUs.
-    if is_prefix_lm(vllm_config) and not getattr(
-        vllm_config.scheduler_config, "disable_chunked_mm_input", False
-    ):
-        return (
-            "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
-        )
-    if getattr(vllm_config, "diffusion_config", None) is not None:
-        return "batches that mix causal and bidirectional requests (diffusion models)"
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        return "prefill context parallelism"
-    return None
-
-
 def dcp_group(kv_cache_spec: Any) -> Any:
     """The ranks that share the KV of a layer's cache (--decode-context-parallel-size); None: each has it
     whole.
@@ -158,30 +144,6 @@ def captures_single_tokens_alone(vllm_config: VllmConfig) -> bool:
     # asked at each build: runner V2 decides it after builders are made
     mode = vllm_config.compilation_config.cudagraph_mode
     return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL
-
-
-def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:
-    """What keeps a group of this size from sharing KV; None if nothing.
-
-    The layers check the rest (impl.py).
-    """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    advice = "pass --decode-context-parallel-size 1"
-    if current_platform.is_cpu():
-        return f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({advice})"
-    if size & (size - 1):
-        return (
-            f"decode context parallelism of {size} ranks: vLLM merges those of a power of two ({advice}, "
-            f"or 2, 4, 8)"
-        )
-    if batch_invariant():
-        return f"VLLM_BATCH_INVARIANT with decode context parallelism ({advice})"
-    if (
-        not getattr(model, "use_mla", False)
-        and parallel.tensor_parallel_size // model.get_total_num_kv_heads() % size
-    ):
-        return f"{size} ranks that share KV among them but not one KV head ({advice})"
-    return None
 
 
 def is_prefix_lm(vllm_config: VllmConfig) -> bool:
@@ -296,18 +258,6 @@ def uses_sparse_mla() -> bool:
     return hasattr(getattr(getattr(config, "model_config", None), "hf_config", None), "index_topk")
 
 
-def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
-    """What a deployment of a model with an indexer needs and this package does not have; None if nothing."""
-    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
-        return "latents in host memory (HiSparse)"
-    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        return (
-            "decode context parallelism of sparse attention over latents (pass "
-            "--decode-context-parallel-size 1)"
-        )
-    return None
-
-
 def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:
     """A layer's spec, so that a token's row has a number whatever lies between two of the layer's blocks.
 
@@ -340,3 +290,25 @@ def number_of_chunk(arguments: dict[str, Any]) -> int:
     number, or as an object.
     """
     return int(arguments["chunk_idx"] if "chunk_idx" in arguments else arguments["chunk"].index)
+
+
+def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:
+    """`make()`, with its device memory from torch's general pool whatever pool the caller is in.
+
+    Not while a CUDA graph is captured.
+
+    vLLM makes metadata builders inside the pool of its KV cache (compat.py says which releases). Sleep mode
+    unmaps that pool, and what comes back holds anything, while CUDA graphs go on using it.
+    torch.cuda.use_mem_pool holds for the thread that called it, and which of several nested pools wins
+    depends on torch's release: a thread of its own is in none of them.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def make_on_stream() -> T:
+        with torch.cuda.stream(stream):  # a thread begins with device 0 and its default stream
+            return make()
+
+    with ThreadPoolExecutor(1, "attn_backend") as thread:
+        return thread.submit(make_on_stream).result()

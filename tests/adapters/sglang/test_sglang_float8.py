@@ -17,8 +17,7 @@ from test_sglang_backend import WINDOWED, check, serve, serve_shared_prefix, ste
 from torch import Tensor
 
 from attn_backend.adapters.sglang import compat
-from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.layer_cache import LayerCache, quantise
+from attn_backend.adapters.sglang.backend import LayerCache, SGLangAttentionBackend, quantise
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TWO_LAYERS = (LayerShape(), LayerShape(logit_cap=30.0))

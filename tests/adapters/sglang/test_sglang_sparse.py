@@ -25,8 +25,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from attn_backend import KVCache, append_mla_kv
-from attn_backend.adapters.sglang import create_backend, sparse
+from attn_backend.adapters.sglang import sparse
 from attn_backend.adapters.sglang.mla import unsupported
+from attn_backend.adapters.sglang.plugin import create_backend
 from attn_backend.adapters.sglang.sparse import SparseBackend
 
 HEADS, TOPK, SLOTS = 16, 24, 320

@@ -1,4 +1,4 @@
-"""Attention of one layer: where vLLM's tensors meet run() and append_kv()."""
+"""Attention of one layer: vLLM's tensors go to run() and append_kv()."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from attn_backend.adapters.float8_queries import multiplies_float8
-from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES, PLAIN_CACHES, kv_cache_view
-from attn_backend.adapters.vllm.memory import outside_memory_pools
-from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
-from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, refuse
+from attn_backend.adapters.layers import LayerSpec, multiplies_float8
 from attn_backend.kernels.append import append_kv
 from attn_backend.kernels.head_dims import HeadDims
 from attn_backend.kernels.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.metadata.structure import describe
+
+from . import compat
+from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools
+from .metadata import AttnMetadata, window_left
+from .support import OTHER_BACKEND, refuse
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
@@ -36,7 +35,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         AttentionType.ENCODER_DECODER,
     )
     other_backend: ClassVar[str] = OTHER_BACKEND
-    head_size_v: int | None = None  # columns of V, where they are not K's (diff_kv.py)
+    head_size_v: int | None = None  # columns of V, if they differ from K's (DiffKvImpl)
     supports_dcp: bool = True
     supports_pcp: bool = False
     supports_quant_query_input: bool = False  # of some layers True
@@ -108,42 +107,33 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self._check_shared_kv(heads, alibi_slopes is not None, sliding_window)
 
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
-        key = PlanKey(
+        window = window_left(sliding_window)
+        # an encoder reads this step's K and V, which are in no cache
+        self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)
+        device = torch.get_default_device()
+        may_scale = heads.v == head_size and not shares_kv  # Q and the output by 8 bits
+        self.supports_quant_query_input = may_scale and multiplies_float8(self.float8, head_size, device)
+        # a causal step has no tokens to the right
+        sees_right = window >= 0 and (not is_decoder or compat.may_see_both_sides())
+        self.spec = LayerSpec(
             num_heads,
             self.num_kv_heads,
             head_size,
-            window_left(sliding_window),
+            window,
             causal=is_decoder,
             of_this_step=is_encoder,
-        )
-        key = key._replace(
+            window_right=window if sees_right else -1,
             has_alibi=alibi_slopes is not None,
             has_sinks=sinks is not None,
             logits_soft_cap=self.logits_soft_cap,
+            head_dim_v=None if heads.v == head_size else heads.v,
+            kv_dtype=self.float8,
+            float8_q=self.supports_quant_query_input,
+            float8_out=may_scale and compat.fuses_output_scales() and has_float8_outputs(head_size, device),
         )
-        # an encoder reads this step's K and V, which are in no cache
-        self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)
-        v_is_as_wide = heads.v == head_size
-        self.supports_quant_query_input = (
-            v_is_as_wide
-            and not shares_kv
-            and multiplies_float8(self.float8, head_size, torch.get_default_device())
-        )
-        float8_out = (
-            v_is_as_wide
-            and not shares_kv
-            and compat.fuses_output_scales()
-            and has_float8_outputs(head_size, torch.get_default_device())
-        )
-        key = key._replace(head_dim_v=None if v_is_as_wide else heads.v, kv_dtype=self.float8)
-        key = key._replace(float8_q=self.supports_quant_query_input, float8_out=float8_out)
-        if sliding_window is not None and (not is_decoder or compat.may_see_both_sides()):
-            key = key._replace(window_right=sliding_window - 1)  # which a causal step cuts anyway
-        self.plan_key = key
         self._float_sinks: torch.Tensor | None = None
         self.alibi_slopes: torch.Tensor | None = None
         if alibi_slopes is not None:
-            device = torch.get_default_device()
             self.alibi_slopes = outside_memory_pools(
                 lambda: torch.tensor(alibi_slopes, dtype=torch.float32, device=device), device
             )
@@ -152,7 +142,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         """vLLM asks before it takes the quantisation after a layer out of the model's graph, and gives its
         scale to forward(). It then matches all layers of these sizes, so the answer depends on nothing else.
         """
-        return self.plan_key.float8_out and compat.has_one_fixed_scale(quant_key)
+        return self.spec.float8_out and compat.has_one_fixed_scale(quant_key)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """vLLM calls this whenever weights have been loaded, also a second time."""
@@ -216,7 +206,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         Returns:
             output
         """
-        if output_block_scale is not None or (output_scale is not None and not self.plan_key.float8_out):
+        if output_block_scale is not None or (output_scale is not None and not self.spec.float8_out):
             raise NotImplementedError(
                 "attn_backend does not quantize its output by blocks, nor where vLLM is not configured to "
                 "fuse that (fuse_attn_quant)"
@@ -227,7 +217,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             if self.dcp_world_size > 1:
                 query.new_empty((4 * self.dcp_world_size, *query.shape))
             return output.fill_(0)
-        plan = attn_metadata.plans[self.plan_key]
+        plan = attn_metadata.plans[self.spec]
         if plan.context is not None:
             assert attn_metadata.context_parallel is not None
             assert key is not None
@@ -247,7 +237,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 logits_soft_cap=plan.logits_soft_cap,
             )
             return output
-        if self.plan_key.of_this_step:
+        if self.spec.of_this_step:
             assert key is not None
             assert value is not None
             kv, appended = KVCache.from_ragged(key, value), False
@@ -269,7 +259,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             after_append=appended,
             variant_args=arguments,
             sinks=self._float_sinks,
-            q_scale=layer._q_scale if self.plan_key.float8_q else None,
+            q_scale=layer._q_scale if self.spec.float8_q else None,
             out_scale=output_scale,
         )
         return output
@@ -290,7 +280,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             key, value: [tokens, num_kv_heads, columns of K, of V]
             slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
         """
-        if self.plan_key.of_this_step:
+        if self.spec.of_this_step:
             return
         tokens = slot_mapping.shape[0]
         if key.shape[0] != tokens:
@@ -308,3 +298,47 @@ class CpuAttnImpl(AttnImpl):
     """A layer on a CPU."""
 
     other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
+
+
+def kv_cache_view(
+    kv_cache: torch.Tensor,
+    head_size: int,
+    float8: torch.dtype | None = None,
+    layer: Any = None,
+    *,
+    writes: bool = True,
+) -> KVCache:
+    """The K and V of a layer's cache.
+
+    Made once and kept on the tensor itself, so that it lives exactly as long: vLLM frees a trial cache before
+    the real one is allocated.
+
+    Args:
+        kv_cache: [blocks, num_kv_heads, page, columns of K and of V]; uint8 where elements have 8 bits.
+        head_size: columns of K.
+        float8: the dtype of its elements if they have 8 bits.
+        layer: vLLM's, which has the scales of such a cache: `_k_scale` and `_v_scale`, float32 [], [1] or
+            [num_kv_heads] on its device. Kernels read them when they run, so what they hold may change under
+            captured graphs.
+        writes: whether the layer fills the cache. One that reads what another wrote reads it with that one's
+            scales.
+    """
+    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
+    if view is not None and (
+        float8 is None or not writes or (view.k_scale is layer._k_scale and view.v_scale is layer._v_scale)
+    ):
+        return view
+    data = kv_cache.data  # views of it do not refer to the tensor that will refer to them
+    if float8 is None:
+        view = KVCache.from_pair(data[..., :head_size], data[..., head_size:], layout="HND")
+    else:
+        data = data.view(float8)
+        view = KVCache.from_pair(
+            data[..., :head_size],
+            data[..., head_size:],
+            layout="HND",
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+        )
+    kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
+    return view

@@ -1,20 +1,134 @@
-"""SGLang's lists of backends by name: some models and --enable-mis are refused to any backend that is not in
-a list of the engine's own.
+"""Registration with SGLang: its registries of backends and samplers, and hooks where it has no registry.
 
-This backend has what these checks ask for (sinks, windows, chunks, masks), but nothing can be added to their
-lists, which are local to the functions that check. So a hook in SGLang's own registry lets such a function,
-while it runs, read the name of a backend in its list where the server's name is ours. Nothing else reads that
-name: the server's settings stay as they are. A release whose checks look different is left alone, and goes on
-refusing.
+SGLang's factory of draft backends knows backends by name: a hook adds ours.
+
+SGLang also has lists of backends by name: it refuses some models and --enable-mis to any backend that is missing in a
+list. This backend supports the features behind these checks (sinks, windows, chunks, masks), but the lists are local
+to the functions that check, so nothing can be added to them. A hook in SGLang's own registry lets such a function,
+while it runs, read the name of a backend in its list where the server's name is ours. Nothing else reads that name:
+the server's settings stay as they are. If a release's checks look different, the hook is not installed, and SGLang
+keeps refusing.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attn_backend.settings import Settings
+
+from . import compat
+from .compat import NAME
+
+if TYPE_CHECKING:
+    from .backend import SGLangAttentionBackend
+    from .sampler import AttnSampler
+    from .sparse import SparseBackend
+
+
+def register() -> None:
+    """Makes `--attention-backend attn_backend` and `--sampling-backend attn_backend` known to SGLang in this
+    process. Calling it again changes nothing.
+
+    Environment:
+        ATTN_BACKEND_SAMPLER: `0` leaves the sampler out. `1` also replaces SGLang's `pytorch` sampler, which
+            SGLang requires on CPUs and under --enable-deterministic-inference whatever --sampling-backend
+            says.
+
+    Raises:
+        RuntimeError: this release of SGLang has no registry that this package knows; the message names it.
+    """
+    compat.register_backend(NAME, create_backend)
+    compat.register_draft_backend(NAME)
+    hook_name_checks(NAME)
+    hook_draft_factory(NAME)
+    sampler = Settings.read().sampler
+    if sampler is not False:
+        compat.register_sampler(NAME, create_sampler)
+    if sampler is True:
+        compat.register_sampler("pytorch", create_sampler)
+
+
+def create_backend(runner: object) -> SGLangAttentionBackend | SparseBackend:
+    """The backend of one model runner; SGLang calls it while it starts, so what is refused here stops the
+    start.
+
+    Raises:
+        ValueError: the model or an option is not supported; the message names it.
+        RuntimeError: this package cannot be loaded. Never an ImportError: SGLang's own test kit reports that
+            as a skip.
+    """
+    try:
+        from .backend import SGLangAttentionBackend
+        from .mla import is_sparse
+
+        if is_sparse(runner):
+            from .sparse import SparseBackend  # only now: it imports SGLang's backend for such models
+
+            return SparseBackend(runner)
+    except ImportError as error:
+        raise RuntimeError(
+            f"--attention-backend {NAME} cannot be loaded: {error}. `attn-backend doctor` says what is "
+            f"missing."
+        ) from error
+    return SGLangAttentionBackend(runner)
+
+
+def create_sampler() -> AttnSampler:
+    """The sampler of one model runner; SGLang calls it while it starts.
+
+    Raises:
+        RuntimeError: this package cannot be loaded.
+    """
+    try:
+        from .sampler import AttnSampler
+    except ImportError as error:
+        advice = f"`attn-backend doctor` says what is missing; ATTN_BACKEND_SAMPLER=0 leaves it out"
+        raise RuntimeError(f"--sampling-backend {NAME} cannot be loaded: {error}. {advice}.") from error
+    return AttnSampler()
+
+
+DRAFT_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+
+
+def hook_draft_factory(name: str) -> None:
+    """Adds a draft backend of this name to SGLang's factory, from the end of its `load_plugins` on.
+
+    Registering it again changes nothing.
+    """
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+
+    def create_with_ours(
+        original: Callable[..., Any],
+        factory: Any,
+        backend_name: str,
+        known: dict[str, Callable[[], Any]],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        steps_follow = known["triton"].__name__ == "_create_triton_decode_backend"
+        # 0.5.17 wants only the backend, without its name
+        names_it = "stamps_children" in inspect.signature(original).parameters
+
+        def ours() -> Any:
+            from .drafts import create_extend, create_steps  # only now: it imports the engine
+
+            backend = create_steps(factory) if steps_follow else create_extend(factory)
+            return (name, backend) if names_it else backend
+
+        return original(factory, backend_name, {**known, name: ours}, *arguments, **named)
+
+    create_with_ours._attn_backend_hook = True  # type: ignore[attr-defined]
+    if not any(
+        getattr(known, "_attn_backend_hook", None)
+        for _, known, *_ in hooks.HookRegistry._hooks.get(DRAFT_FACTORY, [])
+    ):
+        hooks.HookRegistry.register(DRAFT_FACTORY, create_with_ours, hooks.HookType.AROUND)
+
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 # Models that this backend serves, though SGLang's list for them lacks it.
@@ -84,10 +198,10 @@ CHECKS = (
 _reads: ContextVar[tuple[str, str] | None] = ContextVar("attn_backend_name", default=None)
 
 
-def register(name: str) -> bool:
-    """Has SGLang's checks accept a backend of this name, from the end of its `load_plugins` on.
+def hook_name_checks(name: str) -> bool:
+    """Makes SGLang's checks accept a backend of this name, from the end of its `load_plugins` on.
 
-    Registering it again changes nothing.
+    A second call changes nothing.
 
     Returns:
         Whether this release has the checks that are known.
