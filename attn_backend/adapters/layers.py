@@ -214,7 +214,7 @@ def attention_of(
 
 
 def use_cascade() -> bool:
-    """Whether plans look for prefixes that requests of a batch share: yes, unless ATTN_BACKEND_CASCADE is 0."""
+    """Whether plans look for shared prefixes in a batch: yes, unless ATTN_BACKEND_CASCADE is 0."""
     return Settings.read().cascade
 
 

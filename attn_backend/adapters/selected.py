@@ -19,11 +19,11 @@ from attn_backend.metadata.kv_cache import KVCache
 class SelectedAttention:
     """A plan for the rows of a step, and room for the slots that they attend to.
 
-    The layers take turns: each run writes its own slots. Negative entries, and tokens that a row does not
-    see, are left out, wherever they stand.
+    The layers take turns: each run writes its own slots. Runs skip negative entries and tokens that a row
+    does not see, at any place.
 
-    Every tensor that runs read stays where it is, so captured graphs serve later steps. A step of more rows
-    than fit is cut: its parts are planned in each layer, when they run, which no graph may capture.
+    Every tensor that runs read keeps its address, so captured graphs serve later steps. A step with too many
+    rows is split: each layer plans the parts when it runs them, which no graph may capture.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class SelectedAttention:
 
     def plan(self, lens: Tensor) -> None:
         """
-        Plans the rows of a step, on the current stream, without waiting for it; of a step that is cut, its
-        first part.
+        Plans the rows of a step, on the current stream, without waiting for it. If the step is split, it
+        plans the first part.
 
         Args:
             lens: int32 or int64 [rows], how many tokens each row sees. A layer selects some of them, at most

@@ -1,14 +1,17 @@
-"""SGLang's attention backend: plans once a step from the engine's device tensors, runs once a layer.
+"""SGLang's attention backend: plans once a step from SGLang's device tensors, runs once a layer.
 
-New tokens are written to the pool first; then one schedule reads everything from it, prefix and new tokens
-alike. Nothing is copied to the host, gathered into index lists or merged afterwards: the page table is the
-engine's own req_to_token.
+A layer first writes its new tokens to the pool. One schedule then reads prefix and new tokens from the pool.
+Nothing is copied to the host, gathered into index lists or merged afterwards: the page table is SGLang's own
+req_to_token.
 
 CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs
-no host time. Those kernels read req_to_token until the replay ends. Releases that ask are told so; 0.5.17
-lets its scheduler go on earlier. What it writes then is never what a running request still reads: new tokens
-lie beyond the planned length, a prefix that moved into the radix tree has the same keys and values in its new
-slots, and the row of a finished request is computed for nothing.
+no host time. The kernels read req_to_token until the replay ends. `shared_read_ends` says so to releases that
+ask. SGLang 0.5.17 does not, and its scheduler may write earlier. It never changes what a running request
+reads:
+
+- New tokens lie beyond the planned length.
+- A prefix that moved into the radix tree has the same keys and values in its new slots.
+- Nobody uses the row of a finished request.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class Layer:
-    """What is remembered of a layer between steps."""
+    """The state of a layer between steps."""
 
     def __init__(self, layer: RadixAttention, plan: Plan, slopes: Tensor | None, cache: LayerCache) -> None:
         self.plan = plan
@@ -79,19 +82,19 @@ class SGLangAttentionBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         is_encoder_decoder = bool(runner.model_config.is_encoder_decoder)
-        # decoders' tokens begin anywhere in a page
+        # tokens of a decoder begin anywhere in a page
         self.page_size: int = 1 if is_encoder_decoder else runner.page_size or 1
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
         self.kv_dtype: torch.dtype = runner.kv_cache_dtype
-        # the engine asks for it where it makes masks
+        # SGLang reads it when it makes masks
         self.max_context_len: int = runner.model_config.context_len
         self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
         warn_if_untried(self.device, logger)
 
         self._is_float8 = self.kv_dtype in SCALED_DTYPES
         self._has_extends = branches == 0  # a draft model's one step is a decode
-        # of K and V that are written to the pool without it
+        # of K and V that append_kv writes, without the pool
         self._appended_dtypes = (self.dtype, self.kv_dtype)
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
@@ -125,13 +128,13 @@ class SGLangAttentionBackend(AttentionBackend):
         for layer, parent in attention_layers(runner.model, is_encoder_decoder):
             self._remember(layer, parent)
 
-    # What the engine asks.
+    # SGLang's questions.
 
     def support_triton(self) -> bool:
         return self.device.type == "cuda"
 
     def shared_read_ends(self, fm: Any) -> Any:
-        """Until when the engine must not write req_to_token, for the releases that ask."""
+        """The point before which SGLang must not write req_to_token, for releases that ask."""
         return (
             compat.shared_reads_end_after_replay()
             if fm.is_decode() or fm.is_target_verify()
@@ -158,14 +161,14 @@ class SGLangAttentionBackend(AttentionBackend):
         return self._reader.trees.offered
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Does nothing: nothing that was prepared while the draft ran depends on it."""
+        """Does nothing: nothing that we prepared while the draft ran depends on it."""
 
     # Planning. `init_forward_metadata` of the base class calls both.
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Extends are planned here: the runner that captures whole prefills calls nothing else.
+        """Plans extends: the runner that captures whole prefills calls only this method.
 
-        Masks of trees are taken over here: graphs read ours.
+        Also copies masks of trees, since graphs read our copy.
         """
         if self._nodes_of_trees and forward_batch.forward_mode.is_target_verify():
             self._reader.trees.take(
@@ -175,7 +178,7 @@ class SGLangAttentionBackend(AttentionBackend):
             self._plan(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Decode and verify steps are planned here, inside the graph when there is one."""
+        """Plans decode and verify steps, inside the graph if there is one."""
         if is_uniform(forward_batch.forward_mode):
             self._plan(forward_batch)
 
@@ -207,9 +210,7 @@ class SGLangAttentionBackend(AttentionBackend):
         )
 
     def _plan_late(self, plan: Plan) -> Attention:
-        """For a layer that was not found in the model when the engine started: the step is already planned,
-        for the others.
-        """
+        """Plans for a layer that was not found in the model at start, after the plans of the others."""
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
         if plan.spec.of_this_step and self.forward_metadata.has_prefixes:
@@ -252,14 +253,20 @@ class SGLangAttentionBackend(AttentionBackend):
         save_kv_cache: bool,
         extra: dict[str, Any],
     ) -> Tensor:
-        """q: [rows, num_qo_heads * head_dim], or these elements in other dimensions: 0.5.17's Gemma 3 has [1,
-        rows, num_qo_heads, head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v];
-        k and v None where another layer's cache is read. extra: of latents q_rope [rows, num_qo_heads,
-        rotated part] and k_rope [rows, 1, rotated part], where these are not in q and k.
+        """Writes a layer's new tokens and attends.
 
-        Returns [rows, num_qo_heads * head_dim_v], or the engine's output as it is.
+        Args:
+            q: [rows, num_qo_heads * head_dim], or these elements in other dimensions: 0.5.17's Gemma 3 has
+                [1, rows, num_qo_heads, head_dim].
+            k, v: [rows, num_kv_heads, head_dim], [rows, num_kv_heads, head_dim_v]; None if the layer reads
+                another layer's cache.
+            extra: q_rope [rows, num_qo_heads, rotated part] and k_rope [rows, 1, rotated part] of latents,
+                unless q and k include them; sinks.
+
+        Returns:
+            [rows, num_qo_heads * head_dim_v], or SGLang's output in its own shape.
         """
-        # Whisper's forward() is not under torch.no_grad(), and SGLang captures decode graphs outside of it
+        # Whisper's forward() is not under torch.no_grad(), and neither are SGLang's captures of decode graphs
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
@@ -275,17 +282,17 @@ class SGLangAttentionBackend(AttentionBackend):
         if plan.spec.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
-        # at every step: it waits for KV that is still being loaded
+        # at every step: it waits for KV that SGLang is still loading
         k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if self._is_float8:
             kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
         else:
             kv = known.cache.view(k_buffer, v_buffer, self.page_size)
         if attention.q_dtype != self.dtype:
-            # before append_kv, which is the only launch that run() may overlap with
+            # before append_kv, the only launch that run() may overlap with
             q_heads = self._rounder.round(q_heads, attention.q_dtype)
         appended = False
-        # False with k given: the model's rotary kernel has written them already
+        # save_kv_cache is False if the model's rotary kernel has written k and v already
         if save_kv_cache and k is not None:
             assert v is not None
             appended = self._write(
@@ -321,13 +328,13 @@ class SGLangAttentionBackend(AttentionBackend):
 
         Returns whether append_kv wrote them: run() may then start before they are in the cache.
         """
-        # the pool converts others
+        # the pool converts other dtypes
         if (
             self._copies_to_slots
             and k.dtype == v.dtype
             and (self._is_float8 or k.dtype in self._appended_dtypes)
         ):
-            slots = slots.contiguous()  # those of a draft step are a column of a table
+            slots = slots.contiguous()  # in a draft step they are a column of a table
             if self._has_latents:
                 append_latents(k, k_rope, kv, slots)
             else:
@@ -336,20 +343,21 @@ class SGLangAttentionBackend(AttentionBackend):
         if k_rope is not None:
             k = torch.cat((k, k_rope), -1)
         if self._is_float8:
-            k, v = quantise(k, kv.k_scale, kv.dtype), quantise(v, kv.v_scale, kv.dtype)
+            k, v = quantize(k, kv.k_scale, kv.dtype), quantize(v, kv.v_scale, kv.dtype)
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, self._window_slots), k, v)
         return False
 
     def _sinks(self, layer: RadixAttention, extra: dict[str, Any]) -> Tensor | None:
-        """float32 [num_qo_heads], of what the model hands over besides q, k and v.
+        """The sinks among the model's extra arguments, float32 [num_qo_heads].
 
         Raises:
-            ValueError: anything else than sinks, or sinks of which nothing was known when the engine started.
+            ValueError: there are other arguments, or the model did not show the sinks when the engine
+                started.
         """
         sinks: Tensor | None = extra.pop("sinks", None)
         given = sorted(name for name, value in extra.items() if value is not None)
         if given:
-            refuse(f"what this model's attention asks for ({', '.join(given)})")
+            refuse(f"this model's attention arguments ({', '.join(given)})")
         if sinks is None:
             return None
         known = self._layers.get(layer)
@@ -394,7 +402,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
 
 def _output(q: Tensor, num_rows: int, known: Layer, forward_batch: Any) -> Tensor:
-    """[rows, num_qo_heads * head_dim_v], or the engine's of this size, in its dimensions, if it has made one."""
+    """[rows, num_qo_heads * head_dim_v], or SGLang's output of this size, if it has made one."""
     out: Tensor | None = getattr(forward_batch, "_attn_output", None)
     row = known.num_qo_heads * known.head_dim_v
     return q.new_empty((num_rows, row)) if out is None or out.numel() != num_rows * row else out
@@ -409,15 +417,16 @@ def _new_tokens(k: Tensor | None, v: Tensor | None, known: Layer) -> KVCache:
 
 
 class LayerCache:
-    """The buffers of one layer_id, which several layers may read.
+    """The pool's buffers of one layer_id as a cache of pages. Several layers may read them.
 
-    The view is made again only when the engine reallocates them or changes the scales.
+    The view is made again only if SGLang reallocates the buffers or changes the scales.
     """
 
     def __init__(self, makes_v_anew: bool = False) -> None:
-        """makes_v_anew: the pool returns another view as V at every step: a part of K's columns, latents.
+        """makes_v_anew: the pool returns a new view as V at every step, a part of K's columns: latents.
 
-        SGLang's models write these themselves, too, and know no scale: it is 1, whatever a checkpoint says.
+        SGLang's models also write latents themselves, without a scale. So the scale is 1, whatever a
+        checkpoint has.
         """
         self._makes_v_anew = makes_v_anew
         self._kv: KVCache | None = None
@@ -442,12 +451,11 @@ class LayerCache:
     ) -> KVCache:
         """
         Args:
-            layer: has the scales that elements are multiplied by: tensors [] of a checkpoint, which kernels
-                read when they run, numbers of --quantization-param-path, or None, which is 1.
-            k, v: as for view(), but float8: a pool stores those as uint8, and returns new views of them at
-                every step.
-            writes: whether the layer brings K and V. A layer that reads what another one wrote uses the
-                scales of that one.
+            layer: has the scales of elements: tensors [] of a checkpoint, which kernels read when they run,
+                numbers of --quantization-param-path, or None, which is 1.
+            k, v: as in view(), but float8: a pool stores them as uint8, and returns new views at every step.
+            writes: whether the layer brings K and V. Otherwise it uses the scales of the layer that wrote
+                them.
         """
         kv = self._kv
         scales = (layer.k_scale, layer.v_scale) if kv is None or writes else (kv.k_scale, kv.v_scale)
@@ -465,12 +473,11 @@ class LayerCache:
         return kv
 
 
-def quantise(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:
-    """What append_kv would write: x / scale rounded to a float8 dtype, and limited to the largest number that
-    there is.
+def quantize(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:
+    """The values that append_kv would write: x / scale, rounded to a float8 dtype and clamped to its range.
 
-    For the pools that must write by themselves. They would divide K and V in place, in the projection's
-    output, and turn values that are too large into NaN.
+    For pools that must write themselves. They would divide K and V in place, in the projection's output, and
+    turn too large values into NaN.
     """
     largest = torch.finfo(dtype).max
     scaled = x.float() if scale is None else x.float() / scale
@@ -478,19 +485,17 @@ def quantise(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Ten
 
 
 class QueryRounder:
-    """Rounds queries as append_kv rounds K, in one launch that reads them where they are: in the projection's
-    output.
-    """
+    """Rounds queries as append_kv rounds K, in one launch that reads the projection's output."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         """Makes the buffer, before anything is captured."""
         self._all_slots = torch.arange(max_rows, dtype=torch.int32, device=device)
-        self._slots = self._all_slots[:0]  # of the last call: layers of a step have the same rows
+        self._slots = self._all_slots[:0]  # of the last call: all layers of a step have the same rows
 
     def round(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """q: [rows, num_qo_heads, head_dim].
 
-        Returns the nearest numbers of dtype, a float8. What is beyond its largest number becomes that one.
+        Returns the nearest numbers of dtype, a float8, clamped to its range.
         """
         num_rows = q.shape[0]
         if num_rows != self._slots.shape[0]:

@@ -19,7 +19,7 @@ from attn_backend.adapters.spans import Spans
 from . import compat
 from .support import drafts_are_trees, refuse, verified_tokens, wants_spans
 
-_ALL = 2**30  # a prompt so long that nothing follows it
+_ALL = 2**30  # longer than any prompt, so that no item follows it
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +37,16 @@ class Batch:
     spans: Spans | None = None  # where images see both sides
     has_prefixes: bool = True  # whether a request may have tokens that are not in Q
     tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
-    slots: Tensor | None = None  # instead of req_to_token: see branch_slots
-    # prompts or chunks of them, maybe decodes beside them; also a draft model's tokens after a verification
+    slots: Tensor | None = None  # instead of req_to_token: see branch_slots()
+    # The step has prompts or chunks, maybe mixed with decodes. Or it has a draft model's tokens after a
+    # verification.
     is_extend: bool = False
 
 
 class BatchReader:
     """Makes a Batch of a ForwardBatch.
 
-    What it adds lies in buffers that captured graphs read at every replay.
+    New tensors lie in buffers that captured graphs read at every replay.
     """
 
     def __init__(self, runner: Any, device: torch.device) -> None:
@@ -125,7 +126,7 @@ class BatchReader:
 
     def _fill_spans(self, forward_batch: Any, batch: Batch) -> Spans:
         spans = self._spans
-        if spans.max_rows < batch.num_rows:  # no graph was captured for so many
+        if spans.max_rows < batch.num_rows:  # no graph has this size
             if self._large_spans is None or self._large_spans.max_rows < batch.num_rows:
                 self._large_spans = Spans(2 * batch.num_rows, self._device)
             spans = self._large_spans
@@ -137,7 +138,7 @@ class BatchReader:
 
     def _prefix_sum(self, lens: Tensor) -> Tensor:
         batch_size = lens.shape[0]
-        # a prompt that is computed alone waits for this: a copy is launched sooner than a scan
+        # a single prompt waits for this: the launch of a copy takes less time than the launch of a scan
         if batch_size == 1:
             self._one_qo_len.copy_(lens)
             return self._one_qo_indptr
@@ -159,22 +160,24 @@ def is_uniform(mode: Any) -> bool:
 
 
 class TreeMask:
-    """The trees of a verifying step, where kernels read them.
+    """The trees of a verifying step: which of its request's draft tokens a draft token sees. All of them see
+    the request's own tokens.
 
-    The tensor stays where it is, so captured graphs see every step's.
+    The tensor keeps its address, so captured graphs see every step's trees.
 
-    SGLang hands over either these cells alone, or rows with a cell for each token of the request before them.
-    EAGLE's draft writes the first form right into `visible`, which it finds as the backend's `verify_mask`.
+    SGLang hands over either only these cells, or rows that begin with a cell for each earlier token of the
+    request. EAGLE's draft writes the first form directly into `visible`, which it finds as the backend's
+    `verify_mask`.
 
     Attributes:
         visible: bool [max_batch * num_nodes, num_nodes]: whether a row of Q sees a node of its request's
             tree.
         num_nodes: draft tokens of a request, the root among them.
-        offered: what SGLang is told of `visible`.
+        offered: `visible` in SGLang's form.
     """
 
     def __init__(self, max_batch: int, num_nodes: int, is_chain: bool, device: torch.device) -> None:
-        """is_chain: drafts have no branches, so that no kernel reads the mask, though SGLang writes it."""
+        """is_chain: drafts have no branches: no kernel reads the mask, although SGLang writes it."""
         self.num_nodes = num_nodes
         self.visible = torch.ones(max_batch * num_nodes, num_nodes, dtype=torch.bool, device=device)
         self.offered = VerifyMask(
@@ -182,11 +185,10 @@ class TreeMask:
         )
 
     def fill(self, mask: Tensor, prefix_lens: Tensor, has_prefixes: bool) -> None:
-        """Takes over the mask of a step. Does not wait for the device.
+        """Copies the mask of a step. Does not wait for the device.
 
         Args:
-            mask: bool, flat. What is missing at its end, for the requests that a graph is padded with, is its
-                last cell.
+            mask: bool, flat. It may be too short for a graph's padding requests, which get its last cell.
             prefix_lens: int32 or int64 [batch], tokens of each request before its tree.
             has_prefixes: whether each row of `mask` begins with a cell for each of those.
         """
@@ -207,9 +209,7 @@ class TreeMask:
 
 
 class TreeMasks:
-    """The masks of the drafts that a server verifies: one that captured graphs read, and a larger one for
-    steps for which no graph was captured.
-    """
+    """The masks of a server's drafts: one mask for captured graphs, and a larger mask for larger steps."""
 
     def __init__(self, max_batch: int, num_nodes: int, are_trees: bool, device: torch.device) -> None:
         """num_nodes: draft tokens of a request; 0: none are verified."""
@@ -227,7 +227,7 @@ class TreeMasks:
         """The mask of a step with drafts that are trees.
 
         Raises:
-            ValueError: the server's settings say nothing of such trees, so no layer has a plan for them.
+            ValueError: the server's settings have no such trees, so no layer has a plan for them.
         """
         if self._mask is None or not self._are_trees or num_nodes != self._mask.num_nodes:
             refuse(
@@ -241,8 +241,10 @@ class TreeMasks:
         return self._large
 
     def take(self, spec_info: Any, prefix_lens: Tensor) -> None:
-        """Takes over the masks of a step's drafts, if they are trees. prefix_lens: int32 or int64 [batch],
-        tokens of each request before its draft.
+        """Copies the masks of a step's drafts, if they are trees.
+
+        Args:
+            prefix_lens: int32 or int64 [batch], tokens of each request before its draft.
         """
         if spec_info is None or spec_info.custom_mask is None or is_chain(spec_info):
             return
@@ -251,26 +253,26 @@ class TreeMasks:
 
 
 def is_chain(spec_info: Any) -> bool:
-    """Whether the drafts of a verifying step have no branches: a causal mask is all that they need.
+    """Whether the drafts of a verifying step have no branches, so that a causal mask suffices.
 
-    Only EAGLE's say how many they have.
+    Only EAGLE's drafts have a number of branches.
     """
     return getattr(spec_info, "topk", None) == 1 or spec_info.draft_token_num == 1
 
 
 def _has_prefixes(spec_info: Any, device: torch.device) -> bool:
-    """Which form of mask SGLang has made.
+    """Whether SGLang has made the long form of masks.
 
-    EAGLE and its like write the short one, into `verify_mask`. NGRAM writes the long one, but on a CPU the
-    short one.
+    EAGLE writes the short form, into `verify_mask`. NGRAM writes the long form, but on a CPU the short form.
     """
     return device.type == "cuda" and getattr(spec_info, "topk", None) is None
 
 
 def items_of(forward_batch: Any, batch_size: int, device: torch.device) -> Items:
-    """The items of a step.
+    """The items of a step (--enable-mis): a prompt, then items between delimiters, which do not see each
+    other.
 
-    Also moves the positions of their tokens, as SGLang has its FlashInfer backend do: each item continues the
+    It also moves the positions of their tokens, as SGLang's FlashInfer backend does: each item continues the
     prompt.
 
     Lengths and delimiters are on the host, so nothing waits for the device.

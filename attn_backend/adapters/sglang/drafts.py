@@ -1,4 +1,4 @@
-"""Draft models on this backend: EAGLE and its like draft tokens in consecutive steps, each with its own plan."""
+"""Draft models on this backend: EAGLE drafts tokens in consecutive steps, each with a plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .support import check_drafts
 
 
 class DraftStepsBackend:
-    """What SGLang asks for `speculative_num_steps - 1` consecutive draft steps: a backend for each (the first
-    token comes from the step before).
+    """The backends of `speculative_num_steps - 1` consecutive draft steps, one for each step. (The first
+    token comes from the step before.)
 
     All steps are planned before the first one runs, in the captured graph where there is one.
 
@@ -79,8 +79,8 @@ def branch_slots(
 ) -> Tensor:
     """The slots of each branch of each request's draft: its prefix, followed by the branch's own tokens.
 
-    SGLang keeps the branches of a request after its prefix, each from the beginning of a page on: where the
-    prefix ends within a page, each branch but the first begins with a copy of that page.
+    SGLang keeps the branches of a request after its prefix, each from the beginning of a page on. If the
+    prefix ends within a page, all branches after the first begin with a copy of that page.
 
     Args:
         req_to_token: int32 [requests, max_tokens].
@@ -91,8 +91,8 @@ def branch_slots(
         page_size: tokens.
 
     Returns:
-        int32 [batch * topk, max_tokens], a row like one of req_to_token for each branch. What follows its
-        tokens is some other slot.
+        int32 [batch * topk, max_tokens], a row like one of req_to_token for each branch. Entries after its
+        tokens are arbitrary slots.
     """
     max_tokens = req_to_token.shape[1]
     in_page = prefix_lens % page_size
@@ -110,8 +110,9 @@ def create_steps(factory: Any) -> DraftStepsBackend:
 
 
 def create_extend(factory: Any) -> SGLangAttentionBackend:
-    """The backend of the draft model's passes over prompts and over accepted tokens: the backend of its runner,
-    if it is one of ours.
+    """The backend of the draft model's passes over prompts and over accepted tokens.
+
+    If the runner already has one of our backends, it serves these passes, too.
     """
     runner = factory.draft_model_runner
     of_runner = getattr(runner, "attn_backend", None)

@@ -28,8 +28,8 @@ class Plan:
         attention: captured by graphs: never replaced once there are any.
         of_trees: for steps that verify trees; None: there are no such steps.
         of_extends: for steps that extend, whose queries have the cache's 8 bits; None: they have 16, too.
-        current: the Attention that holds this step's plan; None: there is no plan yet, or these layers take
-            no part in this step.
+        current: the Attention that holds this step's plan; None: there is no plan yet, or the model does not
+            run these layers in this step.
         logits_soft_cap: argument of this step's runs.
         arguments: the variant's arguments in the runs of this step, without ALiBi slopes: each layer adds its
             own.
@@ -121,8 +121,9 @@ class Plan:
 
 
 def rounds_queries(spec: LayerSpec, device: torch.device) -> bool:
-    """Whether prompts over an e4m3 cache get queries of its type in these layers. Kernels then multiply them by
-    K directly, and do not dequantize K and V for each row tile.
+    """Whether prompts over an e4m3 cache get queries of its type in these layers.
+
+    Kernels then multiply queries by K directly, and do not dequantize K and V for each row tile.
 
     Decodes and verified drafts keep 16 bits: memory bandwidth bounds them.
 
@@ -138,7 +139,7 @@ def rounds_queries(spec: LayerSpec, device: torch.device) -> bool:
 def page_table(
     spec: LayerSpec, batch: Batch, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
 ) -> tuple[PageTable, Tensor | None]:
-    """The tokens of each request, and how many are in front of the table; None: none."""
+    """The page table of these layers, and the tokens of each request in front of it; None: no tokens."""
     if batch.slots is not None:
         req_to_token = batch.slots
     if spec.of_this_step:
@@ -167,10 +168,10 @@ def page_table(
 def _decoder_page_table(
     req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, encoder_lens: Tensor
 ) -> PageTable:
-    """The tokens of an encoder-decoder model's decoder: SGLang keeps the encoder's in front of them in a
-    request's row of req_to_token.
+    """The page table of an encoder-decoder model's decoder.
 
-    In pages of one token: they do not begin at a multiple of a page. May be captured in a CUDA graph.
+    In a request's row of req_to_token, SGLang keeps the decoder's tokens after the encoder's. They need not
+    begin at a multiple of a page, so the table has pages of one token. May be captured in a CUDA graph.
 
     Args:
         req_to_token: int32 [requests, max_tokens].
@@ -186,7 +187,8 @@ def _decoder_page_table(
 class WindowSlots:
     """Slots in the numbering of a hybrid pool's window half.
 
-    Captured prefills read them at every replay, so they stay where they are.
+    Such a pool has a second pool for the window's layers, with other slot numbers, which holds only the end
+    of each request. Captured prefills read the slots at every replay, so the buffer keeps its address.
     """
 
     def __init__(self, pool: SWAKVPool, device: torch.device) -> None:
@@ -199,7 +201,7 @@ class WindowSlots:
 
     @property
     def mapping(self) -> Tensor:
-        """int64 [slots of the full pool + 1], from those of the full pool."""
+        """int64 [slots of the full pool + 1], from slots of the full pool."""
         mapping: Tensor = self._pool.full_to_swa_index_mapping
         return mapping
 
@@ -229,10 +231,10 @@ def window_page_table(
 ) -> tuple[PageTable, Tensor]:
     """The pages of the tokens that any query of a request can see, in the window pool's numbering.
 
-    What lies before them is left out of the table and of its lengths: a query's position counts from the end
-    of its request, so neither the causal mask nor the window moves.
+    The table and its lengths leave out earlier tokens. A query's position counts from the end of its request,
+    so neither the causal mask nor the window moves.
 
-    Shapes depend on host values only: no synchronisation, and it may be captured in a CUDA graph.
+    Shapes depend only on host values: there is no synchronization, and a CUDA graph may capture it.
 
     Args:
         req_to_token: int32 [requests, max_tokens], slots of the full pool.
@@ -241,13 +243,12 @@ def window_page_table(
         qo_lens: int32 or int64 [batch], or the one length that all have.
         max_qo_len: no entry of qo_lens is larger.
         window_left: tokens to the left of a query that it sees.
-        full_to_window: int64 [slots of the full pool + 1], the engine's mapping. Slots outside the window may
-            map anywhere.
+        full_to_window: int64 [slots of the full pool + 1], SGLang's mapping. Slots outside the window may map
+            anywhere.
         page_size: tokens.
 
     Returns:
-        The table, and int32 [batch]: the tokens of each request in front of it, which masks over positions
-            must know of.
+        The table, and int32 [batch]: the tokens of each request in front of it, for masks over positions.
     """
     max_tokens = req_to_token.shape[1]
     first_page = (kv_lens - qo_lens - window_left).clamp_(min=0)

@@ -2,12 +2,12 @@
 
 SGLang's factory of draft backends knows backends by name: a hook adds ours.
 
-SGLang also has lists of backends by name: it refuses some models and --enable-mis to any backend that is missing in a
-list. This backend supports the features behind these checks (sinks, windows, chunks, masks), but the lists are local
-to the functions that check, so nothing can be added to them. A hook in SGLang's own registry lets such a function,
-while it runs, read the name of a backend in its list where the server's name is ours. Nothing else reads that name:
-the server's settings stay as they are. If a release's checks look different, the hook is not installed, and SGLang
-keeps refusing.
+SGLang refuses some models and --enable-mis to backends that are missing in its lists of names. This backend
+supports the features behind these checks (sinks, windows, chunks, masks). The lists are local to the
+functions that check, so we cannot add a name. Instead a hook in SGLang's own registry shows such a function,
+while it runs, the name of a listed backend in place of ours. Nothing else reads that name, and the server's
+settings do not change. If a release's checks look different, the hook is not installed, and SGLang keeps
+refusing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Makes `--attention-backend attn_backend` and `--sampling-backend attn_backend` known to SGLang in this
-    process. Calling it again changes nothing.
+    """Registers `--attention-backend attn_backend` and `--sampling-backend attn_backend` with SGLang in this
+    process. A second call changes nothing.
 
     Environment:
         ATTN_BACKEND_SAMPLER: `0` leaves the sampler out. `1` also replaces SGLang's `pytorch` sampler, which
@@ -54,12 +54,11 @@ def register() -> None:
 
 
 def create_backend(runner: object) -> SGLangAttentionBackend | SparseBackend:
-    """The backend of one model runner; SGLang calls it while it starts, so what is refused here stops the
-    start.
+    """The backend of one model runner; SGLang calls it while it starts, so a refusal stops the start.
 
     Raises:
         ValueError: the model or an option is not supported; the message names it.
-        RuntimeError: this package cannot be loaded. Never an ImportError: SGLang's own test kit reports that
+        RuntimeError: this package cannot be loaded. Never an ImportError, which SGLang's own test kit reports
             as a skip.
     """
     try:
@@ -73,7 +72,7 @@ def create_backend(runner: object) -> SGLangAttentionBackend | SparseBackend:
     except ImportError as error:
         raise RuntimeError(
             f"--attention-backend {NAME} cannot be loaded: {error}. `attn-backend doctor` says what is "
-            f"missing."
+            "missing."
         ) from error
     return SGLangAttentionBackend(runner)
 
@@ -87,7 +86,7 @@ def create_sampler() -> AttnSampler:
     try:
         from .sampler import AttnSampler
     except ImportError as error:
-        advice = f"`attn-backend doctor` says what is missing; ATTN_BACKEND_SAMPLER=0 leaves it out"
+        advice = "`attn-backend doctor` says what is missing; ATTN_BACKEND_SAMPLER=0 leaves it out"
         raise RuntimeError(f"--sampling-backend {NAME} cannot be loaded: {error}. {advice}.") from error
     return AttnSampler()
 
@@ -131,7 +130,7 @@ def hook_draft_factory(name: str) -> None:
 
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-# Models that this backend serves, though SGLang's list for them lacks it.
+# Models that this backend serves, although it is missing in SGLang's lists for them.
 SERVED = (
     *(
         "GptOssForCausalLM",
@@ -150,9 +149,9 @@ class Check(NamedTuple):
 
     Attributes:
         function: "module:function", where it has one argument: the server's arguments.
-        view: "module:function" that it reads settings through.
-        accepted: a name that is in the list.
-        of_models: whether it is about the model, and lets through what it has no list for.
+        view: "module:function" that returns the settings.
+        accepted: a name in the list.
+        of_models: whether it checks the model, and accepts models without a list.
     """
 
     function: str
@@ -162,7 +161,7 @@ class Check(NamedTuple):
 
 
 _MODULES = "sglang.srt.arg_groups"
-# Since 0.5.19, and before. Both have been read: tests compare them with every release.
+# Since 0.5.19, and before. Tests compare both with every release.
 CHECKS = (
     (
         Check(
@@ -194,7 +193,7 @@ CHECKS = (
     ),
 )
 
-# our name, and what is read for it
+# our name, and the name to read for it
 _reads: ContextVar[tuple[str, str] | None] = ContextVar("attn_backend_name", default=None)
 
 
@@ -204,7 +203,7 @@ def hook_name_checks(name: str) -> bool:
     A second call changes nothing.
 
     Returns:
-        Whether this release has the checks that are known.
+        Whether this release has known checks.
     """
     hooks = import_module("sglang.srt.plugins.hook_registry")
     checks = next(
@@ -264,10 +263,7 @@ def _read_as(name: str, accepted: str) -> Iterator[None]:
 
 
 def _serves(server_args: Any) -> bool:
-    """Whether the model is one of those above.
-
-    Where SGLang cannot say what it is yet, its own check decides.
-    """
+    """Whether the model is in SERVED. If SGLang does not know the model yet, its own check decides."""
     try:
         overrides = import_module(f"{_MODULES}.model_hook")
         config = overrides.model_config_of(server_args)

@@ -1,5 +1,6 @@
-"""What this backend serves, decided while the engine starts: every refusal is a ValueError that names the
-model's feature or the option, and what to do.
+"""Checks while SGLang starts: refusals, bounds, and the spec of each layer.
+
+Every refusal is a ValueError that names the model's feature or the option, and a way out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", _BLOCKS)
 # causal over images unless their configuration says otherwise
 _GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 _MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *_GEMMA_4)  # models whose masks this backend knows
-_SINKS = ("sinks", "attention_sink_bias")  # what models call them
+_SINKS = ("sinks", "attention_sink_bias")  # the names in models
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
@@ -42,7 +43,7 @@ def refuse(what: str, advice: str = "use another --attention-backend") -> NoRetu
 
 
 def check_runner(runner: Any) -> None:
-    """Refuses what no layer of this runner's model could be served with.
+    """Refuses a model or an option that this backend cannot serve with any layer.
 
     Raises:
         ValueError: see the module.
@@ -87,10 +88,10 @@ def _check_kv_dtype(runner: Any) -> None:
 
 
 def wants_spans(runner: Any) -> bool:
-    """Whether tokens of an image see each other on both sides: a model with this method hands such masks to
-    SGLang's Triton backend (Gemma 3).
+    """Whether tokens of an image see each other, left and right. A model with `prepare_attn_masks` hands such
+    masks to SGLang's Triton backend (Gemma 3).
 
-    Gemma 4's does so whatever its configuration says. The smaller ones are causal over images, in
+    Gemma 4 does so whatever its configuration says. Its smaller models are causal over images, in
     transformers and vLLM.
     """
     if not hasattr(runner.model, "prepare_attn_masks") or not runner.model_config.is_multimodal:
@@ -103,17 +104,17 @@ def wants_spans(runner: Any) -> bool:
 
 
 def cuts_spans(runner: Any) -> bool:
-    """Whether windows also cut what tokens of an image see of it.
+    """Whether windows also limit the tokens of an image that another one sees (Gemma 4).
 
-    Layers without a window are causal, then: images are text to them (Gemma 4).
+    Layers without a window are then causal: images are text to them.
     """
     return type(runner.model).__name__ in _GEMMA_4
 
 
 def _check_spans(runner: Any) -> None:
-    # --enable-multimodal is the default of most
-    text_alone = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""
-    advice = f"{text_alone} to serve text alone, or use --attention-backend triton"
+    # --enable-multimodal is most models' default
+    text_only = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""
+    advice = f"{text_only} to serve only text, or use --attention-backend triton"
     if type(runner.model).__name__ not in _MASKS_OVER_IMAGES:
         refuse(f"the masks over the images of a prompt that {type(runner.model).__name__} makes", advice)
     if compat.setting("schedule.chunked_prefill_size", -1) != -1:
@@ -123,7 +124,7 @@ def _check_spans(runner: Any) -> None:
         )
     if isinstance(runner.token_to_kv_pool, SWAKVPool) and not cuts_spans(runner):
         refuse(
-            "images, whose tokens see each other, with a KV pool of its own for sliding windows",
+            "images, whose tokens see each other, with a separate KV pool for sliding windows",
             "pass --disable-hybrid-swa-memory",
         )
 
@@ -153,9 +154,7 @@ def drafts_are_trees() -> bool:
 
 
 def drafts_in_blocks(runner: Any) -> bool:
-    """Whether this runner's model drafts blocks: each comes whole, in one step, so its layers need not be
-    causal.
-    """
+    """Whether this runner's model drafts a whole block in one step, so that its layers need not be causal."""
     return bool(runner.is_draft_worker) and _algorithm() == _BLOCKS
 
 
@@ -169,7 +168,7 @@ def verified_tokens(runner: Any) -> int:
 
 
 def check_drafts(runner: Any) -> None:
-    """Refuses a draft model whose consecutive steps, or blocks, could not be served.
+    """Refuses a draft model with steps or blocks that this backend cannot serve.
 
     Raises:
         ValueError: see the module.
@@ -181,7 +180,7 @@ def check_drafts(runner: Any) -> None:
         )
     if isinstance(runner.token_to_kv_pool, SWAKVPool):
         refuse(
-            "draft models with a KV pool of their own for sliding windows",
+            "draft models with a separate KV pool for sliding windows",
             "pass --speculative-draft-attention-backend triton",
         )
 
@@ -190,8 +189,7 @@ def tree_spec(spec: LayerSpec) -> LayerSpec:
     """The spec of the same layers in a step that verifies trees. There are no images in it, so no spans.
 
     Raises:
-        ValueError: what these layers see follows from a token's position, which in a tree is not that of its
-            row.
+        ValueError: the layers mask by a token's position. In a tree a row does not have its token's position.
     """
     if spec.has_alibi or spec.chunk or spec.has_items or spec.of_encoder:
         refuse(
@@ -202,8 +200,10 @@ def tree_spec(spec: LayerSpec) -> LayerSpec:
 
 
 def most_requests(runner: Any, branches: int = 0) -> int:
-    """Requests of the largest step: the engine pads batches to what its graphs and its ranks need. branches:
-    of each request; 0: it has one row or a prompt.
+    """Requests of the largest step, with the padding of graphs and ranks.
+
+    Args:
+        branches: of each request; 0: it has one row or a prompt.
 
     Raises:
         ValueError: see the module.
@@ -245,13 +245,12 @@ def layer_spec(
     cuts_spans: bool = False,
     in_blocks: bool = False,
 ) -> LayerSpec:
-    """What to plan for this layer.
+    """The needs of this layer.
 
     Args:
         parent: the module that the layer is a part of, which has its sinks and its ALiBi slopes.
         kv_dtype: of the pool, if it differs from the model's.
-        attention_chunk_size: of the model: its layers with `use_irope` see only the tokens of the query's own
-            chunk (Llama 4).
+        attention_chunk_size: of the model. Layers with `use_irope` see only the query's own chunk (Llama 4).
         has_spans: see wants_spans. cuts_spans: see the function. in_blocks: see drafts_in_blocks.
 
     Raises:
@@ -296,7 +295,7 @@ def layer_spec(
 
 
 def _check_whole_prompts(layer: RadixAttention) -> None:
-    """A token that sees those after it needs them in the same step."""
+    """A token that sees later tokens needs them in the same step."""
     name = f"(layer {layer.layer_id})"
     if compat.setting("schedule.chunked_prefill_size", -1) != -1:
         refuse(f"bidirectional prompts in chunks {name}", "pass --chunked-prefill-size -1")
@@ -317,17 +316,17 @@ def attention_layers(model: Module, is_encoder_decoder: bool) -> list[tuple[Radi
     model declares them.
 
     Args:
-        is_encoder_decoder: its encoder's layers are left out: they attend without the engine's cache, and
-            call no backend.
+        is_encoder_decoder: leave out the encoder's layers, which attend without the engine's cache and call
+            no backend.
 
     Raises:
-        ValueError: the model has attention sinks that no layer of ours will be given.
+        ValueError: the model has attention sinks that no layer passes to us.
     """
     found = []
     for name, module in model.named_modules():
         layers = [child for child in module.children() if isinstance(child, RadixAttention)]
         if not layers and any(isinstance(getattr(module, sinks, None), torch.Tensor) for sinks in _SINKS):
-            refuse(f"the attention sinks of {name}, which has no attention of its own")
+            refuse(f"the attention sinks of {name}, a module without attention")
         found += [
             (layer, module)
             for layer in layers

@@ -1,4 +1,4 @@
-"""vLLM plugin: `--attention-backend CUSTOM` on a GPU. ATTN_BACKEND_VLLM_CPU=1 also replaces vLLM's CPU backends.
+"""vLLM plugin: `--attention-backend CUSTOM`. With ATTN_BACKEND_VLLM_CPU=1 it replaces vLLM's CPU backends.
 
 vLLM finds `register` through the entry point group `vllm.general_plugins`.
 """

@@ -1,6 +1,7 @@
-"""The backends that vLLM selects by name, and the features that they claim to support.
+"""The backends of models without latents, and the features that they claim to support.
 
-vLLM asks these classes while it starts. A class serves models without latents: `mla.py` and `sparse_mla.py` have the others.
+vLLM asks these classes while it starts. `mla.py` and `sparse_mla.py` have the backends of models with
+latents.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return True  # plans from the lengths on the device and reads none on the host
+        return True  # plans read the lengths on the device, and none on the host
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -114,8 +115,10 @@ class AttnBackend(AttentionBackend):
 
 
 class CpuAttnBackend(AttnBackend):
-    """vLLM takes whatever is registered as CPU_ATTN without asking what it supports: what cannot be served is
-    refused when a layer is built (impl.py).
+    """Replaces vLLM's CPU_ATTN.
+
+    vLLM takes this class without asking for its features: the constructor of a layer refuses unsupported ones
+    (attention.py).
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -130,7 +133,7 @@ class CpuAttnBackend(AttnBackend):
 
 
 class DiffKvImpl(AttnImpl):
-    """A layer whose values are as wide as its model has just told the backend."""
+    """A layer with values of head_size_v columns, which its model has just set on the backend."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.head_size_v = DiffKvBackend.head_size_v
@@ -138,7 +141,13 @@ class DiffKvImpl(AttnImpl):
 
 
 class DiffKvBackend(AttnBackend):
-    """The KV cache of a layer is as AttnBackend's, with V of head_size_v columns."""
+    """Keys and values of different sizes without latents (MiMo V2: 192 and 128 columns).
+
+    Such a model picks one of vLLM's DIFFKV backends by its name in the registry, whatever --attention-backend
+    says. It sets the width of values on that class, and hands the class to its layers. So these names stand
+    for ours if the user has chosen it (plugin.py). The KV cache has AttnBackend's shape, with V of
+    head_size_v columns.
+    """
 
     head_size_v: ClassVar[int] = 128
 
@@ -149,8 +158,8 @@ class DiffKvBackend(AttnBackend):
 
     @classmethod
     def is_supported_on_current_device(cls, *args: Any, **kwargs: Any) -> bool:
-        """What is not supported is refused when a layer is made: here vLLM would silently take another
-        backend.
+        """Always True, since vLLM would silently take another backend: the constructor of a layer refuses
+        unsupported features.
         """
         return True
 

@@ -42,16 +42,16 @@ def window_left(sliding_window: int | None) -> int:
 
 
 class Plan(NamedTuple):
-    """Where the plans of the layers of one key are made.
+    """The plan that layers with one spec share.
 
     Attributes:
-        key: with what the builder knows and the layers do not.
-        logits_soft_cap: what runs are told; 0 where the variant knows it.
-        arguments: what the variant is given by plan and runs, slopes excepted, which each layer has for
-            itself. None: nothing.
-        context: of the heads of all ranks that share KV, over what this rank holds of it. None: none shares
-            it. Otherwise `attention` is over the step's own tokens, and not planned where every request has
-            one.
+        spec: the layers' spec, completed by the builder.
+        logits_soft_cap: argument of runs; 0 if the variant has it.
+        arguments: the variant's arguments, for plans and runs. ALiBi slopes are missing: each layer adds its
+            own.
+        context: None if no ranks share KV. Otherwise it has the heads of all ranks, and reads this rank's
+            part of the KV. `attention` then reads the step's own tokens; it has no plan if every request has
+            one token.
     """
 
     spec: LayerSpec
@@ -65,10 +65,9 @@ class Plan(NamedTuple):
 class AttnMetadata(AttentionMetadata):
     """A planned batch.
 
-    Fields that vLLM's speculators and KV connectors read keep the names that they have in vLLM's own
-    backends.
+    vLLM's speculators and KV connectors read some fields: they have the names of vLLM's own backends.
 
-    num_actual_tokens counts padding rows when a full CUDA graph is captured or replayed.
+    num_actual_tokens counts padding rows when vLLM captures or replays a full CUDA graph.
     """
 
     num_actual_tokens: int
@@ -81,18 +80,18 @@ class AttnMetadata(AttentionMetadata):
     causal: bool
     plans: dict[LayerSpec, Plan]
     context_parallel: ContextParallel | None = None
-    has_context: bool = True  # where there is one: whether a request may have tokens before those of the step
-    # where there is one: whether every request has one token, and so has every batch that a graph captured
-    # with this one serves
+    # With context_parallel:
+    has_context: bool = True  # whether a request may have tokens before the step
+    # whether every request has one token, also in all batches that a graph captured now will serve
     single_tokens: bool = False
 
 
 class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
-    The plan is written into workspaces that belong to the builder. A CUDA graph reads it there, so a graph
-    captured for one batch serves every batch that is built afterwards: full graphs are good for decode,
-    prefill and any mix. Sleep mode leaves them where they are.
+    The builder owns the workspaces that hold the plan. A CUDA graph reads them, so a graph captured for one
+    batch serves every later batch: full graphs are good for decode, prefill and any mix. Sleep mode keeps the
+    workspaces.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -101,8 +100,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     chunked: ClassVar[bool] = False  # whether its layers see the query's own chunk only
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """vLLM makes its builder for chunked local attention out of this one: it cuts requests at their
-        chunks on the host, and has no full graphs.
+        """vLLM derives its builder for chunked local attention from this class. The derived builder splits
+        requests at their chunks on the host, and has no full graphs: this undoes both.
         """
         super().__init_subclass__(**kwargs)
         if compat.cuts_at_chunks(cls):
@@ -114,7 +113,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
     ) -> None:
         """
         Raises:
-            NotImplementedError: the model or the deployment needs what this package does not have.
+            NotImplementedError: this package does not support the model or the deployment.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         group = compat.dcp_group(kv_cache_spec)
@@ -140,8 +139,8 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             self.context_parallel = outside_memory_pools(
                 lambda: make_context_parallel(vllm_config, group, max_batch, device), device
             )
-            # A captured loop of drafts would keep what the host knew when it was captured; vLLM's own
-            # backends do not have it here either.
+            # A captured loop of drafts would keep host values of its capture. vLLM's own backends do not
+            # support it here either.
             self.supports_draft_decode_metadata_update = False
         warn_if_untried(device, logger)
         tell_of_cascade(logger)
@@ -160,7 +159,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             if not spec.of_this_step and (spec.head_dim_v or spec.head_dim) != head_size_v:
                 refuse(
                     f"values of another head size ({head_size_v}) than keys ({kv_cache_spec.head_size}) in "
-                    f"layers that do not say so"
+                    f"layers without such values"
                 )
         self.spans = (
             outside_memory_pools(lambda: Spans(max_rows, device), device)
@@ -181,7 +180,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
 
         def make_plan(of_layers: LayerSpec) -> Plan:
             cuts_spans = self.spans is not None and compat.clamps_spans(vllm_config)
-            # Where windows cut spans, layers without a window do not have them.
+            # If windows cut spans, layers without a window have no spans.
             has_spans = (
                 self.spans is not None and of_layers.causal and (of_layers.window_left >= 0 or not cuts_spans)
             )
@@ -211,7 +210,9 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             refuse("batches that mix causal and bidirectional requests")
         if not cm.causal and all(spec.window_left >= 0 and spec.window_right < 0 for spec in self.plans):
             way_out = "set use_non_causal in --attention-config, or choose another --attention-backend"
-            refuse("a sliding window to both sides in layers that were made for causal steps", way_out)
+            refuse(
+                "a sliding window to the left and right in layers that were made for causal steps", way_out
+            )
         metadata = AttnMetadata(
             num_actual_tokens=cm.num_actual_tokens,
             max_query_len=cm.max_query_len,
@@ -240,7 +241,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         """Plans the batch on the current stream; may be captured."""
         batch = metadata.seq_lens.shape[0]
         qo_indptr, blocks = metadata.query_start_loc, metadata.block_table
-        # Runners pad either for CUDA graphs; the lengths say how many requests are meant.
+        # Runners pad both for CUDA graphs. The lengths have the number of requests.
         if qo_indptr.shape[0] != batch + 1:
             qo_indptr = qo_indptr[: batch + 1]
         if blocks.shape[0] != batch:
@@ -263,9 +264,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 context.plan(BSRView(qo_indptr, table, causal=False))
 
     def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:
-        """Plans again from the same tensors, whose contents have changed; recorded inside the CUDA graph of a
-        draft loop.
-        """
+        """Plans again from the same tensors with new contents, inside the CUDA graph of a draft loop."""
         if self.spans is not None:
             self.spans.clear()
         self.plan(metadata)
@@ -300,7 +299,7 @@ def layer_specs(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) ->
 def has_8_bits(kv_cache_spec: Any) -> bool:
     """Whether the elements of a cache have 8 bits.
 
-    Their dtype is what vLLM stores them as, uint8: the layers know which they are.
+    The spec has the dtype that vLLM stores, uint8. The layers know the float8 dtype.
     """
     return bool(kv_cache_spec.dtype.itemsize == 1)
 
@@ -311,7 +310,7 @@ def query_dtype(vllm_config: Any, kv_cache_spec: Any) -> torch.dtype:
 
 
 def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
-    """What keeps a KV cache from being read; None if nothing."""
+    """Why a KV cache cannot be read, or None."""
     model_dtype = query_dtype(vllm_config, kv_cache_spec)
     is_mixed = {kv_cache_spec.dtype, model_dtype} == {torch.bfloat16, torch.float16}
     if kv_cache_spec.dtype != model_dtype and not is_mixed and not has_8_bits(kv_cache_spec):

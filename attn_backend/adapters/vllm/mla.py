@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek, Kimi, GLM): cache, prefills, plan, layer and backend.
 
-vLLM projects Q and the outputs. Requests of few new tokens attend to the latents themselves. Longer prefills attend to
-decompressed K and V: the new tokens among themselves, and chunks of the cached prefix. vLLM merges their states.
+vLLM projects Q and the outputs. Requests with few new tokens attend to the latents themselves. Longer
+prefills attend to decompressed K and V: the new tokens among themselves, and chunks of the cached prefix.
+vLLM merges their states.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class LatentCache:
     def view(self, kv_cache: Tensor, scale: Tensor) -> KVCache:
         """
         Args:
-            kv_cache: [blocks, page, latent and rotated part], any strides; uint8 where its numbers have 8
-                bits, or where a row is bytes (fp8_ds_mla).
-            scale: float32 [], the layer's, which kernels read when they run. Of numbers of 8 bits, which come
-                in a new view at every step.
+            kv_cache: [blocks, page, latent and rotated part], any strides; uint8 if its numbers have 8 bits
+                or if a row is bytes (fp8_ds_mla).
+            scale: float32 [], the layer's, which kernels read when they run. Only for 8-bit caches, which
+                come in a new view at every step.
         """
         if not self._has_float8:
             return latent_view(kv_cache, self._width)
@@ -97,27 +98,29 @@ class LatentCache:
 def latent_view(kv_cache: Tensor, head_dim_v: int) -> KVCache:
     """A layer's latents as K and V.
 
-    Made once and kept on the tensor itself, so that it lives exactly as long.
+    The view is made once and kept on the tensor itself, so that both have the same lifetime.
 
     Args:
         kv_cache: [blocks, page, latent and rotated part], or uint8 [blocks, page, 656].
     """
     view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
     if view is None:
-        # Views of `data` do not refer to the tensor that will refer to them.
+        # Views of `data` do not refer back to the tensor, which would be a cycle.
         view = KVCache.from_latent(kv_cache.data, head_dim_v)
         kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
     return view
 
 
 class MlaPrefill(MLAPrefillBackend):
-    """Takes the place, in a metadata builder, of the prefill backend that vLLM has chosen.
+    """Replaces the prefill backend that vLLM has chosen, in a metadata builder.
 
     V may be narrower than K: nothing is padded.
 
-    The new tokens are planned once a step, for all layers. So is the only chunk of the prefix; where there
-    are more, they take turns in one workspace, and each is planned when it runs: one small kernel beside
-    those that gather, decompress and merge it.
+    The new tokens have one plan for all layers, and so has a single chunk of the prefix. Several chunks share
+    one
+    workspace: each is planned when it runs. That is one small kernel, next to the kernels that gather,
+        decompress
+    and merge it.
     """
 
     def __init__(self, chosen: MLAPrefillBackend, new_tokens: Attention, context: Attention) -> None:
@@ -190,7 +193,7 @@ class MlaPrefill(MLAPrefillBackend):
         """
         Args:
             q: of the chunk's requests; k, v and out as in run_prefill_new_tokens.
-            kwargs: chunk, or what vLLM has in its place (compat.py).
+            kwargs: chunk or chunk_idx (compat.py).
 
         Returns:
             The output, and float32 [num_heads, tokens], natural.
@@ -219,7 +222,7 @@ def make_prefill(
     max_rows: int,
     max_batch: int,
 ) -> MlaPrefill:
-    """In the place of the prefill backend that vLLM has chosen. widths: vLLM's MLADims."""
+    """Replaces the prefill backend that vLLM has chosen. widths: vLLM's MLADims."""
     head_dim = widths.qk_nope_head_dim + widths.qk_rope_head_dim
     spec = LayerSpec(num_heads, num_heads, head_dim, head_dim_v=widths.v_head_dim, of_this_step=True)
 
@@ -239,10 +242,9 @@ class MlaDecodeMetadata(MLACommonDecodeMetadata):
 class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
-    Requests of up to reorder_batch_threshold new tokens are attended to in the latents themselves. Their plan
-    lies in a workspace of the builder: a full CUDA graph of decodes reads it there, and serves every batch
-    that is built afterwards. Longer ones are the engine's prefills (mla_prefill.py), but under
-    VLLM_BATCH_INVARIANT, where there are none.
+    Requests of up to reorder_batch_threshold new tokens attend to the latents themselves. Their plan lies in
+    a workspace of the builder: a full CUDA graph of decodes reads it, and serves every later batch. Longer
+    requests are vLLM's prefills (MlaPrefill), except under VLLM_BATCH_INVARIANT, which has none.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -263,7 +265,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     ) -> None:
         """
         Raises:
-            NotImplementedError: the model or the deployment needs what this package does not have.
+            NotImplementedError: this package does not support the model or the deployment.
         """
         group = compat.dcp_group(kv_cache_spec)
         max_rows, max_batch = workspace_maxima(vllm_config)
@@ -290,7 +292,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         batch_invariant = compat.batch_invariant()
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)
         if batch_invariant:
-            # how a cached prefix is cut into chunks depends on the batch: all requests stay in their latents
+            # the chunks of a cached prefix depend on the batch, so all requests attend to their latents
             self.reorder_batch_threshold = max_rows
         # the engine gathers the queries of all ranks
         num_heads = self.num_heads * (1 if group is None else group.world_size)
@@ -321,8 +323,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Where ranks share KV a request of several new tokens is a prefill, which full graphs do not have:
-        no causal mask fits interleaved latents.
+        """If ranks share KV, a request of several new tokens is a prefill, which full graphs do not have: no
+        causal mask fits interleaved latents.
         """
         shares_kv = vllm_config.parallel_config.decode_context_parallel_size > 1
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if shares_kv else cls._cudagraph_support
@@ -334,7 +336,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
         Args:
             block_table_tensor: int32 [requests, blocks], seq_lens_device: int32 [requests].
-            kwargs: query_start_loc_device: int32 [requests + 1], and what is not needed.
+            kwargs: query_start_loc_device: int32 [requests + 1]; others are ignored.
         """
         batch, starts = seq_lens_device.shape[0], kwargs["query_start_loc_device"]
         table = PageTable.block_table(block_table_tensor[:batch], seq_lens_device, self.page_size)
@@ -348,11 +350,10 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
 
 class MlaImpl(MLACommonImpl[MLACommonMetadata]):
-    """Made once for each layer, with the arguments of vLLM's `MLAAttention`, which projects: here is the
-    absorbed attention of decode and of short chunks.
+    """The absorbed attention of one layer, for decodes and short chunks. vLLM's `MLAAttention` makes it and
+    projects.
 
-    Longer prefills are the engine's `forward_mha`, which decompresses K and V and calls the prefill backend
-    of the metadata (mla_prefill.py).
+    Longer prefills go through vLLM's `forward_mha`, which decompresses K and V and calls MlaPrefill.
     """
 
     can_return_lse_for_decode: bool = True
@@ -376,11 +377,11 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> None:
         """
         Args:
-            mla_arguments: widths of the model's projections, kv_b_proj, and what only some models pass, which
-                is refused unless it is at its neutral value.
+            mla_arguments: widths of the model's projections, kv_b_proj, and arguments of some models, which
+                must have their neutral values.
 
         Raises:
-            NotImplementedError: the layer needs what this package does not have.
+            NotImplementedError: this package does not support the layer.
         """
         given = {
             "alibi_slopes": alibi_slopes,
@@ -421,13 +422,13 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            q: [tokens, num_heads, latent and rotated part], or the two apart; where ranks share KV with the
-                heads of all ranks.
+            q: [tokens, num_heads, latent and rotated part], or a tuple of both; with the heads of all ranks
+                that share KV.
             kv_c_and_k_pe_cache: [blocks, page, latent and rotated part], any strides.
 
         Returns:
-            [tokens, num_heads, latent]; float32 [tokens, num_heads], natural, where the engine merges states
-            of several ranks.
+            [tokens, num_heads, latent]; float32 [tokens, num_heads], a natural LSE, if vLLM merges states of
+            several ranks.
         """
         decode: MlaDecodeMetadata = attn_metadata.decode
         q, q_rope = q if isinstance(q, tuple) else (q, None)
@@ -455,9 +456,9 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
 
         Args:
             kv_c_normed: [tokens, latent], k_pe: [tokens, 1, rotated part].
-            kv_cache: as forward_mqa has it; uint8 where its numbers have 8 bits.
+            kv_cache: as in forward_mqa; uint8 if its numbers have 8 bits.
             slot_mapping: int64 [tokens]; negative for padding. Tokens beyond it are padding too.
-            k_scale: float32 [], of such a cache: the layer's, which kernels read when they run.
+            k_scale: float32 [], of an 8-bit cache, which kernels read when they run.
         """
         self._latents.append(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
 
@@ -465,14 +466,14 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
 def check_layer(
     given: dict[str, Any], attn_type: str, kv_cache_dtype: str, kv_cache_dtypes: tuple[str, ...]
 ) -> None:
-    """Refuses what none of our MLA layers supports.
+    """Refuses arguments that none of our MLA layers supports.
 
     Args:
         given: arguments that must be None or 0.0.
-        kv_cache_dtypes: that such layers have.
+        kv_cache_dtypes: the supported dtypes.
 
     Raises:
-        NotImplementedError: see there.
+        NotImplementedError: names the argument.
     """
     for name, value in given.items():
         if value is not None and not (isinstance(value, float) and value == 0.0):
@@ -484,7 +485,7 @@ def check_layer(
 
 
 class MlaBackend(MLACommonBackend):
-    """The backend behind `--attention-backend CUSTOM` where the model has latents.
+    """The backend behind `--attention-backend CUSTOM` for a model with latents.
 
     The KV cache of a layer is [blocks, page, latent and rotated part].
     """
@@ -549,8 +550,10 @@ class MlaBackend(MLACommonBackend):
 
 
 class CpuMlaBackend(MlaBackend):
-    """vLLM takes whatever is registered as CPU_MLA without asking what it supports: what cannot be served is
-    refused when a layer is built (mla_impl.py).
+    """Replaces vLLM's CPU_MLA.
+
+    vLLM takes this class without asking for its features: the constructor of a layer refuses unsupported
+    ones.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -561,7 +564,7 @@ class CpuMlaBackend(MlaBackend):
 
 
 class AmxMlaBackend(CpuMlaBackend):
-    """The same in the place of AMX_MLA, which vLLM takes on CPUs with AMX."""
+    """Replaces AMX_MLA, which vLLM takes on CPUs with AMX."""
 
     @staticmethod
     def get_name() -> str:

@@ -1,8 +1,8 @@
 """Registration with vLLM, and the class behind each registered name.
 
-vLLM has one name, CUSTOM, for all models. A backend class serves models with or without latents, with or without an
-indexer. Models whose keys and values differ in size ask for other names. So vLLM gets paths to names of this module,
-and `__getattr__` chooses the class each time.
+vLLM has one name, CUSTOM, for all models, but we have a class for each kind of model: with or without
+latents, with or without an indexer. Models whose keys and values differ in size ask for other names. So vLLM
+gets paths to names of this module, and `__getattr__` chooses the class for each request.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def register() -> None:
         RuntimeError: this package, or a part of vLLM that it needs, cannot be imported.
     """
     try:
-        # Imported now, so that a broken installation is known when the engine starts and not when the first
-        # layer is built.
+        # Imported now, so that a broken installation shows when the engine starts, before it makes a layer.
         registry = import_module("vllm.v1.attention.backends.registry")
         import_module(f"{_PACKAGE}.support").obey_cascade_option()
         import_module("attn_backend.kernels.library").library()
@@ -52,7 +51,7 @@ def register() -> None:
                 if name in registry.AttentionBackendEnum.__members__:
                     registry.register_backend(registry.AttentionBackendEnum[name], path)
             # vLLM does not name the backend that it uses on a CPU
-            logger.info("attn_backend takes the place of CPU_ATTN, and of CPU_MLA and AMX_MLA")
+            logger.info("attn_backend replaces CPU_ATTN, CPU_MLA and AMX_MLA")
     except Exception as error:
         raise RuntimeError(
             f"attn_backend cannot serve as an attention backend of this vLLM: {type(error).__name__}: "

@@ -41,8 +41,9 @@ SCALED_LATENTS = "fp8_ds_mla"  # a row is 656 bytes, with scales for each block 
 class SparseMlaMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
     """A planned batch, with the fields that SparseMLACommonMetadataBuilder fills and vLLM's layer reads.
 
-    attention: planned for all rows; runs may leave out the last ones, which the engine may attend to in
-    decompressed K and V.
+    attention: planned for all rows. Runs may leave out the last rows, which vLLM may attend to in
+        decompressed K
+    and V.
     """
 
     block_table: Tensor  # int32 [requests, blocks]
@@ -59,17 +60,16 @@ class SparseMlaMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
 class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]):
     """Plans the batches of one group of layers, on the device, without waiting for it.
 
-    A row attends to topk_tokens of those that it sees, or to all where those are fewer. So the plan is one
-    for all layers, although each selects for itself; a layer may select fewer.
-    Prompts that are no longer than topk_tokens may be the engine's prefills over decompressed K and V
-    (mla_prefill.py): there nothing is left out. Under VLLM_BATCH_INVARIANT there are none.
+    A row attends to topk_tokens of its visible tokens, or to all if there are fewer. So all layers share one
+    plan, although each layer selects its own tokens, and may select fewer.
+    Prompts of at most topk_tokens may be vLLM's prefills over decompressed K and V (MlaPrefill), which leave
+    nothing out. Under VLLM_BATCH_INVARIANT there are none.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     metadata_cls = SparseMlaMetadata
     reorder_batch_threshold: int = 128  # as for MlaMetadataBuilder
-    # which SparseMLACommonMetadataBuilder makes, plans and hands to the layers; None: there is none for this
-    # model
+    # SparseMLACommonMetadataBuilder makes it, plans it and hands it to the layers; None: this model has none
     _prefill_backend: Any
 
     def __init__(
@@ -83,7 +83,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
     ) -> None:
         """
         Raises:
-            NotImplementedError: the model or the deployment needs what this package does not have.
+            NotImplementedError: this package does not support the model or the deployment.
         """
         dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
         max_rows, max_batch = workspace_maxima(vllm_config)
@@ -109,8 +109,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
         batch_invariant = compat.batch_invariant()
         num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         if batch_invariant:
-            # whether a prompt is decompressed depends on the longest one of the batch: all stay in their
-            # latents
+            # the longest prompt of a batch decides about decompression, so all prompts attend to latents
             self.reorder_batch_threshold = max_rows
         topk = self.topk_tokens
         self._rows = outside_memory_pools(
@@ -154,10 +153,10 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
 
 
 class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
-    """Made once for each layer, with the arguments of vLLM's `MLAAttention`, which projects.
+    """Sparse attention of one layer. vLLM's `MLAAttention` makes it and projects.
 
-    The indexer, with a cache of its own, is vLLM's. It leaves the tokens that it has selected in
-    topk_indices_buffer before the layer attends.
+    The indexer and its cache are vLLM's. It writes the selected tokens into topk_indices_buffer before the
+    layer attends.
     """
 
     can_return_lse_for_decode: bool = True
@@ -182,10 +181,10 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
         """
         Args:
             mla_arguments: widths of the model's projections, kv_b_proj, indexer or topk_indices_buffer, and
-                what only some models pass, which is refused unless it is at its neutral value.
+                arguments of some models, which must have their neutral values.
 
         Raises:
-            NotImplementedError: the layer needs what this package does not have.
+            NotImplementedError: this package does not support the layer.
         """
         given = {
             "alibi_slopes": alibi_slopes,
@@ -228,13 +227,13 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            q: [tokens, num_heads, latent and rotated part], or the two apart: the batch's first tokens.
+            q: [tokens, num_heads, latent and rotated part], or a tuple of both: the batch's first tokens.
             kv_c_and_k_pe_cache: [blocks, page, latent and rotated part], any strides; uint8 [blocks, page,
                 656] for fp8_ds_mla.
 
         Returns:
-            [tokens, num_heads, latent]; float32 [tokens, num_heads], natural, where the engine merges states
-            of several ranks.
+            [tokens, num_heads, latent]; float32 [tokens, num_heads], a natural LSE, if vLLM merges states of
+            several ranks.
         """
         assert attn_metadata.attention is not None
         assert self.topk_indices_buffer is not None
@@ -268,8 +267,9 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
 
 
 class SparseMlaBackend(MlaBackend):
-    """The backend behind `--attention-backend CUSTOM` where an indexer selects the tokens that a row attends
-    to. The KV cache of a layer is that of MlaBackend, or uint8 [blocks, page, 656] (fp8_ds_mla).
+    """The backend behind `--attention-backend CUSTOM` for a model with an indexer.
+
+    The KV cache of a layer is as in MlaBackend, or uint8 [blocks, page, 656] (fp8_ds_mla).
     """
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*MlaBackend.supported_kv_cache_dtypes, SCALED_LATENTS]

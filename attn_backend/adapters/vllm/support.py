@@ -1,4 +1,4 @@
-"""What this adapter serves, decided while vLLM starts: its refusals, its bounds, and its notes to the user.
+"""Checks while vLLM starts: the refusals of this adapter, its bounds, and its notes to the user.
 
 A refusal names the option or the model's feature, and a way out.
 """
@@ -78,10 +78,7 @@ def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str |
     if current_platform.is_cpu():
         return f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({advice})"
     if size & (size - 1):
-        return (
-            f"decode context parallelism of {size} ranks: vLLM merges those of a power of two ({advice}, "
-            f"or 2, 4, 8)"
-        )
+        return f"decode context parallelism of {size} ranks: vLLM merges powers of two ({advice}, or 2, 4, 8)"
     if compat.batch_invariant():
         return f"VLLM_BATCH_INVARIANT with decode context parallelism ({advice})"
     if (

@@ -200,5 +200,5 @@ def test_refused_models() -> None:
     # the target's prompts may be cut
     with pytest.raises(ValueError, match="bidirectional prompts in chunks"):
         SGLangAttentionBackend(FakeEngine(DRAFT_LAYERS).runner())
-    with pytest.raises(ValueError, match="draft models with a KV pool of their own for sliding windows"):
+    with pytest.raises(ValueError, match="draft models with a separate KV pool for sliding windows"):
         SGLangAttentionBackend(FakeEngine(WINDOWED, 16, hybrid=True).runner(is_draft_worker=True))

@@ -23,7 +23,7 @@ from attn_backend.adapters.layers import multiplies_float8
 from attn_backend.adapters.sglang import backend as sglang_backend
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang import plan as sglang_plan
-from attn_backend.adapters.sglang.backend import QueryRounder, SGLangAttentionBackend, quantise
+from attn_backend.adapters.sglang.backend import QueryRounder, SGLangAttentionBackend, quantize
 
 MOST = 3.5e-2  # of rounded queries, and on a GPU rounded probabilities
 EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND_V2)
@@ -57,7 +57,7 @@ def check_extend(
     if engine.device == "cpu":
         assert off > 2 * TOLERANCE[torch.bfloat16], "Q was not rounded"
         assert (
-            error(out, engine.reference(requests, new_lens, layer_id, quantise(q, None, E4M3).to(q.dtype)))
+            error(out, engine.reference(requests, new_lens, layer_id, quantize(q, None, E4M3).to(q.dtype)))
             <= TOLERANCE[out.dtype]
         )
 
@@ -400,4 +400,4 @@ def test_rounding(dtype: torch.dtype) -> None:
         rounded = rounder.round(q, E4M3)
         assert rounded.shape == q.shape
         assert rounded.is_contiguous()
-        assert torch.equal(rounded.view(torch.uint8), quantise(q, None, E4M3).view(torch.uint8))
+        assert torch.equal(rounded.view(torch.uint8), quantize(q, None, E4M3).view(torch.uint8))
