@@ -216,4 +216,4 @@ def test_what_is_refused() -> None:
     ]:
         assert reason in str(unsupported(make_runner(pool, **changes)))
     pool.dsa_kv_cache_store_fp8 = True
-    assert "8-bit rows without scales" in str(unsupported(make_runner(pool)))
+    assert "8-bit rows without block scales" in str(unsupported(make_runner(pool)))
