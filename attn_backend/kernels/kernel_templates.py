@@ -1,6 +1,4 @@
-"""The sources of kernels, as far as they are the same for every element type, head shape and variant;
-`manifest` fills in the rest.
-"""
+"""Templates of kernel sources. `manifest` fills in element type, head shape and variant."""
 
 from __future__ import annotations
 
@@ -31,7 +29,8 @@ MERGE = Template("""\
 #include "attention/merge/merge.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kMergeThreads, attn::kMergeBlocks) void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
+extern "C" __global__ __launch_bounds__(attn::kMergeThreads, attn::kMergeBlocks)
+void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
   attn::merge<attn::$element, attn::$variant>(params);
 }
 
@@ -41,7 +40,8 @@ extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0}
 MERGE_STATES = Template("""\
 #include "attention/merge/merge_states.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads) void merge_states_kernel(const __grid_constant__ attn::MergeStatesParams params) {
+extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads)
+void merge_states_kernel(const __grid_constant__ attn::MergeStatesParams params) {
   attn::merge_states<attn::$element>(params);
 }
 """)
@@ -49,28 +49,31 @@ extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads) void merge_st
 ROW_RANGES = Template("""\
 #include "attention/row_ranges.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {
+extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads)
+void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {
   attn::find_row_ranges<attn::$variant>(params);
 }
 """)
 
-# One kernel of an append_qkv cubin; ctas: that share a multiprocessor, as many as fit without spilled
-# registers.
+# One kernel of an append_qkv cubin; ctas: per multiprocessor, as many as fit without spilled registers.
 APPEND_QKV = Template("""
-extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas) void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
+extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas)
+void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
   attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises, attn::$cache_element>(params);
 }
 """)
 
 APPEND_ROUNDED = Template("""
-extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads) void append_rounded_kernel(const __grid_constant__ attn::QkvParams params) {
+extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads)
+void append_rounded_kernel(const __grid_constant__ attn::QkvParams params) {
   attn::append_rounded<attn::$element>(params);
 }
 """)
 APPEND_LATENT = """\
 #include "cache/append_latent.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads) void append_latent_kernel(const __grid_constant__ attn::LatentParams params) {
+extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads)
+void append_latent_kernel(const __grid_constant__ attn::LatentParams params) {
   attn::ptx::wait_for_previous_grid();
   attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
   attn::append_latent(params);
@@ -80,7 +83,8 @@ extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads) void append_
 SELECTED_SLOTS = """\
 #include "planner/device/selection.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kSelectionThreads) void selected_slots_kernel(const __grid_constant__ attn::SelectionParams params) {
+extern "C" __global__ __launch_bounds__(attn::kSelectionThreads)
+void selected_slots_kernel(const __grid_constant__ attn::SelectionParams params) {
   attn::ptx::wait_for_previous_grid();
   attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the schedule and the slots
   __shared__ int32_t counts[attn::kSelectionWarps];
@@ -90,7 +94,8 @@ extern "C" __global__ __launch_bounds__(attn::kSelectionThreads) void selected_s
 
 # One kernel of a sampling cubin; ctas: that share a multiprocessor.
 SAMPLING = Template("""
-extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas) void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
+extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas)
+void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
   attn::$call(params);
 }
 """)
