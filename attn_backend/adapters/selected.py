@@ -4,12 +4,10 @@ selected for it (DeepSeek V3.2, GLM 5).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attn_backend.kernels.attention import Attention
+from attn_backend.adapters.layers import LayerSpec, attention_of
 from attn_backend.kernels.attention_config import MAX_CUDA_BATCH, MAX_CUDA_INVARIANT_BATCH
 from attn_backend.kernels.selection import SelectedTokens
 from attn_backend.metadata.composition import BSRView
@@ -48,15 +46,14 @@ class SelectedAttention:
                 of them are selected, in whatever order.
         """
         self.max_rows = min(max_rows, MAX_CUDA_INVARIANT_BATCH if batch_invariant else MAX_CUDA_BATCH)
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "kv_dtype": kv_dtype,
-            "device": device,
-            "max_rows": self.max_rows,
-            "max_batch": self.max_rows,
-        }
-        self.attention = Attention(
-            num_heads, 1, 576, head_dim_v=512, cascade=False, batch_invariant=batch_invariant, **options
+        self.attention = attention_of(
+            LayerSpec(num_heads, 1, 576, head_dim_v=512, kv_dtype=kv_dtype),
+            dtype=dtype,
+            device=device,
+            max_rows=self.max_rows,
+            max_batch=self.max_rows,
+            batch_invariant=batch_invariant,
+            cascade=False,
         )
         self._batch_invariant = batch_invariant
         self._slots = torch.full((self.max_rows, topk), -1, dtype=torch.int32, device=device)

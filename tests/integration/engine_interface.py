@@ -284,8 +284,8 @@ MAYBE = {
     "only where it is",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.requires_physical_write_loc": "the same asks: since "
     "the releases that have pools of virtual slots",
-    "sglang.srt.models.dflash:DFlashAttention.attention_sink_bias": "support.plan_key: since the drafts that "
-    "have sinks",
+    "sglang.srt.models.dflash:DFlashAttention.attention_sink_bias": "support.layer_spec: since the drafts "
+    "that have sinks",
     "sglang.srt.server_args:DRAFT_ATTENTION_BACKEND_CHOICES": "compat.register_draft_backend asks",
     "sglang.srt.layers.sampler:_SamplingMaskCapture": "sampler.py asks: since 0.5.20",
     "sglang.srt.layers.attention.base_attn_backend:SharedReadEnds": "compat.shared_reads_end_after_replay: "

@@ -174,7 +174,7 @@ def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> No
     assert (causal.window_left, causal.window_right) == (8, -1)
     with pytest.raises(
         NotImplementedError,
-        match="sliding window to the left and right in layers that were made for causal steps: set use_non_causal",
+        match="window to the left and right in layers that were made for causal steps: set use_non_causal",
     ):
         make_builder([make_impl(sliding_window=9)]).build(0, make_batch([4], [20], causal=False).metadata)
 
