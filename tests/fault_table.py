@@ -638,7 +638,7 @@ FAULTS = (
         "attn_backend/adapters/vllm/attention.py",
         "window_right=window if sees_right",
         "window_right=window + 1 if sees_right",
-        ("tests/adapters/vllm/test_vllm_variants.py", "-k", "encoders"),
+        ("tests/adapters/vllm/test_vllm_layers.py", "-k", "encoders"),
     ),
     Fault(
         "vLLM: a view of an 8-bit cache keeps V's old scale",
