@@ -5,9 +5,9 @@ Nothing is copied to the host, gathered into index lists or merged afterwards: t
 req_to_token.
 
 CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs
-no host time. The kernels read req_to_token until the replay ends. `shared_read_ends` says so to releases that
-ask. SGLang 0.5.17 does not, and its scheduler may write earlier. It never changes what a running request
-reads:
+no host time. The kernels read req_to_token until the replay ends. Releases that call `shared_read_ends`
+know this. SGLang 0.5.17 does not, and its scheduler may write earlier. It never changes what a running
+request reads:
 
 - New tokens lie beyond the planned length.
 - A prefix that moved into the radix tree has the same keys and values in its new slots.

@@ -37,7 +37,7 @@ class Batch:
     spans: Spans | None = None  # where images see both sides
     has_prefixes: bool = True  # whether a request may have tokens that are not in Q
     tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
-    slots: Tensor | None = None  # instead of req_to_token: see branch_slots()
+    slots: Tensor | None = None  # instead of req_to_token: see drafts.branch_slots()
     # The step has prompts or chunks, maybe mixed with decodes. Or it has a draft model's tokens after a
     # verification.
     is_extend: bool = False

@@ -117,10 +117,8 @@ class MlaPrefill(MLAPrefillBackend):
     V may be narrower than K: nothing is padded.
 
     The new tokens have one plan for all layers, and so has a single chunk of the prefix. Several chunks share
-    one
-    workspace: each is planned when it runs. That is one small kernel, next to the kernels that gather,
-        decompress
-    and merge it.
+    one workspace: each is planned when it runs. That is one small kernel, next to the kernels that gather,
+    decompress and merge it.
     """
 
     def __init__(self, chosen: MLAPrefillBackend, new_tokens: Attention, context: Attention) -> None:
