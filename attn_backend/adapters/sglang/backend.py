@@ -36,7 +36,7 @@ from attn_backend.metadata.kv_cache import SCALED_DTYPES
 from . import compat
 from .batch import Batch, BatchReader, is_uniform
 from .mla import append_latents, ask_for_parts, has_latents
-from .plan import Plan, WindowSlots, page_table, rounds_queries
+from .plan import Plan, WindowSlots, rounds_queries
 from .support import (
     attention_layers,
     check_runner,
@@ -187,11 +187,12 @@ class SGLangAttentionBackend(AttentionBackend):
         self.forward_metadata = batch
         if batch is None:
             return
+        req_to_token = self.req_to_token_pool.req_to_token
         for plan in self._plans.values():
             if plan.spec.of_this_step and batch.has_prefixes:
                 plan.current = None  # the model attends to the latents in this step
             else:
-                self._plan_layers(plan, batch)
+                plan.plan(batch, req_to_token, self.page_size, self._window)
 
     def one_row_each(self, batch_size: int) -> Tensor:
         """int32 [batch_size + 1], the qo_indptr of a step with one token of each request."""
@@ -203,19 +204,14 @@ class SGLangAttentionBackend(AttentionBackend):
             self._window_slots = self._window.translate(forward_batch.out_cache_loc)
         self.plan_step(batch)
 
-    def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
-        return plan.plan(
-            batch,
-            *page_table(plan.spec, batch, self.req_to_token_pool.req_to_token, self.page_size, self._window),
-        )
-
     def _plan_late(self, plan: Plan) -> Attention:
         """Plans for a layer that was not found in the model at start, after the plans of the others."""
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
         if plan.spec.of_this_step and self.forward_metadata.has_prefixes:
             refuse("decompressed keys and values after a cached prefix")
-        return self._plan_layers(plan, self.forward_metadata)
+        req_to_token = self.req_to_token_pool.req_to_token
+        return plan.plan(self.forward_metadata, req_to_token, self.page_size, self._window)
 
     # Running.
 

@@ -86,8 +86,16 @@ class Plan:
         if self.of_extends is not None:
             self.of_extends.grow(max_rows, max_batch)
 
-    def plan(self, batch: Batch, table: PageTable, tokens_before: Tensor | None) -> Attention:
-        """Plans a step for these layers. table, tokens_before: see page_table()."""
+    def plan(
+        self, batch: Batch, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
+    ) -> Attention:
+        """Plans a step for these layers, on the current stream.
+
+        Args:
+            req_to_token: int32 [requests, max_tokens], slots.
+            page_size: tokens.
+            window_slots: of a hybrid pool.
+        """
         planned = self
         if batch.tree is not None:
             assert self.of_trees is not None
@@ -95,6 +103,7 @@ class Plan:
         elif batch.is_extend and self.of_extends is not None:
             planned = self.of_extends
         spec = planned.spec
+        table, tokens_before = page_table(spec, batch, req_to_token, page_size, window_slots)
         self.current = planned._attention_for(batch)
         self.logits_soft_cap = spec.run_soft_cap
         self.arguments = variant_args_of(spec, spans=batch.spans, items=batch.items, tree=batch.tree)
