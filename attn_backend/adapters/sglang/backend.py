@@ -30,7 +30,7 @@ from torch.nn import Module
 from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layers import LayerSpec
-from attn_backend.kernels.append_qkv import append_rounded
+from attn_backend.kernels.append import append_rounded
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat

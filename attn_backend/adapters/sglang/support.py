@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.layers import LayerSpec
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat

@@ -9,10 +9,10 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from attn_backend.adapters.layers import LayerSpec, multiplies_float8
 from attn_backend.kernels.append import append_kv
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.kernels.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS
+from attn_backend.jit.manifest import HeadDims
+from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS
 from attn_backend.metadata.kv_cache import KVCache
-from attn_backend.metadata.structure import describe
+from attn_backend.validation import describe
 
 from . import compat
 from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools

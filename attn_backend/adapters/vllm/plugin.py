@@ -41,7 +41,7 @@ def register() -> None:
         # Imported now, so that a broken installation shows when the engine starts, before it makes a layer.
         registry = import_module("vllm.v1.attention.backends.registry")
         import_module(f"{_PACKAGE}.support").obey_cascade_option()
-        import_module("attn_backend.kernels.library").library()
+        import_module("attn_backend.kernels.native").library()
         import_module(f"{_PACKAGE}.backend")
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)
         for name in DIFF_KV_NAMES:

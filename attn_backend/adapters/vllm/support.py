@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from attn_backend.adapters.layers import use_cascade
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
 

@@ -45,7 +45,7 @@ from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.mla import MlaBackend, MlaPrefill
 from attn_backend.adapters.vllm.sparse_mla import SparseMlaBackend, SparseMlaImpl, SparseMlaMetadataBuilder
 from attn_backend.adapters.vllm.support import OTHER_BACKEND, OTHER_CACHE
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 TOPK = 24
 
