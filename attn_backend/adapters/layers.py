@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from attn_backend.adapters.spans import Spans
+from attn_backend.jit.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, HeadDims, default_design
 from attn_backend.kernels.attention import Attention
-from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.native import arch_on
-from attn_backend.jit.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, default_design
 from attn_backend.settings import Settings
 from attn_backend.variants import Variant, builtin
 

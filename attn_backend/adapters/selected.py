@@ -10,8 +10,8 @@ from torch import Tensor
 from attn_backend.adapters.layers import LayerSpec, attention_of
 from attn_backend.kernels.attention import MAX_CUDA_BATCH, MAX_CUDA_INVARIANT_BATCH
 from attn_backend.kernels.selection import SelectedTokens
-from attn_backend.metadata.views import BSRView
 from attn_backend.metadata.kv_cache import KVCache
+from attn_backend.metadata.views import BSRView
 
 
 class SelectedAttention:

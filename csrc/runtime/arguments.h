@@ -1,4 +1,4 @@
-// Functions whose arguments Python gives by name (attn_backend/kernels/named_calls.py). A struct has the arguments as
+// Functions whose arguments Python gives by name (attn_backend/kernels/native.py). A struct has the arguments as
 // fields, and a table of these is what both sides know of names and order.
 #pragma once
 

@@ -23,11 +23,11 @@ from tiers import mostly_slow
 from variant_sources import ALIBI, ALIBI_CPP, SLANTED, SQUARED
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
-from attn_backend.kernels import cpp_compiler, variant_kernels
-from attn_backend.kernels.attention_variant import AttentionVariant
+from attn_backend.jit import compilers, cubins
+from attn_backend.kernels.variant import AttentionVariant
 from attn_backend.variants import builtin
 
-TESTS = Path(__file__).resolve().parent.parent
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 SLOPE = 0.02
 ORACLES = {
     "slanted": variant_sources.slanted_oracle(SLOPE),
@@ -36,7 +36,7 @@ ORACLES = {
 }
 VARIANTS = {variant.name: variant for variant in (SLANTED, ALIBI, SQUARED)}
 
-needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
+needs_cpp = pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
 
 
 def arguments_of(variant: Variant) -> dict[str, float]:
@@ -88,7 +88,7 @@ for seed in range(first, first + count):
 def test_random_cases(isa: str, first: int) -> None:
     """Each variant in each dtype."""
     environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", RUN, str(TESTS), str(Path(__file__).parent), str(first), "18"]
+    command = [sys.executable, "-c", RUN, str(HELPERS), str(Path(__file__).parent), str(first), "18"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -455,7 +455,7 @@ def test_what_tells_requests_apart_is_not_shared() -> None:
 @needs_cpp
 def test_a_library_of_other_headers_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    monkeypatch.setattr(variant_kernels, "headers_digest", lambda _: "another")
+    monkeypatch.setattr(cubins, "headers_digest", lambda _: "another")
     other = variant_sources.alibi(ALIBI_CPP + "// compiled for this test\n", "other")
     with pytest.raises(
         RuntimeError, match=r"compiled from other headers than libattn_backend\.so; reinstall"

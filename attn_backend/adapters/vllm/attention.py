@@ -8,9 +8,8 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from attn_backend.adapters.layers import LayerSpec, multiplies_float8
+from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
-from attn_backend.jit.manifest import HeadDims
-from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.validation import describe
 

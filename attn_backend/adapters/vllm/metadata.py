@@ -18,8 +18,8 @@ from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layers import LayerSpec, attention_of, variant_args_of, visibility_of
 from attn_backend.adapters.spans import Spans
 from attn_backend.kernels.attention import Attention
-from attn_backend.metadata.views import BSRView
 from attn_backend.metadata.page_table import PageTable
+from attn_backend.metadata.views import BSRView
 
 from . import compat, sampler
 from .compat import FLOAT8_CACHES, outside_memory_pools

@@ -25,12 +25,12 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layers import LayerSpec, attention_of
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.append import append_mla_kv
 from attn_backend.kernels.attention import Attention
-from attn_backend.jit.manifest import HeadDims
-from attn_backend.metadata.views import BSRView
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.metadata.page_table import PageTable
+from attn_backend.metadata.views import BSRView
 
 from . import compat, sampler
 from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools

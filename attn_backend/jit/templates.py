@@ -1,0 +1,157 @@
+"""The C++ sources of kernels and of the variants that ship. `manifest` fills in element types and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from string import Template
+
+SM80_ATTENTION = Template("""\
+#include "attention/sm80/attention.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::sm80::kThreads, attn::sm80::kCtasPerMultiprocessor)
+void attention_kernel(const __grid_constant__ attn::sm80::ParamsOf<$traits> params) {
+  attn::sm80::attention<$traits>(params);
+}
+""")
+
+SM90_ATTENTION = Template("""\
+#include "attention/sm90/attention.cuh"
+#include "common/kernel_code.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::sm90::cta_threads($traits::Shape::kDims), 1)
+void attention_kernel(const __grid_constant__ attn::sm90::ParamsOf<$traits> params) {
+  attn::sm90::attention<$traits, attn::sm90::$copier>(params);
+}
+
+extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};
+""")
+
+MERGE = Template("""\
+#include "attention/merge/merge.cuh"
+#include "common/kernel_code.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kMergeThreads, attn::kMergeBlocks)
+void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
+  attn::merge<attn::$element, attn::$variant>(params);
+}
+
+extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
+""")
+
+MERGE_STATES = Template("""\
+#include "attention/merge/merge_states.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads)
+void merge_states_kernel(const __grid_constant__ attn::MergeStatesParams params) {
+  attn::merge_states<attn::$element>(params);
+}
+""")
+
+ROW_RANGES = Template("""\
+#include "attention/row_ranges.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads)
+void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {
+  attn::find_row_ranges<attn::$variant>(params);
+}
+""")
+
+# One kernel of an append_qkv cubin; ctas: per multiprocessor, as many as fit without spilled registers.
+APPEND_QKV = Template("""
+extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas)
+void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
+  attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises, attn::$cache_element>(params);
+}
+""")
+
+APPEND_ROUNDED = Template("""
+extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads)
+void append_rounded_kernel(const __grid_constant__ attn::QkvParams params) {
+  attn::append_rounded<attn::$element>(params);
+}
+""")
+APPEND_LATENT = """\
+#include "cache/append_latent.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads)
+void append_latent_kernel(const __grid_constant__ attn::LatentParams params) {
+  attn::ptx::wait_for_previous_grid();
+  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
+  attn::append_latent(params);
+}
+"""
+
+SELECTED_SLOTS = """\
+#include "planner/device/selection.cuh"
+
+extern "C" __global__ __launch_bounds__(attn::kSelectionThreads)
+void selected_slots_kernel(const __grid_constant__ attn::SelectionParams params) {
+  attn::ptx::wait_for_previous_grid();
+  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the schedule and the slots
+  __shared__ int32_t counts[attn::kSelectionWarps];
+  attn::pack_selected_slots(params, counts);
+}
+"""
+
+# One kernel of a sampling cubin; ctas: that share a multiprocessor.
+SAMPLING = Template("""
+extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas)
+void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
+  attn::$call(params);
+}
+""")
+
+
+_ALIBI = """\
+#include "attention/variant_math.h"
+#include "attention/variants.h"
+
+namespace attn {
+
+struct UserVariant : VariantBase {
+  struct Params {
+    ParamTensor<float, 1> slopes;
+  };
+  static constexpr bool kMaskReadsHead = false;
+
+  const ParamTensor<float, 1>& slopes;
+
+  ATTN_HD UserVariant(const Params& params, int32_t /*kv_head*/) : slopes(params.slopes) {}
+
+  ATTN_HD float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
+    return logit + (slopes(row.qo_head) * (static_cast<float>(kv_position) - static_cast<float>(row.position)));
+  }
+
+  ATTN_HD float bias_slope(const ScoreRow& row) const {
+    return slopes(row.qo_head);
+  }
+};
+
+static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
+
+}  // namespace attn
+"""  # noqa: E501  (letter for letter what the built-in generates)
+
+
+@dataclass(frozen=True)
+class ShippedVariant:
+    """A manifest.VariantSource without a mask and a transform of the output, which would need kernels besides
+    attention's, and without those of Q, K and V.
+    """
+
+    name: str
+    source: str
+    user_sources: Mapping[str, str] = field(default_factory=dict)
+    has_mask: bool = False
+    has_output: bool = False
+    has_transforms: bool = False
+
+
+SHIPPED_VARIANTS = (ShippedVariant("alibi", _ALIBI),)
+_BY_SOURCE = {variant.source: variant for variant in SHIPPED_VARIANTS}
+
+
+def shipped_variant(source: str) -> ShippedVariant | None:
+    """That of this source, if it is one."""
+    return _BY_SOURCE.get(source)

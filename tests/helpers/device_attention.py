@@ -1,0 +1,264 @@
+"""The attention kernels and merge on a CPU (tests/csrc/device_attention.cpp), in the place of the CPU's own:
+the schedule is what `plan` made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import emulation
+import torch
+from torch import Tensor
+
+from attn_backend import Attention, BSRView, Composition, KVCache, Variant
+from attn_backend.jit import manifest
+from attn_backend.jit.manifest import HeadDims
+from attn_backend.kernels.native import DTYPES, KV_DTYPES, kv_element_of, values_of
+
+KERNELS = ("generic", "hopper")
+# Structs of tests/csrc/slanted_variant.h, by the names that a DeviceAttention has for them.
+TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
+
+# Caches that TMA loads in different ways, or that are gathered: changes of a cases.Spec.
+CACHES = {
+    "pages": {"page_size": 16},
+    "large pages": {"page_size": 256, "layout": "HND"},
+    "small pages": {"page_size": 3},
+    "tokens in runs": {"page_size": 1, "run_pages": 1000},
+    "tokens": {"page_size": 1, "run_pages": 1},
+    "ragged": {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
+}
+
+
+class KvScale(ctypes.Structure):
+    """The struct of this name in csrc/cache/kv_scales.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("value", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("head_stride", "request_stride", "num_requests")),
+    )
+
+    @classmethod
+    def of(cls, scale: Tensor | float | None) -> KvScale:
+        if not isinstance(scale, Tensor):
+            return cls(None, 1.0 if scale is None else scale, 0, 0, 1)
+        head_stride = 0 if scale.numel() == 1 or scale.shape[-1] == 1 else scale.stride(-1)
+        of_requests = scale.ndim == 2 and scale.numel() > 1
+        return cls(
+            scale.data_ptr(),
+            0.0,
+            head_stride,
+            scale.stride(0) if of_requests else 0,
+            scale.shape[0] if of_requests else 1,
+        )
+
+
+class AttentionScales(ctypes.Structure):
+    """The struct of this name in csrc/cache/kv_scales.h."""
+
+    _fields_ = (
+        ("k", KvScale),
+        ("v", KvScale),
+        ("q", KvScale),
+        ("element", ctypes.c_int32),
+        ("q_element", ctypes.c_int32),
+    )
+
+
+class KvScales(ctypes.Structure):
+    """The struct of this name in csrc/cache/kv_scales.h."""
+
+    _fields_ = (("k", KvScale), ("v", KvScale), ("element", ctypes.c_int32), ("padding", ctypes.c_int32 * 3))
+
+
+class _Passed(ctypes.Structure):
+    """PassedAttention of device_attention.cpp."""
+
+    _fields_ = (
+        ("pointers", ctypes.c_void_p * 7),
+        ("sinks", ctypes.c_void_p),
+        ("strides", ctypes.c_int64 * 10),
+        ("sizes", ctypes.c_int64 * 6),
+        ("sm_scale", ctypes.c_double),
+        ("dtype", ctypes.c_int64),
+        ("q_dtype", ctypes.c_int64),
+        ("kv_dtype", ctypes.c_int64),
+        ("uses_softmax", ctypes.c_int64),
+        ("variant_bytes", ctypes.c_int64),
+        ("variant", ctypes.c_char_p),
+        ("out_scale_data", ctypes.c_void_p),
+        ("out_scale", ctypes.c_double),
+        ("q_rope", ctypes.c_void_p),
+        ("q_rope_strides", ctypes.c_int64 * 2),
+        ("scales", AttentionScales),
+        ("launched", ctypes.c_int64),
+    )
+
+
+def library(
+    folder: Path,
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: HeadDims,
+    variant: str | Variant,
+    kv_dtype: torch.dtype | None = None,
+    float8_q: bool = False,
+    float8_out: bool = False,
+) -> ctypes.CDLL:
+    """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into
+    `folder`, or found there. float8_q: Q has the dtype of the cache. float8_out: O is of 8 bits.
+
+    Args:
+        variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
+    """
+    design, element = manifest.DESIGNS[kernel], manifest.ELEMENT_NAMES[str(dtype).removeprefix("torch.")]
+    if isinstance(variant, Variant):
+        text, variant_type, name = manifest.variant_text(variant), manifest.USER_VARIANT, variant.name
+    elif variant in TEST_VARIANTS:
+        text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
+    else:
+        text, variant_type, name = "", manifest.STANDARD_VARIANTS[variant], variant
+    shape = manifest.KernelShape(element, head_dim, kv_element_of(kv_dtype, dtype), float8_q, float8_out)
+    cubins = design.cubins_for(shape)
+    for cubin, stem in cubins.items():
+        source = manifest.attention_source(stem, shape, variant_type)
+        text += source.replace("attention_kernel", f"{cubin}_kernel")
+    text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
+    text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
+    name = manifest.attention_name(design.name, shape, name)
+    source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
+    made = emulation.build(
+        folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h")
+    )
+    made.device_attention.restype = ctypes.c_char_p
+    assert made.launched_offset() == _Passed.launched.offset
+    return made
+
+
+class DeviceAttention:
+    """`plan` and `run` of an Attention object on the CPU, whose runs are those of its `kernel`.
+
+    Args:
+        folder: for the compiled kernels.
+        attention: plans; made with the same `kernel`, for a variant with it.
+        seed: the order of threads, CTAs and copies follows from it.
+        variant: as in library().
+
+    Attributes:
+        launched: the attention kernel of the last run, one of manifest.Design.cubins.
+    """
+
+    def __init__(
+        self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks"
+    ) -> None:
+        dims = HeadDims(attention.head_dim, attention.head_dim_v)
+        # Of outputs of dtype, and of those of 8 bits: compiled when the first run asks for them.
+        of_kernels = (
+            folder,
+            kernel,
+            attention.dtype,
+            dims,
+            variant,
+            attention.kv_dtype,
+            attention.q_dtype != attention.dtype,
+        )
+        self._library = cache(lambda float8_out: library(*of_kernels, float8_out))
+        self._attention, self._seed, self._variant = attention, seed, variant
+        self._levels: tuple[BSRView, ...] = ()
+        self._kernels = tuple(manifest.DESIGNS[kernel].cubins)
+        self.launched = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    def plan(self, composition: BSRView | Composition, **options: Any) -> None:
+        self._attention.plan(composition, **options)
+        self._levels = tuple(composition.levels) if isinstance(composition, Composition) else (composition,)
+
+    def run(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        *,
+        q_rope: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        slope: float = 0.0,
+        sinks: Tensor | None = None,
+        variant_args: Mapping[str, Any] | None = None,
+        q_scale: Tensor | float | None = None,
+        out_scale: Tensor | float | None = None,
+    ) -> Tensor:
+        """As Attention.run. slope: of "slanted" and "placed".
+
+        Raises:
+            emulation.DeviceError: a kernel does something wrong.
+        """
+        attention = self._attention
+        out = attention._new_out(q, out_scale) if out is None else out
+        config = attention._library.schedule_config(attention._handle)
+        partial_o, partial_lse = (
+            torch.full_like(attention._partial_o, torch.nan),
+            torch.full_like(attention._partial_lse, torch.nan),
+        )
+        if isinstance(self._variant, Variant):
+            params = self._variant.pack({} if variant_args is None else variant_args, torch.device("cpu"))
+        else:
+            params = struct.pack("f", slope if self._variant in TEST_VARIANTS else logits_soft_cap)
+        uses_softmax = (
+            self._variant.uses_softmax if isinstance(self._variant, Variant) else self._variant != "squared"
+        )
+        of_dtypes = [
+            values_of("DataType")[(DTYPES | KV_DTYPES)[dtype]]
+            for dtype in (attention.dtype, attention.q_dtype, attention.kv_dtype)
+        ]
+        passed = _Passed(
+            (ctypes.c_void_p * 7)(
+                *(
+                    None if t is None else t.data_ptr()
+                    for t in (q, kv.k, kv.v, out, lse, partial_o, partial_lse)
+                )
+            ),
+            None if sinks is None else sinks.data_ptr(),
+            (ctypes.c_int64 * 10)(*q.stride()[:2], *out.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
+            (ctypes.c_int64 * 6)(
+                q.shape[0],
+                kv.k.shape[0],
+                attention.head_dim,
+                self._levels[0].table.page_size,
+                len(self._levels),
+                kv.v.shape[3],
+            ),
+            attention.head_dim**-0.5 if sm_scale is None else sm_scale,
+            *of_dtypes,
+            uses_softmax,
+            len(params),
+            params,
+            out_scale.data_ptr() if isinstance(out_scale, Tensor) else None,
+            out_scale if isinstance(out_scale, float) else 0.0,
+            None if q_rope is None else q_rope.data_ptr(),
+            (ctypes.c_int64 * 2)(*((0, 0) if q_rope is None else q_rope.stride()[:2])),
+            AttentionScales(
+                KvScale.of(kv.k_scale),
+                KvScale.of(kv.v_scale),
+                KvScale.of(q_scale),
+                of_dtypes[2],
+                of_dtypes[1],
+            ),
+            -1,
+        )
+        workspace = ctypes.c_void_p(attention._schedule.data_ptr())
+        device_attention = self._library(out_scale is not None).device_attention
+        emulation.check(
+            device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed)
+        )
+        self.launched = self._kernels[passed.launched]
+        return out
