@@ -119,7 +119,7 @@ FAULTS = (
     ),
     Fault(
         "kernel cache: object files are shared libraries",
-        "attn_backend/jit/kernel_cache.py",
+        "attn_backend/jit/compilers.py",
         "(cubin[4:6], cubin[16:18], cubin[18:20]) != _shared_library()",
         "(cubin[4:6], cubin[18:20]) != _shared_library()[::2]",
         ("tests/jit/test_variant_kernels.py", "-k", "writes_no_library"),

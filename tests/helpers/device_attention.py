@@ -14,6 +14,7 @@ from typing import Any
 import emulation
 import torch
 from torch import Tensor
+from workspace import config_bytes, workspace_of
 
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.jit import manifest
@@ -204,10 +205,11 @@ class DeviceAttention:
         """
         attention = self._attention
         out = attention._new_out(q, out_scale) if out is None else out
-        config = attention._library.schedule_config(attention._handle)
+        config = config_bytes(attention)
+        memory = workspace_of(attention)
         partial_o, partial_lse = (
-            torch.full_like(attention._partial_o, torch.nan),
-            torch.full_like(attention._partial_lse, torch.nan),
+            torch.full_like(memory.partial_o, torch.nan),
+            torch.full_like(memory.partial_lse, torch.nan),
         )
         if isinstance(self._variant, Variant):
             params = self._variant.pack({} if variant_args is None else variant_args, torch.device("cpu"))
@@ -255,7 +257,7 @@ class DeviceAttention:
             ),
             -1,
         )
-        workspace = ctypes.c_void_p(attention._schedule.data_ptr())
+        workspace = ctypes.c_void_p(memory.schedule.data_ptr())
         device_attention = self._library(out_scale is not None).device_attention
         emulation.check(
             device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from forests import Batch
 from test_gate import HEAD_DIM, KV_HEADS, QO_HEADS
+from workspace import workspace_of
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, sample, sampling_workspace
 
@@ -67,7 +68,8 @@ def test_whatever_the_workspace_holds(cascade: object) -> None:
     expected = served.run().clone()
     planned = served.attention.schedule()
     assert any(node.group >= 0 for node in planned.forest) or cascade is True
-    schedule = served.attention._schedule
+    workspace = workspace_of(served.attention)
+    schedule = workspace.schedule
     other = schedule.roll(16)
     for poison in (
         torch.randint(0, 256, schedule.shape, dtype=torch.uint8, device="cuda"),
@@ -75,8 +77,8 @@ def test_whatever_the_workspace_holds(cascade: object) -> None:
         other,
     ):
         schedule.copy_(poison)
-        served.attention._partial_o.fill_(torch.nan)
-        served.attention._partial_lse.fill_(torch.nan)
+        workspace.partial_o.fill_(torch.nan)
+        workspace.partial_lse.fill_(torch.nan)
         assert torch.equal(served.run(), expected)
         assert served.attention.schedule().errors == 0
         assert served.attention.schedule().forest == planned.forest
