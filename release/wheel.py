@@ -82,7 +82,7 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
             f"{wheel.name} lacks {sorted(wanted - cubins)[:3]} and has {sorted(cubins - wanted)[:3]}: run "
             f"`make wheel`, which fills build/cubins anew"
         )
-    for name in ("attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variants.h"):
+    for name in ("attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variant/variants.h"):
         if name not in names:
             raise ReleaseError(f"{wheel.name} lacks {name}")
     if not re.fullmatch(rf"attn_backend-.*-py3-none-{PLATFORM}\.whl", wheel.name):

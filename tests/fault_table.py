@@ -301,7 +301,7 @@ FAULTS = (
     ),
     Fault(
         "walk: a head too many",
-        "csrc/attention/work_cursor.cuh",
+        "csrc/attention/tile/work_cursor.cuh",
         "if (++now.head == num_kv_heads) {",
         "if (++now.head > num_kv_heads) {",
         (ATTENTION, "-k", "random_cases and hopper"),
@@ -357,7 +357,7 @@ FAULTS = (
     ),
     Fault(
         "masks: a token too far",
-        "csrc/attention/scores.cuh",
+        "csrc/attention/tile/scores.cuh",
         "scores_before(tokens.end - first_column)",
         "scores_before(tokens.end + 1 - first_column)",
         (ATTENTION, "-k", "random_cases"),
@@ -544,7 +544,7 @@ FAULTS = (
     ),
     Fault(
         "variants: a remainder by a negative number is positive",
-        "csrc/attention/variant_math.h",
+        "csrc/attention/variant/variant_math.h",
         "((rest < 0) != (divisor < 0)) ? divisor : 0",
         "(rest < 0) ? divisor : 0",
         TRACED,
@@ -785,7 +785,7 @@ FAULTS = (
     ),
     Fault(
         "masks with holes: each listed KV tile counts as seen by all rows",
-        "csrc/attention/kv_tile_lists.h",
+        "csrc/attention/variant/kv_tile_lists.h",
         "of_level.tokens(p, kv_tile).begin, !answer.some_hidden)",
         "of_level.tokens(p, kv_tile).begin, true)",
         (ROW_GROUPS, "-k", "masks_with_holes"),
@@ -862,7 +862,7 @@ FAULTS = (
     ),
     Fault(
         "latents: scales of their own are those of the columns before",
-        "csrc/attention/widened_row.cuh",
+        "csrc/attention/tile/widened_row.cuh",
         "{ return piece * kBlockColumns / Latent::kColumnsOfScale; }",
         "{ return max_of(piece - 1, 0) * kBlockColumns / Latent::kColumnsOfScale; }",
         ("tests/csrc/test_latent_kernels.py", "-k", "scaled"),
@@ -953,7 +953,7 @@ FAULTS = (
     ),
     Fault(
         "8-bit outputs: the second row of a lane is staged where the first is",
-        "csrc/attention/output.cuh",
+        "csrc/attention/tile/output.cuh",
         "        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row, n / 2) + n % 2 * 8",
         "        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row - half * 8, n / 2) + n % 2 * 8",
         FLOAT8_OUTPUTS,

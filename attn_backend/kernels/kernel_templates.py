@@ -47,7 +47,7 @@ extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads) void merge_st
 """)
 
 ROW_RANGES = Template("""\
-#include "attention/row_ranges.cuh"
+#include "attention/variant/row_ranges.cuh"
 
 extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads) void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {
   attn::find_row_ranges<attn::$variant>(params);

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _ALIBI = """\
-#include "attention/variant_math.h"
-#include "attention/variants.h"
+#include "attention/variant/variant_math.h"
+#include "attention/variant/variants.h"
 
 namespace attn {
 

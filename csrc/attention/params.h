@@ -2,7 +2,7 @@
 // CPU.
 #pragma once
 
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "cache/kv_tensor.h"
 #include "common/math.h"
 #include "planner/schedule_reader.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/type_traits.h"
 

@@ -114,8 +114,8 @@ struct RowPositions {
   int32_t num_rows;
 };
 
-/// What a variant's mask lets a row of a view see (attention/row_ranges.h): no token outside [begin, end), and all of
-/// [full_begin, full_end). Positions are those of the tokens in their request.
+/// What a variant's mask lets a row of a view see (attention/variant/row_ranges.h): no token outside [begin, end), and
+/// all of [full_begin, full_end). Positions are those of the tokens in their request.
 struct alignas(16) RowRange {
   int32_t begin;
   int32_t end;
@@ -147,7 +147,7 @@ struct ListedKvTile {
 };
 
 /// The KV tiles of a row tile in which some row sees a token, in order; those between them are skipped. Made for the
-/// row tiles of a view (attention/kv_tile_lists.h). Tokens are positions among those of the request.
+/// row tiles of a view (attention/variant/kv_tile_lists.h). Tokens are positions among those of the request.
 struct KvTileList {
   int32_t count;  // -1: more than there is room for
   ListedKvTile kv_tiles[kMostListedKvTiles];

@@ -7,7 +7,7 @@
 #include "attention/cpu/executor.h"
 #include "attention/cpu/variant_loader.h"
 #include "attention/merge/shape.h"
-#include "attention/row_ranges.h"
+#include "attention/variant/row_ranges.h"
 #include "planner/forest.h"
 #include "planner/host/planner.h"
 #include "planner/launch.h"

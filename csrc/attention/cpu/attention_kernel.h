@@ -13,10 +13,10 @@
 #include "attention/cpu/query_rows.h"
 #include "attention/cpu/row_states.h"
 #include "attention/cpu/token_blocks.h"
-#include "attention/kv_tokens.h"
 #include "attention/params.h"
-#include "attention/score_row.h"
-#include "attention/variants.h"
+#include "attention/variant/kv_tokens.h"
+#include "attention/variant/score_row.h"
+#include "attention/variant/variants.h"
 #include "common/math.h"
 #include "planner/schedule.h"
 

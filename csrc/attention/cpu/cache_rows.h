@@ -2,8 +2,8 @@
 #pragma once
 
 #include "attention/cpu/kernels.h"
-#include "attention/kv_tokens.h"
-#include "attention/variants.h"
+#include "attention/variant/kv_tokens.h"
+#include "attention/variant/variants.h"
 #include "cache/scaled_latent.h"
 #include "common/cpu/elements.h"
 #include "common/cpu/scalar_elements.h"

@@ -7,9 +7,9 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/kv_tile_lists.h"
 #include "attention/params.h"
-#include "attention/row_ranges.h"
+#include "attention/variant/kv_tile_lists.h"
+#include "attention/variant/row_ranges.h"
 #include "common/data_type.h"
 
 namespace attn::cpu {

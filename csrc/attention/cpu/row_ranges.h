@@ -1,9 +1,9 @@
 // row_ranges.h and kv_tile_lists.h of attention/ on a CPU: row by row, and row tile by row tile.
 #pragma once
 
-#include "attention/kv_tile_lists.h"
-#include "attention/row_ranges.h"
-#include "attention/variants.h"
+#include "attention/variant/kv_tile_lists.h"
+#include "attention/variant/row_ranges.h"
+#include "attention/variant/variants.h"
 
 namespace attn::cpu {
 

@@ -9,10 +9,10 @@
 #pragma once
 
 #include "attention/merge/shape.h"
-#include "attention/output_target.cuh"
 #include "attention/params.h"
-#include "attention/row_tile.cuh"
-#include "attention/work_cursor.cuh"
+#include "attention/tile/output_target.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/math.cuh"

@@ -7,11 +7,11 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/row_tile.cuh"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
-#include "attention/widened_row.cuh"
-#include "attention/work_cursor.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/widened_row.cuh"
+#include "attention/tile/work_cursor.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "planner/page_table.h"
 

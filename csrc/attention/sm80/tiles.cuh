@@ -2,8 +2,8 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/shared_tile.cuh"
 #include "attention/sm80/shape.h"
+#include "attention/tile/shared_tile.cuh"
 #include "common/type_traits.h"
 
 namespace attn::sm80 {

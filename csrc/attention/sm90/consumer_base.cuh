@@ -11,17 +11,17 @@
 // by half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
-#include "attention/output.cuh"
-#include "attention/row_tile.cuh"
-#include "attention/scores.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
 #include "attention/sm90/widened_tile.cuh"
 #include "attention/sm90/work_item.cuh"
-#include "attention/transform_tile.cuh"
-#include "attention/warp_state.cuh"
+#include "attention/tile/output.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/scores.cuh"
+#include "attention/tile/transform_tile.cuh"
+#include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/tensor_copy.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/warp_state.cuh"
+#include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/ptx/ldmatrix.cuh"

@@ -7,7 +7,7 @@
 
 #include "attention/sm90/consumer_base.cuh"
 #include "attention/sm90/held_query.cuh"
-#include "attention/widened_tile.cuh"
+#include "attention/tile/widened_tile.cuh"
 
 namespace attn::sm90 {
 

@@ -2,9 +2,9 @@
 // the warp has multiplied.
 #pragma once
 
-#include "attention/output.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
+#include "attention/tile/output.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"

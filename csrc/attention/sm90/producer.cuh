@@ -6,7 +6,6 @@
 // (query_loader.cuh).
 #pragma once
 
-#include "attention/scores.cuh"
 #include "attention/sm90/kv_copiers.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/query_loader.cuh"
@@ -16,7 +15,8 @@
 #include "attention/sm90/widening_copier.cuh"
 #include "attention/sm90/work_item.cuh"
 #include "attention/sm90/work_queue.cuh"
-#include "attention/work_cursor.cuh"
+#include "attention/tile/scores.cuh"
+#include "attention/tile/work_cursor.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/mbarrier.cuh"

@@ -5,7 +5,7 @@
 #include "attention/sm90/shape.h"
 #include "attention/sm90/tiles.cuh"
 #include "attention/sm90/work_item.cuh"
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/cluster_mbarrier.cuh"
 #include "common/ptx/cp_async.cuh"

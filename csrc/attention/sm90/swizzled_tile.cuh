@@ -2,8 +2,8 @@
 // after another. In a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
 #pragma once
 
-#include "attention/shared_tile.cuh"
 #include "attention/sm90/shape.h"
+#include "attention/tile/shared_tile.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/wgmma.cuh"
 

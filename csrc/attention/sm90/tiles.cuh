@@ -5,7 +5,7 @@
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/swizzled_tile.cuh"
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/type_traits.h"
 

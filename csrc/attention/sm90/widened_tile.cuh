@@ -3,7 +3,7 @@
 
 #include "attention/sm90/shape.h"
 #include "attention/sm90/tiles.cuh"
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/ptx/special_registers.cuh"
 

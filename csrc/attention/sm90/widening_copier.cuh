@@ -8,7 +8,7 @@
 #include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
 #include "attention/sm90/work_item.cuh"
-#include "attention/widened_row.cuh"
+#include "attention/tile/widened_row.cuh"
 #include "common/ptx/cache_policy.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/cluster_mbarrier.cuh"

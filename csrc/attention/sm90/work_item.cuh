@@ -2,11 +2,11 @@
 // read the schedule.
 #pragma once
 
-#include "attention/row_tile.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
-#include "attention/variants.h"
-#include "attention/work_cursor.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/work_cursor.cuh"
+#include "attention/variant/variants.h"
 #include "planner/page_table.h"
 
 namespace attn::sm90 {

@@ -3,7 +3,7 @@
 
 #include "attention/params.h"
 #include "attention/sm90/shared_memory.cuh"
-#include "attention/work_cursor.cuh"
+#include "attention/tile/work_cursor.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "planner/schedule.h"

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/row_tile.cuh"
-#include "attention/variants.h"
+#include "attention/tile/row_tile.cuh"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/ptx/math.cuh"

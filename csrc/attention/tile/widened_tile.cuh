@@ -2,7 +2,7 @@
 // before they are multiplied.
 #pragma once
 
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/math.h"
 

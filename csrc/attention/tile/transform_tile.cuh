@@ -5,9 +5,9 @@
 // multiplied by their scale first, so that a hook sees the values that they stand for.
 #pragma once
 
-#include "attention/kv_tokens.h"
-#include "attention/row_tile.cuh"
-#include "attention/variants.h"
+#include "attention/tile/row_tile.cuh"
+#include "attention/variant/kv_tokens.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/type_traits.h"

@@ -3,7 +3,7 @@
 // again in KV tiles of which all is seen.
 #pragma once
 
-#include "attention/row_ranges.h"
+#include "attention/variant/row_ranges.h"
 
 namespace attn {
 

@@ -1,7 +1,7 @@
 // kv_tile_lists.h on a GPU: a CTA takes one row tile after another, each of its warps a KV tile.
 #pragma once
 
-#include "attention/kv_tile_lists.h"
+#include "attention/variant/kv_tile_lists.h"
 
 namespace attn {
 

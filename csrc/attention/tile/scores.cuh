@@ -2,8 +2,8 @@
 // Scores are laid out as WarpState has them.
 #pragma once
 
-#include "attention/row_tile.cuh"
-#include "attention/variants.h"
+#include "attention/tile/row_tile.cuh"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/ptx/special_registers.cuh"

@@ -2,8 +2,8 @@
 // the grid list them meanwhile.
 #pragma once
 
-#include "attention/kv_tile_lists.cuh"
-#include "attention/row_ranges.h"
+#include "attention/variant/kv_tile_lists.cuh"
+#include "attention/variant/row_ranges.h"
 
 namespace attn {
 

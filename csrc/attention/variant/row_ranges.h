@@ -3,8 +3,8 @@
 // all of a warp's rows see.
 #pragma once
 
-#include "attention/score_row.h"
-#include "attention/variants.h"
+#include "attention/variant/score_row.h"
+#include "attention/variant/variants.h"
 #include "planner/groups.h"
 
 namespace attn {

@@ -1,7 +1,7 @@
 // A row of a row group as variants see it.
 #pragma once
 
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "planner/schedule.h"
 
 namespace attn {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/shared_tile.cuh"
+#include "attention/tile/shared_tile.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"

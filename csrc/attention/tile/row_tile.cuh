@@ -5,8 +5,8 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/score_row.h"
-#include "attention/variants.h"
+#include "attention/variant/score_row.h"
+#include "attention/variant/variants.h"
 #include "common/math.h"
 #include "common/ptx/special_registers.cuh"
 #include "planner/schedule.h"

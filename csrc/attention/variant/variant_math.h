@@ -3,7 +3,7 @@
 // with -fno-math-errno -fno-trapping-math. (-ffast-math would break them.)
 #pragma once
 
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/math.h"
 #include "common/platform.h"
 

@@ -2,10 +2,10 @@
 // write them as they are; warps that share rows first merge their states in shared memory.
 #pragma once
 
-#include "attention/output_target.cuh"
-#include "attention/row_tile.cuh"
-#include "attention/shared_tile.cuh"
-#include "attention/warp_state.cuh"
+#include "attention/tile/output_target.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/shared_tile.cuh"
+#include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
