@@ -34,6 +34,20 @@ TRACED = ("tests/variants/test_traced_functions.py",)
 
 FAULTS = (
     Fault(
+        "Hopper: rows of O are not fenced before TMA fills their tile with Q",
+        "csrc/attention/tile/output.cuh",
+        "      if constexpr (Tile::kIsFilledByTma) ptx::fence_async_proxy();\n",
+        "",
+        (ATTENTION, "-k", "random_cases and hopper-0"),
+    ),
+    Fault(
+        "Hopper: outputs of warps that share rows are not fenced before TMA fills their tile with Q",
+        "csrc/attention/tile/output.cuh",
+        "    if (half + 1 >= halves) Block::fence_outputs();\n",
+        "",
+        (ATTENTION, "-k", "random_cases and hopper-0"),
+    ),
+    Fault(
         "Hopper: pairs copy rows that are not fenced",
         "csrc/attention/sm90/widening_copier.cuh",
         "    ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",

@@ -34,6 +34,7 @@ struct WholeBlock {
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
+  __device__ __forceinline__ static void fence_outputs() {}  // no TMA
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.

@@ -39,6 +39,7 @@ struct Consumers {
 
   __device__ __forceinline__ static int thread() { return consumer_thread(); }
   __device__ __forceinline__ static void sync() { ptx::barrier_sync<kConsumersBarrier, kConsumerThreads>(); }
+  __device__ __forceinline__ static void fence_outputs() { ptx::fence_async_proxy(); }
 };
 
 __device__ __forceinline__ void sync_warpgroup() {

@@ -9,6 +9,7 @@
 #include "common/elements.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
+#include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace attn {
@@ -148,11 +149,14 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
       if constexpr (Target::kHasScales) inverse[half] = target.with_scale(end.factor, block_row + half * 8 + lane / 4);
       lse[half] = __shfl_sync(0xffffffffu, end.lse, lane % 8 * 4);
     }
-    if (lane < 16 && place.lse != nullptr) *place.lse = (lane < 8 ? lse[0] : lse[1]) * target.lse_unit();
-
     if (target.complete) {
       stage_rows<Tile, kFourColumns>(state, target, b, inverse, block_row, staged);
+      // Before TMA fills the tile again. Nothing is stored to global memory before: the fence would wait (ADR 17).
+      if constexpr (Tile::kIsFilledByTma) ptx::fence_async_proxy();
       __syncwarp();
+    }
+    if (lane < 16 && place.lse != nullptr) *place.lse = (lane < 8 ? lse[0] : lse[1]) * target.lse_unit();
+    if (target.complete) {
       copy_staged_rows<Tile>(staged, block_row, place.o, lane);
     } else {
       write_partial_rows<Tile, kFourColumns>(state, b, inverse, place.o, lane);
@@ -163,8 +167,9 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
 /// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight,
 /// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
-/// take part. Short work items spend half of their time here, and nothing overlaps with it, so every barrier counts.
-/// kHeadColumns: that are written. Layout::kFourColumns: as in stage_rows().
+/// take part; its fence_outputs() comes before TMA fills `outputs` again, if it does. Short work items spend half of
+/// their time here, and nothing overlaps with it, so every barrier counts. kHeadColumns: that are written.
+/// Layout::kFourColumns: as in stage_rows().
 template <class Block, class Layout, int kHeadColumns, int kBytes, class Multiplied, int kColumns, class Target>
 __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumns, 1>& state, const Target& target,
                                                    const Layout& warp, int halves, char* outputs, float* maxima) {
@@ -235,6 +240,9 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
         }
       }
     }
+    // Once is enough, since the second half's outputs lie where the first's did: for items of up to eight rows no store
+    // to global memory is under way, which the fence would wait for (ADR 17).
+    if (half + 1 >= halves) Block::fence_outputs();
     Block::sync();
 #pragma unroll 1  // unrolled, the rows' places take registers beside the state's
     for (int i = Block::thread(); i < kRows * kChunks; i += kStride) {  // 4 columns a thread

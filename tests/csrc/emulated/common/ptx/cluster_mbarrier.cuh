@@ -45,6 +45,8 @@ inline bool cluster_mbarrier_wait(uint32_t mbarrier) {
 inline void copy_to_cta(uint32_t target, uint32_t from, uint32_t bytes, uint32_t mbarrier) {
   if (bytes % 16 != 0) emulation::fail("a copy of no whole chunks");
   if (emulation::unfenced_writer(from, bytes) >= 0) emulation::fail("a copy of what no fence.proxy.async has followed");
+  if (emulation::unfenced_writer(target, bytes) >= 0)
+    emulation::fail("a copy to what no fence.proxy.async has followed");
   std::memset(shared_pointer(target, 16), emulation::kUnwritten, bytes);
   emulation::replace_shared(target, bytes);
   emulation::begin_work([=] {

@@ -1,5 +1,6 @@
 // As csrc/common/ptx/tensor_copy.cuh. A box is loaded at any time after the instruction; until then its target holds
-// NaN. A box is stored when its thread waits for it, or at once.
+// NaN. A box is stored when its thread waits for it, or at once. TMA neither reads nor overwrites what a thread has
+// written and not fenced.
 #pragma once
 
 #include <vector>
@@ -92,6 +93,8 @@ inline void prefetch_tensor_map(const TensorMap&) {}
 inline void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, int32_t c0, int32_t c1, int32_t c2,
                      int32_t c3, CachePolicy) {
   const Box box(map, shared, c0, c1, c2, c3);
+  if (emulation::unfenced_writer(shared, box.bytes()) >= 0)
+    emulation::fail("TMA fills what no fence.proxy.async has followed");
   std::memset(emulation::shared_memory + shared, emulation::kUnwritten, box.bytes());
   emulation::replace_shared(shared, box.bytes());
   emulation::begin_work([box, barrier] {
