@@ -24,7 +24,6 @@ bool loses_messages() { return false; }
 #include "common/ptx/static_shared.cuh"
 #include "common/ptx/tensor_copy.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/ptx/wgmma_float8.cuh"
 
 namespace {
 
@@ -206,10 +205,11 @@ void multiply_float8() {
   if (!is_fault(2)) ptx::wgmma_fence();
   for (int32_t k = 0; k < 4; ++k) {
     if constexpr (kInRegisters)
-      ptx::wgmma_float8_registers(c, fragments[k], b.advanced(static_cast<uint32_t>(k) * 32), k > 0);
+      ptx::wgmma_registers<ptx::MmaType::kFloat8E4M3>(c, fragments[k], b.advanced(static_cast<uint32_t>(k) * 32),
+                                                      k > 0);
     else
-      ptx::wgmma_float8_shared(c, a.advanced(static_cast<uint32_t>(k) * 32), b.advanced(static_cast<uint32_t>(k) * 32),
-                               k > 0);
+      ptx::wgmma_shared<ptx::MmaType::kFloat8E4M3>(c, a.advanced(static_cast<uint32_t>(k) * 32),
+                                                   b.advanced(static_cast<uint32_t>(k) * 32), k > 0);
   }
   ptx::wgmma_commit();
   if (is_fault(6)) write_rows(kSecondTile, launched.a);

@@ -18,7 +18,7 @@
 
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/transposed_values.cuh"
-#include "common/ptx/wgmma_float8.cuh"
+#include "common/ptx/wgmma.cuh"
 
 namespace attn::sm90 {
 
@@ -108,7 +108,7 @@ struct Float8Consumer : Consumer<Traits> {
                                                        ptx::MatrixDescriptor keys) {
 #pragma unroll
     for (int k = 0; k < Traits::Shape::kQk / 32; ++k)
-      ptx::wgmma_float8_shared(s[0], Query::columns(q, k), StoredKeys::columns(keys, k), k > 0);
+      ptx::wgmma_shared<ptx::MmaType::kFloat8E4M3>(s[0], Query::columns(q, k), StoredKeys::columns(keys, k), k > 0);
     ptx::wgmma_commit();
   }
 
@@ -169,7 +169,7 @@ struct Float8Consumer : Consumer<Traits> {
                                                          ptx::MatrixDescriptor values) {
 #pragma unroll
     for (int k = 0; k < kTokens / 32; ++k)
-      ptx::wgmma_float8_registers(partial, p[k], Transposed::columns(values, k), k > 0);
+      ptx::wgmma_registers<ptx::MmaType::kFloat8E4M3>(partial, p[k], Transposed::columns(values, k), k > 0);
     ptx::wgmma_commit();
   }
 

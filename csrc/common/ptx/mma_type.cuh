@@ -3,6 +3,6 @@
 
 namespace attn::ptx {
 
-enum class MmaType { kFloat16, kBFloat16 };
+enum class MmaType { kFloat16, kBFloat16, kFloat8E4M3 };
 
 }  // namespace attn::ptx
