@@ -1,4 +1,4 @@
-"""The instructions of this CPU as Linux lists them, and the dtype in which engines serve fastest with them."""
+"""This CPU's instructions as Linux lists them, and the dtype in which engines serve fastest with them."""
 
 from __future__ import annotations
 

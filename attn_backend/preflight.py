@@ -1,6 +1,7 @@
 """Checks of the machine before anything is downloaded or compiled. Needs only the standard library.
 
-    python3.11 -m attn_backend.preflight --environment .venv-release --disk-gb 1.5 --packages build,auditwheel --nvcc
+    python3.11 -m attn_backend.preflight --environment .venv-release --disk-gb 1.5 \\
+        --packages build,auditwheel --nvcc
 
 `make demo`, `make test`, `make check`, `make wheel` and `attn-backend doctor` share these checks.
 """

@@ -109,7 +109,7 @@ def regrets(lines: list[dict[str, Any]], taken: np.ndarray) -> np.ndarray:
 
 
 def least_squares(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """fixed [µs], unit [µs for one cost unit of a CTA], the two constants, and the median of |error| / off."""
+    """fixed [µs], unit [µs per cost unit of a CTA], the two constants, and the median of |error| / off."""
     on, off, ctas = column(lines, "on"), column(lines, "off"), column(lines, "num_ctas")
     features = np.stack(
         [np.ones(len(lines)), -column(lines, "saved") / ctas, column(lines, "states") / 64 / ctas], 1

@@ -1,7 +1,8 @@
 """Seconds until a variant's kernel is there: compiled with nvcc, NVRTC or the host's C++ compiler, found in
 the cache, in races and after accidents. No GPU.
 
-    python -m benchmarks.compile [--case TEXT ...] [--repeats N] [--nvrtc FOLDER] [--json FILE] [--markdown FILE]
+    python -m benchmarks.compile [--case TEXT ...] [--repeats N] [--nvrtc FOLDER] \\
+        [--json FILE] [--markdown FILE]
 
 The variant is a soft cap, its kernel attention over heads of 128 in bfloat16: Hopper's, or the CPU's own.
 Each measurement is a process of its own with a cache of its own; seconds are those of the call that finds the
@@ -36,7 +37,8 @@ from attn_backend.kernels.library import library
 from attn_backend.variants import builtin
 {hidden}
 variant = builtin.soft_cap(30.0)
-kernel = manifest.variant_kernels("sm_90a", manifest.DESIGNS["hopper"], manifest.KernelShape("bf16", HeadDims.of(128)), variant)["attention"]
+shape = manifest.KernelShape("bf16", HeadDims.of(128))
+kernel = manifest.variant_kernels("sm_90a", manifest.DESIGNS["hopper"], shape, variant)["attention"]
 isa = library().current_isa()
 print("ready", flush=True)
 sys.stdin.readline()

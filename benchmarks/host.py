@@ -1,7 +1,8 @@
 """What calls cost the host: the wrappers of attn_backend.flashinfer beside FlashInfer's own, and run, plan,
 append_kv and sample themselves. Batch 256.
 
-    python -m benchmarks.host [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
+    python -m benchmarks.host [--case TEXT ...] [--peer NAME ...] [--repeats N] \\
+        [--json FILE] [--markdown FILE]
     python -m benchmarks.host --device cpu                    # without a GPU: Python's part alone
 
 On a GPU a call is timed as a whole, launches included; the batch is so short that the device keeps up. On a

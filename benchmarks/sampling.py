@@ -57,14 +57,21 @@ def ours(requests: Requests) -> Launch:
     temperature, top_p, min_p = requests.each(f.temperature), requests.each(f.top_p), requests.each(f.min_p)
     top_k = requests.each(f.top_k, torch.int32)
     assert temperature is not None
-    draws = {"seed": seed, "position": seed, "out": out, "workspace": workspace}
     return lambda: sample(
-        requests.logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **draws
-    )  # type: ignore[arg-type]
+        requests.logits,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        position=seed,
+        out=out,
+        workspace=workspace,
+    )
 
 
 def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> float | None:
-    """µs of the fastest of a peer's launches; None: it has none, is not installed, or fails, which it says."""
+    """µs of a peer's fastest launch; None: it has none, is not installed, or fails, which is printed."""
     try:
         launches = PEERS[name](requests)
         if name == "torch sort" and requests.filters.temperature:

@@ -7,7 +7,7 @@ from attn_backend.kernels.schedule import Schedule
 
 
 def total_cost(schedule: Schedule, num_kv_heads: int) -> int:
-    """Cost of the whole line of work (csrc/planner/schedule.h), over all KV heads, in the schedule's units."""
+    """Cost of the whole line of work (csrc/planner/schedule.h) over all KV heads, in the schedule's units."""
     return ScheduleCosts.of(schedule, num_kv_heads).total
 
 

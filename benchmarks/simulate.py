@@ -1,8 +1,10 @@
 """The worth of shared prefixes in serving: traces replayed through continuous batching, and some of their
 steps planned with and without cascade. No GPU.
 
-    python -m benchmarks.simulate --out results                     # the Mooncake trace, which is in the repository
-    python -m integration.sharegpt                                  # downloads ShareGPT's conversations when needed and says in which FILE they are
+    # the Mooncake trace, which is in the repository
+    python -m benchmarks.simulate --out results
+    # ShareGPT's conversations: downloads them when needed, and prints their FILE
+    python -m integration.sharegpt
     python -m benchmarks.simulate --sharegpt FILE --out results
 
 Plans are the host planner's for a GPU: 132 CTAs (one for each SM of an H100), 32/8 heads, head_dim 128, page

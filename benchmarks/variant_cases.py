@@ -26,8 +26,12 @@ CHECKED_ROWS = 64
 ROWS_AT_ONCE = 1024
 
 SCALED = """
-  Pair key(Pair x, int32_t, int32_t, const KvToken& token) const { return {x.first * k_scale(token.kv_head), x.second * k_scale(token.kv_head)}; }
-  Pair value(Pair x, int32_t, int32_t, const KvToken& token) const { return {x.first * v_scale(token.kv_head), x.second * v_scale(token.kv_head)}; }
+  Pair key(Pair x, int32_t, int32_t, const KvToken& token) const {
+    return {x.first * k_scale(token.kv_head), x.second * k_scale(token.kv_head)};
+  }
+  Pair value(Pair x, int32_t, int32_t, const KvToken& token) const {
+    return {x.first * v_scale(token.kv_head), x.second * v_scale(token.kv_head)};
+  }
 """
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]

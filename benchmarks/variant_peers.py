@@ -39,7 +39,7 @@ struct SigmoidWeights : AttentionVariantBase {
 
 
 def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
-    """The kernels of each peer that can do what a line means, by name; what counts for a peer is its fastest."""
+    """The kernels of each peer that can do what a line means, by name; a peer's fastest counts."""
     peers: dict[str, Kernels] = {"FA3": {}, "FlashInfer": {}, "flex_attention": {}}
     if meaning.scales is not None:
         return peers

@@ -1,7 +1,7 @@
 """This version beside another one, in one process: attention, plans and samplers in turns on one GPU, and
 what calls cost the host.
 
-    git worktree add /tmp/before COMMIT       # and beside its attn_backend/ its lib/ and cubins/, as an install has them
+    git worktree add /tmp/before COMMIT       # with its lib/ and cubins/ in its attn_backend/, as installed
     python -m benchmarks.versions --before /tmp/before [--case TEXT ...] [--repeats N] [--markdown FILE]
 
 Device times are µs of replayed CUDA graphs with a cold L2, the smaller of two medians of which either version

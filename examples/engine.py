@@ -2,7 +2,8 @@
 and one launch per layer for any batch.
 
     python examples/engine.py                              # a small random model: shows that it runs
-    python examples/engine.py --model HuggingFaceTB/SmolLM2-135M-Instruct      # or a folder with config.json, *.safetensors, tokenizer.json
+    # or a folder with config.json, *.safetensors, tokenizer.json
+    python examples/engine.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 Requests whose prompts begin alike get the same physical pages. Nothing else is said about it: `plan` finds
 shared prefixes in the page tables.

@@ -1,7 +1,8 @@
 """An attention backend for mini-sglang (github.com/sgl-project/mini-sglang): what an adapter for another
 engine has to do, in one class.
 
-    python examples/mini_sglang.py --model Qwen/Qwen3-0.6B --attn attn_backend    # mini-sglang's server, with all of its options
+    # mini-sglang's server, with all of its options
+    python examples/mini_sglang.py --model Qwen/Qwen3-0.6B --attn attn_backend
 
 The server's schedulers are spawned processes, which load the main program's file once more: a program of your
 own calls `mini_sglang.register()` where that is executed, too, not behind `if __name__ == "__main__"`.
@@ -28,7 +29,10 @@ MAX_BATCH = 512  # requests of a step, those that pad a CUDA graph's batch among
 
 @dataclass
 class Metadata:
-    """A batch as the device needs it. is_planned: by one of its layers, or before a CUDA graph is replayed."""
+    """A batch as the device needs it.
+
+    is_planned: by one of its layers, or before a CUDA graph is replayed.
+    """
 
     qo_indptr: Tensor  # int32 [batch + 1]
     kv_lens: Tensor  # int32 [batch]

@@ -1,6 +1,6 @@
 """Tensors of other frameworks, through DLPack: nothing is copied.
 
-    python examples/other_frameworks.py          # numpy, jax where it is installed; on a GPU CuPy where it is installed
+    python examples/other_frameworks.py          # numpy; jax, and on a GPU CuPy, if they are installed
 
 Whatever speaks DLPack (`__dlpack__`) becomes a torch tensor that shares its memory, and a result goes back
 the same way. jax's arrays may be read so, not written: the KV cache, which append_kv writes, is a tensor of

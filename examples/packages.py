@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(*packages: str) -> Iterator[None]:
-    """Around imports of these packages: one that is missing, or too old, ends the program with exit status 1."""
+    """Around imports of these packages: a missing or too old one ends the program with exit status 1."""
     try:
         yield
     except ImportError as error:

@@ -2,7 +2,8 @@
 
 Each KV head of each request chooses its own.
 
-    python examples/page_selection.py                # error and time beside full attention; 32768 tokens on a GPU, 4096 on a CPU
+    # error and time next to full attention; 32768 tokens on a GPU, 4096 on a CPU
+    python examples/page_selection.py
 
 For each page and head the smallest and the largest value of every channel of K are kept. They bound the score
 of a query against any key of the page, and the pages with the highest bounds are read. That page tables

@@ -2,9 +2,11 @@
 
 The prompt is computed once, and read once a step for all n answers.
 
-    python examples/parallel_generation.py                      # 4 answers by the engine of engine.py; a small random model
+    # 4 answers of a small random model, by the engine of engine.py
+    python examples/parallel_generation.py
     python examples/parallel_generation.py --model HuggingFaceTB/SmolLM2-135M-Instruct -n 8
-    python examples/parallel_generation.py --benchmark          # inter-token latency for n = 1 ... 64, with cascade and without
+    # inter-token latency for n = 1 ... 64, with cascade and without
+    python examples/parallel_generation.py --benchmark
 
 The engine says nothing about shared prompts: the answers' page tables begin with the same pages, and `plan`
 decides by cost whether to read them once.

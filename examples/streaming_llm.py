@@ -1,9 +1,12 @@
 """Streaming-LLM (arXiv 2309.17453): text without end in a cache of constant size, also past the length that a
 model was trained for.
 
-    python examples/streaming_llm.py                                                       # a small random model: shows that it runs
-    python examples/streaming_llm.py --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 10000      # past its context of 8192
-    python examples/streaming_llm.py --benchmark            # rotation inside of attention beside rotation of the whole cache, at the shape of Vicuna-13B
+    # a small random model: shows that it runs
+    python examples/streaming_llm.py
+    # past the model's context of 8192
+    python examples/streaming_llm.py --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 10000
+    # rotation inside of attention, compared with rotation of the whole cache, at the shape of Vicuna-13B
+    python examples/streaming_llm.py --benchmark
 
 The cache has the first page of the text, the sinks, and the last pages of it. When it is full, the oldest
 page after the sinks is dropped and used again: the block table loses an entry, nothing is moved. Keys lie in

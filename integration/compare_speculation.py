@@ -1,8 +1,9 @@
 r"""Are drafts verified as with the engine's own backend, and do they change no answer? ShareGPT prompts, to
 one server after another.
 
+    CONFIG='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
     python -m integration.compare_speculation --engine vllm --sampling temperature=0.8,top_p=0.95 \
-        --server-args "--speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4, \"prompt_lookup_max\": 4}'"
+        --server-args "--speculative-config '$CONFIG'"
     python -m integration.compare_speculation --engine sglang --reference triton --model llama-3.1-8b \
         --server-args "--speculative-algorithm NGRAM --speculative-num-draft-tokens 8"
 
@@ -19,8 +20,8 @@ drafts (SGLang's on a CPU).
 - With --sampling: each of the first --sampled-prompts prompts gets --answers answers, with seeds, other ones
   in every server. For each prompt and position the tokens of `backend` must be distributed as those of
   `reference` and of `plain` (two-sample chi-square, cells of fewer than 10 pooled, every p > 0.001 divided
-  by the number of tests). A round asks each of these prompts once, at the same time; the mean accept length of the rounds must be that of `reference`
-  (permutation test, p > 0.001).
+  by the number of tests). A round asks each of these prompts once, at the same time; the mean accept length
+  of the rounds must be that of `reference` (permutation test, p > 0.001).
 
 Exit status: 0 when all of this holds, 1 otherwise.
 """

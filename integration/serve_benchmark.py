@@ -1,25 +1,32 @@
 """Serve a model through an engine with one attention backend after another, and measure each with the
 engine's own client.
 
-    python -m integration.serve_benchmark --engine vllm --backends attn_backend stock --model smollm2 --dataset sharegpt --num-prompts 32 --output-len 64
-    python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN --model llama-3.1-8b --request-rate 16 --num-prompts 256
-    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b \\
-        --dataset sharegpt prefix:4096+256 --num-prompts 300 128 --output-len recorded 128 --request-rate 16 40
-    python -m integration.serve_benchmark --engine vllm --backends attn_backend attn_backend-no-cascade FLASH_ATTN TRITON_ATTN --model llama-3.1-8b \\
-        --dataset prefix:4096+256 sharegpt sharegpt --num-prompts 128 96 24 --output-len 128 recorded recorded --request-rate 40 8 2 --samples 1 4 16
-    python -m integration.serve_benchmark --engine vllm --backends attn_backend attn_backend-stock-sampler --model llama-3.1-8b --request-rate 16 \\
-        --num-prompts 256 --sampling temperature=0.8,top_p=0.95,top_k=40
-    NCCL_NVLS_ENABLE=0 python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN FLASHINFER TRITON_ATTN --model llama-3.1-70b \\
-        --tensor-parallel-size 4 --dataset sharegpt uniform:512-2048 prefix:4096+256 --num-prompts 256 128 128 --request-rate 4 2 16
-    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton --model llama-3.1-8b \\
-        --server-args='--speculative-algorithm STANDALONE --speculative-draft-model-path integration/models/llama-3.2-1b \\
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend stock --model smollm2 \\
+        --dataset sharegpt --num-prompts 32 --output-len 64
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN \\
+        --model llama-3.1-8b --request-rate 16 --num-prompts 256
+    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton \\
+        --model llama-3.1-8b --dataset sharegpt prefix:4096+256 --num-prompts 300 128 \\
+        --output-len recorded 128 --request-rate 16 40
+    python -m integration.serve_benchmark --engine vllm --model llama-3.1-8b \\
+        --backends attn_backend attn_backend-no-cascade FLASH_ATTN TRITON_ATTN \\
+        --dataset prefix:4096+256 sharegpt sharegpt --num-prompts 128 96 24 \\
+        --output-len 128 recorded recorded --request-rate 40 8 2 --samples 1 4 16
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend attn_backend-stock-sampler \\
+        --model llama-3.1-8b --request-rate 16 --num-prompts 256 \\
+        --sampling temperature=0.8,top_p=0.95,top_k=40
+    NCCL_NVLS_ENABLE=0 python -m integration.serve_benchmark --engine vllm --model llama-3.1-70b \\
+        --backends attn_backend FLASH_ATTN FLASHINFER TRITON_ATTN --tensor-parallel-size 4 \\
+        --dataset sharegpt uniform:512-2048 prefix:4096+256 --num-prompts 256 128 128 --request-rate 4 2 16
+    python -m integration.serve_benchmark --engine sglang --backends attn_backend triton \\
+        --model llama-3.1-8b --server-args='--speculative-algorithm STANDALONE \\
+        --speculative-draft-model-path integration/models/llama-3.2-1b \\
         --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16'
 
 Several data sets are sent to the same server one after another. Before anything is measured every server
 answers a few requests of every load (integration/warm_up.py). With --samples N each prompt is answered N
-times, as parallel sampling (`n`) does; it is
-sent N times for that, see integration/workload.py. --num-prompts and --request-rate count prompts, not
-answers.
+times, as parallel sampling (`n`) does; it is sent N times for that, see integration/workload.py.
+--num-prompts and --request-rate count prompts, not answers.
 
 With --side-by-side all servers are started at once, on one device, and each load is sent to one after another
 before the next load has its turn: starting engines is most of a run, and a run that is cut short has compared

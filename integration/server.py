@@ -46,7 +46,7 @@ def print_tail(log: Path) -> None:
 
 
 def stop_on_signals() -> None:
-    """Have Ctrl-C, TERM and HUP cancel all requests and end the program, which stops servers on the way out."""
+    """Ctrl-C, TERM and HUP cancel all requests and end the program, which stops servers on the way out."""
 
     def leave(number: int, _: object) -> None:
         say_stopping()

@@ -190,10 +190,8 @@ def main() -> int:
         for group in (eager_cases, graph_cases, prefill_graph_cases, speculative_cases):
             try:
                 cases = group(options)
-            except (
-                ImportError,
-                AttributeError,
-            ) as error:  # without a GPU, the kit's linear attention keeps some of its modules from being imported
+            # Without a GPU, the kit's linear attention keeps some of its modules from being imported.
+            except (ImportError, AttributeError) as error:
                 outcomes["skipped"].append(f"{dtype} all of {group.__name__}: {error}")
                 continue
             for name, run in cases:

@@ -108,7 +108,7 @@ class SideBySide:
                 self._measure(client, index, backend, repeat)
 
     def check_seeds(self) -> None:
-        """If that is asked for: the first prompts once more, sampled, as `integration.compare_sampling` does."""
+        """On request: the first prompts once more, sampled, as `integration.compare_sampling` does."""
         if not (self.settings.check_seeds and self.settings.sampling):
             return
         prompts = [tokens for tokens, _ in self._prompts[0]]

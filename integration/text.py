@@ -30,7 +30,7 @@ def tokenizer_of(model_folder: Path) -> Any:
 
 
 class TextMaker:
-    """Makes random texts of single-token words, all different for all practical purposes; `seed` says which."""
+    """Makes random texts of single-token words, different for all practical purposes, by `seed`."""
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self.tokenizer = tokenizer_of(model_folder)
@@ -70,7 +70,7 @@ class TextMaker:
         )
 
     def text(self, num_tokens: int) -> str:
-        """A text that the tokenizer turns into `num_tokens` tokens, those that it adds by itself not counted."""
+        """A text that the tokenizer turns into `num_tokens` tokens, not counting those that it adds."""
         return "".join(f" {self.random.choice(self.words)}" for _ in range(num_tokens))
 
     def readable(self, text: str) -> str:

@@ -63,5 +63,5 @@ def zero_mean(differences: Sequence[float]) -> float:
 
 
 def _share(drawn: Tensor, observed: Tensor) -> float:
-    """Of the drawn differences, the share that is as large as the observed one, which counts as one of them."""
+    """The share of drawn differences as large as the observed one, which counts as one of them."""
     return (1 + int((drawn.abs() >= observed.abs() - 1e-12).sum())) / (1 + len(drawn))

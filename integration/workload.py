@@ -6,7 +6,7 @@ A data set is named on the command line as
     sharegpt                ShareGPT, downloaded when needed; or FILE.json in its form
     uniform:LOW-HIGH        prompt lengths drawn evenly from LOW ... HIGH tokens
     prefix:PREFIX+SUFFIX    every prompt is the same PREFIX tokens, then SUFFIX tokens of its own
-    lengths:FILE.csv        prompt and output lengths from the first two numeric columns of a file with a header
+    lengths:FILE.csv        prompt and output lengths: the first two numeric columns of a file with a header
 
 Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times, the copies one right
 after another. That is what both engines make of `n` themselves: vLLM 0.26.0 turns such a request into n

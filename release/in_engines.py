@@ -1,6 +1,7 @@
 """Whether a wheel works inside the engines: without a checkout, in an environment that has them.
 
-    python -m release.in_engines dist/attn_backend-*.whl --python .venv/bin/python --model FOLDER       # every engine that the environment has
+    # every engine that the environment has
+    python -m release.in_engines dist/attn_backend-*.whl --python .venv/bin/python --model FOLDER
     python -m release.in_engines dist/attn_backend-*.whl --python .venv-vllm/bin/python --engine vllm
 
 The environment is left as it is. A folder beside it has links to its packages, but for attn_backend, and the

@@ -129,7 +129,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """The attention kernel that the test's objects use on a GPU (attention_kernels.kernel_of); None on a CPU."""
+    """The attention kernel that the test's objects use on a GPU (attention_kernels.kernel_of), else None."""
     if not hasattr(request, "param"):  # no device either
         yield None
         return

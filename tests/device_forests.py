@@ -1,4 +1,4 @@
-"""Random batches with rows in several row groups, for the attention kernels on a CPU (device_attention.py)."""
+"""Random batches with rows in several row groups, for attention kernels on a CPU (device_attention.py)."""
 
 from __future__ import annotations
 

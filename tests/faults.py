@@ -136,7 +136,10 @@ def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
 
 
 def try_fault(tree: Path, fault: Fault, good: dict[tuple[str, ...], bool], jobs: int) -> str:
-    """ "noticed", or what is wrong. good: selections that have run without a fault, and whether they passed."""
+    """Returns "noticed", or what is wrong.
+
+    good: selections that have run without a fault, and whether they passed.
+    """
     try:
         if fault.tests not in good:
             good[fault.tests] = not fails(tree, fault.tests, jobs)

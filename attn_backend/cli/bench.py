@@ -23,11 +23,11 @@ _EPILOG = """examples:
   attn-backend bench                                 # a table, in less than two minutes
   attn-backend bench --case decode --svg bench.svg   # some cases, and a picture (needs matplotlib)
   attn-backend bench --json bench.json
-  attn-backend bench --device cpu                    # small sizes, beside torch's scaled_dot_product_attention
+  attn-backend bench --device cpu                    # small sizes, next to torch's own attention
 
-Times are medians in µs, of attention alone: the plan of a step, which serves all layers, is a column of its own. On a GPU launches are replayed from
-CUDA graphs with a cold L2, in turns. Peers that are not installed are left out: FlashAttention-3 (of vLLM), FlashInfer.
-docs/benchmarks.md has what was measured with many more cases.
+Times are medians in µs, of attention only. The plan of a step serves all layers and has its own column.
+On a GPU, launches are replayed from CUDA graphs with a cold L2, in turns. Peers that are not installed
+are left out: FlashAttention-3 (of vLLM), FlashInfer. docs/benchmarks.md has many more cases.
 """
 
 Launch = Callable[[], Any]

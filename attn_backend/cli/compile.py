@@ -26,9 +26,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 _EPILOG = """examples:
-  attn-backend compile                                                            # the standard kernels, where the wheel has none (needs nvcc)
-  attn-backend compile --arch sm_90a --head-dim 80                                # those of another head_dim
-  attn-backend compile --arch sm_90a --dtype float16 --kv-dtype bfloat16          # those over caches of another dtype than Q
+  attn-backend compile                                     # standard kernels, if the wheel has none (nvcc)
+  attn-backend compile --arch sm_90a --head-dim 80         # another head_dim
+  attn-backend compile --arch sm_90a --dtype float16 --kv-dtype bfloat16   # a cache of another dtype than Q
   attn-backend compile --variant my_module:variant --arch sm_90a --dtype bfloat16 --head-dim 128
   attn-backend compile --variant attn_backend.variants.builtin:alibi --arch cpu --dtype float32
 """

@@ -1,4 +1,4 @@
-"""`attn-backend completion`: what makes a shell complete the commands, their options and the values of these."""
+"""`attn-backend completion`: a shell then completes the commands, their options and values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from ..kernels.archs import ARCHS
 
 _EPILOG = """examples:
-  eval "$(attn-backend completion bash)"                                                     # in ~/.bashrc
-  eval "$(attn-backend completion zsh)"                                                      # in ~/.zshrc, after compinit
+  eval "$(attn-backend completion bash)"     # in ~/.bashrc
+  eval "$(attn-backend completion zsh)"      # in ~/.zshrc, after compinit
   attn-backend completion fish > ~/.config/fish/completions/attn-backend.fish
 """
 SHELLS = ("bash", "zsh", "fish")
@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Words:
-    """What follows a command. values: of each option that has one; empty: a file, a number or another text."""
+    """What follows a command.
+
+    values: by option that takes one; empty: a file, a number or another text.
+    """
 
     options: list[str] = field(default_factory=list)
     positional: list[str] = field(default_factory=list)

@@ -35,9 +35,9 @@ _EPILOG = """examples:
   attn-backend demo --engine sglang --model ./llama-3.1-8b   # a folder, or a name on the hub
   attn-backend demo --requests 8 --output-len 32 --svg demo.svg
 
-Each server is started, asked, warmed up by a load that does not count, measured and stopped, one after another. The load's requests begin alike, and the
-engine's prefix caching shares what they have in common. The engine downloads the model if it is not a folder. For serious measurements see
-docs/benchmarks.md.
+Each server is started, asked, warmed up by a load that does not count, measured and stopped, one after
+another. The load's requests begin alike, and the engine's prefix caching shares what they have in common.
+The engine downloads the model if it is not a folder. For serious measurements see docs/benchmarks.md.
 """
 
 QUESTION = "What is the capital of Japan?"
@@ -63,7 +63,7 @@ class Answers:
 def server_command(
     engine: str, model: str, backend: str, port: int, device: str, dtype: str, arguments: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """(command, environment variables) of a server that has this backend or the one that the engine chooses."""
+    """(command, environment variables) of a server with this backend, or with the engine's choice."""
     ours = backend == OURS
     if engine == "vllm":
         command = [
@@ -193,7 +193,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, ti
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """TERM to a server, then KILL to all processes of its session that are left; at a second Ctrl-C at once."""
+    """TERM to a server, then KILL to what is left of its session; at once on a second Ctrl-C."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -398,8 +398,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ):
                     if backend == OURS:
                         print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
-                    # as long a load as the measured one, or the first requests would pay for the engine's own
-                    # warm-up
+                    # as long as the measured load, or the first requests would pay for the engine's warm-up
                     print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
                     load(port, requests, at_a_time, output_len, tell, first=requests)
                     print(f"{backend}: {requests} requests are measured", flush=True)

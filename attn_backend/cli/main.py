@@ -12,8 +12,8 @@ from . import compile as compile_command
 
 _EPILOG = """examples:
   attn-backend doctor                                # is everything there? what to do if not
-  attn-backend demo                                  # serve a small model with the installed engine, ours beside its own
-  attn-backend bench                                 # attention on this machine beside the peers that are installed
+  attn-backend demo                                  # serve a small model with the installed engine
+  attn-backend bench                                 # attention on this machine, next to installed peers
   attn-backend plan --shared-prefix 128x8192+256     # show what would be planned for a batch
 
 `attn-backend COMMAND --help` has examples of each.

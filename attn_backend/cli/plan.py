@@ -18,14 +18,17 @@ _EPILOG = """examples:
   attn-backend plan batch.json
   attn-backend plan trace.jsonl --batch 32 --at 120
 
-a batch (.json): one object, for instance {"qo_lens": [1, 1], "kv_lens": [64, 70], "block_table": [[0, 1, 2, 3], [0, 1, 2, 3, 4]]}
+a batch (.json): one object, for instance
+  {"qo_lens": [1, 1], "kv_lens": [64, 70], "block_table": [[0, 1, 2, 3], [0, 1, 2, 3, 4]]}
   qo_lens       rows of Q of each request
   kv_lens       tokens of KV of each request, those of its rows included
-  block_table   page ids of each request, at least those that its tokens need; equal ids are the same page (without it no page is shared)
+  block_table   page ids of each request, at least those that its tokens need; equal ids are the same page
+                (without it no page is shared)
   page_size     tokens (16)
   heads         "QO/KV", query and KV heads ("32/8")
   head_dim      (128)
-  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads take one after another, the same number on every CPU)
+  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads take one after another, the same
+                number on every CPU)
   costs         whose tiles and costs: of a kernel for GPUs, "hopper" or "generic", or of a "cpu" ("hopper")
   causal        true: a row sees the tokens up to its position; false: all (true)
   window_left   tokens before its position that a row sees at most; -1: no limit (-1)
@@ -35,13 +38,15 @@ a trace (.jsonl), in Mooncake's form: one object a line, in the order of arrival
   timestamp       ms
   input_length    tokens of the prompt
   output_length   tokens of the answer; a request is drawn in the middle of it
-  hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens after equal tokens; [first, count] is a run of ids
+  hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens after equal
+                  tokens; [first, count] is a run of ids
 
 at most: 8192 requests; 2^24 pages; 2^27 rows of Q times query heads; 256 heads
 
-what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head (a row group's once), the cost of all and of
-  the busiest CTA (in the planner's units, which are not times), and the forest of shared prefixes: what each node saves and adds, and what
-  became of it; a node lies below the one above it.
+what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head (a
+  row group's once), the cost of all and of the busiest CTA (in the planner's units, which are not times),
+  and the forest of shared prefixes: what each node saves and adds, and what became of it; a node lies below
+  the one above it.
 """
 
 

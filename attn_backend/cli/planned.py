@@ -25,7 +25,7 @@ _MOST_HEAD_ROWS = 1 << 27  # the text and the picture of a plan grow with its (r
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a plan: heads and head_dim of the model, CTAs and costs of the device, the view's mask."""
+    """What a plan is for: the model's heads and head_dim, the device's CTAs and costs, the view's mask."""
 
     num_qo_heads: int = 32
     num_kv_heads: int = 8
@@ -188,8 +188,7 @@ class Planned:
         """
         forest, ranked = self.schedule.forest, self.ranked_forest()
         rank = {id(node): place for place, node in enumerate(ranked)}
-        # ranks of the listed nodes from a root to each listed node: in their order every node follows the one
-        # above it
+        # ranks of the listed nodes from a root to each listed node: in this order a node follows its parent
         paths = []
         for node in ranked[:_MOST_NODES]:
             path, above = [rank[id(node)]], node.parent

@@ -66,8 +66,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._use_tensor_cores = use_tensor_cores
-        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing
-        # below sees.)
+        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
         self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
         self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer

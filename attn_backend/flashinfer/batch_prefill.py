@@ -34,8 +34,7 @@ class BatchPrefill(Wrapper):
         mask_indptr_buf: Tensor | None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing
-        # below sees.)
+        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
         self._qo_indptr_buf: Any = qo_indptr_buf
         self._custom_mask_buf: Any = custom_mask_buf
         self._mask_indptr_buf: Any = mask_indptr_buf

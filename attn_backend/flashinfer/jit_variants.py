@@ -44,8 +44,7 @@ _SCALARS: dict[str, type[float] | type[int]] = {
     "int32_t": int,
     "int64_t": int,
 }
-# What this package has no place for: transforms of Q and K in shared memory, sums of one's own, tiles of
-# CuTe.
+# Unsupported: transforms of Q and K in shared memory, custom reductions, tiles of CuTe.
 _NO_COUNTERPART = ("REGISTER_QUERY_TRANSFORM", "REGISTER_KEY_TRANSFORM", "REGISTER_M_D_UPDATE", "make_tensor")
 # query heads of a KV head: a parameter of ours, which only variants that read the KV head have
 _GROUP_SIZE = "group_size"
@@ -68,18 +67,18 @@ _BEFORE = """
 #define __forceinline__ inline
 #endif
 #define CUTLASS_DEVICE ATTN_HD
-#define REGISTER_LOGITS_TRANSFORM(params, logits, batch, q, kv, q_head, kv_head, ...)                             \\
-  template <class P, class T>                                                                                     \\
-  ATTN_HD T LogitsTransform(const P& params, T logits, uint32_t batch, uint32_t q, uint32_t kv, uint32_t q_head,  \\
-                            uint32_t kv_head) { __VA_ARGS__ }
-#define REGISTER_LOGITS_MASK(params, batch, q, kv, q_head, kv_head, ...)                                          \\
-  template <class P>                                                                                              \\
-  ATTN_HD bool LogitsMask(const P& params, uint32_t batch, uint32_t q, uint32_t kv, uint32_t q_head,              \\
-                          uint32_t kv_head) { __VA_ARGS__ }
-#define REGISTER_OUTPUT_TRANSFORM(params, output, batch, q, q_head, m, d, scale, ...)                             \\
-  template <class P, class T, class M>                                                                            \\
-  ATTN_HD T OutputTransform(const P& params, T output, uint32_t batch, uint32_t q, uint32_t q_head, M& m, float& d, \\
-                            float scale) { __VA_ARGS__ }
+#define REGISTER_LOGITS_TRANSFORM(params, logits, batch, q, kv, q_head, kv_head, ...)              \\
+  template <class P, class T>                                                                      \\
+  ATTN_HD T LogitsTransform(const P& params, T logits, uint32_t batch, uint32_t q, uint32_t kv,    \\
+                            uint32_t q_head, uint32_t kv_head) { __VA_ARGS__ }
+#define REGISTER_LOGITS_MASK(params, batch, q, kv, q_head, kv_head, ...)                           \\
+  template <class P>                                                                               \\
+  ATTN_HD bool LogitsMask(const P& params, uint32_t batch, uint32_t q, uint32_t kv,                \\
+                          uint32_t q_head, uint32_t kv_head) { __VA_ARGS__ }
+#define REGISTER_OUTPUT_TRANSFORM(params, output, batch, q, q_head, m, d, scale, ...)              \\
+  template <class P, class T, class M>                                                             \\
+  ATTN_HD T OutputTransform(const P& params, T output, uint32_t batch, uint32_t q,                 \\
+                            uint32_t q_head, M& m, float& d, float scale) { __VA_ARGS__ }
 
   using half = StoredFloat16;
   using __half = StoredFloat16;
@@ -290,18 +289,20 @@ def _struct_of_params(
     first += [
         f"static_cast<{kind}>({_param(name)})" for name, kind in zip(scalar_names, scalar_types, strict=True)
     ]
-    window = (
-        "    static constexpr int32_t window_left = -1;  // the plan has it: what lies outside is not "
-        "visited\n"
-    )
+    # The plan has the window: tokens outside of it are not visited.
+    window = "    static constexpr int32_t window_left = -1;\n"
     return f"""
   struct JitValues {{
 {"".join(values)}  }};
   struct JitParams : JitValues {{
     JitValues additional_params;  // no reference to this object, which compilers may copy when it is returned
     int32_t qo_len, kv_len;
-{"" if "window_left" in scalar_names else window}    ATTN_HD JitParams(const JitValues& values, const ScoreRow& row)
-        : JitValues(values), additional_params(values), qo_len(row.kv_len - row.position + row.index), kv_len(row.kv_len) {{}}
+{"" if "window_left" in scalar_names else window}
+    ATTN_HD JitParams(const JitValues& values, const ScoreRow& row)
+        : JitValues(values),
+          additional_params(values),
+          qo_len(row.kv_len - row.position + row.index),
+          kv_len(row.kv_len) {{}}
     ATTN_HD uint32_t get_qo_len(uint32_t) const {{ return qo_len; }}
     ATTN_HD uint32_t get_kv_len(uint32_t) const {{ return kv_len; }}
     ATTN_HD bool has(const ScoreRow& row, int32_t kv_position) const {{
@@ -311,7 +312,9 @@ def _struct_of_params(
   struct JitBlock {{
     int32_t q_tile_idx, qo_head_idx, kv_head_idx, qo_indptr, kv_indptr, qo_len, kv_len, batch_idx;
   }};
-  ATTN_HD JitParams jit_params(const ScoreRow& row) const {{ return JitParams(JitValues{{{", ".join(first)}}}, row); }}
+  ATTN_HD JitParams jit_params(const ScoreRow& row) const {{
+    return JitParams(JitValues{{{", ".join(first)}}}, row);
+  }}
 """
 
 

@@ -66,8 +66,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, use_cuda_graph=use_cuda_graph, backend=backend)
-        # The last plan's, or the buffers of CUDA graphs. (Any: None before the first plan, which nothing
-        # below sees.)
+        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
         self._qo_indptr_buf: Any = qo_indptr
         self._kv_indptr_buf: Any = kv_indptr
         self._kv_indices_buf: Any = kv_indices
@@ -222,8 +221,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             )
         try:
             if self._has_rope:
-                # Without pages both addresses are 0. Parts that are not as planned may pass, and are refused
-                # by the run.
+                # Without pages both addresses are 0. Other parts than planned may pass; run refuses them.
                 q_rope, is_one = q_pe, kpe_cache.data_ptr() - ckv_cache.data_ptr() == self._latent_bytes
             else:
                 self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)

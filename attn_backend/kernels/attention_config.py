@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from ..variants import Variant
     from .attention_variant import AttentionVariant
 
-# The manifest's tables by dtypes: what stands in the names of cubins; KV: of caches whose elements differ
-# from Q's.
+# The manifest's tables by dtypes: parts of cubins' names; KV: of caches whose elements differ from Q's.
 DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
 KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
 FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are not heads: states, logits

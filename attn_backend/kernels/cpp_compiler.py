@@ -27,7 +27,7 @@ _VECTORS = {"baseline": "Baseline", "avx2": "Avx2", "avx512": "Avx512"}
 
 
 def compiler() -> list[str] | None:
-    """The command of the C++ compiler: CXX, or else the first of the usual names; None where there is none."""
+    """The command of the C++ compiler: CXX, or else the first of the usual names; None if there is none."""
     wanted = os.environ.get("CXX")
     for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
         try:

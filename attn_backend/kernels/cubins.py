@@ -23,8 +23,7 @@ from .kernel_cache import cache_dir
 
 logger = logging.getLogger("attn_backend")
 
-# Not from library.py, which imports tvm-ffi: `make wheel` compiles the kernels in an environment that has
-# none.
+# Not from library.py, which imports tvm-ffi: `make wheel` compiles the kernels without it.
 PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 

@@ -31,7 +31,7 @@ _warned: list[str] = []
 
 
 def is_possible(variant: Variant) -> bool:
-    """Whether Python functions say all that the variant does: those that were traced, and those of built-ins."""
+    """Whether Python functions, traced ones or a built-in's, describe all that the variant does."""
     return variant.reference() is not None and not variant.has_output
 
 
@@ -52,8 +52,7 @@ class Pairs:
 
     request: int  # of the view
     rows: Tensor  # int64 [rows], of Q
-    # int64 [rows], where they stand among the level's tokens of the request: what causal and window_left go
-    # by
+    # int64 [rows], positions among the level's tokens of the request, for causal and window_left
     places: Tensor
     positions: Tensor  # int64 [rows], what the variant is told
     indices: Tensor  # int64 [rows], among the rows of the request

@@ -21,8 +21,7 @@ from .shipped_variants import SHIPPED_VARIANTS, shipped_variant
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-# Elements of a cache that have scales: narrower than Q's, unless Q has them, too. latent: rows of MLA with
-# scales of their own.
+# Elements of a cache with scales: narrower than Q's, unless Q has them, too. latent: MLA, rows have scales.
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
@@ -109,9 +108,8 @@ def _has_room_for_transforms(dims: HeadDims, transforms: bool) -> bool:
     return not (transforms and dims.is_wide)
 
 
-# By the names that Attention(kernel=...) has for them; the first that a GPU can run, and that serves the
-# heads, is its default. The last serves all heads that run on CUDA. sm90_gather: for caches that TMA cannot
-# describe.
+# By their names in Attention(kernel=...). A GPU's default is the first that it can run and that serves the
+# heads. The last serves all heads that run on CUDA. sm90_gather: for caches that TMA cannot describe.
 DESIGNS = {
     "hopper": Design(
         "sm90",
@@ -350,7 +348,8 @@ def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VAR
 
 def _shape_of(name: str) -> KernelShape | None:
     """What the name of an attention kernel says."""
-    elements = rf"({'|'.join(CUDA_ELEMENTS)})(?:_({'|'.join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)})(_q)?)?(_to_{OUT_ELEMENT})?"
+    element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
+    elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?"
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
     if shape is None or shape[1] == shape[2]:
         return None

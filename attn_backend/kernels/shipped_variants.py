@@ -38,7 +38,7 @@ struct UserVariant : VariantBase {
 static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
 
 }  // namespace attn
-"""
+"""  # noqa: E501  (letter for letter what the built-in generates)
 
 
 @dataclass(frozen=True)

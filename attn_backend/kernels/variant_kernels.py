@@ -179,8 +179,7 @@ def _compile_cuda(
             failure = explained or _without_quotes(error, variant)
             if explained or wanted == "nvcc":
                 raise failure from None
-    # Without an nvcc, or with one that fails for another reason than the variant: often its host compiler is
-    # missing.
+    # Without nvcc, or if it fails for another reason than the variant: often its host compiler is missing.
     library = None if wanted == "nvcc" else nvrtc.nvrtc()
     if library is None:
         if failure is not None:

@@ -18,8 +18,7 @@ from .variant import Variant
 
 __all__ = ["custom_mask", "tree_mask"]
 
-# Where a pair's bit or boolean lies among those of its request; of what does not exist, anywhere: tensors
-# clamp.
+# Where a pair's bit or boolean lies among its request's; anywhere for pairs that do not exist: tensors clamp.
 _CUSTOM = """\
     const int64_t at = static_cast<int64_t>(row.index) * row.kv_len + kv_position;
     return {value};

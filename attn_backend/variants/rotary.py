@@ -206,8 +206,12 @@ def _rope(
     const float* speed = turns.data + static_cast<uint32_t>(first){" / 2" if interleaved else ""};
     return rotated(x, turns_of(position, speed[0], speed[{pairs}]));
   }}
-  Pair query(Pair x, int32_t first, int32_t, const ScoreRow& row) const {{ return turned(x, first, {places[0]}); }}
-  Pair key(Pair x, int32_t first, int32_t, const KvToken& token) const {{ return turned(x, first, {places[1]}); }}
+  Pair query(Pair x, int32_t first, int32_t, const ScoreRow& row) const {{
+    return turned(x, first, {places[0]});
+  }}
+  Pair key(Pair x, int32_t first, int32_t, const KvToken& token) const {{
+    return turned(x, first, {places[1]});
+  }}
 """
     return Variant.from_source(
         hooks,

@@ -122,7 +122,7 @@ def _signature(hook: str) -> str:
 
 
 def _type_of(argument: str) -> str:
-    """Without the argument's name, and without spaces that mean nothing: const ScoreRow& -> constScoreRow&."""
+    """Without the argument's name and meaningless spaces: const ScoreRow& -> constScoreRow&."""
     words = re.findall(r"[\w:]+|&", argument)
     if len(words) > 1 and words[-1] != "&" and words[-2] not in ("const",):
         words.pop()

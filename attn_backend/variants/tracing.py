@@ -37,8 +37,7 @@ from .params import Param
 SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 
-# g++ compiles this many in seconds, but nvcc needs minutes: it inlines them for every score that a thread
-# holds.
+# g++ compiles this many in seconds, nvcc needs minutes: it inlines them for every score that a thread holds.
 MAX_OPERATIONS = 2048
 _BRANCH = "a branch depends on values that only the kernel knows"
 _TO_PYTHON = "a value that only the kernel knows is made a Python number"

@@ -168,10 +168,9 @@ class Variant:
         ]
         hooks = [name for name in HOOKS if getattr(self, f"has_{name}")]
         params = [f"{param.name}: {param.describe()}" for param in self.params if param.value is None]
-        return (
-            f"<Variant {self.name}: "
-            f"{', '.join([*interval, *hooks, *([] if self.uses_softmax else ['no softmax']), *params]) or 'plain attention'}>"
-        )
+        softmax = [] if self.uses_softmax else ["no softmax"]
+        does = ", ".join([*interval, *hooks, *softmax, *params])
+        return f"<Variant {self.name}: {does or 'plain attention'}>"
 
     @classmethod
     def from_functions(
@@ -267,17 +266,23 @@ class Variant:
     ) -> Variant:
         """From hooks in C++: any of
 
-            float logits(float logit, const ScoreRow& row, int32_t kv_position) const     the transformed logit
-            float bias_slope(const ScoreRow& row) const                                   beside logits() that return logit + bias_slope(row) * (kv_position
-                                                                                          - row.position): Hopper's kernels then take less time
-            bool mask(const ScoreRow& row, int32_t kv_position) const                     whether the row
-            attends to the token
-            TokenRange range(const ScoreRow& row) const                                   {begin, end}: it attends to no token outside of them
-            float output(float value, const ScoreRow& row, int32_t column) const          the transformed output, once
-            Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const  two elements of a row of Q, of columns first and second
-            Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const   of K
-            Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const of V
-            static constexpr bool kUsesSoftmax = false;                                   logits() returns weights
+            // The transformed logit.
+            float logits(float logit, const ScoreRow& row, int32_t kv_position) const
+            // Next to a logits() that returns logit + bias_slope(row) * (kv_position - row.position):
+            // Hopper's kernels then take less time.
+            float bias_slope(const ScoreRow& row) const
+            // Whether the row attends to the token.
+            bool mask(const ScoreRow& row, int32_t kv_position) const
+            // {begin, end}: the row attends to no token outside of them.
+            TokenRange range(const ScoreRow& row) const
+            // The transformed output, once.
+            float output(float value, const ScoreRow& row, int32_t column) const
+            // Two elements of a row of Q, K or V, in the columns first and second.
+            Pair query(Pair x, int32_t first, int32_t second, const ScoreRow& row) const
+            Pair key(Pair x, int32_t first, int32_t second, const KvToken& token) const
+            Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const
+            // logits() returns weights.
+            static constexpr bool kUsesSoftmax = false;
 
         row has request, qo_head, position, index (of the query among those of its request), kv_len and row
         (of Q); token has request, position, kv_head and kv_len; a Pair has first and second, float32.

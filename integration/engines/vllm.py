@@ -34,7 +34,7 @@ class VLLM:
     name = "vllm"
 
     def __init__(self, asks_for: str = SERVED_NAME) -> None:
-        """asks_for: the model that requests are for, or the name of a LoRA adapter that the server was given."""
+        """asks_for: the model that requests are for, or the name of a LoRA adapter of the server."""
         self._asks_for = asks_for
 
     def stock_backend(self, device: str) -> str:

@@ -1,10 +1,14 @@
 """What showed a feature of an engine when it last ran, and how that ended: docs/features.json, of which the
 matrix of docs/engines.md is made.
 
-    python -m integration.features.outcomes [NAME ...]          # runs the tests that the matrix names (default: all) and notes how they ended
-    python -m integration.features.outcomes --device cuda       # their cases for GPUs, on one, of the engine that is installed
-    python -m integration.features.serve --record [RUN ...]     # the same for servers, with --device cuda on a GPU
-    python -m integration.features.table                        # prints the matrix, for the page
+    # runs the tests that the matrix names (default: all) and notes how they ended
+    python -m integration.features.outcomes [NAME ...]
+    # their cases for GPUs, on one, of the engine that is installed
+    python -m integration.features.outcomes --device cuda
+    # the same for servers, with --device cuda on a GPU
+    python -m integration.features.serve --record [RUN ...]
+    # prints the matrix, for the page
+    python -m integration.features.table
 
 A test's NAME is FILE::FUNCTION. Exit status: 1 if one did not end well.
 """

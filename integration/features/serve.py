@@ -1,7 +1,8 @@
 """Serves a small model with this backend and a feature of the engine, and compares its tokens with
 transformers' float32.
 
-    python -m integration.features.serve [--record] [RUN ...]                 # --list names them; default: all that can be here
+    # --list names the runs; default: all that can run here
+    python -m integration.features.serve [--record] [RUN ...]
     python -m integration.features.serve --device cuda --jobs 4 [--record] [RUN ...]
 
 On a CPU the engine computes in float32, and the answers must be equal. On a GPU, and with 8-bit numbers, it

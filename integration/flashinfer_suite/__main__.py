@@ -5,13 +5,15 @@ CHECKOUT is FlashInfer's source (github.com/flashinfer-ai/flashinfer, commit fb2
 On a CPU (--device cpu) the device is replaced, too, and cases that capture CUDA graphs are skipped; take a
 sample of the cases, and leave the large ones out:
 
-    python -m integration.flashinfer_suite ../flashinfer --device cpu --sample 40 --max-tokens 2048 --timeout 60 --markdown table.md
+    python -m integration.flashinfer_suite ../flashinfer --device cpu --sample 40 --max-tokens 2048 \\
+        --timeout 60 --markdown table.md
 
 On a GPU several files may run at once, each in several processes (pytest-xdist). A process then gets a share
 of the GPU's memory; a case that needs more waits until no other such case runs, and runs once more without
 that limit:
 
-    python -m integration.flashinfer_suite ../flashinfer --sample 300 --jobs 4 --gpu-memory 3 --pytest='-n 3' --time-limit 600 --json cases.json
+    python -m integration.flashinfer_suite ../flashinfer --sample 300 --jobs 4 --gpu-memory 3 \\
+        --pytest='-n 3' --time-limit 600 --json cases.json
 
 The table has a line for each file, and one for the references of FlashInfer's traces: cases that passed,
 failed, need what attn_backend.flashinfer refuses by name (not supported), expect a refusal where

@@ -1,7 +1,8 @@
 """Serves a tiny random model of each family with both engines on a GPU in bfloat16, with CUDA graphs, and
 compares with transformers in float32 on a CPU.
 
-    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME [--family NAME ...]] [--models FOLDER] [--jobs N] [--results FOLDER]
+    python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME [--family NAME ...]] \\
+        [--models FOLDER] [--jobs N] [--results FOLDER]
 
 In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours
 may be 1.5 times as far from transformers as that one. A token may be another one than transformers', or than

@@ -212,7 +212,7 @@ def score_documents(engine: Any, folder: Path, asked: list[Question]) -> list[An
 
 
 def score_items(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """What Engine.score() asks of generate_request(), with a delimiter that is in these models' vocabulary."""
+    """What Engine.score() asks of generate_request(), with a delimiter that these models know."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     prompts, delimiters = [], []

@@ -173,7 +173,7 @@ from pathlib import Path
 from attn_backend.cli.main import main
 from attn_backend.kernels import cubins
 cubins.source_root = lambda: Path({str(fake.folder)!r})
-signal.signal(signal.SIGINT, signal.default_int_handler)     # it may be ignored where tests run in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored: tests run in the background
 raise SystemExit(main(["compile", "--arch", "sm_90a", "--jobs", "2"]))
 """
     process = subprocess.Popen(

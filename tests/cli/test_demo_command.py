@@ -27,7 +27,8 @@ SAY_WITHIN_S = 2
 SERVER = """
 import http.server, json, os, subprocess, sys, tempfile, time
 tempfile.mkdtemp()
-worker = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+worker = subprocess.Popen([sys.executable, "-c", deaf])
 events, port, seconds, starts = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 def note(event):
     with open(events, "a") as file:
@@ -56,7 +57,9 @@ import sys
 from attn_backend.cli import demo, main
 events, seconds, starts, model = sys.argv[1:]
 demo.find_spec = lambda name: True
-demo.server_command = lambda engine, model, backend, port, *_: ([sys.executable, "-c", {SERVER!r}, events, str(port), seconds, starts], {{}})
+def server_command(engine, model, backend, port, *_):
+    return [sys.executable, "-c", {SERVER!r}, events, str(port), seconds, starts], {{}}
+demo.server_command = server_command
 sys.exit(main.main(["demo", "--model", model, "--requests", "5", "--at-a-time", "3"]))
 """
 MOMENTS = {"start": ("0", "never", "the server starts"), "load": ("600", "at once", "a request arrived")}

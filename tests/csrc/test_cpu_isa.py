@@ -74,9 +74,12 @@ sys.path.insert(0, sys.argv[1])
 import cases, float8_cases, torch
 
 torch.set_num_threads(1)
-for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for t in (torch.bfloat16, torch.float16, torch.float32)):
-    spec = cases.Spec((1, 30, 3, 0), (200, 70, 300, 10), head_dim=head_dim, dtype=dtype, num_ctas=5, strided=bool(seed % 2), seed=seed)
-    problem = float8_cases.Float8Case(spec, "cpu", float8_cases.DTYPES[seed // 2 % len(float8_cases.DTYPES)], "head", "request")
+dtypes = (torch.bfloat16, torch.float16, torch.float32)
+for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for t in dtypes):
+    shape = {"head_dim": head_dim, "dtype": dtype, "num_ctas": 5, "strided": bool(seed % 2), "seed": seed}
+    spec = cases.Spec((1, 30, 3, 0), (200, 70, 300, 10), **shape)
+    kv_dtype = float8_cases.DTYPES[seed // 2 % len(float8_cases.DTYPES)]
+    problem = float8_cases.Float8Case(spec, "cpu", kv_dtype, "head", "request")
     attention = problem.case.attention(kv_dtype=problem.dtype)
     attention.plan(problem.case.view)
     problem.case.run(attention, out=problem.case.out, lse=problem.case.lse)
@@ -101,8 +104,10 @@ sys.path.insert(0, sys.argv[1])
 import cases, mixed_cases, torch
 
 torch.set_num_threads(1)
-for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128) for t in (torch.bfloat16, torch.float16)):
-    spec = cases.Spec((1, 30, 3, 0), (200, 70, 300, 10), head_dim=head_dim, dtype=dtype, num_ctas=5, strided=bool(seed % 4), seed=seed)
+dtypes = (torch.bfloat16, torch.float16)
+for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128) for t in dtypes):
+    shape = {"head_dim": head_dim, "dtype": dtype, "num_ctas": 5, "strided": bool(seed % 4), "seed": seed}
+    spec = cases.Spec((1, 30, 3, 0), (200, 70, 300, 10), **shape)
     case = mixed_cases.build(spec, "cpu")
     attention = case.attention(kv_dtype=case.kv.dtype)
     attention.plan(case.view)
@@ -132,7 +137,8 @@ import case_tensors, cases, torch
 torch.set_num_threads(1)
 for head_dim in range(8, 257, 8):
     for seed, causal in enumerate((True, False)):
-        spec = cases.Spec((1, 9, 40), (70, 9, 100), head_dim=head_dim, dtype={dtype}, causal=causal, group_size=3, strided=causal, seed=seed)
+        shape = {{"head_dim": head_dim, "group_size": 3, "strided": causal}}
+        spec = cases.Spec((1, 9, 40), (70, 9, 100), dtype={dtype}, causal=causal, seed=seed, **shape)
         case = case_tensors.build(spec, "cpu")
         attention = case.attention()
         attention.plan(case.view)

@@ -178,7 +178,7 @@ def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> No
 
 @pytest.mark.parametrize("block", range(6))
 def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
-    """Every way of a row, by one CTA or a cluster: the CPU's tokens, log-probabilities and renormalised rows."""
+    """Every way of a row, by one CTA or a cluster, gives the CPU's tokens, log-probabilities and rows."""
     sampling = DeviceSampling(library)
     for number in range(20 * block, 20 * block + 20):
         choose, generator = random.Random(number), torch.Generator().manual_seed(number)

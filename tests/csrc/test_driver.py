@@ -1,4 +1,4 @@
-"""What csrc/runtime/driver.cpp tells the CUDA driver, by a driver that only prints it (fake_cuda_driver.cpp)."""
+"""What csrc/runtime/driver.cpp tells the CUDA driver: fake_cuda_driver.cpp only prints it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ CPU = torch.device("cpu")
 GIVEN = Variant.from_source(
     """
   TokenRange range(const ScoreRow& row) const { return {0, row.position - 8}; }
-  bool mask(const ScoreRow& row, int32_t kv_position) const { return kv_position / 200 % 4 == row.request % 2; }
+  bool mask(const ScoreRow& row, int32_t kv_position) const {
+    return kv_position / 200 % 4 == row.request % 2;
+  }
         """,
     name="quarters",
     skips_kv_tiles=True,

@@ -24,7 +24,8 @@ sys.path.insert(0, sys.argv[1])
 import case_tensors, cases, torch
 
 torch.set_num_threads(4)
-case = case_tensors.build(cases.Spec((300, 1, 200), (2000, 4000, 900), num_kv_heads=4, dtype=torch.float32), "cpu")
+spec = cases.Spec((300, 1, 200), (2000, 4000, 900), num_kv_heads=4, dtype=torch.float32)
+case = case_tensors.build(spec, "cpu")
 attention = case.attention()
 
 def result():     # without torch's own loops: those wait in such a child
@@ -48,7 +49,8 @@ import case_tensors, cases, torch
 
 torch.set_num_threads(4)
 torch.zeros(1 << 24)     # torch's threads exist, and are gone in a child
-case = case_tensors.build(cases.Spec((300, 1, 200), (2000, 4000, 900), num_kv_heads=4, dtype=torch.float32), "cpu")
+spec = cases.Spec((300, 1, 200), (2000, 4000, 900), num_kv_heads=4, dtype=torch.float32)
+case = case_tensors.build(spec, "cpu")
 small = case.attention()
 small.plan(case.view)
 expected = case.run(small, out=case.out, lse=case.lse).clone()

@@ -197,7 +197,7 @@ def test_pairs_stay_whole_where_a_merge_takes_longer(
 def test_planner_agrees_with_the_host_planner_bit_for_bit(
     device: torch.device, valid: bool, options: dict[str, object], tmp_path: Path
 ) -> None:
-    """On a GPU: the device planner against the host planner, on the same batches with the same configuration."""
+    """On a GPU: the device planner against the host planner, with the same batches and configuration."""
     library = host_planner.build(tmp_path)
     for shape in SHAPES:
         attention = make_attention(shape, device, **options)

@@ -41,7 +41,7 @@ def request(table_idx: int, cached_len: int, device_len: int) -> SimpleNamespace
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """float64 causal attention of a request's last rows over all of its tokens [tokens, KV heads, head_dim]."""
+    """float64 causal attention of a request's last rows over its tokens [tokens, KV heads, head_dim]."""
     k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     hidden = torch.ones(len(q), len(k)).tril(len(k) - len(q)) == 0
     weights = (

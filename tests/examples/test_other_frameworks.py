@@ -21,7 +21,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", ["numpy", "jax", pytest.param("cupy", marks=pytest.mark.gpu)])
 def test_arrays_of_a_framework(example: Any, name: str) -> None:
-    """Q, K, V and tables are a framework's, and so are the output and the cache that append_kv has written."""
+    """Q, K, V, tables, the output and the cache that append_kv has written are a framework's."""
     pytest.importorskip(name, reason=f"{name} is not installed: no array of it was given")
     given = example.arrays()
     wanted = example.expected(given)

@@ -80,7 +80,7 @@ def test_a_cache_of_another_dtype(form: str) -> None:
 
 
 def test_caches_that_take_turns() -> None:
-    """The caches of several layers, some with one of two tensors in common; (k, v) is a new tuple each time."""
+    """The caches of several layers, some with one of two tensors in common; (k, v) is always a new tuple."""
     batch = decodes()
     wrapper, (k, v) = planned(batch), batch.cache.unbind(1)
     other = v * 0.5

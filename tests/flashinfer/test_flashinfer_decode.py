@@ -229,7 +229,7 @@ def test_fast_plan_has_every_option() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_of_requests(device: str) -> None:
-    """In a plan, and in runs of a plan that knew of none; beside a soft cap, which takes the scaled logits."""
+    """In a plan, and in runs of a plan without scales; with a soft cap, which takes the scaled logits."""
     batch = make_batch([1] * 3, [40, 7, 100], device=device)
     scales = torch.tensor([0.05, 0.3, 0.11], device=device)
     expected = [batch.expected(sm_scale=float(scale), soft_cap=2.0) for scale in scales]

@@ -118,7 +118,7 @@ def close(found: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FLOAT8_Q_SCALES)
 def test_float8_queries(device: str, dtype: torch.dtype, form: str) -> None:
-    """Of every wrapper that can say the output's type, with scales given after K and V, and by their names."""
+    """Of every wrapper with a choice of output type, with scales by position, after K and V, and by name."""
     batch, meaning, scales = make_float8_q([5, 1, 40, 3], [7, 1, 63, 20], dtype, device, form)
     types = {"q_data_type": dtype, "kv_data_type": dtype, "o_data_type": "float16"}
     expected = meaning.expected(causal=True)

@@ -35,7 +35,9 @@ struct EverySecond : AttentionVariantBase {
     return logits + params.strength[qo_head_idx] * float(int(kv_idx) - int(kv_len - qo_len + qo_idx));
   });
 
-  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, { return kv_idx % 2 == 0; })
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return kv_idx % 2 == 0;
+  })
 
   REGISTER_OUTPUT_TRANSFORM(params, output, batch_idx, qo_idx, qo_head_idx, m, d, scale, {
     float d_rcp = (m != -math::inf) ? math::ptx_rcp(d) : 0.f;

@@ -133,7 +133,7 @@ def test_without_a_rotated_part(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_buffers_of_graphs(device: str) -> None:
-    """The second plan is read from the buffers, where a captured run finds it; on a GPU a graph is captured."""
+    """A captured run finds the second plan in the buffers; on a GPU a graph is captured."""
     first, second = make_batch([1, 1], [5, 30], device=device), make_batch([1, 1], [40, 3], device=device)
     second.cache = torch.cat([second.cache, second.cache.new_zeros(first.cache.shape[0], 4, 576)])
     buffers = [torch.zeros(length, dtype=torch.int32, device=device) for length in (3, 3, 100, 2)]

@@ -269,8 +269,9 @@ MAYBE = {
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.AMX_MLA": "the same",
     "vllm.config.attention:AttentionConfig.hisparse_config": "compat.unsupported_sparse_feature: since the "
     "releases that have it",
-    "vllm.v1.kv_cache_interface:MLAAttentionSpec.block_stride_alignment": "compat.with_whole_rows_between_blocks "
-    "asks",
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec.block_stride_alignment": (
+        "compat.with_whole_rows_between_blocks asks"
+    ),
     "vllm.v1.kv_cache_interface:MLAAttentionSpec.state_content_size_bytes": "the same: older than "
     "block_stride_alignment",
     "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "`attn-backend bench`: comes with "

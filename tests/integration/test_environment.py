@@ -182,7 +182,12 @@ def test_the_line_on_the_terminal_says_what_pip_does(fake_pip, capsys, monkeypat
     monkeypatch.setattr("attn_backend.kernels.progress.LINE_EVERY_S", 0.05)
     log = fake_pip("""
         import time
-        for line in ["Collecting torch==2.13.0", "  Downloading https://host/a/torch-2.13.0-cp311.whl (190.4 MB)", "Installing collected packages: a, b, c"]:
+        lines = [
+            "Collecting torch==2.13.0",
+            "  Downloading https://host/a/torch-2.13.0-cp311.whl (190.4 MB)",
+            "Installing collected packages: a, b, c",
+        ]
+        for line in lines:
             print(line)
             time.sleep(1)
     """)
@@ -208,7 +213,9 @@ def test_an_interrupt_in_pip_ends_at_once_without_a_traceback(fake_pip, tmp_path
 import sys
 from pathlib import Path
 from integration import environment, installer
-environment.set_up = lambda folder, kind: installer.run_pip(Path(sys.executable), ["install", "torch"], Path({str(log)!r}), "PyTorch")
+def set_up(folder, kind):
+    installer.run_pip(Path(sys.executable), ["install", "torch"], Path({str(log)!r}), "PyTorch")
+environment.set_up = set_up
 sys.argv = ["environment", "--venv", "nowhere"]
 environment.main()
 """

@@ -53,7 +53,7 @@ def test_answers_are_those_of_transformers(name, models, need_engine, tmp_path):
 
 
 def answers(*logprobs, other=None):
-    """One answer, whose tokens are 1, 2 and so on. other: the log-probability of a token 9 in the last place."""
+    """One answer with the tokens 1, 2, ... other: the log-probability of a token 9 in the last place."""
     made = [Token(token, logprob, {token: logprob}) for token, logprob in enumerate(logprobs, 1)]
     if other is not None:
         made[-1].alternatives[9] = other

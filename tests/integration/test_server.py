@@ -24,7 +24,8 @@ from integration.server import ServerError, free_port, running_server
 
 WITH_WORKER = """
 import os, signal, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"])
+deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+worker = subprocess.Popen([sys.executable, "-c", deaf])
 print(f"workers {os.getpid()} {worker.pid}", flush=True)
 if sys.argv[2] == "fails":
     sys.exit("cannot load the model")

@@ -81,7 +81,7 @@ def test_append_writes_rows_of_different_widths(device: torch.device, form: str)
 
 @pytest.mark.parametrize("of_v", ["heads first", "dense", "wide tokens", "wide heads"])
 def test_k_and_v_lie_in_different_ways(device: torch.device, of_v: str) -> None:
-    """Each tensor has token and head strides of its own: K and V of the tokens, and both halves of the cache."""
+    """K and V of the tokens and both halves of the cache each have token and head strides of their own."""
     tokens, head_dim = 9, 64
     k = torch.randn(tokens, 10, head_dim, device=device).bfloat16()[:, 4 : 4 + HEADS]
     random_v = torch.randn(tokens, HEADS, head_dim, device=device).bfloat16()

@@ -12,7 +12,7 @@ from attn_backend import KVCache, append_kv, append_qkv
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_append_rounds(device: torch.device, dtype: torch.dtype, source: torch.dtype) -> None:
-    """Divided by the scales, to the nearest, to even among equals, limited; as torch rounds what is in range."""
+    """Divided by the scales, rounded to nearest even, saturated; as torch rounds values in range."""
     if device.type == "cuda" and source == torch.float32:
         pytest.skip("no float32 on CUDA")
     generator = torch.Generator(device).manual_seed(5)

@@ -122,7 +122,7 @@ def test_windows(device: torch.device, qo_len: int, window_left: int) -> None:
 @pytest.mark.parametrize("qo_len", [1, 4, 33])
 @pytest.mark.parametrize("prefix", [16, 500, 5000])
 def test_neighbours_that_share_its_prefix(device: torch.device, prefix: int, qo_len: int) -> None:
-    """A request alone, with 39 others that share all but its last pages, and with as many that share nothing."""
+    """A request alone, with 39 others that share all but its last pages, and with 39 that share nothing."""
     rng = numpy.random.default_rng(prefix)
     full, own = prefix // 16, -(-(prefix % 16 + qo_len + 7) // 16)
     kv_len, num = prefix + qo_len + 7, 40

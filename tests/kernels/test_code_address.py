@@ -50,7 +50,11 @@ __device__ int* table[2] = {&a_variable, &a_variable};
 extern "C" __device__ int* second_other_code = &a_variable;
 extern "C" __global__ void second_other(int* out) { *out = *second_other_code + *table[1]; }
 """
-COPY = """extern "C" __global__ void copy(const unsigned* from, unsigned* to, int count) { for (int i = threadIdx.x; i < count; i += 32) to[i] = from[i]; }"""
+COPY = """
+extern "C" __global__ void copy(const unsigned* from, unsigned* to, int count) {
+  for (int i = threadIdx.x; i < count; i += 32) to[i] = from[i];
+}
+"""
 
 
 def compiled(text: str, folder: Path, arch: str = "sm_90a") -> Path:

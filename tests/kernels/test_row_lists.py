@@ -1,4 +1,4 @@
-"""Levels whose rows of Q lie in any places: the same bits as side by side, and lists that lead outside of Q."""
+"""Levels whose rows of Q are scattered: the same bits as side by side, and lists that lead outside of Q."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_seeds_and_positions_matter(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(150))
 def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
-    """Whatever the shape of the launch is: tokens, flags, log-probabilities and renormalised rows are equal."""
+    """Tokens, flags, log-probabilities and renormalized rows do not depend on the shape of the launch."""
     choose = random.Random(number)
     generator = torch.Generator().manual_seed(number)
     vocab, batch = (

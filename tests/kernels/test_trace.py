@@ -1,4 +1,4 @@
-"""What a step does on a GPU, as CUDA's own trace shows it: launches, and nothing that waits or copies back."""
+"""A step on a GPU, in CUDA's own trace: launches, and nothing that waits or copies back."""
 
 import pytest
 import torch

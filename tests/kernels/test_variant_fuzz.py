@@ -1,4 +1,4 @@
-"""Random batches under every variant (tests/variant_fuzz), some of them; and a captured run under a variant."""
+"""Some random batches under every variant (tests/variant_fuzz), and a captured run under a variant."""
 
 from __future__ import annotations
 

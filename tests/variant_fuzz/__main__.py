@@ -3,7 +3,7 @@
     python -m tests.variant_fuzz                                     # on a CPU
     python -m tests.variant_fuzz --device cuda --cases 1500 --jobs 14
     python -m tests.variant_fuzz --variant tree_mask --case 412      # one case again, in this process
-    python -m tests.variant_fuzz --functions 500                     # traced functions of random conditions, by their hooks alone
+    python -m tests.variant_fuzz --functions 500     # traced functions of random conditions: only their hooks
 
 Run from the root of the repository, with attn_backend installed. Each variant is compiled for one element
 type, one head_dim and one kernel; built-ins for each kernel. The exit status is 1 where a case fails.

@@ -328,7 +328,8 @@ Pair key(Pair x, int32_t, int32_t, const KvToken& token) const {
   return {x.first * key_scale(token.kv_head), x.second * key_scale(token.kv_head)};
 }
 Pair value(Pair x, int32_t first, int32_t second, const KvToken& token) const {
-  return {x.first * 0.5f + 0.125f * (first % 4), x.second * 0.5f + 0.125f * (second % 4 + token.position % 3)};
+  return {x.first * 0.5f + 0.125f * (first % 4),
+          x.second * 0.5f + 0.125f * (second % 4 + token.position % 3)};
 }
 """
 BY_REQUEST_CPP = """\
@@ -336,7 +337,9 @@ Pair value(Pair x, int32_t first, int32_t, const KvToken& token) const {
   const float factor = value_scale(token.request, token.position) + 0.001f * (token.kv_len % 5 + first % 7);
   return {x.first * factor, x.second * factor};
 }
-float output(float value, const ScoreRow& row, int32_t column) const { return value + 0.01f * (column % 8 + row.request % 5); }
+float output(float value, const ScoreRow& row, int32_t column) const {
+  return value + 0.01f * (column % 8 + row.request % 5);
+}
 """
 
 

@@ -24,7 +24,8 @@ struct Coordinates {
 };
 
 template <class Variant>
-void evaluate(const unsigned char* bytes, const Coordinates& at, int n, const float* scores, float* logits, bool* mask, float* slopes) {
+void evaluate(const unsigned char* bytes, const Coordinates& at, int n, const float* scores,
+              float* logits, bool* mask, float* slopes) {
   attn::VariantParams params;
   __builtin_memcpy(params.bytes, bytes, sizeof(typename Variant::Params));
   for (int i = 0; i < n; ++i) {
@@ -33,16 +34,18 @@ void evaluate(const unsigned char* bytes, const Coordinates& at, int n, const fl
     logits[i] = scores[i];
     mask[i] = true;
     slopes[i] = 0;
-    if constexpr (attn::VariantHooks<Variant>::kLogits) logits[i] = variant.logits(scores[i], row, at.kv_idx[i]);
-    if constexpr (attn::VariantHooks<Variant>::kBiasSlope) slopes[i] = variant.bias_slope(row);
-    if constexpr (attn::VariantHooks<Variant>::kMask) mask[i] = variant.mask(row, at.kv_idx[i]);
+    using Hooks = attn::VariantHooks<Variant>;
+    if constexpr (Hooks::kLogits) logits[i] = variant.logits(scores[i], row, at.kv_idx[i]);
+    if constexpr (Hooks::kBiasSlope) slopes[i] = variant.bias_slope(row);
+    if constexpr (Hooks::kMask) mask[i] = variant.mask(row, at.kv_idx[i]);
   }
 }
 
 template <class Variant>
 int hooks() {
   using Hooks = attn::VariantHooks<Variant>;
-  return Hooks::kLogits + 2 * Hooks::kMask + 4 * Hooks::kOutput + 8 * Variant::kUsesSoftmax + 16 * Hooks::kBiasSlope;
+  return Hooks::kLogits + 2 * Hooks::kMask + 4 * Hooks::kOutput + 8 * Variant::kUsesSoftmax +
+         16 * Hooks::kBiasSlope;
 }
 """
 

@@ -23,6 +23,7 @@ POINTS = 1000
 # Sums of a few terms below 100, each right to a few units in the last place of a float32.
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-4}
 TENSORS = {"flags": (torch.bool, 1), "numbers": (torch.int32, 2), "halves": (torch.float32, 1), "limit": int}
+EXACT_FUNCTIONS = ("-", "torch.abs", "torch.floor", "torch.ceil", "torch.relu")
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 
 
@@ -143,9 +144,7 @@ class _Expressions:
                 f"torch.{self._one_of('minimum', 'maximum')}({self.exact(depth - 1)}, "
                 f"{self.exact(depth - 1)})"
             ),
-            lambda: (
-                f"{self._one_of('-', 'torch.abs', 'torch.floor', 'torch.ceil', 'torch.relu')}({self.exact(depth - 1)})"
-            ),
+            lambda: f"{self._one_of(*EXACT_FUNCTIONS)}({self.exact(depth - 1)})",
             lambda: self._where(depth, self.exact, self.exact),
             lambda: self._where(depth, self.exact, self.integer),
             lambda: self._where(depth, self.boolean, self.exact),
@@ -161,7 +160,8 @@ class _Expressions:
             lambda: f"({self.real(depth - 1)}) {self._one_of('* 1.1', '/ 1.7', '* -0.3')}",
             lambda: f"({self.real(depth - 1)}) * ({self.boolean(depth - 1)})",
             lambda: (
-                f"{self._one_of('torch.tanh', 'torch.sigmoid')}({self._one_of(self.real, self.exact)(depth - 1)})"
+                f"{self._one_of('torch.tanh', 'torch.sigmoid')}"
+                f"({self._one_of(self.real, self.exact)(depth - 1)})"
             ),
             lambda: f"torch.clamp({self.exact(depth - 1)}, -20, 20)",
             lambda: f"torch.log(1 + torch.abs({self._one_of(self.integer, self.exact)(depth - 1)}))",

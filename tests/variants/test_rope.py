@@ -159,9 +159,11 @@ def test_what_is_shared() -> None:
 
 MATH = """
 #include "attention/variant/variant_math.h"
-extern "C" void turn(int n, const int* positions, const float* high, const float* low, float* cosines, float* sines) {
+extern "C" void turn(int n, const int* positions, const float* high, const float* low, float* cosines,
+                     float* sines) {
   for (int i = 0; i < n; ++i) {
-    const attn::Pair made = attn::rotated(attn::Pair{1.0f, 0.0f}, attn::turns_of(positions[i], high[i], low[i]));
+    const float turns = attn::turns_of(positions[i], high[i], low[i]);
+    const attn::Pair made = attn::rotated(attn::Pair{1.0f, 0.0f}, turns);
     cosines[i] = made.first;
     sines[i] = made.second;
   }

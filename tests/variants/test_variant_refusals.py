@@ -496,7 +496,8 @@ def test_a_source_that_reads_a_file_is_refused(directive: str) -> None:
 
 
 def test_other_directives_are_taken() -> None:
-    cpp = f"#define HALF 0.5f\n#if 1\n{HOOK.replace('logit; }', 'logit * HALF; }')}\n#endif\n#undef HALF  // included\n#pragma once_embedded"
+    hook = HOOK.replace("logit; }", "logit * HALF; }")
+    cpp = f"#define HALF 0.5f\n#if 1\n{hook}\n#endif\n#undef HALF  // included\n#pragma once_embedded"
     assert "#define HALF" in Variant.from_source(cpp, name="mine").source
 
 

@@ -22,8 +22,9 @@ def register() -> None:
     process. Calling it again changes nothing.
 
     Environment:
-        ATTN_BACKEND_SAMPLER: `0` leaves the sampler out. `1` also puts it in the place of SGLang's `pytorch` sampler, which SGLang insists on on CPUs and
-            under --enable-deterministic-inference whatever --sampling-backend says.
+        ATTN_BACKEND_SAMPLER: `0` leaves the sampler out. `1` also replaces SGLang's `pytorch` sampler. SGLang
+            insists on that one on CPUs and under --enable-deterministic-inference, whatever
+            --sampling-backend says.
 
     Raises:
         RuntimeError: this release of SGLang has no registry that this package knows; the message says what

@@ -396,7 +396,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
 
 def _output(q: Tensor, num_rows: int, known: Layer, forward_batch: Any) -> Tensor:
-    """[rows, num_qo_heads * head_dim_v], or the engine's of this size, in its dimensions, if it has made one."""
+    """[rows, num_qo_heads * head_dim_v], or the engine's output of this size in its own dimensions."""
     out: Tensor | None = getattr(forward_batch, "_attn_output", None)
     row = known.num_qo_heads * known.head_dim_v
     return q.new_empty((num_rows, row)) if out is None or out.numel() != num_rows * row else out

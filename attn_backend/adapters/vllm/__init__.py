@@ -26,15 +26,15 @@ def register() -> None:
     than once. Never touches a GPU.
 
     Environment:
-        ATTN_BACKEND_VLLM_CPU: `1` lets this package serve on CPUs as well. vLLM has no choice of backends there, so it takes the place of CPU_ATTN.
+        ATTN_BACKEND_VLLM_CPU: `1` lets this package serve on CPUs as well. vLLM has no choice of backends
+            there, so this package replaces CPU_ATTN.
 
     Raises:
         RuntimeError: this package or what it needs of vLLM cannot be imported.
     """
     obey_cascade_option()
     try:
-        # Imported now, so that a broken installation is known when the engine starts and not when the first
-        # layer is built.
+        # Imported now: a broken installation fails when the engine starts, not when it builds a layer.
         registry = import_module("vllm.v1.attention.backends.registry")
         import_module("attn_backend.kernels.library").library()
         import_module("attn_backend.adapters.vllm.cpu")

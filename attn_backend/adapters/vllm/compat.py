@@ -5,20 +5,20 @@ version.
 
 | | 0.26 | 0.32, 0.33 |
 |---|---|---|
-| shape of the KV cache | asked of the backend: get_kv_cache_shape | from the spec: [blocks, kv_heads, page, K and V] |
-| NHD or HND | global; the backend permutes: get_kv_cache_stride_order | the engine's; the backend may restrict it |
+| shape of the KV cache | the backend's get_kv_cache_shape | the spec's: [blocks, kv_heads, page, K and V] |
+| NHD or HND | global; the backend's get_kv_cache_stride_order | the engine's; the backend may restrict it |
 | get_supported_kernel_block_sizes | called without arguments | called with the spec of the KV cache |
 | layers with several implementations | none | AttentionImpl.get_impl_variants |
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
-| chunked local attention | a builder derived from ours cuts requests at their chunks | the same: ours takes that back |
+| chunked local attention | a class derived from our builder cuts requests in chunks | the same, undone |
 | chunks of a cached prefix, in MLA | up to 0.27 by their number | an object for each |
 | metadata of sparse MLA | up to 0.29 each backend's own | a class in common, which fills in more |
-| what lies between two blocks of a layer | up to 0.30 nothing that breaks a row | whatever the spec does not forbid: block_stride_alignment |
+| gap between two blocks of a layer | up to 0.30 keeps rows whole | any that block_stride_alignment allows |
 | columns of V in the spec of a KV cache | in FullAttentionSpec and what derives from it | in all specs |
 | R-SWA, DCP | not asked about: the builder refuses what cannot be served | asked of the backend |
-| merge of states over the ranks of DCP | up to 0.28 in v1/attention/ops/common.py and dcp_alltoall.py | in v1/attention/ops/dcp.py |
+| merge of DCP ranks, in v1/attention/ops/ | up to 0.28 common.py and dcp_alltoall.py | dcp.py |
 | caches that DCP leaves whole (draft models) | up to 0.30 none | dcp_sharded of the spec |
-| memory that builders allocate | up to 0.29 in the pool of the KV cache, which sleep mode discards | in a pool that sleep mode saves; 0.30, 0.31: in none |
+| pool of builders' memory | up to 0.29 the KV cache's; 0.30, 0.31: none | one that sleep mode saves |
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_backend.settings import Settings
 
-# Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in
-# front.
+# Permutations from [blocks, kv_heads, page, K and V] to memory; with and without a dimension of layers.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
     ("NHD", False): (0, 2, 1, 3),
     ("NHD", True): (1, 0, 3, 2, 4),
@@ -205,7 +204,7 @@ def spans_of(common_attn_metadata: CommonAttentionMetadata) -> list[tuple[int, i
 
 
 def cuts_at_chunks(builder: type) -> bool:
-    """Whether this is the builder that vLLM derives from a backend's for chunked local attention (Llama 4)."""
+    """Whether vLLM derived this builder from a backend's, for chunked local attention (Llama 4)."""
     return builder.__name__ == "ChunkedLocalAttentionBuilder"
 
 

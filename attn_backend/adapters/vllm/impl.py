@@ -222,8 +222,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 "fuse that (fuse_attn_quant)"
             )
         if attn_metadata is None:
-            # vLLM measures the memory that a step needs: queries of all ranks, their outputs, and copies by
-            # the collectives
+            # vLLM measures a step's memory: queries and outputs of all ranks, and copies by the collectives
             if self.dcp_world_size > 1:
                 query.new_empty((4 * self.dcp_world_size, *query.shape))
             return output.fill_(0)

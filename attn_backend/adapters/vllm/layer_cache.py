@@ -12,8 +12,7 @@ from attn_backend.metadata.kv_cache import KVCache
 # declares has taken its place.
 PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# Of latents: a row is 576 numbers, with the scale of the layer; or, for sparse attention, 656 bytes with
-# scales of its own.
+# Of latents: a row is 576 numbers, with the layer's scale; for sparse attention 656 bytes, with own scales.
 FLOAT8_LATENTS = tuple(name for name, dtype in FLOAT8_CACHES.items() if dtype == torch.float8_e4m3fn)
 SCALED_LATENTS = "fp8_ds_mla"
 

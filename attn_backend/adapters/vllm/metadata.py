@@ -77,8 +77,7 @@ class AttnMetadata(AttentionMetadata):
     plans: dict[PlanKey, Plan]
     context_parallel: ContextParallel | None = None
     has_context: bool = True  # where there is one: whether a request may have tokens before those of the step
-    # where there is one: whether every request has one token, and so has every batch that a graph captured
-    # with this one serves
+    # if there is a plan: whether every request has one token, in every batch that a captured graph serves
     single_tokens: bool = False
 
 

@@ -1,4 +1,4 @@
-"""One plan for the decodes of a batch over latents, one for its prefills: where vLLM's metadata meets plan()."""
+"""vLLM's metadata becomes plans over latents: one for the decodes of a batch, one for its prefills."""
 
 from __future__ import annotations
 

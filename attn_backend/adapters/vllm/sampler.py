@@ -350,8 +350,7 @@ def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         metadata = sampling_metadata
         draws: Draws | None = getattr(metadata, "_attn_backend_draws", None)
-        # a warm-up run, the bonus tokens of speculative decoding, another sampler than the one that is
-        # replaced
+        # a warm-up run, the bonus tokens of speculative decoding, or a sampler that is not replaced
         if draws is None:
             return original(self, logits, metadata, logprobs_mode_override)
         reports = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)

@@ -56,8 +56,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     metadata_cls = SparseMlaMetadata
     reorder_batch_threshold: int = 128  # as for MlaMetadataBuilder
-    # which SparseMLACommonMetadataBuilder makes, plans and hands to the layers; None: there is none for this
-    # model
+    # SparseMLACommonMetadataBuilder makes it, plans it and hands it to the layers; None: not for this model
     _prefill_backend: Any
 
     def __init__(
@@ -97,8 +96,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
         batch_invariant = compat.batch_invariant()
         num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         if batch_invariant:
-            # whether a prompt is decompressed depends on the longest one of the batch: all stay in their
-            # latents
+            # the batch's longest prompt decides whether prompts are decompressed: all stay in their latents
             self.reorder_batch_threshold = max_rows
         topk = self.topk_tokens
         self._rows = outside_memory_pools(

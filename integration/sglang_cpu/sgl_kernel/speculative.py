@@ -199,7 +199,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Notes new slots, those of one request after another's, as those of tokens [start, end) of each request."""
+    """Notes new slots, request by request, as those of tokens [start, end) of each request."""
     begin = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         req_to_token[row, first:last] = out_cache_loc[begin : begin + last - first]

@@ -103,7 +103,7 @@ def _scale_by_share(
     *,
     is_base_e: bool,
 ) -> None:
-    """The twin of CorrectAttnCPOutKernel: what this rank's output counts in that of all, and the LSE of all."""
+    """The twin of CorrectAttnCPOutKernel: the weight of this rank's output, and the LSE of all ranks."""
     assert is_base_e
     total = lses.double().logsumexp(0)
     vlse.copy_(total)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("vllm_as_it_was")
 
 
 class HostTensor:
-    """vLLM's UvaBackedTensor where there is no GPU: `np` is written, `gpu` is what is read after copy_to_uva."""
+    """vLLM's UvaBackedTensor without a GPU: `np` is written, `gpu` is read after copy_to_uva."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.np = torch.zeros(size, dtype=dtype).numpy()

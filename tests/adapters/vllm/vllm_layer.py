@@ -1,4 +1,4 @@
-"""A group of attention layers as vLLM's model runners drive it, on CPU tensors, without the engine around it."""
+"""A group of attention layers as vLLM's model runners drive it, on CPU tensors, without the engine."""
 
 from __future__ import annotations
 
