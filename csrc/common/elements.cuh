@@ -58,7 +58,7 @@ struct Float8E4M3 {
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e4m3(pair); }
-  /// In the lower 16 bits; what is too large becomes the largest number.
+  /// In the lower 16 bits; larger numbers become the largest one.
   __device__ __forceinline__ static uint32_t pack(float low, float high) { return ptx::pack_e4m3(low, high); }
 };
 

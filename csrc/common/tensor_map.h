@@ -12,7 +12,7 @@ struct alignas(64) TensorMap {
 };
 
 /// A tensor of elements of one or two bytes, and the boxes of it that TMA loads or stores, with chunks of 128 bytes
-/// permuted. Strides in elements; that of the first dimension is 1.
+/// permuted. Strides in elements; the first dimension has stride 1.
 struct Tensor4d {
   const void* data;
   DataType dtype;

@@ -53,7 +53,7 @@ ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t 
                                                                                                           : share;
 }
 
-/// What is known of a plan so far. write_header() writes it.
+/// The plan so far. write_header() writes it.
 struct Planned {
   int32_t num_groups = 0;
   int32_t num_tiles = 0;

@@ -1,5 +1,4 @@
-// The prefix forest of a batch: which requests share leading pages, and which of those prefixes become row groups of
-// their own.
+// The prefix forest of a batch: which requests share leading pages, and which prefixes become row groups.
 //
 // Sharing is by physical page: equal entries of the page table. A request can share the leading pages all of whose
 // tokens all of its rows see. It attaches to the request before it with which it shares most of them (the smallest, if
@@ -8,9 +7,9 @@
 // nested; the shallowest lies below the node at which the leader itself attaches. So parents follow from attachments
 // alone, and every step below is a sum, a minimum or a maximum: the same in whatever order threads do it.
 //
-// A node that is taken becomes a row group: its rows are those of all its requests, its pages those that no taken
-// ancestor reads. What the taken nodes cover is cut from the front of the requests' own row groups. A node that is not
-// taken leaves its pages to the nodes and requests below it.
+// A node that is taken becomes a row group: it has the rows of all its requests, and the pages that no taken ancestor
+// reads. The pages of taken nodes are cut from the front of the requests' own row groups. A node that is not taken
+// leaves its pages to the nodes and requests below it.
 #pragma once
 
 #include "common/math.h"
@@ -55,7 +54,7 @@ ATTN_HD bool begins_with_page(const PageTable& table, const RowGroup& group) {
   return group.table_begin < table.num_entries && table.indices[group.table_begin] >= 0;
 }
 
-/// What a forest knows of a request. (The size of this struct and of the next is an odd number of words: no two of 32
+/// A request as the forest sees it. (The size of this struct and of the next is an odd number of words: no two of 32
 /// neighbours begin in the same bank of shared memory.)
 struct ForestRequest {
   int32_t qo_begin;  // RowGroup
@@ -106,8 +105,8 @@ struct Forest {
   }
 };
 
-/// A request and a number of pages as one number: the largest is that of most pages and, of those, of the smallest
-/// request. So a maximum finds the deepest node of a path.
+/// A request and a number of pages as one number: the largest number has the most pages and, at equal pages, the
+/// smallest request. So a maximum finds the deepest node of a path.
 constexpr int32_t kRequestBits = 10;
 static_assert(kMaxForestRequests == 1 << kRequestBits &&
                   static_cast<int64_t>(kMaxSharedPages) << kRequestBits <= int64_t{1} << 30,
@@ -118,7 +117,7 @@ ATTN_HD int32_t path_key(int32_t request, int32_t pages) {
 ATTN_HD int32_t request_of(int32_t path_key) { return kMaxForestRequests - 1 - (path_key & (kMaxForestRequests - 1)); }
 ATTN_HD int32_t pages_of(int32_t path_key) { return path_key >> kRequestBits; }
 
-/// Shared memory that the device planner needs for a forest, in bytes: what is above, and four words of scratch
+/// Shared memory that the device planner needs for a forest, in bytes: the arrays above, and four words of scratch
 /// (ForestScratch in planner/device/forest.cuh).
 ATTN_HD constexpr int32_t forest_shared_bytes(int32_t num_requests) {
   const int32_t of_request = sizeof(ForestRequest) + sizeof(ForestNode) + 4 * sizeof(int32_t);
@@ -134,7 +133,7 @@ constexpr int32_t plan_forest_shared_bytes(int32_t num_requests) {
   return plan_shared_bytes(2 * num_requests, num_requests);
 }
 
-/// What the row tiles of a row group cost together, for each KV head.
+/// The cost of all row tiles of a row group, for each KV head.
 struct RowsCost {
   int32_t kv_tile;  // for each KV tile
   int32_t pairs;    // beside them
@@ -159,7 +158,7 @@ struct NodeCost {
   int64_t added;
 };
 
-/// The cost of a node that saves `weight` for each KV tile. It adds row tiles of its own, and `states` row states.
+/// The cost of a node that saves `weight` for each KV tile. It adds row tiles, and `states` row states.
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t weight, int32_t states) {
   const RowsCost rows = rows_cost(p.config, node.rows, true);
   const int32_t tokens = (node.pages - node.begin) * p.levels[0].table.page_size;
@@ -188,8 +187,7 @@ ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestNode& no
 /// that the sum over all nodes is an int32.
 constexpr int32_t kMostSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
 
-/// What a node that is taken counts for, by node_cost_beside_none(). Where everything is taken it may cost more than it
-/// saves.
+/// The cost of a taken node, by node_cost_beside_none(). Where everything is taken it may cost more than it saves.
 ATTN_HD int32_t bounded_saving(const NodeCost& cost) {
   return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMostSaved));
 }

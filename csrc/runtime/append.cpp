@@ -92,7 +92,7 @@ DataType heads_dtype(const char* name, const TensorView& tensor) {
   return *dtype;
 }
 
-/// A scale of the cache that append writes. Append does not know requests: they cannot have scales of their own.
+/// A scale of the cache that append writes. Append does not know requests: scales per request are not possible.
 KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, int64_t num_kv_heads) {
   const KvScale made = kv_scale(name, scale, device, num_kv_heads);
   if (made.is_of_requests())
@@ -293,7 +293,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };
-  constexpr int32_t kMaxColumns = 512, kMaxRotated = 256;  // 512: those of MLA's latents
+  constexpr int32_t kMaxColumns = 512, kMaxRotated = 256;  // 512: MLA's latents
   const bool is_rotated = given.table.has_value();
   const int32_t k_columns = columns_of("kv.k.shape[3] (head_dim)", k_cache, is_rotated ? kMaxRotated : kMaxColumns);
 
@@ -339,7 +339,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   launch_append_qkv(params, dtype, device, view(given.file));
 }
 
-/// bf16 latents and rotated parts to rows with scales of their own.
+/// bf16 latents and rotated parts to rows that carry their scales.
 void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorView slots, String file) {
   const DLDevice device = cache.device();
   LatentParams params{};

@@ -48,7 +48,7 @@ constexpr bool lists_all(const std::tuple<Argument<T>...>& table) {
   return is_in_order && round_up(end, alignof(Struct)) == sizeof(Struct);
 }
 
-/// What an argument of a type must be, as messages say it.
+/// The requirement of a type, for messages.
 template <class T>
 constexpr const char* kMustBe = nullptr;
 template <>

@@ -18,7 +18,7 @@ namespace attn {
 namespace {
 
 /// Row states that are kept for shared prefixes: four for each request, as a row of a decode has with three levels
-/// above it, and room for a chunk or two of prompts beside a small batch.
+/// above it, and room for a chunk or two of prompts next to a small batch.
 int32_t cascade_states(const AttentionConfig& config) {
   const int64_t all = int64_t{config.max_rows} * kMaxLevels;
   return static_cast<int32_t>(min_of<int64_t>(max_of(4 * min_of(config.max_groups, kMaxForestRequests), 1024), all));

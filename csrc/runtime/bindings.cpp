@@ -162,7 +162,7 @@ int64_t plan_level(const PlanLevelArguments& given) {
   return attention.plan(options.num_levels, options.finds_row_ranges, !options.pages_change, current_stream(device));
 }
 
-/// The Params of the variant: those of all runs until it is called again.
+/// Sets the Params of the variant for all later runs.
 void set_variant_params(int64_t handle, const Bytes& params) {
   Attention::of(handle).set_variant_params(params.data(), params.size());
 }

@@ -32,8 +32,7 @@ struct Launch {
   uint32_t grid_x;
   uint32_t grid_y;
   uint32_t threads;
-  // Programmatic dependent launch: the kernel waits for the previous one itself. One that does not is launched after
-  // it.
+  // Programmatic dependent launch: the kernel waits for the previous one itself. Other kernels are serialized.
   bool overlaps_previous = false;
   int32_t shared_bytes = -1;  // dynamic shared memory, if less than the kernel's
   uint32_t cluster_x = 1;     // CTAs of a thread block cluster; more than 8 only with has_large_clusters

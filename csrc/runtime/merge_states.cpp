@@ -15,7 +15,7 @@ using tvm::ffi::String;
 
 constexpr int64_t kMaxBlocks = 1 << 16;
 
-/// Elements from one tensor to another: both are seen as the states of one.
+/// Elements from one tensor to another: both become views of one tensor's states.
 int64_t distance(const TensorView& from, const TensorView& to, int64_t element_bytes) {
   return static_cast<int64_t>(reinterpret_cast<intptr_t>(to.data_ptr()) - reinterpret_cast<intptr_t>(from.data_ptr())) /
          element_bytes;

@@ -12,7 +12,7 @@
 
 namespace attn {
 
-/// What a run is given. Calls may end before any argument from q_rope on.
+/// The arguments of a run. Calls may end before any argument from q_rope on.
 struct RunArguments {
   int64_t handle;
   TensorView q;

@@ -63,7 +63,7 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
   return result;
 }
 
-/// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
+/// The distribution, and the parameters that every task has: `values` are logits of any float dtype, or float32
 /// probabilities, which the caller calls "probs".
 SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, const AnyView& temperature,
                          const AnyView& top_k, const AnyView& top_p, const Optional<TensorView>& rows = std::nullopt) {
@@ -95,7 +95,7 @@ SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, 
   return params;
 }
 
-/// `name`: what the caller of the Python function knows the tensor by.
+/// `name`: the tensor's name for the caller of the Python function.
 void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device,
                    std::initializer_list<Dim> dims) {
   check_index_dtype(name, token_ids.dtype());
@@ -133,8 +133,8 @@ bool is_unfiltered(const SamplingParams& params) {
          params.num_top_logprobs == 0;
 }
 
-/// CTAs of a row without filters, each warp reading a segment if there is room for so many; 0: the row is for a
-/// cluster. Only the last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
+/// CTAs of a row without filters, each warp reading a segment if there is room; 0: the row is for a cluster. Only the
+/// last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
 int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, int32_t device, int32_t max_ctas) {
   // Without a mask the kernel of float32 logits leaves registers for a fourth CTA. It pays where a row has many.
   constexpr int32_t kMostUncrowdedRows = 64;

@@ -79,7 +79,7 @@ SelectionParams selection_params(const Selection& selection, DLDevice device) {
     refuse("requests", "None",
            "a tensor: block_table has " + std::to_string(table.size(0)) + " rows, indices " +
                std::to_string(indices.size(0)));
-  const bool is_empty = table.numel() == 0;  // its address may be that of no table
+  const bool is_empty = table.numel() == 0;  // its address may belong to no table
   params.block_table = static_cast<const int32_t*>(is_empty ? indices.data_ptr() : table.data_ptr());
   params.table_stride = table.stride(0);
   params.table_rows = is_empty ? 0 : narrow("block_table.shape[0]", table.size(0));

@@ -171,8 +171,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     return 1.0f;
   }
 
-  /// sm_scale, and the scales of Q and of K of a row of the tile; without those of rows that a variant has transformed,
-  /// which are multiplied by them.
+  /// sm_scale, and the scales of Q and of K of a row of the tile; rows that a variant has transformed are multiplied by
+  /// their scales already.
   float score_scale(int row) const {
     float scale = params_.sm_scale;
     if constexpr (kWidens && !VariantHooks<Variant>::kQuery) scale *= query_scale();
@@ -180,7 +180,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     return scale;
   }
 
-  /// What a row of outputs is multiplied by: `factor`, and V's scale, if no variant has transformed V.
+  /// The factor of a row of outputs: `factor`, and V's scale, if no variant has transformed V.
   float output_scale(float factor, int row) const {
     if constexpr (kWidens && !VariantHooks<Variant>::kValue)
       factor *= value_scale(scale_request(variant_.scales.v, row));

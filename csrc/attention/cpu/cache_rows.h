@@ -13,7 +13,7 @@
 
 namespace attn::cpu {
 
-/// Isa: vectors of float. Element: what the engine multiplies.
+/// Isa: vectors of float. Element: the type that the engine multiplies.
 template <class Isa, class Element>
 struct CacheRows {
   /// Applies `change` to the pairs of a row of Q, K or V, whose numbers are multiplied by `scale` before.
@@ -105,7 +105,7 @@ struct CacheRows {
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 
-  /// Of a row with scales of its own.
+  /// For rows that carry their scales.
   static void widen_latent(const char* row, int columns, Element* to) {
     using Row = ScaledLatentRow;
     alignas(64) float values[kMaxHeadDim];

@@ -66,7 +66,7 @@ struct alignas(64) Scratch {
   int64_t states[kMaxCtas + kMaxLinks];  // rows of partial_o that are being merged
 };
 
-/// What the kernels take.
+/// The kernels' arguments.
 struct CpuAttentionParams : LatentAttentionParams {
   bool is_mixed;  // Q and O have the other 16-bit type than the cache, which products take
 };

@@ -1,4 +1,4 @@
-// What ends a row, how its output is written, and how its states are merged.
+// How a row ends, how its output is written, and how its states are merged.
 #pragma once
 
 #include <cmath>
@@ -103,7 +103,7 @@ class RowStates {
     }
   }
 
-  /// What ends a row: what its sum of values is multiplied by, and its lse.
+  /// The end of a row: the factor of its sum of values, and its lse.
   struct RowEnd {
     float factor;
     float lse;

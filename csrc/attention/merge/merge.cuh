@@ -119,8 +119,8 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const P
       float4 x[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        // After the last part it is loaded again. A load with a condition needs registers for zeros beside its own:
-        // ptxas then let the first one arrive before it issued the others (ADR 22).
+        // After the last part it is loaded again. A load with a condition also needs registers for zeros: ptxas then
+        // let the first one arrive before it issued the others (ADR 22).
         const float* part =
             params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.v_columns;
         x[j] = *reinterpret_cast<const float4*>(part + column);
@@ -225,7 +225,7 @@ __device__ __noinline__ void report_missing_pages(const AttentionParams& params)
   }
 }
 
-/// Merges this warp's rows: first those of several row groups, then those of the pair. One loop serves both: a launch
+/// Merges this warp's rows: first rows of several row groups, then rows of the pair. One loop serves both: a launch
 /// costs more the more code the kernel has (ADR 22). Element: of O.
 template <class Element, class Variant = StandardVariant>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     }
   }
   if (waits)
-    ptx::wait_for_previous_grid();  // every block waits: what follows this grid may rely on the attention kernel's
+    ptx::wait_for_previous_grid();  // every block waits: grids after this one may rely on the attention kernel's
                                     // output
 }
 

@@ -22,10 +22,10 @@ constexpr int32_t kThreads = 32 * kWarps;
 /// Blocks that share a multiprocessor (where its shared memory is large enough); bounds the registers.
 constexpr int32_t kCtasPerMultiprocessor = 2;
 
-/// What follows from the widest head.
+/// Sizes that follow from the widest head.
 struct Tuning {
   int32_t max_columns;  // of a head: the widest that this is for
-  int32_t max_kind;     // largest kind of row tile: what the accumulators of a warp leave room for
+  int32_t max_kind;     // largest kind of row tile that a warp's accumulators leave room for
   int32_t kv_tile;      // tokens of one KV tile
   int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };

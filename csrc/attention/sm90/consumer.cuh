@@ -1,8 +1,8 @@
 // The two consumer warpgroups compute work items from what the producer has loaded.
 //
-// Row tiles of 32 rows and more are multiplied with wgmma. Each warpgroup computes 64 rows of a 128-row tile; row tiles
-// of 32 and 64 rows are computed by the first warpgroup alone. While the tensor cores add P V of one KV tile, the
-// warpgroup computes most of the next tile's exponentials:
+// Row tiles of 32 rows and more are multiplied with wgmma. Each warpgroup computes 64 rows of a 128-row tile; the first
+// warpgroup computes row tiles of 32 and 64 rows. While the tensor cores add P V of one KV tile, the warpgroup computes
+// most of the next tile's exponentials:
 //
 //     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
@@ -84,7 +84,7 @@ struct Consumer : MmaConsumer<Traits> {
     return item.kind > 0 && (item.kind == kMaxKind || warpgroup() == 0);
   }
 
-  /// Frees the KV tiles of an item that the other warpgroup computes alone.
+  /// Frees the KV tiles of an item that only the other warpgroup computes.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     if constexpr (kWidens) {
       widen_tiles(item, kv, kv, item.kv_begin, false, true, 0);
@@ -147,8 +147,8 @@ struct Consumer : MmaConsumer<Traits> {
     }
   }
 
-  /// The same for products, masked, where a variant's bias is added now (kAddsBias): two instructions a score instead
-  /// of the one that scales it. `first_token`: of the KV tile.
+  /// The same for products, masked, where a variant's bias is added now (kAddsBias): two instructions a score, instead
+  /// of one to scale it. `first_token`: of the KV tile.
   __device__ __forceinline__ void exponentiate_biased(const WorkItem& item, const State& state,
                                                       float (&s)[1][kTokens / 8][4], float (&added)[2],
                                                       int32_t first_token, const Rows& rows) const {
@@ -283,8 +283,8 @@ struct Consumer : MmaConsumer<Traits> {
     write_rows<Output>(hopper_params, state, target, first_row, shared.q(q_slot));
   }
 
-  /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied alone:
-  /// together with the last P V of the item before they were no faster (ADR 16).
+  /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied by
+  /// themselves: together with the last P V of the item before they were no faster (ADR 16).
   __device__ __forceinline__ void run_wgmma_item(const WorkItem& item, int q_slot) {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];

@@ -18,7 +18,7 @@
 
 namespace attn::sm90 {
 
-/// What a warp of the producer loads of each KV tile: half of the tokens of K, or of V.
+/// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V.
 template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
@@ -140,7 +140,7 @@ struct RowCopier {
   }
 
   /// The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token are
-  /// often consecutive, as those of a prompt are: TMA can load such a run.
+  /// often consecutive, as a prompt's tokens are: TMA can load such a run.
   struct Rows {
     uint32_t begin[kLaneTokens];
     int32_t first;  // of the run
@@ -185,7 +185,7 @@ struct RowCopier {
         gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
       }
     }
-    // wgmma reads what cp.async has written, through the barrier alone (ADR 17).
+    // wgmma reads what cp.async has written, ordered only by the barrier (ADR 17).
     ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
   }
 

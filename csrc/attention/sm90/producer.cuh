@@ -1,5 +1,5 @@
 // The producer warpgroup loads Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as
-// there is room. It alone reads the schedule, and describes work items to the consumers (work_item.cuh).
+// there is room. Only the producer reads the schedule. It describes work items to the consumers (work_item.cuh).
 //
 // Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh). With wide heads over
 // an 8-bit cache all four widen tokens on the way (widening_copier.cuh). The warps that load V also load Q
@@ -24,8 +24,8 @@
 
 namespace attn::sm90 {
 
-/// Publishes a work item and loads its Q. Called by the warps that load V: those of K must never wait for room for Q,
-/// because consumers need K first.
+/// Publishes a work item and loads its Q. Called by the warps that load V: the warps that load K must never wait for
+/// room for Q, because consumers need K first.
 template <class Traits>
 __device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
                                              const WorkItem& item, typename SharedMemory<Traits>::QPlace& place) {

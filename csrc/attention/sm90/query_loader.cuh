@@ -29,9 +29,9 @@ __device__ __forceinline__ int multiplied_rows(int32_t kind) {
   return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
 }
 
-/// Gathers pieces [first, end) of the rows of Q that a work item packs into `tile`, and widens those of 8 bits,
-/// unless they are multiplied as they are; rows that do not exist become zeros. `part`: where these pieces lie. `half`:
-/// which rows this warp takes. A lane knows one of up to 32 rows.
+/// Gathers pieces [first, end) of the rows of Q that a work item packs into `tile`, and dequantizes 8-bit rows, unless
+/// they are multiplied as they are. Rows that do not exist become zeros. `part`: where these pieces lie. `half`: which
+/// rows this warp takes. A lane knows one of up to 32 rows.
 template <class Traits>
 __device__ __forceinline__ void gather_pieces(const AttentionParams& params, const QueryPart& part, int first, int end,
                                               const WorkItem& item, char* tile, int half) {

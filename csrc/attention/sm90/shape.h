@@ -31,12 +31,12 @@ constexpr int32_t kMaxKind = 3;
 constexpr int32_t kQRows = tile_rows(kMaxKind);
 constexpr int32_t kWarpRows = 16;  // of a consumer warp
 
-/// What follows from the widths of heads.
+/// Sizes that follow from the widths of heads.
 struct Tuning {
   int32_t max_qk;  // columns of a head of Q and K, and of one of V: the widest that this is for
   int32_t max_v;
   int32_t max_kind;    // largest kind of row tile
-  int32_t kv_tile;     // tokens of one KV tile: what the scores of 64 rows leave registers for
+  int32_t kv_tile;     // tokens of one KV tile: as many as 64 rows of scores leave registers for
   int32_t q_slots;     // Q tiles, of consecutive work items
   int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
   int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows;
@@ -94,7 +94,7 @@ ATTN_HD constexpr int32_t columns_of_products(int32_t columns) {
 /// Those that one product makes: 256 are made by two.
 ATTN_HD constexpr int32_t columns_of_one_product(int32_t columns) { return columns > 192 ? 128 : columns; }
 
-/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_consumer.cuh, ADR 37): those of
+/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_consumer.cuh, ADR 37):
 /// MULTIPLIED_FLOAT8_HEAD_DIMS in manifest.py.
 ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {
   return dims.qk == dims.v && (dims.qk == 64 || dims.qk == 128);

@@ -113,7 +113,7 @@ struct SharedMemory {
 
   /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
   /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once. A part of wide
-  /// heads is freed by the one warpgroup that reads it last; in a cluster that of every CTA arrives.
+  /// heads is freed by the warpgroup that reads it last. In a cluster, one warpgroup of every CTA arrives.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int slot = 0; slot < kQSlots; ++slot) {
       ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);

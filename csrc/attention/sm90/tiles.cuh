@@ -1,5 +1,5 @@
-// What follows from a kernel's Traits: its arguments, its tuning, how it treats Q, K and V, and its tiles in shared
-// memory.
+// Everything that follows from a kernel's Traits: its arguments, its tuning, how it treats Q, K and V, and its tiles in
+// shared memory.
 #pragma once
 
 #include "attention/sm90/params.h"
@@ -11,7 +11,7 @@
 
 namespace attn::sm90 {
 
-/// What the kernel is launched with.
+/// The kernel's arguments.
 template <class Traits>
 using ParamsOf = typename Conditional<Traits::kIsLatent, LatentHopperParams, HopperParams>::Type;
 

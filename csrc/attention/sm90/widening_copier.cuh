@@ -1,6 +1,6 @@
-// How the producer loads KV tiles of wide heads over an 8-bit cache: all four warps read rows, widen them and write
-// them to the ring, which then holds what wgmma takes, as that of a 16-bit cache. Latents, whose V is in K's bytes, are
-// one tile of it; others are a tile of K and a tile of V.
+// How the producer loads KV tiles of wide heads over an 8-bit cache: all four warps read rows, dequantize them and
+// write them to the ring. The ring then holds 16-bit tiles that wgmma reads, as with a 16-bit cache. Latents, whose V
+// is in K's bytes, are one tile of it; others are a tile of K and a tile of V.
 #pragma once
 
 #include "attention/sm90/kv_copiers.cuh"
@@ -23,8 +23,8 @@ namespace attn::sm90 {
 /// piece by piece, the right part first, as the consumers take them. The next few pieces are on their way, to shared
 /// memory if there is room, else to registers; these run on into the next KV tile.
 ///
-/// With two CTAs, which need the same KV tiles, each widens half of the tokens, so a lane has one. What a warp has
-/// written to its own slot it copies to the other's. A slot is free when the consumers of both CTAs have freed it.
+/// With two CTAs, which need the same KV tiles, each widens half of the tokens, so a lane has one. A warp copies its
+/// tokens from its own slot to the other CTA's. A slot is free when the consumers of both CTAs have freed it.
 template <class Traits, int kCtas = 1>
 struct WideningCopier {
   static constexpr bool kGathers = true;
@@ -187,7 +187,7 @@ struct WideningCopier {
     }
   }
 
-  /// Loads `count` KV tiles to the ring, of which the first has been looked up; look_up(i) does so for number i.
+  /// Loads `count` KV tiles to the ring. The first has been looked up; look_up(i) does so for number i.
   template <class LookUp>
   __device__ __forceinline__ void widen(const Shared& shared, const LoadedRowTile& tile, int32_t head, int count,
                                         const LookUp& look_up, typename Shared::KvPlace& place) {
@@ -245,7 +245,7 @@ struct WideningCopier {
     return Stored::kRowsHaveScales ? Row::scale_of(piece_of(step)) * kRows + step % kRows : 0;
   }
 
-  /// What the numbers of a step are multiplied by.
+  /// The factor of a step's numbers.
   __device__ __forceinline__ float scale(int step) const { return scales[place_of_scale(step)]; }
 };
 

@@ -1,4 +1,4 @@
-// What the producer knows of a row tile, and a work item as the producer describes it to the consumers. Consumers never
+// A row tile as the producer reads it, and a work item as the producer describes it to the consumers. Consumers never
 // read the schedule.
 #pragma once
 
@@ -94,8 +94,8 @@ struct WorkItem {
     ends_inside = end < tile.num_kv_tiles;
   }
 
-  /// Keeps the first or the second half of the rows, if the row tile is larger than those of `largest_kind`. It is full
-  /// then; otherwise there is one half.
+  /// Keeps the first or the second half of the rows, if the row tile is larger than row tiles of `largest_kind`. It is
+  /// full then; otherwise there is one half.
   __device__ __forceinline__ void keep_half(int32_t half, int32_t largest_kind) {
     kind = min_of(kind, largest_kind);
     rows.packed_begin += half * tile_rows(largest_kind);

@@ -12,8 +12,8 @@ namespace attn::sm90 {
 
 /// A CTA's access to the work queue: all warps of the producer get the same pair. A CTA asks for the next pair while it
 /// loads the one before, so its first two are fixed: the pair of the CTA's own number, and one of the next num_ctas in
-/// the opposite order, because the first pairs take longest. Those of a cluster go on like that, without asking: both
-/// CTAs must take the same pairs.
+/// the opposite order, because the first pairs take longest. In a cluster all pairs are fixed like that, without
+/// asking: both CTAs must take the same pairs.
 template <class Traits>
 class WorkQueue {
  public:

@@ -1,5 +1,5 @@
-// The end of a work item: the warps write their states to where an OutputTarget has them. Warps with rows of their own
-// write them as they are; warps that share rows first merge their states in shared memory.
+// The end of a work item: the warps write their states to where an OutputTarget has them. Warps that do not share rows
+// write them as they are. Warps that share rows first merge their states in shared memory.
 #pragma once
 
 #include "attention/tile/output_target.cuh"
@@ -149,18 +149,20 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
       if constexpr (Target::kHasScales) inverse[half] = target.with_scale(end.factor, block_row + half * 8 + lane / 4);
       lse[half] = __shfl_sync(0xffffffffu, end.lse, lane % 8 * 4);
     }
+    const auto store_lse = [&] {
+      if (lane < 16 && place.lse != nullptr) *place.lse = (lane < 8 ? lse[0] : lse[1]) * target.lse_unit();
+    };
+    if constexpr (!Tile::kIsFilledByTma) store_lse();
     if (target.complete) {
       stage_rows<Tile, kFourColumns>(state, target, b, inverse, block_row, staged);
       // Before TMA fills the tile again. Nothing is stored to global memory before: the fence would wait (ADR 17).
       if constexpr (Tile::kIsFilledByTma) ptx::fence_async_proxy();
       __syncwarp();
-    }
-    if (lane < 16 && place.lse != nullptr) *place.lse = (lane < 8 ? lse[0] : lse[1]) * target.lse_unit();
-    if (target.complete) {
       copy_staged_rows<Tile>(staged, block_row, place.o, lane);
     } else {
       write_partial_rows<Tile, kFourColumns>(state, b, inverse, place.o, lane);
     }
+    if constexpr (Tile::kIsFilledByTma) store_lse();
   }
 }
 
@@ -244,7 +246,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     // to global memory is under way, which the fence would wait for (ADR 17).
     if (half + 1 >= halves) Block::fence_outputs();
     Block::sync();
-#pragma unroll 1  // unrolled, the rows' places take registers beside the state's
+#pragma unroll 1  // unrolled, the rows' places take registers next to the state's
     for (int i = Block::thread(); i < kRows * kChunks; i += kStride) {  // 4 columns a thread
       const int row = i / kChunks;
       const int of_tile = row / 8 * 16 + half * 8 + row % 8;
@@ -272,7 +274,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
         *to = (target.has_sinks() ? with_sink.lse : state_lse(base, sum)) * target.lse_unit();
     }
     if (++half >= halves) break;
-    Block::sync();  // before the other half's outputs take the place of these
+    Block::sync();  // before the other half's outputs replace these
     state.maximum[0][0] = state.maximum[0][1];
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {

@@ -89,7 +89,7 @@ struct OutputTarget {
     return end_row(base, sum, __ldg(params.sinks + kv_head * params.group_size.divisor + head));
   }
 
-  /// What the outputs of a row of the tile are multiplied by: `factor` and V's scale. If kHasScales.
+  /// The factor of the outputs of a row of the tile: `factor` and V's scale. If kHasScales.
   __device__ __forceinline__ float with_scale(float factor, int32_t tile_row) const {
     const KvScale& scale = params.variant.as<typename Variant::Params>().scales.v;
     return factor * scale.of(scale.is_of_requests() ? requests[tile_row] : 0, kv_head);

@@ -150,8 +150,8 @@ struct LaneRows {
     if (kv_tile.is_seen) seen = TokenRange{kv_tile.token, kv_tile.token + kTokens};
   }
 
-  /// How far the lane's first column of a warp's scores, which begin at `first_token`, lies after a row: what a
-  /// variant's bias there is its slope times.
+  /// How far the lane's first column of a warp's scores, which begin at `first_token`, lies after a row. A variant's
+  /// bias there is its slope times this distance.
   __device__ __forceinline__ float bias_distance(int b, int half, int32_t first_token) const {
     return static_cast<float>(kv_offset + first_token + ptx::lane_id() % 4 * 2 - rows[b][half].position);
   }

@@ -90,7 +90,7 @@ __device__ __forceinline__ float score_scale(const Variant& variant, float sm_sc
   return sm_scale;
 }
 
-/// Applies the variant's mask. What is not seen has no weight where there is no softmax.
+/// Applies the variant's mask. Without softmax, masked scores become zero weights.
 template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void apply_variant_mask(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
                                                    int32_t first_token, const Rows& rows) {

@@ -103,8 +103,7 @@ __device__ __forceinline__ void convert_rows(char* tile, int first_row, int end_
 /// Transforms rows [first_row, end_row) of a tile in place; their number is a multiple of kMultiple. `thread` of
 /// kThreads. `find(row, place)` says where a row is; if it returns false, the row does not exist and is not changed.
 /// kColumns: of the head. A thread holds pieces of kWords words of kRows rows at a time, one of each row, or two where
-/// the elements of a pair lie apart. It keeps its columns, so that what a transform reads for columns alone is read
-/// once.
+/// the elements of a pair lie apart. It keeps its columns, so that a transform reads once what depends only on columns.
 template <class Transform, class Tile, class Element, int kColumns, int kThreads, int kMultiple, int kRows, int kWords,
           class Find>
 __device__ __forceinline__ void transform_rows(char* tile, int first_row, int end_row, int thread,

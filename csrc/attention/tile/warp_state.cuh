@@ -1,6 +1,6 @@
 // A warp's rows of a work item in registers: the running state of their softmax (maximum, sum, output), and the
-// products with mma.sync that make scores and outputs, of 16-bit KV tiles and of 8-bit ones that are widened on the
-// way.
+// products with mma.sync that make scores and outputs, of 16-bit KV tiles and of 8-bit KV tiles that are dequantized on
+// the way.
 #pragma once
 
 #include "attention/head_shape.h"

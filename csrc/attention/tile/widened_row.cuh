@@ -1,5 +1,5 @@
-// Rows of an 8-bit cache that are widened on their way from global to shared memory: those of wide heads, whose tiles
-// in shared memory leave no room for a second form of them.
+// Rows of an 8-bit cache that are dequantized on their way from global to shared memory. Wide heads need this: their
+// tiles in shared memory leave no room for a second form.
 #pragma once
 
 #include "cache/scaled_latent.h"
@@ -57,7 +57,7 @@ struct StoredRow {
     return __ldg(reinterpret_cast<const uint4*>(data + byte_of(piece)));
   }
 
-  /// Which scale a piece has. Pieces of the same 128 columns have the same; those of the rotated part have none.
+  /// Which scale a piece has. Pieces of the same 128 columns have the same scale. Pieces of the rotated part have none.
   static constexpr int scale_of(int piece) { return piece * kBlockColumns / Latent::kColumnsOfScale; }
   static constexpr bool is_first_of_scale(int piece) {
     return piece < kNarrowBlocks && piece % (Latent::kColumnsOfScale / kBlockColumns) == 0;

@@ -8,9 +8,9 @@
 
 namespace attn {
 
-/// Widens rows [row, row + kRows) of `from` to rows [to_row, to_row + kRows) of `to`; `thread` of kThreads. Those
-/// outside of `readable` become zeros: what the cache holds there (NaN, perhaps) must not reach the output. Columns
-/// after the head's that are multiplied are widened, too. Stored, Wide: the tiles.
+/// Widens rows [row, row + kRows) of `from` to rows [to_row, to_row + kRows) of `to`; `thread` of kThreads. Rows
+/// outside of `readable` become zeros: the cache may hold NaN there, which must not reach the output. Columns after the
+/// head's that are multiplied are widened, too. Stored, Wide: the tiles.
 template <class Stored, class Wide, class Element, class KvElement, int kRows, int kThreads>
 __device__ __forceinline__ void widen_tile_rows(const char* from, int row, char* to, int to_row, int thread,
                                                 const TokenRange& readable) {

@@ -1,6 +1,6 @@
 // Which KV tiles the row tiles of a level need under a variant's mask that has holes: those in which some row sees a
 // token, found by asking the mask. Plans then count only these, and kernels go from one to the next. They do not ask
-// again in KV tiles of which all is seen.
+// again in KV tiles that are fully visible.
 #pragma once
 
 #include "attention/variant/row_ranges.h"
@@ -48,7 +48,7 @@ struct TileOfLevel {
   }
 };
 
-/// What the mask says of some rows and tokens, among those that visibility leaves.
+/// The mask's answer for some rows and tokens, among the tokens that visibility leaves.
 struct SeenOrHidden {
   bool some_seen;
   bool some_hidden;
@@ -56,8 +56,8 @@ struct SeenOrHidden {
   ATTN_HD bool both() const { return some_seen && some_hidden; }
 };
 
-/// Asks the mask about a row, with all heads, and the tokens first, first + step, ... of a KV tile. Stops once some are
-/// seen and some hidden.
+/// Asks the mask about a row, with all heads, and the tokens first, first + step, ... of a KV tile. Stops once it has
+/// found visible and hidden ones.
 template <class Variant>
 ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfLevel& of_level, int32_t row, TokenRange tokens,
                              int32_t first, int32_t step) {

@@ -1,6 +1,6 @@
-// What a variant's mask lets each row of a view see, found by asking it about every token (of the variant's range(), if
-// it has one): plans then skip the KV tiles that no row of a row tile sees, and kernels do not ask again inside what
-// all of a warp's rows see.
+// The tokens that a variant's mask lets each row of a view see. A kernel asks the mask about every token (of the
+// variant's range(), if it has one). Plans then skip the KV tiles that no row of a row tile sees. Attention kernels do
+// not ask again where all rows of a warp see all tokens.
 #pragma once
 
 #include "attention/variant/score_row.h"
@@ -14,7 +14,7 @@ constexpr int kRowRangeThreads = 256;  // of a CTA of row_ranges_kernel
 /// The arguments of row_ranges_kernel.
 struct RowRangeParams {
   PlanParams plan;
-  int32_t level;  // whose rows are asked about
+  int32_t level;  // whose rows the kernel asks about
   VariantParams variant;
   RowRange* row_ranges;  // [rows of the level]
   int32_t num_kv_heads;
@@ -92,7 +92,7 @@ struct HeadOfRow {
   ATTN_HD TokenRange narrowed(TokenRange tokens) const {
     if constexpr (VariantHooks<Variant>::kRange) {
       const TokenRange range = variant.range(row);
-      const auto inside = [&](int32_t token) {  // 64 bits: a user's bounds may be those of int32
+      const auto inside = [&](int32_t token) {  // 64 bits: a user's bounds may be the limits of int32
         return static_cast<int32_t>(clamp<int64_t>(int64_t{token} - kv_offset, tokens.begin, tokens.end));
       };
       return TokenRange{inside(range.begin), inside(range.end)};
@@ -126,13 +126,13 @@ struct Holes {
   int32_t last;
 };
 
-/// Finds the holes among tokens first, first + step, ... after the first one that is seen. `sum`: over all tokens.
+/// Finds the holes among tokens first, first + step, ... after the first visible one. `sum`: over all tokens.
 template <class Variant>
 ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum, int32_t first,
                          int32_t step) {
   const int32_t num_heads = heads_of_mask<Variant>(params);
   Holes holes{static_cast<int32_t>(kMaxInt32), -1};
-  if (sum.full == 0) return holes;  // nothing is seen: sum.begin is no token
+  if (sum.full == 0) return holes;  // all tokens are hidden: sum.begin is no token
   if (static_cast<int64_t>(sum.end - sum.begin) * num_heads == sum.full) return holes;
   for (int32_t head = 0; head < num_heads; ++head) {
     const HeadOfRow<Variant> of_head(params, row, head);

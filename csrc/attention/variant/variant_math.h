@@ -153,7 +153,7 @@ ATTN_HD float exp2(float x) {
 
 ATTN_HD float exp(float x) {
 #if defined(__CUDA_ARCH__)
-  // What x * log2(e) loses by rounding is a factor beside 1. Above the upper end all is infinite: no NaN there.
+  // The rounding error of x * log2(e) becomes a factor close to 1. Above the upper end all is infinite: no NaN there.
   x = ::fminf(::fmaxf(x, -105.0f), 88.75f);
   const float exponent = x * kLog2E;
   const float lost = __fmaf_rn(x, 1.925963033e-8f, __fmaf_rn(x, kLog2E, -exponent));
@@ -204,7 +204,7 @@ ATTN_HD float tanh(float x) {
 #endif
 }
 
-/// position * (high + low) turns without the whole ones: what is left lies in [-1/2, 1/2] and is right to 2^-24, for
+/// position * (high + low) turns without the whole ones: the rest lies in [-1/2, 1/2] and is right to 2^-24, for
 /// |position| < 2^24 and |high| <= 1/4. `high`: the turns of one position, rounded to a float; `low`: what rounding
 /// lost.
 ATTN_HD float turns_of(int32_t position, float high, float low) {

@@ -1,4 +1,4 @@
-// Variants: what is compiled into the attention kernels to make attention mean something else than softmax(Q K^T) V.
+// Variants: functions compiled into the attention kernels that change the meaning of attention, softmax(Q K^T) V.
 //
 // Kernels are templates over a variant. That of the standard kernels is StandardVariant. Any other is the struct
 // UserVariant, which attn_backend/variants/cpp.py writes from a user's functions or C++; its text is compiled in front
@@ -8,10 +8,10 @@
 // - Params: plain data, at most VariantParams::kBytes, the same for a whole launch;
 // - float logits(float logit, const ScoreRow& row, int32_t kv_position) const: the transformed logit; q . k * sm_scale
 //   goes in, natural units in and out;
-// - float bias_slope(const ScoreRow& row) const, beside a logits() that returns
-//   logit + bias_slope(row) * (kv_position - row.position): GPU kernels then add that bias themselves, for less;
+// - float bias_slope(const ScoreRow& row) const, next to a logits() that returns logit + bias_slope(row) * (kv_position
+//   - row.position): GPU kernels then add that bias themselves, for less;
 // - bool mask(const ScoreRow& row, int32_t kv_position) const: whether the row attends to the token;
-// - TokenRange range(const ScoreRow& row) const, beside a mask() that is false outside of it: plans ask mask() only
+// - TokenRange range(const ScoreRow& row) const, next to a mask() that is false outside of it: plans ask mask() only
 //   about the tokens [begin, end), positions in the row's request;
 // - float output(float value, const ScoreRow& row, int32_t column) const: the transformed output, once, where a row is
 //   complete;
@@ -135,8 +135,8 @@ struct VariantBase {
   static constexpr PairLayout kValuePairs{0, 0};
 };
 
-/// A variant whose rows may have sinks (AttentionParams::sinks): a kernel of its own, since the code of the plain one
-/// would be 3 % longer.
+/// A variant whose rows may have sinks (AttentionParams::sinks). It is a separate kernel, since it makes the plain
+/// kernel's code 3 % longer.
 template <class Variant>
 struct WithSinks : Variant {
   static constexpr bool kHasSinks = true;
@@ -177,7 +177,7 @@ struct WithScaledLoads : Variant {
   ATTN_HD WithScaledLoads(const Params& params, int32_t kv_head) : Variant(params.variant, kv_head) {}
 };
 
-/// Where the Params of the variant itself lie in those of WithScales and WithScaledLoads.
+/// Where the variant's Params lie in the Params of WithScales and WithScaledLoads.
 constexpr int32_t kScalesBytes = sizeof(AttentionScales);
 
 /// The variant that a cache's scales were added to.

@@ -37,7 +37,7 @@ struct ScalarElements {
     return bits_float(float_bits(bits_float(magnitude << 21) * 0x1p112f) | special | (x.bits & 0x80u) << 24);
   }
 
-  // Rounds to nearest even; what is too large becomes the largest number, NaN stays NaN.
+  // Rounds to nearest even; larger numbers become the largest one, NaN stays NaN.
   [[gnu::always_inline]] static inline void from_float(float x, Float8E4M3& result) {
     result.bits = static_cast<uint8_t>(e4m3_bits(x));
   }

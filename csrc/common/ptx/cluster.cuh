@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t cluster_id() {
 #endif
 }
 
-/// Barrier of all threads of the cluster; what was written before, to shared memory of any CTA, is visible after it.
+/// Barrier of all threads of the cluster. Earlier writes, to shared memory of any CTA, are visible after it.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

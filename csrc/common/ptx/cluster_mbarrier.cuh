@@ -1,5 +1,5 @@
 // Stores and copies to the shared memory of another CTA of the cluster, counted by an mbarrier there. The receiver
-// waits for these bytes alone; a cluster barrier would wait for all stores of all threads. Before Hopper there are no
+// waits only for these bytes. A cluster barrier would wait for all stores of all threads. Before Hopper there are no
 // clusters, and these functions do nothing.
 #pragma once
 
@@ -81,8 +81,8 @@ __device__ __forceinline__ bool cluster_mbarrier_wait(uint32_t mbarrier) {
   return done != 0;
 }
 
-/// Copies shared memory of this CTA to another one; an mbarrier there counts the bytes. What is copied must be visible
-/// to the async proxy (fence_async_proxy()), and so is the copy. Sizes and addresses are multiples of 16 bytes.
+/// Copies shared memory of this CTA to another one; an mbarrier there counts the bytes. The source must be visible to
+/// the async proxy (fence_async_proxy()); the copy is. Sizes and addresses are multiples of 16 bytes.
 __device__ __forceinline__ void copy_to_cta(uint32_t target, uint32_t from, uint32_t bytes, uint32_t mbarrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -19,8 +19,8 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
-/// `low` in the lower half. (volatile: converted where it is written, so that the pair takes one register from there
-/// on, not two.)
+/// `low` in the lower half. (volatile: the conversion stays at its place, so that the pair takes one register from
+/// there on, not two.)
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t d;
   asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));

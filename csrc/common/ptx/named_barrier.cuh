@@ -1,11 +1,11 @@
-// bar: barriers among some of a CTA's warps. Number 0 is that of __syncthreads().
+// bar: barriers among some of a CTA's warps. __syncthreads() has number 0.
 #pragma once
 
 #include "common/platform.h"
 
 namespace attn::ptx {
 
-/// Waits for `threads` threads, whole warps. What they wrote before is visible after it.
+/// Waits for `threads` threads, whole warps. Their earlier writes are visible after it.
 __device__ __forceinline__ void barrier_sync(int32_t barrier, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

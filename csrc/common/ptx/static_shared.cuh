@@ -3,7 +3,8 @@
 
 namespace attn::ptx {
 
-/// kBytes of static shared memory, beside a launch's dynamic one: the same bytes wherever a kernel asks for them.
+/// kBytes of static shared memory, in addition to a launch's dynamic one: every call in a kernel returns the same
+/// bytes.
 template <int kBytes>
 __device__ __forceinline__ char* static_shared() {
   static __shared__ __align__(1024) char memory[kBytes];

@@ -84,7 +84,7 @@ __device__ __forceinline__ void wgmma_fence_operand(float (&c)[kBlocks][4]) {
                : ATTN_WGMMA_LIST values \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.value()), "r"(accumulates))
 
-// Of one number of columns, by type; what follows an ATTN_WGMMA line is the `else`.
+// For a number of columns, by type. The next line continues after `else`.
 #define ATTN_WGMMA(columns, form, transposes) \
   if constexpr (kBlocks * 8 == columns && kType == MmaType::kBFloat16) { \
     ATTN_WGMMA_##columns(form, "k16.f32.bf16.bf16", transposes); \

@@ -45,7 +45,7 @@ __device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t
   return message.low == tag;
 }
 
-/// What a searching CTA knows of the requests.
+/// A searching CTA's data about the requests.
 struct SearchContext {
   const PageTable& table;
   int64_t* table_begin;  // of each request, in shared memory
@@ -175,7 +175,7 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, char* memor
   }
   if (!__syncthreads_or(is_open)) return;
   const uint64_t tag = shared.tag;
-  // Requests from all over the batch, as later ones are compared with more others; each by a team of its own.
+  // Requests from all over the batch, as later ones are compared with more others; one team for each.
   SearchTeam team{shared.minima};
   const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
   const int32_t first = static_cast<int32_t>(blockIdx.x) - 1 + team.index * ctas;

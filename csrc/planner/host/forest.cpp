@@ -38,7 +38,7 @@ struct Tables {
 Attachment attach(const Tables& tables, const std::vector<int32_t>& same, int32_t request) {
   const int32_t own = tables.requests[request].shareable;
   Attachment best{-1, 0};
-  std::vector<int32_t> required;  // pages that all candidates have: each time the one that follows what was shared
+  std::vector<int32_t> required;  // pages that all candidates have: each time the next page after the shared ones
   size_t next = 0;
   for (int32_t comparisons = 0; comparisons < kMaxComparisons && next < same.size(); ++comparisons) {
     const int32_t common = tables.common(request, same[next++]);

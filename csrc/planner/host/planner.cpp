@@ -78,7 +78,7 @@ void plan_on_host(const PlanParams& p) {
     return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
   };
   finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
-  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles are there
+  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles exist
     const int32_t tile = p.schedule.groups[planned.num_groups - 1].tile_begin;
     const SharedPairs pairs{tile, tiles(tile), (planned.num_tiles - tile) * config.num_kv_heads};
     EvenCut best = cut_evenly(p, pairs, 1);

@@ -112,7 +112,7 @@ struct Candidates {
     }
   }
 
-  /// Min-p alone, whose threshold follows from the largest value: the survivors of each CTA race in it. Returns this
+  /// Only min-p, whose threshold follows from the largest value: the survivors of each CTA race in it. Returns this
   /// thread's best. If there are more than there is room for, the race is invalid.
   __device__ __forceinline__ Racer race_from(uint32_t lane_key, uint32_t bound) const {
     list(lane_key, bound, kMaxCandidates, [&](int32_t at, uint64_t token) { shared.list[at] = token; });

@@ -1,5 +1,5 @@
-// The race that draws (csrc/sampling/sampling.h), on a warp: which tokens could win is told by approximations, only
-// those are evaluated.
+// The race that draws (csrc/sampling/sampling.h), on a warp. Approximations find the tokens that could win; only these
+// are evaluated.
 #pragma once
 
 #include "common/ptx/math.cuh"
@@ -90,7 +90,7 @@ struct ApproximateShare<LogitWeights> {
   /// How many powers of two something of this strength is above the reference.
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
-  /// Powers of two between a value's weight and that of the reference.
+  /// Powers of two between a value's weight and the reference's weight.
   __device__ __forceinline__ static float rise(const LogitWeights& weights, float logit) {
     return (logit - weights.reference) * weights.scale;
   }
@@ -158,11 +158,11 @@ __device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t w
   return __float_as_uint(fused_multiply_add(share, most, 8388608.0f) - bits);
 }
 
-/// What the warps of a CTA share of a race.
+/// A race's data that the warps of a CTA share.
 struct RaceBoard {
   uint32_t reached;  // order_key() of what some racer has reached, or a little less
   uint32_t magic;    // 0x4b00, see has_lost()
-  bool is_invalid;   // a value was seen that no row may hold, or a parameter
+  bool is_invalid;   // the row holds an invalid value, or a parameter
 
   __device__ __forceinline__ void reset(bool is_valid) {
     reached = kExcludedKey;
@@ -246,7 +246,7 @@ __device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[k
   if (most > kMinusInfinity && own.beats(best)) best = own;
 }
 
-/// What a row is drawn by.
+/// The parameters of a row's draw.
 struct Draw {
   float scale, floor;  // of LogitWeights
   int64_t seed, position;

@@ -20,7 +20,7 @@ struct BandMasses {
   double all = 0.0, low = 0.0, high = 0.0;
 };
 
-/// What a thread has in a race: in memory, as registers are short.
+/// A thread's data in a race: in memory, as registers are short.
 struct LaneRace {
   Racer best;
   BandMasses masses;
@@ -41,19 +41,19 @@ struct alignas(16) CandidateResult {
   int32_t unused;
 };
 
-/// What the first CTA tells the others.
+/// The first CTA's message to the others.
 struct alignas(8) Decision {
   uint32_t best_key;
   bool has_token;  // the token is found
-  bool has_top;    // the most likely tokens are written, if they are asked for
+  bool has_top;    // the most likely tokens are written, if requested
 };
 
 /// Values about the threshold of top-p (top_p.cuh).
 struct Bands {
   float reference;
-  float low;   // what is at or above it races
-  float high;  // what is at or above it is summed, too
-  float sure;  // what is at or above it survives
+  float low;   // values at or above it race
+  float high;  // values at or above it are summed, too
+  float sure;  // values at or above it survive
   bool asks;   // whether the winner before survives: `low` is the next value above its
 };
 enum class Verdict : int32_t { kKnown, kReadAgain, kUnknown };
@@ -76,7 +76,7 @@ struct SamplingShared {
   Verdict verdict;
   uint64_t cta_mass[2];
   uint64_t row_mass;                        // at the row's temperature
-  uint64_t logprob_mass;                    // at that of log-probabilities
+  uint64_t logprob_mass;                    // at the temperature of log-probabilities
   alignas(16) uint32_t counts[kCountBins];  // of candidates; or the largest keys of pairs of lanes
   uint32_t best_key;                        // of this CTA
   uint32_t bound;
@@ -200,7 +200,7 @@ struct Row {
       shared.num_listed = 0;
     }
     __syncthreads();
-    if (num_ctas > 1) ptx::cluster_wait();  // the others' shared memory is there; the first segment is on its way
+    if (num_ctas > 1) ptx::cluster_wait();  // the others' shared memory exists; the first segment is on its way
   }
 
   __device__ __forceinline__ uint64_t block_sum(uint64_t x) const {
@@ -232,8 +232,8 @@ struct Row {
     return Weights(of, is_tempered(params, settings) ? settings.scale : kLog2E);
   }
 
-  /// After reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
-  /// for. Returns this lane's largest key. No barrier after it.
+  /// After reader.start(): the largest values of lanes, chunks and the CTA, and the requested masses of segments.
+  /// Returns this lane's largest key. No barrier after it.
   __device__ __forceinline__ uint32_t read_values(bool needs_mass, bool needs_logprobs) const {
     const int32_t shift = chunk_shift();
     uint32_t lane_key = 0, chunk_key = 0;

@@ -19,8 +19,8 @@ struct ThresholdSearch {
     uint64_t sum;  // of the weights from there on
   };
 
-  /// The smallest key that survives all filters and, if asked for, the survivors' mass, by reading the row again and
-  /// again. row_mass is there if it is needed.
+  /// The smallest key that survives all filters and, if requested, the survivors' mass, by reading the row repeatedly.
+  /// row_mass is valid if it is needed.
   __device__ __forceinline__ Selected find_threshold(bool needs_mass) const {
     enum Step { kTopK, kMassOfTopK, kTopP, kMass };
     Selected survivors{min_p_key(row.weights(), row.settings), 0};
@@ -67,7 +67,7 @@ struct ThresholdSearch {
   }
 
   /// Where the running sum of the bins reaches `target`: bin (kBins: nowhere), sum before it, sum with it. The last two
-  /// are the same where it is not reached.
+  /// are the same if it is not reached.
   __device__ __forceinline__ void find_crossing(uint64_t target, uint64_t (&found)[3]) const {
     constexpr int32_t kThreadBins = kBins / kSamplingThreads;
     const uint64_t* own = row.shared.bins + threadIdx.x * kThreadBins;

@@ -1,7 +1,7 @@
-// Top-p alone, where thousands of tokens may survive: a survey of some segments tells about where the threshold is, and
-// one read of the row proves what is needed. What is at or above a value a little below the threshold races; two sums
-// say that all survivors were in the race and that its winner is one. They are float sums: what is within their error
-// proves nothing, and the row is selected exactly (threshold.cuh).
+// Only top-p, where thousands of tokens may survive: a survey of some segments estimates the threshold, and one read of
+// the row proves the result. Values at or above a limit a little below the threshold race. Two sums prove that all
+// survivors were in the race and that its winner is one. They are float sums: a sum within their error proves nothing,
+// and the row is selected exactly (threshold.cuh).
 #pragma once
 
 #include "sampling/device/row.cuh"
@@ -51,7 +51,7 @@ struct TopP {
   __device__ __forceinline__ explicit TopP(const Row<Source>& row) : row(row), shared(row.shared) {}
 
   static constexpr int32_t kSurveyTokens = kSamplingWarps * kSegmentTokens;
-  static constexpr int32_t kDepthBins = kBins / 4;  // what lies deeper is in the last one
+  static constexpr int32_t kDepthBins = kBins / 4;  // deeper values are in the last one
   static constexpr float kOctaveBins = 16.0f;       // to a power of two
   static constexpr float kUnit = 524288.0f;         // 2^19: what the reference weighs
   static constexpr int32_t kMostReads = 6;
@@ -171,14 +171,14 @@ struct TopP {
       bands.low = kMinusInfinity;
     } else if (masses.high > over && value < bands.high) {
       bands.low = bands.high;
-    } else {  // whether the winner survives is told by the mass above it; if not, those above race
+    } else {  // the mass above the winner decides whether it survives; if not, the tokens above race
       bands.low = key_value(winner.key + 1);
       bands.asks = true;
     }
     return Verdict::kReadAgain;
   }
 
-  /// x rounded, where it is below 2^23; more elsewhere.
+  /// x rounded, if it is below 2^23; more otherwise.
   __device__ __forceinline__ static uint32_t integer_of(float x) {
     return __float_as_uint(x + 8388608.0f) - 0x4b000000u;
   }

@@ -30,7 +30,7 @@ struct UnfilteredRow {
   // A message holds the order of a racer, a tag, and below the tag the token. The tag is the number of the row's launch
   // and the row, so the receiver ignores everything else that the slot may hold.
   static constexpr uint32_t kTokenBits = 20;
-  static constexpr uint32_t kInvalid = 1u << kTokenBits;  // a value that no row may hold was seen
+  static constexpr uint32_t kInvalid = 1u << kTokenBits;  // the row holds an invalid value
   static constexpr uint32_t kArrived = 2u << kTokenBits;
   static constexpr int32_t kRowShift = kTokenBits + 2;
   static_assert(kMaxVocab < 1 << kTokenBits && kMaxSharedRows <= 1 << (32 - kRowShift),

@@ -1,4 +1,4 @@
-// What is written for every token of a row: softmax, renormalised survivors of top-k or top-p, logits that top-k masks.
+// Writes a value for every token of a row: softmax, renormalised survivors of top-k or top-p, logits that top-k masks.
 #pragma once
 
 #include "sampling/device/threshold.cuh"
