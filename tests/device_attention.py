@@ -133,7 +133,9 @@ def library(
         text += manifest.attention_source(stem, shape, variant_type)
         text += "".join(f"#undef {name}\n" for name in names)
     text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
-    text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_attention_kernel' for cubin in cubins)}}};\n"
+    text += (
+        f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_attention_kernel' for cubin in cubins)}}};\n"
+    )
     name = manifest.attention_name(design.name, shape, name)
     source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
     made = emulation.build(

@@ -309,8 +309,8 @@ FAULTS = (
     Fault(
         "merge: parts of other CTAs left out where rows are in several groups",
         "csrc/attention/merge/merge.cuh",
-        "parts.of_link = 1 + inside.end - inside.begin;",
-        "parts.of_link = 1;",
+        "parts.link_parts = 1 + inside.end - inside.begin;",
+        "parts.link_parts = 1;",
         (ROW_GROUPS, "-k", "forests_and_chunks"),
     ),
     Fault(
@@ -323,7 +323,7 @@ FAULTS = (
     Fault(
         "work queue: another row tile",
         "csrc/planner/schedule_reader.h",
-        "2 * group.tile_begin + of_group - 1 - tile",
+        "2 * group.tile_begin + group_tiles - 1 - tile",
         "2 * group.tile_begin + of_group - tile",
         (ATTENTION, "-k", "work_queue"),
     ),
@@ -799,8 +799,8 @@ FAULTS = (
     Fault(
         "masks with holes: each listed KV tile counts as seen by all rows",
         "csrc/attention/variant/kv_tile_lists.h",
-        "of_level.tokens(p, kv_tile).begin, !answer.some_hidden)",
-        "of_level.tokens(p, kv_tile).begin, true)",
+        "level_tile.tokens(p, kv_tile).begin, !answer.some_hidden)",
+        "level_tile.tokens(p, kv_tile).begin, true)",
         (ROW_GROUPS, "-k", "masks_with_holes"),
     ),
     Fault(
@@ -855,8 +855,8 @@ FAULTS = (
     Fault(
         "sparse MLA on a GPU: a warp's slots where those of the warp before are",
         "csrc/planner/device/selection.cuh",
-        "if (i < warp) place += of_warp;",
-        "if (i + 1 < warp) place += of_warp;",
+        "if (i < warp) place += warp_count;",
+        "if (i + 1 < warp) place += warp_count;",
         ("tests/csrc/test_device_selection.py",),
     ),
     Fault(

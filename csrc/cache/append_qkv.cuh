@@ -53,9 +53,9 @@ struct Angles {
     } else if (!kAligned && p.rotary == RotaryTable::kFrequencies) {
 #pragma unroll
       for (int32_t i = 0; i < kSize; ++i) {
-        const float2 of_angle = cos_sin(reduced_angle(position, __uint_as_float(cosines[i])));
-        cosines[i] = __float_as_uint(of_angle.x);
-        sines[i] = __float_as_uint(of_angle.y);
+        const float2 rotation = cos_sin(reduced_angle(position, __uint_as_float(cosines[i])));
+        cosines[i] = __float_as_uint(rotation.x);
+        sines[i] = __float_as_uint(rotation.y);
       }
     }
   }
@@ -79,9 +79,9 @@ struct Chunk {
 
   __device__ __forceinline__ float operator[](int32_t i) const { return Element::unpack(words[i / 2] >> i % 2 * 16); }
 
-  /// Makes the compiler forget what it knows of the words: else it keeps what it unpacked for the sum of squares, in
+  /// Makes the compiler opaque what it knows of the words: else it keeps what it unpacked for the sum of squares, in
   /// twice the registers.
-  __device__ __forceinline__ void forget() {
+  __device__ __forceinline__ void opaque() {
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) asm volatile("" : "+r"(words[i]));
   }
@@ -94,7 +94,7 @@ struct Chunk {
   }
 
   /// Elements (2i, 2i + 1) go to (i, kSize + i).
-  __device__ __forceinline__ void take_pairs_apart() {
+  __device__ __forceinline__ void deinterleave() {
     uint32_t was[kSize];
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
@@ -105,7 +105,7 @@ struct Chunk {
     }
   }
 
-  __device__ __forceinline__ void put_pairs_together() {
+  __device__ __forceinline__ void interleave() {
     uint32_t was[kSize];
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
@@ -182,7 +182,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       factors[i] = rsqrtf(__fdividef(factors[i], static_cast<float>(p.head_dim)) + p.norm_eps);
   }
   if (is_rotated) angles.widen(p, position);
-  if (is_normed && p.is_interleaved != 0) weight.take_pairs_apart();
+  if (is_normed && p.is_interleaved != 0) weight.deinterleave();
 
   const int32_t element_bytes = is_quantised ? 1 : 2;
   KvTensor target = KvTensor{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
@@ -202,8 +202,8 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 #pragma unroll
   for (int32_t i = 0; i < kGroupHeads; ++i) {
     if (i >= heads) return;
-    x[i].forget();
-    if (p.is_interleaved != 0) x[i].take_pairs_apart();
+    x[i].opaque();
+    if (p.is_interleaved != 0) x[i].deinterleave();
     const Divisor divisor(is_quantised ? scales[i] : 1.0f);
     const float offset = kNormalises ? factors[i] * p.norm_offset : 0.0f;
     ByteChunk<kSize, kAligned> bytes;
@@ -238,10 +238,10 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       }
     }
     if (is_quantised) {
-      if (p.is_interleaved != 0) bytes.put_pairs_together();
+      if (p.is_interleaved != 0) bytes.interleave();
       bytes.store(reinterpret_cast<uint8_t*>(to + i * head_bytes), distance);
     } else {
-      if (p.is_interleaved != 0) x[i].put_pairs_together();
+      if (p.is_interleaved != 0) x[i].interleave();
       x[i].store(reinterpret_cast<uint16_t*>(to + i * head_bytes), distance);
     }
   }

@@ -120,8 +120,8 @@ ATTN_HD int32_t pages_of(int32_t path_key) { return path_key >> kRequestBits; }
 /// Shared memory that the device planner needs for a forest, in bytes: the arrays above, and four words of scratch
 /// (ForestScratch in planner/device/forest.cuh).
 ATTN_HD constexpr int32_t forest_shared_bytes(int32_t num_requests) {
-  const int32_t of_request = sizeof(ForestRequest) + sizeof(ForestNode) + 4 * sizeof(int32_t);
-  return round_up(num_requests * of_request, 16);
+  const int32_t request_bytes = sizeof(ForestRequest) + sizeof(ForestNode) + 4 * sizeof(int32_t);
+  return round_up(num_requests * request_bytes, 16);
 }
 
 /// Dynamic shared memory of the device planner: what every plan needs, the forest, and the first row tile of each row
@@ -139,12 +139,12 @@ struct RowsCost {
   int32_t pairs;    // beside them
 };
 
-/// The cost of a row group of `rows` rows. `of_node`: they leave states.
-ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool of_node) {
+/// The cost of a row group of `rows` rows. `node_group`: they leave states.
+ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool is_node) {
   const int32_t packed_rows = packed_rows_of(config, rows);
   const int32_t kind = choose_kind(config, packed_rows);
   const int32_t tiles = row_tiles_of(packed_rows, kind);
-  const int32_t cost = cost_kind(kind, of_node ? 0 : -1);
+  const int32_t cost = cost_kind(kind, is_node ? 0 : -1);
   return RowsCost{tiles * config.kv_tile_cost[cost], tiles * config.pair_cost[cost]};
 }
 
@@ -185,11 +185,11 @@ ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestNode& no
 
 /// The most that a node counts for in what a forest saves. It is far more than any forest must save, and small enough
 /// that the sum over all nodes is an int32.
-constexpr int32_t kMostSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
+constexpr int32_t kMaxSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
 
 /// The cost of a taken node, by node_cost_beside_none(). Where everything is taken it may cost more than it saves.
 ATTN_HD int32_t bounded_saving(const NodeCost& cost) {
-  return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMostSaved));
+  return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMaxSaved));
 }
 
 /// The reason to take a node or not; kForestSavesTooLittle is for drop_node(). `depth_above`: taken nodes above it.
@@ -202,7 +202,7 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
 }
 
 /// Decides on a node whose ancestors have been decided on, and writes the decision down; its row group comes later.
-/// Returns what a taken node counts for in what the forest saves, at most kMostSaved; 0 if it is not taken.
+/// Returns what a taken node counts for in what the forest saves, at most kMaxSaved; 0 if it is not taken.
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestNode& node = f.nodes[n];
   const bool is_root = node.parent < 0;
@@ -242,18 +242,18 @@ ATTN_HD void make_groups(const PlanParams& p, const Forest& f, int32_t i, int32_
   RowGroup group = p.schedule.groups[i];
   if (f.is_node(i) && f.nodes[i].taken == i) {
     const ForestNode& node = f.nodes[i];
-    RowGroup of_node = group;
-    of_node.table_begin += skip(node.begin);
-    of_node.qo_begin = node.row_begin;
-    of_node.qo_len = node.rows;
-    of_node.kv_len = (node.pages - node.begin) * table.page_size;
-    of_node.level = 1;
-    of_node.kind = choose_kind(p.config, packed_rows_of(p.config, node.rows));
-    of_node.state_begin = num_own_states + node.row_begin;
-    of_node.kv_offset = node.begin * table.page_size;
-    of_node.q_position = 0;
-    of_node.request = -1;
-    p.schedule.groups[node.group] = of_node;
+    RowGroup node_group = group;
+    node_group.table_begin += skip(node.begin);
+    node_group.qo_begin = node.row_begin;
+    node_group.qo_len = node.rows;
+    node_group.kv_len = (node.pages - node.begin) * table.page_size;
+    node_group.level = 1;
+    node_group.kind = choose_kind(p.config, packed_rows_of(p.config, node.rows));
+    node_group.state_begin = num_own_states + node.row_begin;
+    node_group.kv_offset = node.begin * table.page_size;
+    node_group.q_position = 0;
+    node_group.request = -1;
+    p.schedule.groups[node.group] = node_group;
   }
   const int32_t top = f.requests[i].top;
   if (top < 0) return;

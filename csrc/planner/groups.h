@@ -204,7 +204,7 @@ ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t i
   const int32_t number = first_kv_tile_list(p.config, group.request, group.qo_begin) + index;
   if (number >= level.num_kv_tile_lists) return;  // of wrong metadata
   const KvTileList& list = level.kv_tile_lists[number];
-  if (list.count < 0 || list.count > kMostListedKvTiles) return;
+  if (list.count < 0 || list.count > kMaxListedKvTiles) return;
   int32_t first = 0, end = 0;
   if (list.count > 0) {
     if ((list.kv_tiles[0].token() - group.kv_offset) % p.config.kv_tile != 0) return;

@@ -124,7 +124,7 @@ struct alignas(16) RowRange {
 };
 
 /// Most KV tiles of a row tile that are listed: a list fills 4 KB.
-constexpr int32_t kMostListedKvTiles = 1023;
+constexpr int32_t kMaxListedKvTiles = 1023;
 
 /// Where a KV tile begins.
 struct KvTileStart {
@@ -150,7 +150,7 @@ struct ListedKvTile {
 /// row tiles of a view (attention/variant/kv_tile_lists.h). Tokens are positions in the request.
 struct KvTileList {
   int32_t count;  // -1: more than there is room for
-  ListedKvTile kv_tiles[kMostListedKvTiles];
+  ListedKvTile kv_tiles[kMaxListedKvTiles];
 };
 
 /// Fields that the row groups of one level share.

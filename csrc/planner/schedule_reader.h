@@ -34,8 +34,8 @@ ATTN_HD Position queued_pair(const Schedule& schedule, const FastDivisor& group_
   const int32_t tile = pair / num_kv_heads;
   const RowGroup& group = schedule.groups[schedule.tiles[tile].group];
   const int32_t num_rows = group.qo_len * group_size.divisor;
-  const int32_t of_group = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
-  return Position{2 * group.tile_begin + of_group - 1 - tile, pair - tile * num_kv_heads, 0, 0};
+  const int32_t group_tiles = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
+  return Position{2 * group.tile_begin + group_tiles - 1 - tile, pair - tile * num_kv_heads, 0, 0};
 }
 
 /// Partial states. A CTA writes at most two: one of the (row tile, head) inside which its interval starts, one of that

@@ -104,8 +104,8 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
 /// The element type of a cache that heads of `dtype` are written to: of 8 bits, or of 16 if these are; else `dtype`.
 DataType cache_dtype(const TensorView& cache, DataType dtype) {
   using D = DataType;
-  const auto of_cache = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kBFloat16, D::kFloat16});
-  return of_cache && (has_8_bits(*of_cache) || dtype != D::kFloat32) ? *of_cache : dtype;
+  const auto stored = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kBFloat16, D::kFloat16});
+  return stored && (has_8_bits(*stored) || dtype != D::kFloat32) ? *stored : dtype;
 }
 
 /// Launches the kernel, or runs the CPU's loop.

@@ -83,9 +83,9 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   schedule.state_cost = costs.state / ctas;
   schedule.cascade_cost = costs.forest / ctas;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
-    const int32_t of_cta = kind % kNumTileKinds == schedule.max_kind ? kind - (ctas - 1) : kind;
-    schedule.kv_tile_cost[kind] = costs.kv_tile[of_cta];
-    schedule.pair_cost[kind] = costs.pair[of_cta];
+    const int32_t cta_kind = kind % kNumTileKinds == schedule.max_kind ? kind - (ctas - 1) : kind;
+    schedule.kv_tile_cost[kind] = costs.kv_tile[cta_kind];
+    schedule.pair_cost[kind] = costs.pair[cta_kind];
   }
   return schedule;
 }

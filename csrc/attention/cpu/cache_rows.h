@@ -25,7 +25,7 @@ struct CacheRows {
     if (scale != 1.0f) {
       for (int i = 0; i < columns; ++i) values[i] *= scale;
     }
-    const PairLayout layout = pairs.of_head(columns);
+    const PairLayout layout = pairs.for_head(columns);
     for (int32_t begin = 0; begin < layout.columns; begin += 2 * layout.distance) {
       for (int32_t first = begin; first < begin + layout.distance; ++first) {
         const int32_t second = first + layout.distance;

@@ -173,9 +173,9 @@ struct KvLoader {
           const char* row = reinterpret_cast<const char*>(i % 2 == 0 ? rows[i / 2].x : rows[i / 2].y);
 #pragma unroll
           for (int piece = 0; piece < Pieces::kPieces; ++piece) {
-            const int of_row = chunk + piece * kChunks;
-            const uint32_t to = target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, of_row);
-            copy_chunk<Tile>(to, row + of_row * 16, of_row);
+            const int row_chunk = chunk + piece * kChunks;
+            const uint32_t to = target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, row_chunk);
+            copy_chunk<Tile>(to, row + row_chunk * 16, row_chunk);
           }
         }
       }

@@ -159,14 +159,14 @@ struct Consumer : MmaConsumer<Traits> {
       const float maximum = state.maximum[0][half] == minus_infinity() ? 0.0f : state.maximum[0][half];
       // With one rounding: far from all that a row sees, bias and maximum are large, and their difference is not.
       const float first = fmaf(slope, rows.bias_distance(0, half, first_token), -maximum) * kLog2E;
-      const float of_column = slope * kLog2E;
+      const float column_slope = slope * kLog2E;
       added[half] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& score = s[0][n][2 * half + c];
-          score = ptx::ex2(score * score_scale + (of_column * (n * 8 + c) + first));
+          score = ptx::ex2(score * score_scale + (column_slope * (n * 8 + c) + first));
         }
         added[half] += s[0][n][2 * half] + s[0][n][2 * half + 1];
       }
@@ -191,17 +191,17 @@ struct Consumer : MmaConsumer<Traits> {
   /// probabilities of a lane's columns sum to more than this, or to NaN. The limit is far below what an element can
   /// hold, and a maximum that is too small costs no accuracy. From the last KV tile to the first, a row may see but one
   /// token in its first one, and others exceed that by more: there the limit is as high as it may be.
-  static constexpr float kMostAdded = !kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
+  static constexpr float kMaxAdded = !kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {
-    return !(added[half] <= kMostAdded);
+    return !(added[half] <= kMaxAdded);
   }
 
   /// For rows that have outgrown their maxima: computes their scores again (the first ones were overwritten by the
   /// probabilities), finds new maxima, and rescales output and sums. Other rows stay as they are: the bits of a row
   /// depend on no other.
   ///
-  ///     wgmma: Q K(i) --> scores --> exp2(score - maximum) --> sum of a lane's columns <= kMostAdded --> P V(i)
+  ///     wgmma: Q K(i) --> scores --> exp2(score - maximum) --> sum of a lane's columns <= kMaxAdded --> P V(i)
   ///                                                                 | larger, or NaN               ^
   ///                                                                 v                              |
   ///     mma.sync: Q K(i), K(i) is still in the ring --> new maximum --> output, sum rescaled --> exp2(score - maximum)
@@ -308,7 +308,7 @@ struct Consumer : MmaConsumer<Traits> {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
     // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
-    // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
+    // P V. Maxima are lazy (see kMaxAdded): finding every tile's maxima takes a fifth of the softmax
     // (ADR 15).
     int32_t next_token = token;  // of the next KV tile
     for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kStep) {

@@ -23,7 +23,7 @@ template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = kTuning<Traits>.kv_tile / 2;
-  static constexpr int kMostBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
+  static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a slot.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
 

@@ -59,12 +59,12 @@ __device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_para
   place.next();
 }
 
-/// Waits until a part of a KV tile may be filled; if `few`, until no more than mma_parts would be in use.
+/// Waits until a part of a KV tile may be filled; if `limited`, until no more than max_parts_in_flight would be in use.
 template <class Traits>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared,
-                                              const typename SharedMemory<Traits>::KvPlace& place, bool few) {
+                                              const typename SharedMemory<Traits>::KvPlace& place, bool limited) {
   using Shared = SharedMemory<Traits>;
-  if (few) shared.wait_kv_free(place.ahead(Shared::kKvParts - kTuning<Traits>.mma_parts));
+  if (limited) shared.wait_kv_free(place.ahead(Shared::kKvParts - kTuning<Traits>.max_parts_in_flight));
   shared.wait_kv_free(place);
 }
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
                                         WorkCursor cursor) {
   using Shared = SharedMemory<Traits>;
   constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
-  static_assert(kIsWide || Shared::kParts > 1 || kTuning<Traits>.mma_parts + 2 <= Shared::kKvParts,
+  static_assert(kIsWide || Shared::kParts > 1 || kTuning<Traits>.max_parts_in_flight + 2 <= Shared::kKvParts,
                 "what tiles_after_mma relies on");
   const AttentionParams& params = hopper_params.attention;
   const KvShare<Traits> share(ptx::thread_id() / 32);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
   };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
-  int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `few` still applies
+  int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `limited` still applies
   while (!cursor.done()) {
     if (share.is_v) {
       const int32_t kv_begin = kv_begin_after<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
         // refilling it requires freed parts of the next item, which no consumer reaches before all have synchronised at
         // the end of this one.
         if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
-        constexpr int kBlocks = KvShare<Traits>::kMostBlocks, kLeftBlocks = KvShare<Traits>::kLeftBlocks;
+        constexpr int kBlocks = KvShare<Traits>::kMaxBlocks, kLeftBlocks = KvShare<Traits>::kLeftBlocks;
         if constexpr (kIsWide) {
           const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
           shared.wait_kv_free(right);

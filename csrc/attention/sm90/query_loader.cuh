@@ -40,7 +40,7 @@ __device__ __forceinline__ void gather_pieces(const AttentionParams& params, con
   using Pieces = RowPieces<Tile, 32>;
   const int lane = ptx::lane_id();
   const int first_chunk = lane % Pieces::kChunks;
-  constexpr int kMostPiecesAtOnce = is_wide(Traits::Shape::kDims) ? 1 : 3;  // more take too many registers
+  constexpr int kMaxPiecesAtOnce = is_wide(Traits::Shape::kDims) ? 1 : 3;  // more take too many registers
   const int num_rows = multiplied_rows<Traits>(item.kind) / 2;
   const int end_row = (half + 1) * num_rows;
 #pragma unroll 1
@@ -54,7 +54,7 @@ __device__ __forceinline__ void gather_pieces(const AttentionParams& params, con
     for (int pass = 0; pass < min_of(num_rows, 32); pass += Pieces::kRows) {
       const int row = pass + lane / Pieces::kChunks;
       const char* const source = shuffle_pointer(from, row);
-#pragma unroll kMostPiecesAtOnce
+#pragma unroll kMaxPiecesAtOnce
       for (int piece = 0; piece < end - first; ++piece) {
         const int part_chunk = piece * Pieces::kChunks + first_chunk;
         const int chunk = first * Pieces::kChunks + part_chunk;

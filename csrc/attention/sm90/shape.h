@@ -41,11 +41,11 @@ struct Tuning {
   int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
   int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows;
                        // of wide heads the columns that a warpgroup multiplies with probabilities
-  int32_t mma_parts;   // that are filled or being filled while row tiles have 16 rows
-  int32_t producer_registers;  // of a thread; three warpgroups share 504, four 512
-  bool keeps_maxima;           // lazy maxima (consumer.cuh)
-  bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
-  int32_t staged_pieces = 0;   // of 16 bytes, of a producer thread, on their way (WideningCopier)
+  int32_t max_parts_in_flight;  // that are filled or being filled while row tiles have 16 rows
+  int32_t producer_registers;   // of a thread; three warpgroups share 504, four 512
+  bool keeps_maxima;            // lazy maxima (consumer.cuh)
+  bool finds_runs;              // consecutive pages of one token are loaded by TMA (RowCopier)
+  int32_t staged_pieces = 0;    // of 16 bytes, of a producer thread, on their way (WideningCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
   ATTN_HD constexpr int32_t scorer_registers() const { return 512 - 2 * kMultiplierRegisters - producer_registers; }
@@ -61,10 +61,10 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// mma_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
-/// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the producer
-/// would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that the
-/// output of wide heads needs.
+/// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than
+/// others, and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the
+/// producer would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that
+/// the output of wide heads needs.
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
       {64, 64, kMaxKind, 128, 2, 10, 2, 12, 88, true, true},   //

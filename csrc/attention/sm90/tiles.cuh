@@ -16,8 +16,8 @@ template <class Traits>
 using ParamsOf = typename Conditional<Traits::kIsLatent, LatentHopperParams, HopperParams>::Type;
 
 /// Whether K and V are transformed in the ring while the tiles before them are multiplied (consumer_base.cuh). Not
-/// where the ring may have fewer than four tiles in use (Tuning::mma_parts): this needs two tiles after those that are
-/// multiplied. There registers are scarce, too.
+/// where the ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those
+/// that are multiplied. There registers are scarce, too.
 template <class Traits>
 constexpr bool kTransformsEarly = Traits::kTransformsCache && !Traits::kWidens &&
                                   tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes).slot_parts > 1;

@@ -42,8 +42,8 @@ struct WideningCopier {
   static constexpr int kTileSteps = kRows * Row::kPieces;
   static constexpr int kSteps = kTiles * kTileSteps;
   static constexpr int piece_of(int step) {
-    const int of_tile = step % kTileSteps;
-    return of_tile < kRightSteps ? kLeftBlocks + of_tile / kRows : (of_tile - kRightSteps) / kRows;
+    const int tile_step = step % kTileSteps;
+    return tile_step < kRightSteps ? kLeftBlocks + tile_step / kRows : (tile_step - kRightSteps) / kRows;
   }
 
   static constexpr bool kStages = kTuning<Traits>.staged_pieces > 0;

@@ -182,7 +182,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
   constexpr int kStride = Block::kWarps * 32;
   static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes && kChunks % 8 == 0, "they fit, permuted");
   struct alignas(kKvWarps < 4 ? 8 : 16) OfWarps {
-    float of_warp[kKvWarps];
+    float by_warp[kKvWarps];
   };
   const int lane = ptx::lane_id();
   const int row_of_half = warp.first_row / 2 + lane / 4;           // of those kRows
@@ -201,8 +201,8 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     const int tile_row = warp.first_row + half * 8 + lane / 4;
     const float sum = state.row_sum(0, half);
     if (lane % 4 == 0) {
-      row_maxima[tile_row].of_warp[warp.kv_warp] = state.maximum[0][half] * state.scale;
-      row_sums[tile_row].of_warp[warp.kv_warp] = sum;
+      row_maxima[tile_row].by_warp[warp.kv_warp] = state.maximum[0][half] * state.scale;
+      row_sums[tile_row].by_warp[warp.kv_warp] = sum;
     }
   }
   Block::sync();
@@ -210,15 +210,15 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
 #pragma unroll 1  // one copy of the code for both halves
   for (int half = 0;;) {
     const int tile_row = warp.first_row + half * 8 + lane / 4;
-    const OfWarps of_maxima = row_maxima[tile_row];
-    const OfWarps of_sums = row_sums[tile_row];
+    const OfWarps warp_maxima = row_maxima[tile_row];
+    const OfWarps warp_sums = row_sums[tile_row];
     float maximum = minus_infinity();
 #pragma unroll
-    for (int w = 0; w < kKvWarps; ++w) maximum = fmaxf(maximum, of_maxima.of_warp[w]);
+    for (int w = 0; w < kKvWarps; ++w) maximum = fmaxf(maximum, warp_maxima.by_warp[w]);
     const float base = maximum == minus_infinity() ? 0.0f : maximum;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kKvWarps; ++w) sum += of_sums.of_warp[w] * ptx::ex2(of_maxima.of_warp[w] - base);
+    for (int w = 0; w < kKvWarps; ++w) sum += warp_sums.by_warp[w] * ptx::ex2(warp_maxima.by_warp[w] - base);
     // The factor that normalises this warp's output.
     float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
     RowEnd with_sink{};
@@ -249,8 +249,8 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
 #pragma unroll 1  // unrolled, the rows' places take registers next to the state's
     for (int i = Block::thread(); i < kRows * kChunks; i += kStride) {  // 4 columns a thread
       const int row = i / kChunks;
-      const int of_tile = row / 8 * 16 + half * 8 + row % 8;
-      char* const to = target.place(of_tile).o;
+      const int out_row = row / 8 * 16 + half * 8 + row % 8;
+      char* const to = target.place(out_row).o;
       if (to == nullptr) continue;
       const int chunk = i % kChunks;
       if (kHeadColumns < kColumns && chunk * 4 >= kHeadColumns) continue;
@@ -262,7 +262,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
       }
       if (target.complete) {
         float values[4] = {total.x, total.y, total.z, total.w};
-        target.transform(values, of_tile, chunk * 4);
+        target.transform(values, out_row, chunk * 4);
         store_four<Element>(to + chunk * 4 * Element::kBytes, values);
       } else {
         reinterpret_cast<float4*>(to)[chunk] = total;

@@ -123,7 +123,7 @@ struct LaneRows {
 
   /// `first_row`: of the warp.
   template <bool kManyLevels>
-  __device__ __forceinline__ LaneRows(const AttentionParams& params, const RowTileRows<kManyLevels>& of_tile,
+  __device__ __forceinline__ LaneRows(const AttentionParams& params, const RowTileRows<kManyLevels>& tile,
                                       int32_t group, int32_t kv_head, int32_t first_row) {
     if constexpr (!Variant::kReadsRows) return;
     kv_offset = params.schedule.groups[group].kv_offset;
@@ -131,7 +131,7 @@ struct LaneRows {
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        rows[b][half] = score_row(params, of_tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
+        rows[b][half] = score_row(params, tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
     }
     if constexpr (VariantHooks<Variant>::kBiasSlope) {
       const Variant variant(params.variant.as<typename Variant::Params>(), kv_head);
@@ -141,7 +141,7 @@ struct LaneRows {
         for (int half = 0; half < 2; ++half) bias_slopes[b][half] = variant.bias_slope(rows[b][half]);
       }
     }
-    if constexpr (VariantHooks<Variant>::kMask) find_seen(params, of_tile, group, first_row);
+    if constexpr (VariantHooks<Variant>::kMask) find_seen(params, tile, group, first_row);
   }
 
   /// Goes on to a KV tile of kTokens tokens.
@@ -158,14 +158,14 @@ struct LaneRows {
 
  private:
   template <bool kManyLevels>
-  __device__ __forceinline__ void find_seen(const AttentionParams& params, const RowTileRows<kManyLevels>& of_tile,
+  __device__ __forceinline__ void find_seen(const AttentionParams& params, const RowTileRows<kManyLevels>& tile,
                                             int32_t group, int32_t first_row) {
     const Level& level = params.schedule.header->levels[params.schedule.groups[group].level];
     if (level.row_ranges == nullptr) return;
     int32_t begin = 0, end = static_cast<int32_t>(kMaxInt32);
     for (int32_t row = first_row + ptx::lane_id(); row < first_row + kRowBlocks * 16; row += 32) {
-      const int32_t packed = of_tile.packed_begin + min_of(row, of_tile.count - 1);
-      const RowRange range = level.row_ranges[of_tile.qo_begin + params.group_size.divide(packed)];
+      const int32_t packed = tile.packed_begin + min_of(row, tile.count - 1);
+      const RowRange range = level.row_ranges[tile.qo_begin + params.group_size.divide(packed)];
       begin = max_of(begin, range.full_begin);
       end = min_of(end, range.full_end);
     }

@@ -84,9 +84,9 @@ __device__ __forceinline__ void scale_scores(const Variant& variant, float (&s)[
 template <class Variant>
 __device__ __forceinline__ float score_scale(const Variant& variant, float sm_scale) {
   if constexpr (Variant::kHasQueryScale && !VariantHooks<Variant>::kQuery)
-    sm_scale *= variant.scales.q.of_all_requests(variant.kv_head);
+    sm_scale *= variant.scales.q.for_all_requests(variant.kv_head);
   if constexpr (Variant::kHasScales && !VariantHooks<Variant>::kKey)
-    return sm_scale * variant.scales.k.of_all_requests(variant.kv_head);
+    return sm_scale * variant.scales.k.for_all_requests(variant.kv_head);
   return sm_scale;
 }
 

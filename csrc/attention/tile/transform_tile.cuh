@@ -111,7 +111,7 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
   constexpr int kWordColumns = 4 / Element::kBytes;
   constexpr int kPieceColumns = kWords * kWordColumns;
   constexpr int kChunkPieces = 4 / kWords;  // of 16 bytes
-  constexpr PairLayout kPairs = Transform::kPairs.of_head(kColumns);
+  constexpr PairLayout kPairs = Transform::kPairs.for_head(kColumns);
   constexpr bool kNeighbours = kPairs.distance == 1;
   static_assert((kNeighbours || kPairs.distance % 8 == 0) && kPairs.columns % (2 * kPairs.distance) == 0 &&
                     kPairs.columns <= kColumns,
@@ -211,9 +211,9 @@ struct TileTokens {
   int32_t first_token;
 
   __device__ __forceinline__ bool operator()(int row, KvToken& token) const {
-    const int32_t of_group = first_token + row;
-    token = tokens.at(of_group);
-    return of_group >= readable.begin && of_group < readable.end;
+    const int32_t group_token = first_token + row;
+    token = tokens.at(group_token);
+    return group_token >= readable.begin && group_token < readable.end;
   }
 };
 

@@ -17,10 +17,10 @@ __device__ __forceinline__ void widen_tile_rows(const char* from, int row, char*
   constexpr int kChunks = ceil_div(Stored::kHeadBytes, 16);  // of 16 elements
 #pragma unroll 1
   for (int i = thread; i < kRows * kChunks; i += kThreads) {
-    const int of_rows = i / kChunks, chunk = i % kChunks;
-    uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row + of_rows, chunk));
-    if (row + of_rows < readable.begin || row + of_rows >= readable.end) bytes = make_uint4(0, 0, 0, 0);
-    const uint32_t target = Wide::offset(to_row + of_rows, chunk * 2);
+    const int row_index = i / kChunks, chunk = i % kChunks;
+    uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row + row_index, chunk));
+    if (row + row_index < readable.begin || row + row_index >= readable.end) bytes = make_uint4(0, 0, 0, 0);
+    const uint32_t target = Wide::offset(to_row + row_index, chunk * 2);
     *reinterpret_cast<uint4*>(to + target) = widen_eight<Element, KvElement>(make_uint2(bytes.x, bytes.y));
     *reinterpret_cast<uint4*>(to + (target ^ 16)) = widen_eight<Element, KvElement>(make_uint2(bytes.z, bytes.w));
   }

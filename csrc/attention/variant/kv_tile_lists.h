@@ -59,29 +59,29 @@ struct SeenOrHidden {
 /// Asks the mask about a row, with all heads, and the tokens first, first + step, ... of a KV tile. Stops once it has
 /// found visible and hidden ones.
 template <class Variant>
-ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfLevel& of_level, int32_t row, TokenRange tokens,
-                             int32_t first, int32_t step) {
+ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfLevel& level_tile, int32_t row,
+                             TokenRange tokens, int32_t first, int32_t step) {
   SeenOrHidden answer{false, false};
-  const RangedRow ranged(params.plan, of_level.group, row);
+  const RangedRow ranged(params.plan, level_tile.group, row);
   const TokenRange visible{max_of(tokens.begin, ranged.tokens.begin), min_of(tokens.end, ranged.tokens.end)};
   const int32_t num_heads = heads_of_mask<Variant>(params);
   for (int32_t head = 0; head < num_heads; ++head) {
-    const HeadOfRow<Variant> of_head(params, ranged, head);
-    const TokenRange asked = of_head.narrowed(visible);
+    const HeadOfRow<Variant> head_row(params, ranged, head);
+    const TokenRange asked = head_row.narrowed(visible);
     if (visible.begin < visible.end && (asked.begin > visible.begin || asked.end < visible.end))
       answer.some_hidden = true;
     for (int32_t token = asked.begin + first; token < asked.end && !answer.both(); token += step)
-      (of_head.sees(token) ? answer.some_seen : answer.some_hidden) = true;
+      (head_row.sees(token) ? answer.some_seen : answer.some_hidden) = true;
   }
   return answer;
 }
 
 /// The entry of a KV tile in which some row sees a token.
-ATTN_HD ListedKvTile listed(const PlanParams& p, const TileOfLevel& of_level, int32_t kv_tile, SeenOrHidden answer) {
-  return ListedKvTile::make(of_level.group.kv_offset + of_level.tokens(p, kv_tile).begin, !answer.some_hidden);
+ATTN_HD ListedKvTile listed(const PlanParams& p, const TileOfLevel& level_tile, int32_t kv_tile, SeenOrHidden answer) {
+  return ListedKvTile::make(level_tile.group.kv_offset + level_tile.tokens(p, kv_tile).begin, !answer.some_hidden);
 }
 
 /// KvTileList::count for a list of `kv_tiles` KV tiles.
-ATTN_HD int32_t listed_count(int32_t kv_tiles) { return kv_tiles <= kMostListedKvTiles ? kv_tiles : -1; }
+ATTN_HD int32_t listed_count(int32_t kv_tiles) { return kv_tiles <= kMaxListedKvTiles ? kv_tiles : -1; }
 
 }  // namespace attn

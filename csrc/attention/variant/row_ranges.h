@@ -81,10 +81,10 @@ struct HeadOfRow {
   ScoreRow row;
   int32_t kv_offset;
 
-  ATTN_HD HeadOfRow(const RowRangeParams& params, const RangedRow& of_level, int32_t head)
+  ATTN_HD HeadOfRow(const RowRangeParams& params, const RangedRow& ranged, int32_t head)
       : variant(params.variant.as<typename Variant::Params>(), head / params.plan.config.group_size),
-        row(score_row(of_level.group, params.plan.levels[params.level].positions, of_level.index, of_level.row, head)),
-        kv_offset(of_level.group.kv_offset) {}
+        row(score_row(ranged.group, params.plan.levels[params.level].positions, ranged.index, ranged.row, head)),
+        kv_offset(ranged.group.kv_offset) {}
 
   ATTN_HD bool sees(int32_t token) const { return variant.mask(row, kv_offset + token); }
 
@@ -107,10 +107,10 @@ ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, 
   const int32_t num_heads = heads_of_mask<Variant>(params);
   RangeSum sum{static_cast<int32_t>(kMaxInt32), -1, 0};
   for (int32_t head = 0; head < num_heads; ++head) {
-    const HeadOfRow<Variant> of_head(params, row, head);
-    const TokenRange tokens = of_head.narrowed(row.tokens);
+    const HeadOfRow<Variant> head_row(params, row, head);
+    const TokenRange tokens = head_row.narrowed(row.tokens);
     for (int32_t token = tokens.begin + first; token < tokens.end; token += step) {
-      if (!of_head.sees(token)) continue;
+      if (!head_row.sees(token)) continue;
       sum.begin = min_of(sum.begin, token);
       sum.end = max_of(sum.end, token + 1);
       ++sum.full;
@@ -135,9 +135,9 @@ ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, con
   if (sum.full == 0) return holes;  // all tokens are hidden: sum.begin is no token
   if (static_cast<int64_t>(sum.end - sum.begin) * num_heads == sum.full) return holes;
   for (int32_t head = 0; head < num_heads; ++head) {
-    const HeadOfRow<Variant> of_head(params, row, head);
+    const HeadOfRow<Variant> head_row(params, row, head);
     for (int32_t token = sum.begin + first; token < sum.end; token += step) {
-      if (of_head.sees(token)) continue;
+      if (head_row.sees(token)) continue;
       holes.first = min_of(holes.first, token);
       holes.last = max_of(holes.last, token);
     }

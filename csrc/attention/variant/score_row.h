@@ -10,9 +10,9 @@ namespace attn {
 ATTN_HD ScoreRow score_row(const RowGroup& group, const RowPositions& given, int32_t index, int32_t row,
                            int32_t qo_head) {
   ScoreRow made{row, group.request, qo_head, group.q_position + index, index, group.q_position + group.qo_len};
-  const int32_t of_given = clamp(row, 0, given.num_rows - 1);
-  if (given.positions != nullptr) made.position = given.positions[of_given];
-  if (given.requests != nullptr) made.request = given.requests[of_given];
+  const int32_t given_row = clamp(row, 0, given.num_rows - 1);
+  if (given.positions != nullptr) made.position = given.positions[given_row];
+  if (given.requests != nullptr) made.request = given.requests[given_row];
   return made;
 }
 

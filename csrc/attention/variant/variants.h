@@ -72,7 +72,7 @@ struct PairLayout {
   int32_t columns;   // a multiple of 2 * distance; 0: all of the head's
 
   /// What 0 means for heads of `head_columns` columns.
-  ATTN_HD constexpr PairLayout of_head(int32_t head_columns) const {
+  ATTN_HD constexpr PairLayout for_head(int32_t head_columns) const {
     return PairLayout{distance == 0 ? head_columns / 2 : distance, columns == 0 ? head_columns : columns};
   }
 };

@@ -122,9 +122,9 @@ __device__ __forceinline__ void place_tiles(PlanContext& c) {
       const RowGroup group = c.p.schedule.groups[g];
       tile = make_row_tile(c.p, group, g, i - group.tile_begin);
       placed = placed_tile(tile, group);
-      const int64_t of_pair = pair_cost(c.p.config, placed.cost_kind, tile.num_kv_tiles);
-      cost = of_pair * c.p.config.num_kv_heads;
-      (tile.kind == c.p.config.max_kind ? longest : longest_small) = narrow_cost(of_pair);
+      const int64_t whole_pair_cost = pair_cost(c.p.config, placed.cost_kind, tile.num_kv_tiles);
+      cost = whole_pair_cost * c.p.config.num_kv_heads;
+      (tile.kind == c.p.config.max_kind ? longest : longest_small) = narrow_cost(whole_pair_cost);
     }
     shared_max(&c.shared.longest_pair, longest);
     shared_max(&c.shared.longest_small_pair, longest_small);

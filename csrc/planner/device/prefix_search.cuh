@@ -75,11 +75,11 @@ struct SearchTeam {
   /// The smallest value of all threads.
   __device__ __forceinline__ int32_t minimum(int32_t value) {
     int32_t smallest = __reduce_min_sync(ptx::kAllLanes, value);
-    int32_t* of_warp = minima[uses++ % 2] + index * kWarps;
-    if (lane_index() == 0) of_warp[thread / 32] = smallest;
+    int32_t* warp_minima = minima[uses++ % 2] + index * kWarps;
+    if (lane_index() == 0) warp_minima[thread / 32] = smallest;
     ptx::barrier_sync(1 + index, kThreads);
 #pragma unroll
-    for (int32_t warp = 0; warp < kWarps; ++warp) smallest = min_of(smallest, of_warp[warp]);
+    for (int32_t warp = 0; warp < kWarps; ++warp) smallest = min_of(smallest, warp_minima[warp]);
     return smallest;
   }
 };

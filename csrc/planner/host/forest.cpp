@@ -136,8 +136,8 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   const int32_t size = p.levels[0].num_groups;
   const auto count = static_cast<size_t>(size);
   std::vector<ForestRequest> requests(count);
-  std::vector<ForestNode> of_nodes(count);
-  const Forest f{requests.data(), of_nodes.data(), size};
+  std::vector<ForestNode> node_storage(count);
+  const Forest f{requests.data(), node_storage.data(), size};
   Tables tables{p.levels[0].table.indices, p.levels[0].table.entry_step, std::vector<int64_t>(count), f.requests};
   for (int32_t i = 0; i < size; ++i) {
     const RowGroup& group = p.schedule.groups[i];

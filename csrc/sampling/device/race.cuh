@@ -63,8 +63,8 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
   const uint32_t high = static_cast<uint32_t>(own.order >> 32), low = static_cast<uint32_t>(own.order);
   uint32_t best = __ballot_sync(ptx::kAllLanes, high == ptx::warp_max(high));
   if ((best & (best - 1)) != 0) {
-    const uint32_t of_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
-    const uint32_t token = of_low == ptx::warp_max(of_low) && (best >> ptx::lane_id() & 1) != 0
+    const uint32_t lane_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
+    const uint32_t token = lane_low == ptx::warp_max(lane_low) && (best >> ptx::lane_id() & 1) != 0
                                ? static_cast<uint32_t>(own.token)
                                : 0xffffffffu;
     best = __ballot_sync(ptx::kAllLanes, token == ptx::warp_min(token));
@@ -208,7 +208,7 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
     const float bound = __double2float_rd(static_cast<double>(key_value(reached)) - level) - (32.0f + kRaceTolerance);
     const bool may_win = most >= bound && most > kMinusInfinity;
     if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
-    uint32_t of_lane = kExcludedKey;
+    uint32_t lane_key = kExcludedKey;
     if (may_win) {
       int32_t index = -1;
       float rest = kMinusInfinity;
@@ -223,9 +223,9 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
       const int32_t entered = lane_token<Source>(segment, max_of(index, 0));
       const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
       if (own.beats(best)) best = own;
-      of_lane = order_key(__double2float_rd(value_of(own)));
+      lane_key = order_key(__double2float_rd(value_of(own)));
     }
-    reached = max_of(reached, ptx::warp_max(of_lane));
+    reached = max_of(reached, ptx::warp_max(lane_key));
   }
   if (ptx::lane_id() == 0 && reached > known) atomicMax(&board.reached, reached);
 }

@@ -150,12 +150,12 @@ struct ProbSource {
 
   __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
     const bool has_draft = kMayHaveDraft && draft != nullptr;
-    uint4 of_draft{};
-    if (has_draft) of_draft = Reader{draft, reader.vocab}.load(first);
+    uint4 draft_values{};
+    if (has_draft) draft_values = Reader{draft, reader.vocab}.load(first);
 #pragma unroll
     for (int32_t i = 0; i < kVectorTokens; ++i) {
       const float prob = Reader::value(vector, i);
-      v[i] = prob_value(has_draft ? residual_prob(prob, Reader::value(of_draft, i)) : prob);
+      v[i] = prob_value(has_draft ? residual_prob(prob, Reader::value(draft_values, i)) : prob);
     }
   }
 

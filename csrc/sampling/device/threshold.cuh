@@ -101,7 +101,7 @@ struct ThresholdSearch {
   /// number; `low` if there is none. It is found digit by digit, with a read of the row for each, and is the same in
   /// all threads.
   __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
-    const Weights of_row = row.weights();
+    const Weights row_weights = row.weights();
     uint32_t high = row.shared.decision.best_key;
     uint64_t above = 0;
 #pragma unroll 1
@@ -123,7 +123,7 @@ struct ThresholdSearch {
               run_sum = 0;
             }
             run_bin = bin;
-            run_sum += by_mass ? of_row(v[0]) : 1;
+            run_sum += by_mass ? row_weights(v[0]) : 1;
           }
 #pragma unroll
           for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];

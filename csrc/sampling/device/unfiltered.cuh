@@ -12,8 +12,8 @@ namespace attn {
 
 struct UnfilteredShared {
   alignas(16) uint4 staged[2][4][kSamplingThreads];
-  Racer of_lanes[kSamplingThreads];  // registers are short
-  Racer of_warps[kSamplingWarps];
+  Racer lane_racers[kSamplingThreads];  // registers are short
+  Racer warp_racers[kSamplingWarps];
   Draw draw;
   RaceBoard board;
 };
@@ -82,13 +82,13 @@ struct UnfilteredRow {
       shared.board.reset(temperature >= 0.0f);
     }
     __syncthreads();
-    race_row(reader, shared.draw, shared.board, Everything{}, shared.of_lanes[threadIdx.x]);
-    Racer best = best_of_warp(shared.of_lanes[threadIdx.x]);
-    if (lane == 0) shared.of_warps[warp] = best;
+    race_row(reader, shared.draw, shared.board, Everything{}, shared.lane_racers[threadIdx.x]);
+    Racer best = best_of_warp(shared.lane_racers[threadIdx.x]);
+    if (lane == 0) shared.warp_racers[warp] = best;
     __syncthreads();
     if (warp != 0) return;
     bool is_invalid = shared.board.is_invalid;
-    best = best_of_warp(lane < kSamplingWarps ? shared.of_warps[lane] : no_racer());
+    best = best_of_warp(lane < kSamplingWarps ? shared.warp_racers[lane] : no_racer());
     if (rank + 1 < num_ctas) {
       if (lane == 0 && launch().wait_until_open(number))
         ptx::send(messages() + rank, ptx::Message{best.order, tag(number) | (is_invalid ? kInvalid : 0) |

@@ -25,16 +25,16 @@ inline uint32_t element_bytes(const Tensor4d& tensor) { return static_cast<uint3
 
 /// In the place of the driver's: refuses what cuTensorMapEncodeTiled refuses.
 inline bool encode(const Tensor4d& tensor, TensorMap& map) {
-  constexpr uint64_t kUnit = 16, kMostSize = uint64_t{1} << 32, kMostStride = uint64_t{1} << 40;
+  constexpr uint64_t kUnit = 16, kMaxSize = uint64_t{1} << 32, kMaxStride = uint64_t{1} << 40;
   if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes)
     return false;
   for (int i = 0; i < 4; ++i) {
-    if (tensor.sizes[i] == 0 || tensor.sizes[i] > kMostSize || tensor.box[i] == 0 || tensor.box[i] > 256) return false;
+    if (tensor.sizes[i] == 0 || tensor.sizes[i] > kMaxSize || tensor.box[i] == 0 || tensor.box[i] > 256) return false;
   }
   for (int i = 0; i < 3; ++i) {
     if (tensor.strides[i] < 0) return false;
     const uint64_t bytes = static_cast<uint64_t>(tensor.strides[i]) * element_bytes(tensor);
-    if (tensor.sizes[i + 1] > 1 && (bytes % kUnit != 0 || bytes >= kMostStride)) return false;
+    if (tensor.sizes[i + 1] > 1 && (bytes % kUnit != 0 || bytes >= kMaxStride)) return false;
   }
   const EncodedTensor encoded{kEncodedMark, tensor};
   std::memcpy(&map, &encoded, sizeof(encoded));

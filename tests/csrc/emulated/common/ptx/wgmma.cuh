@@ -15,14 +15,14 @@
 
 namespace attn::ptx {
 
-constexpr int kProductRows = 16, kProductDepth = 16, kMostProductDepth = 32, kMostProductColumns = 256;
+constexpr int kProductRows = 16, kProductDepth = 16, kMaxProductDepth = 32, kMaxProductColumns = 256;
 
 /// What a warp accumulates in, while products are under way that do.
 struct Accumulators {
   float (*of_lanes[32])[4];  // [columns / 8]
   int columns;
   int products;  // under way
-  float sums[kProductRows][kMostProductColumns];
+  float sums[kProductRows][kMaxProductColumns];
 
   /// Calls visit(what a lane holds, its place in `sums`). As C in mma.cuh.
   template <class Visit>
@@ -82,8 +82,8 @@ float product_element(uint16_t bits) {
 
 /// Of one product: A's columns are B's rows.
 struct Factors {
-  float a[kProductRows][kMostProductDepth];
-  float b[kMostProductDepth][kMostProductColumns];
+  float a[kProductRows][kMaxProductDepth];
+  float b[kMaxProductDepth][kMaxProductColumns];
 };
 
 /// sums = A B (+ sums)
@@ -147,7 +147,7 @@ void load_shared(const Product& product, Factors& factors) {
       load_chunk<kType>(is_visible ? chunk : nullptr, &factors.a[row][k], 1);
     }
     for (int n = 0; n < product.to->columns && !kRowsOfB; ++n)
-      load_chunk<kType>(b.chunk(n, k), &factors.b[k][n], kMostProductColumns);
+      load_chunk<kType>(b.chunk(n, k), &factors.b[k][n], kMaxProductColumns);
   }
   if (kRowsOfB) load_rows<kType>(product, factors);
 }
@@ -298,7 +298,7 @@ inline void load_float8_b(const Product& product, Factors& factors) {
   const DescribedMatrix b(product.b);
   for (int k = 0; k < kFloat8Depth; k += 16) {
     for (int n = 0; n < product.to->columns; ++n)
-      load_float8_chunk(b.bytes(n, static_cast<uint32_t>(k)), &factors.b[k][n], kMostProductColumns);
+      load_float8_chunk(b.bytes(n, static_cast<uint32_t>(k)), &factors.b[k][n], kMaxProductColumns);
   }
 }
 
