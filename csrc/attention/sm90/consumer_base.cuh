@@ -11,12 +11,12 @@
 // mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
 #include "attention/sm90/widened_tile.cuh"
-#include "attention/sm90/work_item.cuh"
 #include "attention/tile/output.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/scores.cuh"

@@ -6,10 +6,10 @@
 // look_up() starts to read the page table. found() has what was read, and copy() is called when the ring has room.
 #pragma once
 
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
-#include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
-#include "attention/sm90/work_item.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mbarrier.cuh"

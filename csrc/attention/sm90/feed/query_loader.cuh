@@ -2,11 +2,11 @@
 // is two tensors, the columns that V has, too, and the others; where they are one, the second begins inside it.
 #pragma once
 
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
-#include "attention/sm90/work_item.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/cp_async.cuh"

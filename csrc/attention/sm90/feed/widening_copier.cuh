@@ -3,11 +3,11 @@
 // is in K's bytes, are one tile of it; others are a tile of K and a tile of V.
 #pragma once
 
-#include "attention/sm90/kv_copiers.cuh"
+#include "attention/sm90/feed/kv_copiers.cuh"
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
-#include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
-#include "attention/sm90/work_item.cuh"
 #include "attention/tile/widened_row.cuh"
 #include "common/ptx/cache_policy.cuh"
 #include "common/ptx/cluster.cuh"

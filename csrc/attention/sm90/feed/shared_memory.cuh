@@ -2,9 +2,9 @@
 // filled by the producer and freed by the consumers.
 #pragma once
 
+#include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/tiles.cuh"
-#include "attention/sm90/work_item.cuh"
 #include "attention/variant/variants.h"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/cluster_mbarrier.cuh"

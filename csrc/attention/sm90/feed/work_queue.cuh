@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/sm90/shared_memory.cuh"
+#include "attention/sm90/feed/shared_memory.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"

@@ -6,15 +6,15 @@
 // (query_loader.cuh).
 #pragma once
 
-#include "attention/sm90/kv_copiers.cuh"
+#include "attention/sm90/feed/kv_copiers.cuh"
+#include "attention/sm90/feed/query_loader.cuh"
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/widening_copier.cuh"
+#include "attention/sm90/feed/work_item.cuh"
+#include "attention/sm90/feed/work_queue.cuh"
 #include "attention/sm90/params.h"
-#include "attention/sm90/query_loader.cuh"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
-#include "attention/sm90/widening_copier.cuh"
-#include "attention/sm90/work_item.cuh"
-#include "attention/sm90/work_queue.cuh"
 #include "attention/tile/scores.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "common/ptx/cp_async.cuh"
