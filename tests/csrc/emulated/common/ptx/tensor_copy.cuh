@@ -26,6 +26,7 @@ inline uint32_t element_bytes(const Tensor4d& tensor) { return static_cast<uint3
 /// In the place of the driver's: refuses what cuTensorMapEncodeTiled refuses.
 inline bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr uint64_t kUnit = 16, kMaxSize = uint64_t{1} << 32, kMaxStride = uint64_t{1} << 40;
+  if (tensor.swizzle != Swizzle::k128) emulation::fail("only the swizzle of 128 bytes is emulated");
   if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes)
     return false;
   for (int i = 0; i < 4; ++i) {
