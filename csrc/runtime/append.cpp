@@ -184,51 +184,41 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
 }  // namespace
 
 /// Without `v`, `v_cache` and `slots`, k_cache is [tokens, 1, num_kv_heads, head_dim], the place of K.
-struct AppendQkvArguments {
-  TensorView q;
-  TensorView k;
-  Optional<TensorView> v;
-  TensorView out;  // Q
-  TensorView k_cache;
-  Optional<TensorView> v_cache;
-  Optional<TensorView> slots;
-  String file;  // the cubin
-  double norm_eps;
-  double norm_offset;
-  bool is_interleaved;
-  Optional<TensorView> positions;
-  Optional<TensorView> table;
-  Optional<TensorView> q_norm;
-  Optional<TensorView> k_norm;
-  AnyView k_scale;
-  AnyView v_scale;
-};
-
-ATTN_ARGUMENTS(AppendQkvArguments, ATTN_ARGUMENT(q), ATTN_ARGUMENT(k), ATTN_ARGUMENT(v), ATTN_ARGUMENT(out),
-               ATTN_ARGUMENT(k_cache), ATTN_ARGUMENT(v_cache), ATTN_ARGUMENT(slots), ATTN_ARGUMENT(file),
-               ATTN_ARGUMENT(norm_eps), ATTN_ARGUMENT(norm_offset), ATTN_ARGUMENT(is_interleaved),
-               ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table), ATTN_ARGUMENT(q_norm), ATTN_ARGUMENT(k_norm),
-               ATTN_ARGUMENT(k_scale), ATTN_ARGUMENT(v_scale));
+#define APPEND_QKV_ARGUMENTS(ARGUMENT)      \
+  ARGUMENT(TensorView, q)                   \
+  ARGUMENT(TensorView, k)                   \
+  ARGUMENT(Optional<TensorView>, v)         \
+  ARGUMENT(TensorView, out) /* Q */         \
+  ARGUMENT(TensorView, k_cache)             \
+  ARGUMENT(Optional<TensorView>, v_cache)   \
+  ARGUMENT(Optional<TensorView>, slots)     \
+  ARGUMENT(String, file) /* the cubin */    \
+  ARGUMENT(double, norm_eps)                \
+  ARGUMENT(double, norm_offset)             \
+  ARGUMENT(bool, is_interleaved)            \
+  ARGUMENT(Optional<TensorView>, positions) \
+  ARGUMENT(Optional<TensorView>, table)     \
+  ARGUMENT(Optional<TensorView>, q_norm)    \
+  ARGUMENT(Optional<TensorView>, k_norm)    \
+  ARGUMENT(AnyView, k_scale)                \
+  ARGUMENT(AnyView, v_scale)
+ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
 
 /// append_kv into a cache of another type, to which numbers are rounded: append_qkv without Q. With a table K is
 /// rotated before that. `v` and `v_cache` may be missing.
-struct AppendKvRoundedArguments {
-  TensorView k;
-  Optional<TensorView> v;
-  TensorView k_cache;
-  Optional<TensorView> v_cache;
-  TensorView slots;
-  String file;  // the cubin
-  AnyView k_scale;
-  AnyView v_scale;
-  Optional<bool> is_interleaved;
-  Optional<TensorView> positions;
-  Optional<TensorView> table;
-};
-
-ATTN_ARGUMENTS(AppendKvRoundedArguments, ATTN_ARGUMENT(k), ATTN_ARGUMENT(v), ATTN_ARGUMENT(k_cache),
-               ATTN_ARGUMENT(v_cache), ATTN_ARGUMENT(slots), ATTN_ARGUMENT(file), ATTN_ARGUMENT(k_scale),
-               ATTN_ARGUMENT(v_scale), ATTN_ARGUMENT(is_interleaved), ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table));
+#define APPEND_KV_ROUNDED_ARGUMENTS(ARGUMENT) \
+  ARGUMENT(TensorView, k)                     \
+  ARGUMENT(Optional<TensorView>, v)           \
+  ARGUMENT(TensorView, k_cache)               \
+  ARGUMENT(Optional<TensorView>, v_cache)     \
+  ARGUMENT(TensorView, slots)                 \
+  ARGUMENT(String, file) /* the cubin */      \
+  ARGUMENT(AnyView, k_scale)                  \
+  ARGUMENT(AnyView, v_scale)                  \
+  ARGUMENT(Optional<bool>, is_interleaved)    \
+  ARGUMENT(Optional<TensorView>, positions)   \
+  ARGUMENT(Optional<TensorView>, table)
+ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
 
 namespace {
 

@@ -193,73 +193,57 @@ void run(const SamplingParams& params, const LaunchOptions& options, bool from_p
 
 }  // namespace
 
-struct SampleArguments {
-  TensorView values;  // logits, or probabilities
-  bool from_probs;
-  bool joint;
-  bool tempered_logprobs;
-  String file;
-  int64_t max_ctas;
-  int64_t row_ctas;
-  AnyView temperature;
-  AnyView top_k;
-  AnyView top_p;
-  AnyView min_p;
-  AnyView seed;
-  AnyView position;
-  TensorView out;  // token ids
-  TensorView valid;
-  Optional<TensorView> token_mask;
-  Optional<TensorView> logprobs;
-  Optional<TensorView> top_logprobs;
-  Optional<TensorView> top_token_ids;
-  Optional<TensorView> workspace;
-  Optional<TensorView> rows;
-};
+#define SAMPLE_ARGUMENTS(ARGUMENT)                            \
+  ARGUMENT(TensorView, values) /* logits, or probabilities */ \
+  ARGUMENT(bool, from_probs)                                  \
+  ARGUMENT(bool, joint)                                       \
+  ARGUMENT(bool, tempered_logprobs)                           \
+  ARGUMENT(String, file)                                      \
+  ARGUMENT(int64_t, max_ctas)                                 \
+  ARGUMENT(int64_t, row_ctas)                                 \
+  ARGUMENT(AnyView, temperature)                              \
+  ARGUMENT(AnyView, top_k)                                    \
+  ARGUMENT(AnyView, top_p)                                    \
+  ARGUMENT(AnyView, min_p)                                    \
+  ARGUMENT(AnyView, seed)                                     \
+  ARGUMENT(AnyView, position)                                 \
+  ARGUMENT(TensorView, out) /* token ids */                   \
+  ARGUMENT(TensorView, valid)                                 \
+  ARGUMENT(Optional<TensorView>, token_mask)                  \
+  ARGUMENT(Optional<TensorView>, logprobs)                    \
+  ARGUMENT(Optional<TensorView>, top_logprobs)                \
+  ARGUMENT(Optional<TensorView>, top_token_ids)               \
+  ARGUMENT(Optional<TensorView>, workspace)                   \
+  ARGUMENT(Optional<TensorView>, rows)
+ATTN_ARGUMENTS(SampleArguments, SAMPLE_ARGUMENTS);
 
-ATTN_ARGUMENTS(SampleArguments, ATTN_ARGUMENT(values), ATTN_ARGUMENT(from_probs), ATTN_ARGUMENT(joint),
-               ATTN_ARGUMENT(tempered_logprobs), ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas),
-               ATTN_ARGUMENT(temperature), ATTN_ARGUMENT(top_k), ATTN_ARGUMENT(top_p), ATTN_ARGUMENT(min_p),
-               ATTN_ARGUMENT(seed), ATTN_ARGUMENT(position), ATTN_ARGUMENT(out), ATTN_ARGUMENT(valid),
-               ATTN_ARGUMENT(token_mask), ATTN_ARGUMENT(logprobs), ATTN_ARGUMENT(top_logprobs),
-               ATTN_ARGUMENT(top_token_ids), ATTN_ARGUMENT(workspace), ATTN_ARGUMENT(rows));
+#define WRITE_ROWS_ARGUMENTS(ARGUMENT)                        \
+  ARGUMENT(TensorView, values) /* logits, or probabilities */ \
+  ARGUMENT(int64_t, task)                                     \
+  ARGUMENT(bool, from_probs)                                  \
+  ARGUMENT(String, file)                                      \
+  ARGUMENT(int64_t, max_ctas)                                 \
+  ARGUMENT(int64_t, row_ctas)                                 \
+  ARGUMENT(AnyView, temperature)                              \
+  ARGUMENT(AnyView, top_k)                                    \
+  ARGUMENT(AnyView, top_p)                                    \
+  ARGUMENT(TensorView, out) /* float32 [batch, vocab] */
+ATTN_ARGUMENTS(WriteRowsArguments, WRITE_ROWS_ARGUMENTS);
 
-struct WriteRowsArguments {
-  TensorView values;  // logits, or probabilities
-  int64_t task;
-  bool from_probs;
-  String file;
-  int64_t max_ctas;
-  int64_t row_ctas;
-  AnyView temperature;
-  AnyView top_k;
-  AnyView top_p;
-  TensorView out;  // float32 [batch, vocab]
-};
-
-ATTN_ARGUMENTS(WriteRowsArguments, ATTN_ARGUMENT(values), ATTN_ARGUMENT(task), ATTN_ARGUMENT(from_probs),
-               ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas), ATTN_ARGUMENT(temperature),
-               ATTN_ARGUMENT(top_k), ATTN_ARGUMENT(top_p), ATTN_ARGUMENT(out));
-
-struct SpeculateArguments {
-  TensorView draft_probs;
-  TensorView draft_token_ids;
-  TensorView target_probs;
-  String file;
-  int64_t max_ctas;
-  int64_t row_ctas;
-  AnyView seed;
-  AnyView position;
-  TensorView token_ids;
-  TensorView num_accepted;
-  TensorView num_passed;
-  TensorView valid;
-};
-
-ATTN_ARGUMENTS(SpeculateArguments, ATTN_ARGUMENT(draft_probs), ATTN_ARGUMENT(draft_token_ids),
-               ATTN_ARGUMENT(target_probs), ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas),
-               ATTN_ARGUMENT(seed), ATTN_ARGUMENT(position), ATTN_ARGUMENT(token_ids), ATTN_ARGUMENT(num_accepted),
-               ATTN_ARGUMENT(num_passed), ATTN_ARGUMENT(valid));
+#define SPECULATE_ARGUMENTS(ARGUMENT)   \
+  ARGUMENT(TensorView, draft_probs)     \
+  ARGUMENT(TensorView, draft_token_ids) \
+  ARGUMENT(TensorView, target_probs)    \
+  ARGUMENT(String, file)                \
+  ARGUMENT(int64_t, max_ctas)           \
+  ARGUMENT(int64_t, row_ctas)           \
+  ARGUMENT(AnyView, seed)               \
+  ARGUMENT(AnyView, position)           \
+  ARGUMENT(TensorView, token_ids)       \
+  ARGUMENT(TensorView, num_accepted)    \
+  ARGUMENT(TensorView, num_passed)      \
+  ARGUMENT(TensorView, valid)
+ATTN_ARGUMENTS(SpeculateArguments, SPECULATE_ARGUMENTS);
 
 namespace {
 

@@ -23,18 +23,15 @@ void load_selection(String file, int64_t device) {
 
 }  // namespace
 
-struct SelectedSlotsArguments {
-  TensorView indices;
-  TensorView out;
-  Optional<TensorView> block_table;
-  Optional<TensorView> requests;
-  Optional<TensorView> kv_lens;
-  int64_t page_size;
-  int64_t page_stride;
-};
-
-ATTN_ARGUMENTS(SelectedSlotsArguments, ATTN_ARGUMENT(indices), ATTN_ARGUMENT(out), ATTN_ARGUMENT(block_table),
-               ATTN_ARGUMENT(requests), ATTN_ARGUMENT(kv_lens), ATTN_ARGUMENT(page_size), ATTN_ARGUMENT(page_stride));
+#define SELECTED_SLOTS_ARGUMENTS(ARGUMENT)    \
+  ARGUMENT(TensorView, indices)               \
+  ARGUMENT(TensorView, out)                   \
+  ARGUMENT(Optional<TensorView>, block_table) \
+  ARGUMENT(Optional<TensorView>, requests)    \
+  ARGUMENT(Optional<TensorView>, kv_lens)     \
+  ARGUMENT(int64_t, page_size)                \
+  ARGUMENT(int64_t, page_stride)
+ATTN_ARGUMENTS(SelectedSlotsArguments, SELECTED_SLOTS_ARGUMENTS);
 
 namespace {
 
