@@ -40,9 +40,19 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 }
 
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
-  constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}, {576, 0, 32, 2}};
+  constexpr Tuning kTunings[] = {
+      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_slots = 6},
+      {.max_columns = 128, .max_kind = 3, .kv_tile = 64, .kv_slots = 4},
+      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_slots = 2},
+      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_slots = 2},
+  };
+  // 8-bit caches
   constexpr Tuning kWidenedTunings[] = {
-      {64, 3, 64, 6}, {128, 2, 64, 6}, {256, 2, 64, 2}, {576, 0, 32, 2}};  // of 8-bit caches
+      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_slots = 6},
+      {.max_columns = 128, .max_kind = 2, .kv_tile = 64, .kv_slots = 6},
+      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_slots = 2},
+      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_slots = 2},
+  };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
 

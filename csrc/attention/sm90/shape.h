@@ -67,21 +67,147 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 /// the output of wide heads needs.
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
-      {64, 64, kMaxKind, 128, 2, 10, 2, 12, 88, true, true},   //
-      {128, 128, kMaxKind, 128, 2, 5, 2, 6, 88, true, true},   //
-      {192, 128, kMaxKind, 128, 1, 4, 2, 5, 88, true, true},   // MLA that is not absorbed
-      {192, 192, kMaxKind, 64, 1, 7, 1, 4, 72, false, false},  //
-      {256, 256, kMaxKind, 64, 1, 5, 1, 3, 72, false, false},  //
-      {576, 512, 2, 64, 1, 2, 2, 0, 72, false, false},         // wide heads, absorbed MLA
+      {.max_qk = 64,
+       .max_v = 64,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 10,
+       .slot_parts = 2,
+       .max_parts_in_flight = 12,
+       .producer_registers = 88,
+       .keeps_maxima = true,
+       .finds_runs = true},
+      {.max_qk = 128,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 5,
+       .slot_parts = 2,
+       .max_parts_in_flight = 6,
+       .producer_registers = 88,
+       .keeps_maxima = true,
+       .finds_runs = true},
+      // MLA that is not absorbed
+      {.max_qk = 192,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 1,
+       .kv_slots = 4,
+       .slot_parts = 2,
+       .max_parts_in_flight = 5,
+       .producer_registers = 88,
+       .keeps_maxima = true,
+       .finds_runs = true},
+      {.max_qk = 192,
+       .max_v = 192,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 7,
+       .slot_parts = 1,
+       .max_parts_in_flight = 4,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      {.max_qk = 256,
+       .max_v = 256,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 5,
+       .slot_parts = 1,
+       .max_parts_in_flight = 3,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      // wide heads, absorbed MLA
+      {.max_qk = 576,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 2,
+       .slot_parts = 2,
+       .max_parts_in_flight = 0,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
   };
+  // 8-bit caches
   constexpr Tuning kWidenedTunings[] = {
-      // of 8-bit caches
-      {64, 64, kMaxKind, 128, 2, 10, 2, 20, 88, false, true},   //
-      {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
-      {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
-      {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
-      {512, 512, 2, 64, 1, 2, 2, 0, 104, false, false, 12},     // widened by the producer
-      {576, 512, 2, 64, 1, 2, 2, 0, 112, false, false},         // there is no room to stage them
+      {.max_qk = 64,
+       .max_v = 64,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 10,
+       .slot_parts = 2,
+       .max_parts_in_flight = 20,
+       .producer_registers = 88,
+       .keeps_maxima = false,
+       .finds_runs = true},
+      {.max_qk = 128,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 6,
+       .slot_parts = 2,
+       .max_parts_in_flight = 12,
+       .producer_registers = 88,
+       .keeps_maxima = false,
+       .finds_runs = true},
+      // MLA that is not absorbed
+      {.max_qk = 256,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 8,
+       .slot_parts = 1,
+       .max_parts_in_flight = 6,
+       .producer_registers = 88,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      {.max_qk = 256,
+       .max_v = 256,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 6,
+       .slot_parts = 1,
+       .max_parts_in_flight = 4,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      // widened by the producer
+      {.max_qk = 512,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 2,
+       .slot_parts = 2,
+       .max_parts_in_flight = 0,
+       .producer_registers = 104,
+       .keeps_maxima = false,
+       .finds_runs = false,
+       .staged_pieces = 12},
+      // there is no room to stage them
+      {.max_qk = 576,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 2,
+       .slot_parts = 2,
+       .max_parts_in_flight = 0,
+       .producer_registers = 112,
+       .keeps_maxima = false,
+       .finds_runs = false},
   };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
@@ -100,7 +226,7 @@ ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {
   return dims.qk == dims.v && (dims.qk == 64 || dims.qk == 128);
 }
 
-/// Bytes of WorkItem (attention/sm90/work_item.cuh).
+/// Bytes of WorkItem (attention/sm90/feed/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 
 /// Bytes of a row in one block of a tile in shared memory.
