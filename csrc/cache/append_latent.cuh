@@ -3,8 +3,8 @@
 
 #include "cache/latent_params.h"
 #include "common/elements.cuh"
-#include "common/ptx/fp8.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/math.cuh"
 
 namespace attn {
 

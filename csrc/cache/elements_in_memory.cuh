@@ -4,7 +4,7 @@
 #include "common/data_type.h"
 #include "common/math.h"
 #include "common/platform.h"
-#include "common/ptx/fp8.cuh"
+#include "common/ptx/math.cuh"
 
 namespace attn {
 

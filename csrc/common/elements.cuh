@@ -1,10 +1,9 @@
 // The element types of the tensor-core kernels.
 #pragma once
 
-#include "common/ptx/fp8.cuh"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
-#include "common/ptx/mma_type.cuh"
+#include "common/ptx/types.cuh"
 #include "common/type_traits.h"
 
 namespace attn {

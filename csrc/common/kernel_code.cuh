@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/kernel_code.h"
-#include "common/ptx/prefetch.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 

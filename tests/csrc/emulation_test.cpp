@@ -14,15 +14,11 @@ bool loses_messages() { return false; }
 
 }  // namespace emulation
 
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/cluster_mbarrier.cuh"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/named_barrier.cuh"
-#include "common/ptx/registers.cuh"
-#include "common/ptx/static_shared.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 #include "common/ptx/wgmma.cuh"
 
 namespace {

@@ -20,11 +20,11 @@
 #include "attention/traits.cuh"
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/static_shared.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm80 {
 

@@ -12,7 +12,7 @@
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/widened_row.cuh"
 #include "attention/tile/work_cursor.cuh"
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/copy.cuh"
 #include "planner/page_table.h"
 
 namespace attn::sm80 {

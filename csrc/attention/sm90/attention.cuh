@@ -20,8 +20,7 @@
 #include "common/kernel_code.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/registers.cuh"
-#include "common/ptx/static_shared.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

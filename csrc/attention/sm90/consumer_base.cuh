@@ -23,8 +23,8 @@
 #include "attention/tile/transform_tile.cuh"
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/named_barrier.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/wgmma.cuh"
 
 namespace attn::sm90 {

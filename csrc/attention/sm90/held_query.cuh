@@ -5,7 +5,7 @@
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/math.h"
-#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mma.cuh"
 #include "common/type_traits.h"
 
 namespace attn::sm90 {

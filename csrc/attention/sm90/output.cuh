@@ -5,10 +5,9 @@
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/tile/output.cuh"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

@@ -4,9 +4,8 @@
 
 #include "attention/sm90/swizzled_tile.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/registers.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
-#include "common/ptx/registers.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

@@ -5,7 +5,7 @@
 #include "attention/sm90/tiles.cuh"
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

@@ -7,10 +7,10 @@
 #include "attention/tile/shared_tile.cuh"
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 

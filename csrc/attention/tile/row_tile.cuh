@@ -8,7 +8,7 @@
 #include "attention/variant/score_row.h"
 #include "attention/variant/variants.h"
 #include "common/math.h"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp.cuh"
 #include "planner/schedule.h"
 
 namespace attn {

@@ -6,7 +6,7 @@
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/math.h"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 

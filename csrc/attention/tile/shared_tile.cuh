@@ -6,7 +6,7 @@
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/platform.h"
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/copy.cuh"
 
 namespace attn {
 

@@ -6,9 +6,9 @@
 #include "attention/head_shape.h"
 #include "attention/tile/shared_tile.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 

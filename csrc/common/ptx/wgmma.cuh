@@ -11,8 +11,7 @@
 #pragma once
 
 #include "common/platform.h"
-#include "common/ptx/matrix_descriptor.cuh"
-#include "common/ptx/mma_type.cuh"
+#include "common/ptx/types.cuh"
 
 namespace attn::ptx {
 

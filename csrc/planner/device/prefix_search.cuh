@@ -4,9 +4,9 @@
 #pragma once
 
 #include "common/launch_number.cuh"
-#include "common/ptx/global_timer.cuh"
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/message.cuh"
-#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/warp.cuh"
 #include "planner/device/context.cuh"
 #include "planner/forest.h"
 #include "planner/groups.h"

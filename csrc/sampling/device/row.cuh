@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/cluster_mbarrier.cuh"
 #include "sampling/device/race.cuh"
 
 namespace attn {

@@ -5,9 +5,8 @@
 // of masks, tails and element types.
 #pragma once
 
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/special_registers.cuh"
 #include "common/ptx/warp.cuh"
 #include "sampling/sampling.h"
 

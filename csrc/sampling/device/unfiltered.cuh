@@ -4,8 +4,8 @@
 #pragma once
 
 #include "common/launch_number.cuh"
-#include "common/ptx/global_timer.cuh"
 #include "common/ptx/message.cuh"
+#include "common/ptx/warp.cuh"
 #include "sampling/device/race.cuh"
 
 namespace attn {

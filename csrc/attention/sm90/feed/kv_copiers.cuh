@@ -10,11 +10,10 @@
 #include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/tiles.cuh"
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

@@ -17,10 +17,10 @@
 #include "attention/sm90/tiles.cuh"
 #include "attention/tile/scores.cuh"
 #include "attention/tile/work_cursor.cuh"
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

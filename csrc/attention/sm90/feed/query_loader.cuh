@@ -9,10 +9,9 @@
 #include "attention/sm90/tiles.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

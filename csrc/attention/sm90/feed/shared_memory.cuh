@@ -6,11 +6,10 @@
 #include "attention/sm90/shape.h"
 #include "attention/sm90/tiles.cuh"
 #include "attention/variant/variants.h"
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/cluster_mbarrier.cuh"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

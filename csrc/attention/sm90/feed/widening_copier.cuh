@@ -9,13 +9,11 @@
 #include "attention/sm90/params.h"
 #include "attention/sm90/tiles.cuh"
 #include "attention/tile/widened_row.cuh"
-#include "common/ptx/cache_policy.cuh"
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/cluster_mbarrier.cuh"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/prefetch.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/types.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

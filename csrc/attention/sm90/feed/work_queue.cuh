@@ -4,8 +4,8 @@
 #include "attention/params.h"
 #include "attention/sm90/feed/shared_memory.cuh"
 #include "attention/tile/work_cursor.cuh"
-#include "common/ptx/named_barrier.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/warp.cuh"
 #include "planner/schedule.h"
 
 namespace attn::sm90 {

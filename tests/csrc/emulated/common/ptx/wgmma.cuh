@@ -7,10 +7,9 @@
 #include <vector>
 
 #include "common/cpu/scalar_elements.h"
-#include "common/ptx/matrix_descriptor.cuh"
 #include "common/ptx/mma.cuh"
-#include "common/ptx/mma_type.cuh"
 #include "common/ptx/shared_address.h"
+#include "common/ptx/types.cuh"
 #include "cuda_emulation.h"
 
 namespace attn::ptx {

@@ -1,10 +1,14 @@
-// mbarrier: barriers in shared memory that count arrivals of threads and bytes of copies, in phases of alternating
-// parity.
+// Barriers inside a CTA.
 #pragma once
 
 #include "common/platform.h"
 
 namespace attn::ptx {
+
+// --- mbarrier
+//
+// mbarrier: barriers in shared memory that count arrivals of threads and bytes of copies, in phases of alternating
+// parity.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -68,5 +72,24 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 /// Orders this thread's ordinary accesses to shared memory before later ones of TMA and wgmma. Also waits for all of
 /// its stores to global memory.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- bar
+//
+// bar: barriers among some of a CTA's warps. __syncthreads() has number 0.
+
+/// Waits for `threads` threads, whole warps. Their earlier writes are visible after it.
+__device__ __forceinline__ void barrier_sync(int32_t barrier, int32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+/// Arrives as one of those `threads`, without waiting.
+__device__ __forceinline__ void barrier_arrive(int32_t barrier, int32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void barrier_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
 
 }  // namespace attn::ptx

@@ -1,10 +1,12 @@
-// As csrc/common/ptx/mbarrier.cuh.
+// As csrc/common/ptx/barrier.cuh.
 #pragma once
 
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/copy.cuh"
 #include "cuda_emulation.h"
 
 namespace attn::ptx {
+
+// --- mbarrier
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   shared_pointer(barrier, 8);
@@ -35,5 +37,19 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 }
 
 inline void fence_async_proxy() { emulation::fence_shared(); }
+
+// --- bar
+
+inline void barrier_sync(int32_t id, int32_t threads) {
+  emulation::barrier(id, threads, false);
+  if (emulated_lane() == 0) emulation::pause();
+}
+
+inline void barrier_arrive(int32_t id, int32_t threads) { emulation::barrier_arrive(id, threads, false); }
+
+template <int kBarrier, int kThreads>
+void barrier_sync() {
+  barrier_sync(kBarrier, kThreads);
+}
 
 }  // namespace attn::ptx
