@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
 from typing import Any
 
@@ -68,6 +69,7 @@ def measure(
             "floor": max(case.bytes / machine.bandwidth, case.flops / machine.rate) * 1e6,
             "shape": case.shape,
             "ragged": case.ragged,
+            "flops": case.flops,
         }
     expected = Expected(batch)
     default = ours(batch)
@@ -79,7 +81,10 @@ def measure(
             "batch invariant error": expected.error(invariant.run()),
             "batch invariant plan": timer(invariant.plan),
         }
-    line |= dict(zip([*runs, "launch"], timer.together([*runs.values(), lambda: empty.add_(1)]), strict=True))
+    times = timer.times([*runs.values(), lambda: empty.add_(1)])
+    line |= dict(zip([*runs, "launch"], map(statistics.median, times), strict=True))
+    first, _, third = statistics.quantiles(times[0], n=4)
+    line["ours quartiles"] = [first, third]
     line |= {"plan": timer(default.plan), "error": expected.error(default.run())}
     of_peers = expected if grouped is batch else Expected(grouped)
     asked = asked_peers(PEERS, arguments)
@@ -111,7 +116,8 @@ def main() -> None:
         parser.error(f"--part is {arguments.part!r}, must be K/N with 1 <= K <= N")
     timer, machine = start(arguments.repeats)
     header = (
-        f"{machine} Times in µs: bf16, causal, cold L2, CUDA-graph replay, median of {arguments.repeats}."
+        f"{machine} Times in µs: bf16, causal but for `full`, cold L2, CUDA-graph replay, median of "
+        f"{arguments.repeats}."
     )
     cases = [case for case in all_cases() if wanted(case.name, arguments)][int(part) - 1 :: int(parts)]
     measure_lines(

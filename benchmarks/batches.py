@@ -101,6 +101,7 @@ class Batch:
 
     def view_with(self, **visibility: Any) -> BSRView:
         """The same with other arguments of BSRView."""
+        visibility = ({} if self.case.causal else {"causal": False}) | visibility
         if self.case.ragged:
             return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr), **visibility)
         return BSRView(
@@ -239,7 +240,7 @@ def reference(batch: Batch, request: int) -> torch.Tensor:
     q = batch.q[first : first + qo_len].double()
     group = case.num_qo_heads // case.num_kv_heads
     position = torch.arange(kv_len - qo_len, kv_len, device=q.device)
-    hidden = torch.arange(kv_len, device=q.device)[None] > position[:, None]
+    hidden = case.causal & (torch.arange(kv_len, device=q.device)[None] > position[:, None])
     out = torch.empty_like(q)
     for head in range(case.num_qo_heads):
         logits = q[:, head] @ k[:, head // group].T * case.head_dim**-0.5

@@ -1,11 +1,16 @@
-"""The board of benchmarks.attention: its table, and a plot of what each kernel reaches of the floor.
+"""The board of benchmarks.attention: its table, a plot of what each kernel reaches of the floor, and what
+changed since another board.
 
 Puts the JSON files of several parts together.
 
-python -m benchmarks.board JSON ... [--markdown FILE] [--plot FILE.svg]
+    python -m benchmarks.board JSON ... [--against JSON ...] [--markdown FILE] [--plot FILE.svg]
 
-Ratios are those of a line, whose figures come from one process; parts of different GPU models are refused. A
-line that was measured twice counts as last measured.
+All figures of a line come from one process. Parts of different GPU models are refused. If a line was measured
+twice, the last measurement counts.
+
+--against compares our times, each divided by the floor of its own process: GPUs of one model differ in their
+clocks. A line is slower or faster only if the middle half of its times does not overlap the middle half of
+the earlier times. Exits with 1 if a line is slower.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from attn_backend.cli.plan import check_matplotlib
 from benchmarks.cases import all_cases
 from benchmarks.report import fastest_of, number, ratio, table
 
-PEERS = ("FA3", "FlashInfer", "flex_attention")
+PEERS = ("FA3", "FA4", "FlashInfer", "cuDNN", "flex_attention")
+MARKS = dict(zip(PEERS, (("s", "C0"), ("D", "C1"), ("^", "C2"), ("P", "C4"), ("v", "C7")), strict=True))
 Line = dict[str, Any]  # what benchmarks.attention measures; times in µs
 
 
@@ -42,6 +48,7 @@ def markdown(lines: Sequence[Line], headers: Sequence[str]) -> str:
         "floor",
         "empty launch",
         "ours",
+        "TFLOP/s",
         "plan",
         *peers,
         "ours / best peer",
@@ -54,7 +61,9 @@ def markdown(lines: Sequence[Line], headers: Sequence[str]) -> str:
         error = max(line["error"], line.get("batch invariant error", 0.0))
         row = [
             line["case"],
-            *(number(line.get(name)) for name in ("floor", "launch", "ours", "plan", *peers)),
+            *(number(line.get(name)) for name in ("floor", "launch", "ours")),
+            number(ratio(line.get("flops"), line["ours"] * 1e6), 0),
+            *(number(line.get(name)) for name in ("plan", *peers)),
         ]
         ratios = (
             ratio(line["ours"], fastest_of(line, PEERS)),
@@ -92,6 +101,49 @@ def merge(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
     )
 
 
+def changes(lines: Sequence[Line], earlier: Sequence[Line]) -> tuple[list[tuple[Line, Line]], ...]:
+    """(slower lines, faster lines), each (now, earlier), by what the quartiles of both show.
+
+    Raises:
+        ValueError: no line is in both boards, or a line has no quartiles.
+    """
+    before = {line["case"]: line for line in earlier}
+    both = [(line, before[line["case"]]) for line in lines if line["case"] in before]
+    if not both:
+        raise ValueError("--against has no line of this board")
+    for line in (line for pair in both for line in pair):
+        if "ours quartiles" not in line:
+            raise ValueError(f"{line['case']} has no quartiles of its times: measure it again")
+
+    def quartiles(line: Line) -> tuple[float, float]:
+        first, third = line["ours quartiles"]
+        return first / line["floor"], third / line["floor"]
+
+    slower = [(now, then) for now, then in both if quartiles(now)[0] > quartiles(then)[1]]
+    faster = [(now, then) for now, then in both if quartiles(now)[1] < quartiles(then)[0]]
+    return slower, faster
+
+
+def changes_text(lines: Sequence[Line], earlier: Sequence[Line]) -> tuple[str, int]:
+    """What `changes` found, as Markdown; and how many lines are slower."""
+    slower, faster = changes(lines, earlier)
+    rows = [
+        [
+            now["case"],
+            number(then["ours"]),
+            number(now["ours"]),
+            number(now["ours"] / now["floor"] / (then["ours"] / then["floor"]), 3),
+            kind,
+        ]
+        for kind, pairs in (("slower", slower), ("faster", faster))
+        for now, then in pairs
+    ]
+    compared = len({line["case"] for line in lines} & {line["case"] for line in earlier})
+    said = f"{len(slower)} slower, {len(faster)} faster, of {compared} lines in both boards"
+    columns = ["case", "earlier, µs", "now, µs", "now / earlier", "change"]
+    return (f"{said}:\n\n{table(columns, rows)}\n" if rows else f"{said}.\n"), len(slower)
+
+
 def plot(lines: Sequence[Line], path: Path) -> None:
     """A dot for ours and each peer on every line: floor ÷ time. 1 is the floor."""
     from attn_backend.cli.picture import new_figure, write
@@ -102,7 +154,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     places = list(range(len(lines)))
     for name, key, marker, color in (
         ("ours", "ours", "o", "C3"),
-        *zip(PEERS, PEERS, "s^v", ("C0", "C2", "C7"), strict=True),
+        *((peer, peer, *MARKS[peer]) for peer in PEERS),
     ):
         points = [
             (line["floor"] / line[key], place)
@@ -134,7 +186,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     axis.grid(axis="x", alpha=0.3)
     axis.xaxis.set_tick_params(labeltop=True)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(loc="outside upper center", ncols=1 + len(PEERS), frameon=False)
     write(figure, path)
 
 
@@ -143,21 +195,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", type=Path, nargs="+", metavar="JSON")
+    parser.add_argument(
+        "--against", type=Path, nargs="+", metavar="JSON", default=[], help="files of an earlier board"
+    )
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
+    changed, num_slower = "", 0
     try:
         if arguments.plot:
             check_matplotlib("--plot")
         lines, headers = merge(arguments.parts)
+        if arguments.against:
+            changed, num_slower = changes_text(lines, merge(arguments.against)[0])
     except (OSError, ValueError) as error:
-        parser.exit(1, f"error: {error}\n")
+        parser.exit(2, f"error: {error}\n")
     text = markdown(lines, headers)
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text)
     if arguments.plot:
         plot(lines, arguments.plot)
+    print(changed, end="")
+    parser.exit(1 if num_slower else 0)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,13 @@ DISTRIBUTIONS = ("const", "uniform", "zipf")
 
 @dataclass(frozen=True)
 class Case:
-    """One line: bf16, causal, lengths in tokens. ragged: K and V of all requests lie one after another,
-    without pages. in_order: a request's pages follow one another, as an engine gives them to a prompt;
-    otherwise they are shuffled.
+    """One line: bf16, lengths in tokens.
+
+    Attributes:
+        ragged: K and V of all requests lie one after another, without pages.
+        in_order: a request's pages follow one another, as an engine gives them to a prompt; otherwise they
+            are shuffled.
+        causal: a row sees the tokens up to its position; else all of its request.
     """
 
     name: str
@@ -27,6 +31,7 @@ class Case:
     page_size: int = 16
     ragged: bool = False
     in_order: bool = False
+    causal: bool = True
 
     @property
     def shape(self) -> str:
@@ -42,8 +47,9 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Two products over the pairs that a causal mask leaves visible."""
-        pairs = sum(q * kv - q * (q - 1) // 2 for q, kv in zip(self.qo_lens, self.kv_lens, strict=True))
+        """Two products over the visible pairs."""
+        lens = zip(self.qo_lens, self.kv_lens, strict=True)
+        pairs = sum(q * kv - (q * (q - 1) // 2 if self.causal else 0) for q, kv in lens)
         return 4 * pairs * self.num_qo_heads * self.head_dim
 
 
@@ -104,10 +110,8 @@ RAGGED = 0  # where a page size is asked for
 
 def _name(kind: str, lens: str, case: Case) -> str:
     form = "ragged" if case.ragged else f"p{case.page_size}"
-    return (
-        f"{kind} bs{len(case.kv_lens)} {lens} h{case.num_qo_heads}/{case.num_kv_heads} d{case.head_dim} "
-        f"{form}"
-    )
+    heads = f"h{case.num_qo_heads}/{case.num_kv_heads} d{case.head_dim}{'' if case.causal else ' full'}"
+    return f"{kind} bs{len(case.kv_lens)} {lens} {heads} {form}"
 
 
 def _decode(
@@ -118,10 +122,17 @@ def _decode(
 
 
 def _prefill(
-    batch: int, distribution: str, mean: int, qo: int, kv: int, page_size: int = 16, head_dim: int = 128
+    batch: int,
+    distribution: str,
+    mean: int,
+    qo: int,
+    kv: int,
+    page_size: int = 16,
+    head_dim: int = 128,
+    causal: bool = True,
 ) -> Case:
     lens = lengths(distribution, batch, mean)
-    case = Case("", lens, lens, qo, kv, head_dim, page_size or 1, page_size == RAGGED)
+    case = Case("", lens, lens, qo, kv, head_dim, page_size or 1, page_size == RAGGED, causal=causal)
     return replace(case, name=_name("prefill", f"{distribution}{mean}", case))
 
 
@@ -184,7 +195,17 @@ def prefill_cases() -> list[Case]:
     ]
     cases += [
         _prefill(batch, "const", mean, 32, 8, page_size)
-        for batch, mean in ((2, 8192), (1, 16384))
+        for batch, mean in ((2, 8192), (1, 16384), (1, 32768))
+        for page_size in (RAGGED, 16)
+    ]
+    cases += [
+        _prefill(1, "const", 16384, qo, kv, page_size, head_dim)
+        for qo, kv, head_dim in ((32, 8, 64), (16, 4, 256))
+        for page_size in (RAGGED, 16)
+    ]
+    cases += [
+        _prefill(4, "const", 4096, qo, kv, page_size, head_dim, causal=False)
+        for qo, kv, head_dim in ((32, 8, 128), (64, 8, 64))
         for page_size in (RAGGED, 16)
     ]
     return [

@@ -16,7 +16,8 @@ from benchmarks.batches import Batch, SharedBatch
 from benchmarks.timing import Launch, Timer
 
 Run = Callable[[], torch.Tensor]
-Kernels = dict[str, Callable[[], Run]]  # by name
+RunInParts = Callable[[], tuple[torch.Tensor, ...]]  # the outputs of the first rows, of the next rows, ...
+Kernels = dict[str, Callable[[], Run | RunInParts]]  # by name
 
 FLASHINFER_WORKSPACE = 512 << 20  # bytes; 128 MB are recommended, too little for some large batches
 
@@ -38,12 +39,13 @@ class Paged(Protocol):
 
 
 def time_of(
-    name: str, case: str, make: Callable[[], Run], timer: Timer
+    name: str, case: str, make: Callable[[], Run | RunInParts], timer: Timer
 ) -> tuple[float | None, torch.Tensor | None]:
     """(µs, output) of a peer, or (None, None): a peer that fails says why and stops nothing."""
     try:
         run = make()
-        return timer(run), run()
+        time, out = timer(run), run()
+        return time, out if isinstance(out, torch.Tensor) else torch.cat(out)
     except Exception as problem:  # a peer may raise anything
         print(f"{case}: {name}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
         return None, None
@@ -94,7 +96,7 @@ def flash_attention_3(
         "max_seqlen_q": longest_q,
         "max_seqlen_k": longest_kv,
         "softmax_scale": case.head_dim**-0.5,
-        "causal": True,
+        "causal": case.causal,
         "fa_version": 3,
     }
     window = {"window_size": [window_left, 0]} if window_left >= 0 else {}
@@ -122,7 +124,7 @@ def flash_attention_3(
             cache_seqlens=batch.kv_lens,
             cu_seqlens_q=batch.qo_indptr,
             page_size=case.page_size,
-            causal=True,
+            causal=case.causal,
             **window,
             **({"has_softcap": True} if soft_cap else {}),
         )
@@ -130,6 +132,57 @@ def flash_attention_3(
     def run() -> torch.Tensor:
         flash_attn_varlen_func(**arguments)
         return out
+
+    return run
+
+
+def flash_attention_4(batch: Batch) -> Run:
+    """FlashAttention-4's CuTe kernels, as their own package or vLLM has them; ragged."""
+    case = batch.case
+    for package in ("flash_attn.cute", "vllm.vllm_flash_attn.cute"):
+        try:
+            attend = import_module(f"{package}.interface").flash_attn_varlen_func
+            break
+        except ImportError as error:
+            missing = error
+    else:
+        raise missing
+
+    def run() -> torch.Tensor:
+        result = attend(
+            batch.q,
+            *batch.cache,
+            cu_seqlens_q=batch.qo_indptr,
+            cu_seqlens_k=batch.kv_indptr,
+            max_seqlen_q=max(case.qo_lens),
+            max_seqlen_k=max(case.kv_lens),
+            softmax_scale=case.head_dim**-0.5,
+            causal=case.causal,
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    return run
+
+
+def cudnn(batch: Batch) -> Run:
+    """cuDNN through torch's scaled_dot_product_attention: prompts of one length, as a dense batch.
+
+    On a CPU, where tests run it, torch's own kernel.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    case, requests = batch.case, len(batch.case.kv_lens)
+    q, k, v = (
+        tensor.unflatten(0, (requests, -1)).transpose(1, 2).contiguous() for tensor in (batch.q, *batch.cache)
+    )
+    backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=True
+            )
+        return out.transpose(1, 2).flatten(0, 1)
 
     return run
 
@@ -149,7 +202,8 @@ def flex_attention(batch: Batch) -> Run:
     def visible(
         _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        return (document[query] == document[key]) & (query >= key)
+        same = document[query] == document[key]
+        return same & (query >= key) if case.causal else same
 
     mask = create_block_mask(visible, None, None, tokens, tokens, device="cuda")
     torch._dynamo.reset()  # a limit on recompilations would make it give up after some shapes
@@ -192,12 +246,12 @@ def flashinfer_prefill(batch: Batch, backend: str) -> Run:
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace(batch.q.device), "NHD", backend=backend
         )
-        ragged.plan(batch.qo_indptr, batch.kv_indptr, *heads, causal=True, **dtypes)
+        ragged.plan(batch.qo_indptr, batch.kv_indptr, *heads, causal=case.causal, **dtypes)
         return lambda: ragged.run(batch.q, *batch.cache, out=out)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         workspace(batch.q.device), "NHD", backend=backend
     )
-    wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, case.page_size, causal=True, **dtypes)
+    wrapper.plan(batch.qo_indptr, *page_table(batch), *heads, case.page_size, causal=case.causal, **dtypes)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
 
@@ -211,7 +265,7 @@ def flashinfer_persistent(batch: Batch) -> Run:
     wrapper = flashinfer.BatchAttention("NHD")
     indptr, indices, _ = page_table(batch)
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.head_dim)
-    wrapper.plan(batch.qo_indptr, indptr, indices, batch.kv_lens, *heads, case.page_size, causal=True)
+    wrapper.plan(batch.qo_indptr, indptr, indices, batch.kv_lens, *heads, case.page_size, causal=case.causal)
     out = torch.empty_like(batch.q)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
 
@@ -220,6 +274,27 @@ def flashinfer_persistent(batch: Batch) -> Run:
         return out
 
     return run
+
+
+def flashinfer_pod(batch: Batch) -> RunInParts:
+    """FlashInfer's POD-Attention: one prefill over contiguous K and V, and decodes over pages.
+
+    The K and V of the prefill, the batch's first request, are made contiguous beforehand. Its plan copies
+    lengths to the host and is not timed.
+    """
+    flashinfer = import_module("flashinfer")
+    case = batch.case
+    rows = case.qo_lens[0]
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace(batch.q.device), "NHD")
+    pages = -(-case.kv_lens[0] // case.page_size)
+    indptr, indices, last = page_table(batch)
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    wrapper.plan(indptr[1:] - pages, indices[pages:], last[1:], *heads, **dtypes)
+    k, v = (tokens.contiguous() for tokens in batch.tokens(0))
+    decodes = batch.q[rows:].contiguous()
+
+    return lambda: wrapper.run(batch.q[:rows], k, v, decodes, batch.cache, causal_p=case.causal)
 
 
 def flashinfer_backends(batch: Batch) -> Kernels:
@@ -232,6 +307,8 @@ def flashinfer_backends(batch: Batch) -> Kernels:
             "tensor cores": partial(flashinfer_decode, batch),
             "CUDA cores": partial(flashinfer_decode, batch, False),
         }
+    elif all(length == 1 for length in batch.case.qo_lens[1:]) and len(batch.case.qo_lens) > 1:
+        backends["POD"] = partial(flashinfer_pod, batch)
     return backends | {"persistent": partial(flashinfer_persistent, batch)}
 
 
@@ -243,6 +320,9 @@ def peers_of(batch: Batch) -> dict[str, Kernels]:
     }
     if batch.case.ragged:
         peers["flex_attention"] = {"compiled": partial(flex_attention, batch)}
+        peers["FA4"] = {"FA4": partial(flash_attention_4, batch)}
+        if len(set(batch.case.qo_lens)) == 1 and batch.case.qo_lens == batch.case.kv_lens:
+            peers["cuDNN"] = {"cuDNN": partial(cudnn, batch)}
     return peers
 
 

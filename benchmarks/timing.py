@@ -62,7 +62,11 @@ class Timer:
         return self.together([launch])[0]
 
     def together(self, launches: Sequence[Launch]) -> list[float]:
-        """µs of one call of each.
+        """µs of one call of each: medians of `times`."""
+        return [statistics.median(times) for times in self.times(launches)]
+
+    def times(self, launches: Sequence[Launch]) -> list[list[float]]:
+        """µs of every counted call of each.
 
         They take turns, so that clocks that drift meet all of them alike; every second round is in reverse
         order.
@@ -74,7 +78,7 @@ class Timer:
                 # still runs while the host queues the replay, so that no launch is waited for
                 self.flush.bitwise_not_()
                 times[n].append(device_time(graphs[n].replay))
-        return [statistics.median(of_one[WARM_UPS:]) for of_one in times]
+        return [of_one[WARM_UPS:] for of_one in times]
 
 
 def ceilings() -> tuple[float, float]:

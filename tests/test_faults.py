@@ -1,11 +1,11 @@
-"""The faults of fault_table.py can still be put into the sources: their texts are there, once."""
+"""The faults of faults/fault_table.py can still be put into the sources: their texts are there, once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from fault_table import FAULTS, Fault
+from faults.fault_table import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[1]
 

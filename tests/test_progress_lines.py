@@ -42,7 +42,7 @@ def test_progress_is_lines_instead_of_dots(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_some.py").write_text(TESTS)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {
-        "PYTHONPATH": str(Path(__file__).parent)
+        "PYTHONPATH": str(Path(progress_lines.__file__).parent)
     }
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-n", "2", "."]
     done = subprocess.run(command, cwd=tmp_path, env=variables, check=False, capture_output=True, text=True)

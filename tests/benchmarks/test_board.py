@@ -5,10 +5,11 @@ plot. Nothing is measured.
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from benchmarks.board import markdown, merge, plot
+from benchmarks.board import changes, changes_text, main, markdown, merge, plot
 from benchmarks.cases import Case, SharedCase, all_cases, prefill_cases
 
 
@@ -112,3 +113,58 @@ def test_the_plot_has_a_point_for_each_time(tmp_path):
     assert text.count("<use ") > 8
     plot([line(case, FA3=12.0, FlashInfer=None) for case in all_cases()[:4]], tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == text
+
+
+def timed(case, first, third, **times):
+    return line(case, **{"ours quartiles": [first, third], "ours": (first + third) / 2, **times})
+
+
+def test_a_change_is_more_than_the_noise_of_both():
+    overlapping, slower, faster, of_slower_gpu = all_cases()[:4]
+    earlier = [timed(case, 19.0, 21.0) for case in (overlapping, slower, faster)]
+    earlier.append(timed(of_slower_gpu, 19.0, 21.0, floor=10.0))
+    now = [
+        timed(overlapping, 20.9, 23.0),
+        timed(slower, 21.1, 23.0),
+        timed(faster, 17.0, 18.9),
+        timed(of_slower_gpu, 24.0, 26.0, floor=12.5),
+    ]
+    found = changes(now, earlier)
+    assert [[pair[0]["case"] for pair in pairs] for pairs in found] == [[slower.name], [faster.name]]
+    text, num_slower = changes_text(now, earlier)
+    assert num_slower == 1
+    assert text.startswith("1 slower, 1 faster, of 4 lines in both boards:")
+    assert cells(text, slower.name)["now / earlier"] == "1.103"
+    same, none = changes_text(now[:1], earlier)
+    assert (same, none) == ("0 slower, 0 faster, of 1 lines in both boards.\n", 0)
+
+
+def test_boards_that_cannot_be_compared_are_refused():
+    first, second = all_cases()[:2]
+    with pytest.raises(ValueError, match="no line of this board"):
+        changes([timed(first, 1.0, 2.0)], [timed(second, 1.0, 2.0)])
+    with pytest.raises(ValueError, match="has no quartiles"):
+        changes([timed(first, 1.0, 2.0)], [line(first)])
+
+
+def test_the_program_exits_with_1_if_a_line_is_slower(write, monkeypatch, capsys):
+    case = all_cases()[0]
+    earlier, later = (
+        str(write(name, [timed(case, *times)])) for name, times in (("a", (1.0, 2.0)), ("b", (3.0, 4.0)))
+    )
+    for now, then, status, said in ((later, earlier, 1, "1 slower"), (earlier, later, 0, "1 faster")):
+        monkeypatch.setattr(sys, "argv", ["board", now, "--against", then])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code, said in capsys.readouterr().out) == (status, True)
+
+
+def test_operations_that_are_counted():
+    causal, full = (
+        Case("", (3, 1), (4, 5), 2, 1, head_dim=8, causal=is_causal) for is_causal in (True, False)
+    )
+    assert causal.flops == 4 * (2 + 3 + 4 + 5) * 2 * 8
+    assert full.flops == 4 * (3 * 4 + 5) * 2 * 8
+    text = markdown([line(find("prefill bs1 const16384 h32/8 d128 p16"), ours=1e3, flops=5e11)], [])
+    assert "TFLOP/s" in text
+    assert "| 500 |" in text.replace("  ", "")

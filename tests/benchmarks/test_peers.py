@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_ins import install_peers
 
-from benchmarks.peers import fastest
+from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_error
+from benchmarks.cases import Case
+from benchmarks.peers import cudnn, fastest, flash_attention_4, flashinfer_pod, peers_of
 from benchmarks.report import asked_peers, options
 
 BOARDS = (
@@ -84,3 +88,51 @@ def test_the_fastest_right_kernel_counts(capsys: pytest.CaptureFixture[str]) -> 
     assert fastest("P", "line", {"missing": failing}, timer, error, 1e-2) == {"P": None}
     assert fastest("P", "line", {"P": failing}, timer, error, 1e-2) == {"P": None}
     assert capsys.readouterr().err.splitlines()[-1] == "line: P: RuntimeError: no such kernel"
+
+
+def expected(batch: Batch) -> torch.Tensor:
+    return torch.cat([reference(batch, request) for request in range(len(batch.case.kv_lens))])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_ours_and_dense_peers_compute_the_same(causal: bool, ragged: bool) -> None:
+    case = Case("", (37,) * 3, (37,) * 3, 4, 2, 64, 1 if ragged else 16, ragged, causal=causal)
+    batch = Batch.make(case, device="cpu")
+    assert relative_error(ours(batch).run(), expected(batch)) < LARGEST_ERROR
+    if ragged:
+        assert relative_error(cudnn(batch)(), expected(batch)) < LARGEST_ERROR
+
+
+def attend_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+    """FlashAttention-4's function, in torch."""
+    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k == int(cu_seqlens_k.diff().max())
+    outs = []
+    for i in range(len(cu_seqlens_q) - 1):
+        of_q, of_k = (slice(indptr[i], indptr[i + 1]) for indptr in (cu_seqlens_q, cu_seqlens_k))
+        heads = (tensor.transpose(0, 1)[None] for tensor in (q[of_q], k[of_k], v[of_k]))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *heads, scale=softmax_scale, is_causal=causal, enable_gqa=True
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs), None
+
+
+@pytest.mark.parametrize("package", ["flash_attn.cute", "vllm.vllm_flash_attn.cute"])
+def test_flash_attention_4_of_either_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn.cute.interface", "vllm.vllm_flash_attn.cute.interface"):
+        found = SimpleNamespace(flash_attn_varlen_func=attend_varlen) if name.startswith(package) else None
+        monkeypatch.setitem(sys.modules, name, found)
+    batch = Batch.make(Case("", (5, 33), (5, 33), 4, 2, 64, 1, ragged=True), device="cpu")
+    assert relative_error(flash_attention_4(batch)(), expected(batch)) < LARGEST_ERROR
+
+
+def test_pod_of_a_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_peers(monkeypatch)
+    batch = Batch.make(Case("", (20, 1, 1), (50, 33, 7), 4, 2, 64), device="cpu")
+    assert relative_error(torch.cat(flashinfer_pod(batch)()), expected(batch)) < LARGEST_ERROR
+    assert "POD" in peers_of(batch)["FlashInfer"]
+    for others in ((1, 1, 1), (20, 2, 1), (20,)):
+        lens = tuple(max(50, length) for length in others)
+        assert "POD" not in peers_of(Batch.make(Case("", others, lens, 4, 2, 64), device="cpu"))["FlashInfer"]

@@ -1,5 +1,5 @@
 // The attention kernels of one design, and merge, on a CPU, for ctypes: the manifest's sources with emulated/ in the
-// place of CUDA. tests/device_attention.py writes kernels.h: these sources, and
+// place of CUDA. tests/helpers/device_attention.py writes kernels.h: these sources, and
 //   constexpr auto kKernels: the design's attention kernels, in the order of KernelDesign::kernels.
 // DESIGN is the design's namespace. CTAs run one after another.
 #include <device_attention.h>  // by this form, so that a precompiled one is found first

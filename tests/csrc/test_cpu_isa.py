@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiers import mostly_slow
 
-TESTS = Path(__file__).resolve().parent.parent
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 
 RUN = """
 import sys
@@ -60,7 +60,7 @@ def test_the_best_set_is_what_the_operating_system_says() -> None:
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_random_cases(isa: str, first: int) -> None:
     environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", RUN, str(TESTS), str(first), str(first + 20)]
+    command = [sys.executable, "-c", RUN, str(HELPERS), str(first), str(first + 20)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -86,7 +86,7 @@ for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for 
     problem.check(problem.case.out, problem.case.lse)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(TESTS)],
+        [sys.executable, "-c", program, str(HELPERS)],
         env=environment,
         capture_output=True,
         text=True,
@@ -115,7 +115,7 @@ for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128) for t in 
     mixed_cases.check(case, case.out, case.lse)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(TESTS)],
+        [sys.executable, "-c", program, str(HELPERS)],
         env=environment,
         capture_output=True,
         text=True,
@@ -146,7 +146,7 @@ for head_dim in range(8, 257, 8):
         case_tensors.check(case, case.out, case.lse)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(TESTS)],
+        [sys.executable, "-c", program, str(HELPERS)],
         env=environment,
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests"
+HELPERS = ROOT / "tests" / "helpers"
 COMPILER = shutil.which("g++") or ""
 LIMIT_S = 60  # a child that waits for threads that are gone waits for ever
 
@@ -115,13 +115,14 @@ def test_loops_before_and_after_fork(openmp: bool, tmp_path: Path) -> None:
 
 def test_attention_after_fork() -> None:
     check_run(
-        [sys.executable, "-c", IN_PYTHON, str(TESTS)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        [sys.executable, "-c", IN_PYTHON, str(HELPERS)],
+        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
 def test_what_a_forked_child_may_do() -> None:
     """It may make an Attention of any size. docs/how_it_works.md promises both."""
     check_run(
-        [sys.executable, "-c", IN_FORKED_CHILDREN, str(TESTS)],
+        [sys.executable, "-c", IN_FORKED_CHILDREN, str(HELPERS)],
         {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

@@ -17,7 +17,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-OURS = ("attn_backend", "benchmarks", "integration", "release", "tests.fuzz", "tests.variant_fuzz")
+OURS = (
+    "attn_backend",
+    "benchmarks",
+    "integration",
+    "release",
+    "tests.faults",
+    "tests.fuzz",
+    "tests.variant_fuzz",
+)
 IMPORT_AN_ENGINE = {"integration.sglang_attention_kit", "integration.vllm_attention_kit"}  # before they parse
 
 

@@ -27,7 +27,7 @@ TESTS = Path(__file__).resolve().parent.parent
 # which has no built library.
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
 import torch  # noqa: E402
 from fuzz.call import FINDINGS, GOOD  # noqa: E402

@@ -27,7 +27,7 @@ from attn_backend.kernels import cpp_compiler, variant_kernels
 from attn_backend.kernels.attention_variant import AttentionVariant
 from attn_backend.variants import builtin
 
-TESTS = Path(__file__).resolve().parent.parent
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 SLOPE = 0.02
 ORACLES = {
     "slanted": variant_sources.slanted_oracle(SLOPE),
@@ -88,7 +88,7 @@ for seed in range(first, first + count):
 def test_random_cases(isa: str, first: int) -> None:
     """Each variant in each dtype."""
     environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", RUN, str(TESTS), str(Path(__file__).parent), str(first), "18"]
+    command = [sys.executable, "-c", RUN, str(HELPERS), str(Path(__file__).parent), str(first), "18"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -55,7 +55,7 @@ def everything(problem: Problem) -> list[int]:
     return list(range(len(problem.batch.pages)))
 
 
-@pytest.mark.parametrize("block", mostly_slow(range(40), fast=8, without_gpu=20))
+@pytest.mark.parametrize("block", mostly_slow(range(40), fast=8, without_gpu=14))
 def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
     for seed in range(5 * block, 5 * block + 5):
         rng = numpy.random.default_rng([seed, 30])

@@ -418,8 +418,11 @@ def difference(case: Case, name: str, value: Any) -> tuple[str, bool]:
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
-    """torch.compile logs each graph; pytest captures the log, which takes longer than the test."""
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without what torch.compile logs, which pytest would capture, and without its timing of guards, which
+    flushes caches: they take longer than the test.
+    """
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0)
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -24,7 +24,7 @@ TESTS = Path(__file__).resolve().parent.parent
 # which has no built library.
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
-sys.path[:0] = [str(TESTS), str(TESTS / "variants")]
+sys.path[:0] = [str(TESTS), str(TESTS / "helpers"), str(TESTS / "variants")]
 
 import torch  # noqa: E402
 from random_functions import wrong  # noqa: E402

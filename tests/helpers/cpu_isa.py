@@ -15,7 +15,7 @@ import pytest
 
 ISAS = ("baseline", "avx2", "avx512", "amx")  # as in csrc/common/cpu/isa.h
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
 PROGRAM = """
 #include "common/cpu/isa.h"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
 # takes a quarter of the time, for 200 libraries
 LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []

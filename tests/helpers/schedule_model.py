@@ -2,7 +2,7 @@
 what both planners are compared with.
 
 Without a prefix forest and KV chunks: those are compared between the planners, and with the forest of
-tests/forests.py.
+tests/helpers/forests.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Puts small realistic faults into the sources, one at a time, and tells which the tests notice: python -m
-tests.faults
+"""Puts small realistic faults into the sources, one at a time, and tells which the tests notice.
+
+    python -m tests.faults [--only TEXT] [--jobs N]
 
 Everything happens in a copy of the working tree, which is gone afterwards. Run it from the root of the
 repository, with an interpreter that can run the tests; cmake, ninja and g++ build the host library of the
-copy, 30 seconds once and a few for each fault in C++. The faults are in tests/fault_table.py. Exit status 0:
-every fault was noticed.
+copy, 30 seconds once and a few for each fault in C++. The faults are in fault_table.py. Exit status 0: every
+fault was noticed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.fault_table import FAULTS, Fault
+from tests.faults.fault_table import FAULTS, Fault
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HOST_SOURCES = (".cpp", ".h")  # what the host library is built of
 TEST_LIMIT_S = 120  # of one test: a fault may make it wait for ever
 RUN_LIMIT_S = 1800
@@ -158,7 +159,9 @@ def try_fault(tree: Path, fault: Fault, good: dict[tuple[str, ...], bool], jobs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name or file contains this")
     parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
