@@ -32,7 +32,7 @@ struct AttentionParams {
   int64_t o_row_stride;
   int64_t o_head_stride;
   float* lse;              // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
-  float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), v_columns], normalised; then row states
+  float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), v_columns], normalized; then row states
                            // [max_states, num_qo_heads, v_columns]
   float* partial_lse;      // like partial_o, without v_columns
   int32_t v_columns;       // of a head of V and O

@@ -1,4 +1,4 @@
-// Quantises new tokens of MLA to rows with scales of their own (scaled_latent.h). Any grid works.
+// Quantizes new tokens of MLA to rows with scales of their own (scaled_latent.h). Any grid works.
 #pragma once
 
 #include "cache/latent_params.h"

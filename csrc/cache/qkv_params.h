@@ -23,7 +23,7 @@ enum class RotaryTable : int32_t {
   kCosSinFloat32
 };
 
-/// Takes what a projection made of each token: normalises the heads of Q and K (RMS), rotates them (RoPE), writes Q to
+/// Takes what a projection made of each token: normalizes the heads of Q and K (RMS), rotates them (RoPE), writes Q to
 /// q_out, K and V to the slots slots[token] of the cache (rounded to its type, if it has another, and divided by the
 /// scales of one of 8 bits); a slot that is negative or beyond the cache gets neither.
 struct QkvParams {

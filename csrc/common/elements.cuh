@@ -72,7 +72,7 @@ struct ScaledLatent : Float8E4M3 {
   static constexpr bool kRowsHaveScales = true;
 };
 
-/// Stores four neighbouring elements.
+/// Stores four neighboring elements.
 template <class Element>
 __device__ __forceinline__ void store_four(char* to, const float (&values)[4]) {
   const uint32_t low = Element::pack(values[0], values[1]), high = Element::pack(values[2], values[3]);

@@ -55,7 +55,7 @@ ATTN_HD bool begins_with_page(const PageTable& table, const RowGroup& group) {
 }
 
 /// A request as the forest sees it. (The size of this struct and of the next is an odd number of words: no two of 32
-/// neighbours begin in the same bank of shared memory.)
+/// neighbors begin in the same bank of shared memory.)
 struct ForestRequest {
   int32_t qo_begin;  // RowGroup
   int32_t qo_len;

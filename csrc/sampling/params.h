@@ -88,7 +88,7 @@ struct RowInt {
 /// A launch's task for each row.
 enum class RowTask : int32_t {
   kSample = 0,      // draw a token
-  kRenorm = 1,      // write probabilities: softmax, renormalised survivors of top-k or top-p
+  kRenorm = 1,      // write probabilities: softmax, renormalized survivors of top-k or top-p
   kMaskLogits = 2,  // write the values, with -inf where top-k removes them
   kSpeculate = 3,   // accept draft tokens, then draw
 };

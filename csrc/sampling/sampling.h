@@ -336,10 +336,10 @@ ATTN_HD bool accepts_draft(int64_t seed, int64_t position, float draft_prob, flo
 }
 
 /// A survivor's share of `mass`, from its value rather than from its weight, which ends at 2^-40.
-ATTN_HD float normalised(const LogitWeights&, float, uint64_t weight, uint64_t mass) {
+ATTN_HD float normalized(const LogitWeights&, float, uint64_t weight, uint64_t mass) {
   return static_cast<float>(weight) / static_cast<float>(mass);
 }
-ATTN_HD float normalised(const ProbWeights& weights, float value, uint64_t, uint64_t mass) {
+ATTN_HD float normalized(const ProbWeights& weights, float value, uint64_t, uint64_t mass) {
   return value /
          (static_cast<float>(mass) * bits_float((max_of(float_bits(weights.reference) >> 23, 41u) - 40u) << 23));
 }

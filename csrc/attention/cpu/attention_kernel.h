@@ -293,7 +293,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
 
   /// Turns scores into final logits, in powers of 2.
   void finish_scores(float* scores, int row, int begin, int end, int32_t block_begin) const {
-    // Copies that the scores cannot overlap: the compiler vectorises the loops.
+    // Copies that the scores cannot overlap: the compiler vectorizes the loops.
     const Variant variant = variant_;
     const float scale = score_scale(row);
     const int32_t first = group_.kv_offset + block_begin;

@@ -58,7 +58,7 @@ struct alignas(64) Scratch {
   float values[kMaxBlockWords];
   float scores[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
   float probabilities[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
-  float o[kMaxTileRows * kMaxHeadDim];  // not yet normalised
+  float o[kMaxTileRows * kMaxHeadDim];  // not yet normalized
   float row_max[kMaxTileRows];          // what the row's exponentials are relative to, in powers of 2
   float row_sum[kMaxTileRows];
   float no_token[kMaxHeadDim];           // zeros: stands in for a token after the last of a block

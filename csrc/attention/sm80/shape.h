@@ -3,7 +3,7 @@
 //
 // A CTA's shared memory:
 // - Q tile: tile_rows(max_kind) rows; at the end of a work item the warps' outputs on their way to global memory;
-// - KV slots: a ring of KV tiles, K and V of one tile in neighbouring slots;
+// - KV slots: a ring of KV tiles, K and V of one tile in neighboring slots;
 // - row addresses: of two KV tiles, K and V address of each token;
 // - row states: maximum and sum of each warp's 16 rows;
 // - loading: what each warp's KV loader knows of its row tile, where registers are scarce.
@@ -65,7 +65,7 @@ struct SharedLayout {
   int32_t q;
   int32_t kv;
   int32_t k_slot_bytes;
-  int32_t pair_bytes;     // of neighbouring slots
+  int32_t pair_bytes;     // of neighboring slots
   int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kv_tile]
   int32_t row_states;     // float [2 (maximum, sum)][kWarps][16]
   int32_t loading;        // LoadedTile [kWarps]

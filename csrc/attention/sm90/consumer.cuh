@@ -7,7 +7,7 @@
 //     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
 //
-// The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
+// The two warpgroups are not synchronized: the products of one overlap with the softmax of the other.
 #pragma once
 
 #include "attention/sm90/mma_consumer.cuh"

@@ -18,7 +18,7 @@ constexpr int32_t kProducerThreads = kWarpgroupThreads;
 constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;  // of heads that are not wide
 constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
 
-/// Of wide heads one warpgroup makes probabilities, and two multiply them (wide_consumer.cuh).
+/// Wide heads: one warpgroup computes P, two compute P·V (wide_consumer.cuh).
 ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) {
   return is_wide(dims) ? 3 * kWarpgroupThreads / 32 : kConsumerWarps;
 }
@@ -39,8 +39,8 @@ struct Tuning {
   int32_t kv_tile;     // tokens of one KV tile: as many as 64 rows of scores leave registers for
   int32_t q_slots;     // Q tiles, of consecutive work items
   int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
-  int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows;
-                       // of wide heads the columns that a warpgroup multiplies with probabilities
+  int32_t slot_parts;  // of a slot, one mbarrier pair each: the tokens that a warpgroup takes in row tiles of 16 rows;
+                       // wide heads: the columns that a warpgroup multiplies with P
   int32_t max_parts_in_flight;  // that are filled or being filled while row tiles have 16 rows
   int32_t producer_registers;   // of a thread; three warpgroups share 504, four 512
   bool keeps_maxima;            // lazy maxima (consumer.cuh)

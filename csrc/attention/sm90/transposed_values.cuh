@@ -9,7 +9,7 @@
 
 namespace attn::sm90 {
 
-/// A row for each column of V. Its tokens are permuted such that a lane's probabilities are four neighbouring ones: of
+/// A row for each column of V. Its tokens are permuted such that a lane's probabilities are four neighboring ones: of
 /// every 16, number 4t + 2h + i is token 8h + 2t + i (t below 4, h and i below 2).
 template <int kTokens, int kVColumns>
 using TransposedValues = SwizzledTile<Float8E4M3, kTokens, kVColumns>;

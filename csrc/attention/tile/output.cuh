@@ -14,7 +14,7 @@
 
 namespace attn {
 
-/// Puts 16 complete rows of a warp, normalised, into rows `block_row` on of `staged`, a tile of layout Tile.
+/// Puts 16 complete rows of a warp, normalized, into rows `block_row` on of `staged`, a tile of layout Tile.
 /// kFourColumns: they are outputs of widened_accumulate().
 template <class Tile, bool kFourColumns = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns, kRowBlocks>& state,
@@ -219,7 +219,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kKvWarps; ++w) sum += warp_sums.by_warp[w] * ptx::ex2(warp_maxima.by_warp[w] - base);
-    // The factor that normalises this warp's output.
+    // The factor that normalizes this warp's output.
     float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
     RowEnd with_sink{};
     if (target.has_sinks()) {

@@ -112,12 +112,12 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
   constexpr int kPieceColumns = kWords * kWordColumns;
   constexpr int kChunkPieces = 4 / kWords;  // of 16 bytes
   constexpr PairLayout kPairs = Transform::kPairs.for_head(kColumns);
-  constexpr bool kNeighbours = kPairs.distance == 1;
-  static_assert((kNeighbours || kPairs.distance % 8 == 0) && kPairs.columns % (2 * kPairs.distance) == 0 &&
+  constexpr bool kNeighbors = kPairs.distance == 1;
+  static_assert((kNeighbors || kPairs.distance % 8 == 0) && kPairs.columns % (2 * kPairs.distance) == 0 &&
                     kPairs.columns <= kColumns,
                 "as PairLayout says, and no wider than the head");
-  constexpr int kApart = kNeighbours ? kPieceColumns : kPairs.distance;  // columns of a run of pieces
-  constexpr int kPieces = kNeighbours ? 1 : 2;
+  constexpr int kApart = kNeighbors ? kPieceColumns : kPairs.distance;  // columns of a run of pieces
+  constexpr int kPieces = kNeighbors ? 1 : 2;
   constexpr int kUnits = ceil_div(kPairs.columns, kPieces * kPieceColumns);
   constexpr int kPassRows = kThreads / kUnits;
   constexpr bool kWholePasses = kMultiple % (kRows * kPassRows) == 0;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void transform_rows(char* tile, int first_row, int en
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         uint32_t& low = reinterpret_cast<uint32_t*>(&pieces[r][0])[word];
-        if constexpr (kNeighbours) {
+        if constexpr (kNeighbors) {
           const Pair changed =
               transform.apply(Pair{Element::unpack(low), Element::unpack(low >> 16)}, first, first + 1, place[r]);
           low = Element::pack(changed.first, changed.second);

@@ -92,7 +92,7 @@ struct WarpState {
     if constexpr (kTwoSums) add_to(s[0], other);
   }
 
-  /// The same with K of an 8-bit cache, which is widened on the way. A lane gets words of K with four neighbouring
+  /// The same with K of an 8-bit cache, which is widened on the way. A lane gets words of K with four neighboring
   /// columns: it uses the first two as its columns of the first half of a product's depth, the others as those of the
   /// second half. `query(b, d, a)` loads Q in the same order: rows of block b, columns from 16 * d on (load_query()).
   /// `k`: as in scores().
@@ -235,7 +235,7 @@ struct WarpState {
     }
   }
 
-  /// For variants without softmax: starts a sum that is not normalised. Where warps share rows, only one of them
+  /// For variants without softmax: starts a sum that is not normalized. Where warps share rows, only one of them
   /// counts.
   __device__ __forceinline__ void start_sum(bool counts) {
 #pragma unroll
@@ -270,8 +270,8 @@ struct WarpState {
     }
   }
 
-  /// The same with V of an 8-bit cache, widened on the way. A lane gets words of two neighbouring tokens x two
-  /// neighbouring columns, so columns of each 16 are multiplied in another order: o[b][2i] and o[b][2i + 1] hold
+  /// The same with V of an 8-bit cache, widened on the way. A lane gets words of two neighboring tokens x two
+  /// neighboring columns, so columns of each 16 are multiplied in another order: o[b][2i] and o[b][2i + 1] hold
   /// columns 4t, 4t + 2 and 4t + 1, 4t + 3 of the 16 from 16 * i on (four_outputs()).
   template <int kTokens, class VTile, class KvElement>
   __device__ __forceinline__ void widened_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {

@@ -1,5 +1,5 @@
 // The functions that variants call: those that Python functions are traced into, and what a variant in C++ may want.
-// Relative errors are about 1e-6 (tanh on a GPU: absolute). On a GPU they are short; g++ vectorises loops over them
+// Relative errors are about 1e-6 (tanh on a GPU: absolute). On a GPU they are short; g++ vectorizes loops over them
 // with -fno-math-errno -fno-trapping-math. (-ffast-math would break them.)
 #pragma once
 

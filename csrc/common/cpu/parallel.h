@@ -2,7 +2,7 @@
 //
 // Tasks run on the OpenMP runtime that the process already has (torch brings one), without linking it: a second pool of
 // threads would compete with that runtime's spinning workers. So torch.set_num_threads and OMP_NUM_THREADS are
-// honoured. A process without such a runtime gets its own small pool.
+// honored. A process without such a runtime gets its own small pool.
 #pragma once
 
 #include <atomic>

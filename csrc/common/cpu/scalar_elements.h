@@ -25,7 +25,7 @@ struct ScalarElements {
   [[gnu::always_inline]] static inline float to_float(Half x) { return half_to_float(x.bits); }
 
   // The product corrects the exponent's bias, for subnormal numbers, too. There are no branches, so that loops are
-  // vectorised.
+  // vectorized.
   [[gnu::always_inline]] static inline float to_float(Float8E4M3 x) {
     const uint32_t magnitude = x.bits & 0x7fu;
     const uint32_t nan = magnitude == 0x7fu ? 0x7fc00000u : 0u;

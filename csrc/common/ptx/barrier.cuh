@@ -14,7 +14,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-/// Makes initialised barriers visible to TMA.
+/// Makes initialized barriers visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes
 }
 
 /// Arrives when all earlier cp.async of this thread have completed; counts as one of the arrivals that the barrier was
-/// initialised with.
+/// initialized with.
 __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

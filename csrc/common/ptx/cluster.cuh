@@ -91,7 +91,7 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared_address, uin
   return address;
 }
 
-/// Initialises an mbarrier for `arrivals` arrivals, visible to the cluster after its next barrier.
+/// Initializes an mbarrier for `arrivals` arrivals, visible to the cluster after its next barrier.
 __device__ __forceinline__ void cluster_mbarrier_init(uint32_t mbarrier, uint32_t arrivals) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(mbarrier),

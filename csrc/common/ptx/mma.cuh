@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t load_word(uint32_t shared) {
   return d;
 }
 
-/// Two neighbouring words, by each lane for itself.
+/// Two neighboring words, by each lane for itself.
 __device__ __forceinline__ void load_words(uint32_t (&d)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(shared));
 }

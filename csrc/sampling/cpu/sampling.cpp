@@ -116,7 +116,7 @@ class Row {
     for_segments([&](int32_t begin, int32_t count, const uint64_t* weight) {
       for (int32_t i = 0; i < count; ++i) {
         const bool survives = valid_ && order_key(values_[begin + i]) >= lowest;
-        out[begin + i] = survives ? normalised(weights_, values_[begin + i], weight[i], total) : 0.0f;
+        out[begin + i] = survives ? normalized(weights_, values_[begin + i], weight[i], total) : 0.0f;
       }
     });
   }

@@ -219,7 +219,7 @@ struct Candidates {
     }
   }
 
-  /// The first CTA's part: sets the decision. Returns how many finalists there are, which it needs.
+  /// The first CTA's part: sets the decision. Returns the finalist count.
   __device__ __forceinline__ int32_t choose_finalists(bool draws, bool all_came) const {
     const CandidateResult own = shared.candidates[min_of(row.lane(), row.num_ctas - 1)];
     const uint32_t best = ptx::warp_max(own.best_key), bound = ptx::warp_max(own.bound);

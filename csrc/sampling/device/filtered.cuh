@@ -10,7 +10,7 @@
 //      the digits of a radix, a read of the row each, then a race of the survivors (threshold.cuh).
 //
 // The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
-// bound, and nothing that is written depends on the order in which threads run. docs/sampling.md has the whole of it.
+// bound, and nothing that is written depends on the order in which threads run. docs/sampling.md explains it.
 #pragma once
 
 #include "sampling/device/candidates.cuh"

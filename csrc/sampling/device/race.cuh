@@ -149,7 +149,7 @@ __device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32
   }
 }
 
-/// Has its sign bit set where a token has lost for sure: it needs first bits, a half of `word`, of at most share *
+/// The sign bit is set if a token has lost for sure, that is if its first bits, a half of `word`, are more than share *
 /// most. `magic` is the upper half of 2^23, in whose low bits integers stand: in a register, as PRMT has no room for
 /// two constants.
 template <bool kUpper>

@@ -132,7 +132,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
         // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
         // its barrier. That one must observe the phase before the slot is refilled. While few parts are in flight,
-        // refilling it requires freed parts of the next item, which no consumer reaches before all have synchronised at
+        // refilling it requires freed parts of the next item, which no consumer reaches before all have synchronized at
         // the end of this one.
         if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
         constexpr int kBlocks = KvShare<Traits>::kMaxBlocks, kLeftBlocks = KvShare<Traits>::kLeftBlocks;
