@@ -126,7 +126,7 @@ kernels: environment
 ifeq ($(NVCC),)
 	@$(call warn_without_nvcc)
 else
-	$(TEST_PYTHON) -m attn_backend.kernels.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
+	$(TEST_PYTHON) -m attn_backend.jit.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
 endif
 
 DOCS_VENV ?= .venv-docs
@@ -145,7 +145,7 @@ wheel: base-python
 	@[ -x $(RELEASE_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(RELEASE_VENV)
 	@$(RELEASE_VENV)/bin/python -m release.wheel --requirements | $(RELEASE_VENV)/bin/pip install -q -r /dev/stdin
 	rm -rf build/cubins
-	$(RELEASE_VENV)/bin/python -m attn_backend.kernels.build --jobs $(JOBS) --out build/cubins
+	$(RELEASE_VENV)/bin/python -m attn_backend.jit.build --jobs $(JOBS) --out build/cubins
 	$(RELEASE_VENV)/bin/python -m release.wheel
 
 .PHONY: base-python

@@ -8,9 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .kernels.append import append_kv
-    from .kernels.append_mla import append_mla_kv
-    from .kernels.append_qkv import Rotary, append_qkv, rotate_qk
+    from .kernels.append import Rotary, append_kv, append_mla_kv, append_qkv, rotate_qk
     from .kernels.attention import Attention
     from .kernels.sampling import (
         Samples,
@@ -61,12 +59,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    **{
-        "Attention": ".kernels.attention",
-        "append_kv": ".kernels.append",
-        "append_mla_kv": ".kernels.append_mla",
-    },
-    **dict.fromkeys(("Rotary", "append_qkv", "rotate_qk"), ".kernels.append_qkv"),
+    "Attention": ".kernels.attention",
+    **dict.fromkeys(("Rotary", "append_kv", "append_mla_kv", "append_qkv", "rotate_qk"), ".kernels.append"),
     **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
     **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
     **dict.fromkeys(("SelectedTokens", "selected_slots"), ".kernels.selection"),

@@ -32,8 +32,8 @@ CHILD = """
 import json, os, sys, time
 import elftools.elf.elffile
 from attn_backend.kernels import cuda_compiler, manifest, nvrtc, variant_kernels
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.kernels.library import library
+from attn_backend.jit.manifest import HeadDims
+from attn_backend.kernels.native import library
 from attn_backend.variants import builtin
 {hidden}
 variant = builtin.soft_cap(30.0)

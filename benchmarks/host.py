@@ -24,7 +24,7 @@ from torch import Tensor
 import attn_backend
 import attn_backend.flashinfer as drop_in
 from attn_backend import BSRView, KVCache, PageTable
-from attn_backend.kernels.library import library
+from attn_backend.kernels.native import library
 from benchmarks.report import asked_peers, number, options, save, table, wanted
 
 BATCH, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 256, 32, 8, 128, 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_backend.cli.schedule_costs import ScheduleCosts
+from attn_backend.cli.planned import ScheduleCosts
 from attn_backend.kernels.schedule import Schedule
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from attn_backend import Attention, BSRView
 from attn_backend.cli.batches import TraceRequest, read_trace
 from attn_backend.cli.plan import check_matplotlib
-from attn_backend.cli.schedule_costs import ScheduleCosts
+from attn_backend.cli.planned import ScheduleCosts
 from benchmarks.continuous_batching import Engine, Request
 from benchmarks.report import table
 from benchmarks.schedules import taken_prefixes

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from attn_backend.cpu_features import FIGURES_OF_A_CPU, serving_choice
-from attn_backend.kernels.progress import status
+from attn_backend.jit.progress import status
+from attn_backend.preflight import FIGURES_OF_A_CPU, serving_choice
 from integration.client import run_client
 from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling

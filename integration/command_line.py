@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attn_backend.cli.arguments import split_arguments
+from attn_backend.cli.demo import split_arguments
 from integration.client import ClientError
 from integration.device import find_device
 from integration.engines import ENGINES, Launch, Sampling

@@ -33,7 +33,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from attn_backend.cli.arguments import split_arguments
+from attn_backend.cli.demo import split_arguments
 from integration.command_line import Comparison, comparison_parser, exit_with
 from integration.engines import ENGINES, Engine, Launch, Token
 from integration.engines.base import STOCK

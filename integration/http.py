@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from attn_backend.cli.connections import Connections
+from attn_backend.cli.demo import Connections
 
 ANSWER_TIMEOUT_S = 600
 

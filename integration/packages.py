@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from attn_backend.kernels.progress import status
+from attn_backend.jit.progress import status
 
 
 class DownloadError(RuntimeError):

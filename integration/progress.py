@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from attn_backend.kernels.progress import status
+from attn_backend.jit.progress import status
 
 POLL_S = 0.1
 TAIL_BYTES = 4096

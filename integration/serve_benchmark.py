@@ -57,7 +57,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attn_backend.cli.arguments import split_arguments
+from attn_backend.cli.demo import split_arguments
 from attn_backend.settings import refusal
 from integration.benchmark import Load, Settings, benchmark, note_on
 from integration.command_line import exit_with, new_parser, results_folder, sampling_argument

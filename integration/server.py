@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from attn_backend.kernels.progress import status
+from attn_backend.jit.progress import status
 from integration.engines import Engine, Launch
 from integration.engines.base import is_ours
 from integration.http import CONNECTIONS, is_ready

@@ -18,7 +18,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from attn_backend.kernels.progress import status
+from attn_backend.jit.progress import status
 from integration.cache import cached_folder
 from integration.packages import extract_from_package
 

@@ -16,7 +16,7 @@ torch_seconds = time.perf_counter() - start
 
 start = time.perf_counter()
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, sample  # noqa: E402
-from attn_backend.kernels.library import library  # noqa: E402
+from attn_backend.kernels.native import library  # noqa: E402
 
 import_seconds = time.perf_counter() - start
 

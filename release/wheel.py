@@ -64,10 +64,12 @@ def compiler(folder: Path) -> Path:
 def cubins_of_manifest() -> set[str]:
     """Names in a wheel of all standard kernels."""
     sys.path.insert(0, str(REPOSITORY))
-    from attn_backend.kernels import archs, manifest
+    from attn_backend.jit import manifest
 
     return {
-        f"attn_backend/cubins/{arch}/{name}.cubin" for arch in archs.ARCHS for name in manifest.kernels(arch)
+        f"attn_backend/cubins/{arch}/{name}.cubin"
+        for arch in manifest.ARCHS
+        for name in manifest.kernels(arch)
     }
 
 
@@ -82,9 +84,9 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
             f"{wheel.name} lacks {sorted(wanted - cubins)[:3]} and has {sorted(cubins - wanted)[:3]}: run "
             f"`make wheel`, which fills build/cubins anew"
         )
-    for name in ("attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variant/variants.h"):
-        if name not in names:
-            raise ReleaseError(f"{wheel.name} lacks {name}")
+    for name in ("lib/libattn_backend.so", "csrc/attention/variant/variants.h", "py.typed"):
+        if f"attn_backend/{name}" not in names:
+            raise ReleaseError(f"{wheel.name} lacks attn_backend/{name}")
     if not re.fullmatch(rf"attn_backend-.*-py3-none-{PLATFORM}\.whl", wheel.name):
         raise ReleaseError(f"{wheel.name} is not py3-none-{PLATFORM}")
     if wheel.stat().st_size > MAX_BYTES:

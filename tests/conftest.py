@@ -14,7 +14,7 @@ import progress_lines
 import pytest
 import torch
 
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 
 NO_GPU = "needs a CUDA GPU"
 
@@ -70,17 +70,17 @@ def sys_path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def intrinsics_are_precompiled() -> Iterator[None]:
     """Tests compile a hundred variants for CPUs. The libraries are the same."""
-    compile_library = cpp_compiler.compile_library
+    compile_library = compilers.compile_library
 
     def with_intrinsics(
         command: list[str], text: str, isa: str, headers: Path, digest: str, what: str
     ) -> tuple[bytes, str]:
-        if cpp_compiler.ISA_FLAGS[isa]:  # others have no intrinsics
-            command = compilation.with_intrinsics(command, cpp_compiler.flags(isa))
+        if compilers.ISA_FLAGS[isa]:  # others have no intrinsics
+            command = compilation.with_intrinsics(command, compilers.cpp_flags(isa))
         return compile_library(command, text, isa, headers, digest, what)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpp_compiler, "compile_library", with_intrinsics)
+        patch.setattr(compilers, "compile_library", with_intrinsics)
         yield
 
 

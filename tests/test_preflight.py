@@ -34,7 +34,7 @@ def a_machine_that_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(preflight, "PYTHONS", (sys.version_info[:2],))
     monkeypatch.setattr(preflight, "ask_pip", lambda *arguments: (0, ""))
-    monkeypatch.setattr(preflight.cpp_compiler, "compiler", lambda: ["/usr/bin/g++"])
+    monkeypatch.setattr(preflight.compilers, "cpp_compiler", lambda: ["/usr/bin/g++"])
     monkeypatch.setattr(preflight.network_problem, "__defaults__", (lambda *arguments: (0, ""),))
     monkeypatch.chdir(tmp_path)
 
@@ -59,8 +59,8 @@ def test_a_machine_that_is_ready_passes(tmp_path: Path) -> None:
 def test_all_problems_are_listed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "PYTHONS", ((2, 7),))
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(preflight.cpp_compiler, "compiler", lambda: None)
-    monkeypatch.setattr(preflight.cuda_compiler, "nvcc", lambda: None)
+    monkeypatch.setattr(preflight.compilers, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(preflight.compilers, "nvcc", lambda: None)
     monkeypatch.setattr(preflight.network_problem, "__defaults__", (lambda *arguments: (1, NOT_FOUND),))
     (tmp_path / "file").touch()
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path / "file" / "cache"))

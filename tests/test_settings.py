@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attn_backend import settings
-from attn_backend.kernels import archs
+from attn_backend.jit import manifest
 from attn_backend.settings import PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +109,7 @@ def test_tests_and_documents_use_settings_that_exist() -> None:
 
 
 def test_archs_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arch in (*archs.ARCHS, ""):
+    for arch in (*manifest.ARCHS, ""):
         monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
         assert Settings.read().arch == (arch or None)
 

@@ -1,13 +1,20 @@
-"""Tools have one version: that of the tests' environment is also that of pre-commit."""
+"""Versions that several files name: tools, Python, engines."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from attn_backend import preflight
+from attn_backend.releases import RELEASES
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize("tool", ["ruff", "clang-format"])
@@ -18,3 +25,19 @@ def test_pre_commit_takes_the_version_of_the_environment(tool: str) -> None:
     )
     assert len(of_environment) == 1
     assert of_pre_commit == of_environment
+
+
+@pytest.mark.parametrize("engine", RELEASES)
+def test_an_extra_allows_the_releases_that_were_compared(engine: str) -> None:
+    (requirement,) = map(Requirement, PROJECT["optional-dependencies"][engine])
+    first, last = Version(RELEASES[engine][0]), Version(RELEASES[engine][-1])
+    assert requirement.name == engine
+    assert all(release in requirement.specifier for release in RELEASES[engine])
+    assert f"{last.major}.{last.minor}.{last.micro + 1}" not in requirement.specifier
+    assert f">={first}" in str(requirement.specifier)
+
+
+def test_the_oldest_python_is_one_that_is_used() -> None:
+    oldest = ".".join(map(str, min(preflight.PYTHONS)))
+    assert PROJECT["requires-python"] == f">={oldest}"
+    assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]

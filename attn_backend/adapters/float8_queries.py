@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.kernels.kernel_files import arch_on
-from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, default_design
+from attn_backend.jit.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, HeadDims, default_design
+from attn_backend.kernels.native import arch_on
 
 
 def multiplies_float8(float8: torch.dtype | None, head_size: int, device: torch.device) -> bool:

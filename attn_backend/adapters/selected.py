@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.attention_config import MAX_CUDA_BATCH, MAX_CUDA_INVARIANT_BATCH
+from attn_backend.kernels.attention import MAX_CUDA_BATCH, MAX_CUDA_INVARIANT_BATCH, Attention
 from attn_backend.kernels.selection import SelectedTokens
-from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.kv_cache import KVCache
+from attn_backend.metadata.views import BSRView
 
 
 class SelectedAttention:

@@ -16,8 +16,8 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..metadata import BSRView, PageTable
-from ..metadata.structure import refuse
 from ..settings import refusal
+from ..validation import refuse
 
 TRACE_BLOCK = 512  # tokens that one hash id of a trace stands for
 _MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # of a batch

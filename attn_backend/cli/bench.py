@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..kernels.progress import tracked
+from ..jit.progress import tracked
 from .console import explained, print_table
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..kernels import build, cubins, manifest
-from ..kernels.archs import ARCHS, BUILDS
-from ..kernels.head_dims import (
+from ..jit import build, cubins, manifest
+from ..jit.manifest import (
+    ARCHS,
+    BUILDS,
     CPU_HEAD_DIMS_TEXT,
     CUDA_HEAD_DIMS_TEXT,
     FLOAT8_Q_TEXT,
@@ -170,16 +171,16 @@ def _are_shipped() -> bool:
 
 
 def _compile_variants(arguments: argparse.Namespace) -> None:
-    from ..kernels import variant_kernels
-    from ..kernels.library import library
+    from ..jit import cubins
+    from ..kernels.native import library
 
     archs = arguments.arch or [_own_arch()]
-    others = [arch for arch in archs if not variant_kernels.is_target(arch)]
+    others = [arch for arch in archs if not cubins.is_target(arch)]
     _check_archs(
         others,
         ["cpu"],
         f"cpu, sm_90a, sm_80 (8.6 and 8.9, too), sm_100, sm_120, ... (one for each major version), or "
-        f"{variant_kernels.PTX_OF_SM80}",
+        f"{cubins.PTX_OF_SM80}",
     )
     isa = library().current_isa()
     for place in arguments.variant:
@@ -189,7 +190,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
             for head_dim in arguments.head_dim or [HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)
                 float8 = (arguments.kv_dtype, arguments.float8_q, arguments.float8_out)
-                for entry in variant_kernels.compile_ahead(
+                for entry in cubins.compile_ahead(
                     variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *float8
                 ):
                     print(entry, flush=True)
@@ -242,7 +243,7 @@ def _own_arch() -> str:
     """The arch of this machine's GPU."""
     import torch
 
-    from ..kernels.variant_kernels import target_of
+    from ..jit.cubins import target_of
 
     if not torch.cuda.is_available():
         raise RuntimeError(

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..kernels.archs import ARCHS
+from ..jit.manifest import ARCHS
 
 _EPILOG = """examples:
   eval "$(attn-backend completion bash)"     # in ~/.bashrc

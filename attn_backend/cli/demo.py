@@ -8,6 +8,7 @@ import argparse
 import http.client
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -22,13 +23,49 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakSet
 
-from ..cpu_features import FIGURES_OF_A_CPU, serving_choice, serving_dtype
-from ..kernels.progress import status
+from ..jit.progress import status
+from ..preflight import FIGURES_OF_A_CPU, serving_choice, serving_dtype
 from ..releases import VLLM_CPU
-from .arguments import split_arguments
-from .connections import Connections
 from .console import print_table
+
+
+def split_arguments(text: str) -> list[str]:
+    """As a shell does outside of quotes: a line that ends with a backslash, which quotes keep, goes on with
+    the next one.
+    """
+    return shlex.split(text.replace("\\\n", ""))
+
+
+class Connections:
+    """The sockets of requests.
+
+    `cancel()` makes the requests in flight fail at once, and those that are sent later.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._lock = threading.RLock()  # reentrant: a signal handler, which may interrupt add(), cancels
+        self._is_cancelled = False
+
+    def add(self, connected: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(connected)
+            if self._is_cancelled:
+                _hang_up(connected)
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            for connected in list(self._sockets):
+                _hang_up(connected)
+
+
+def _hang_up(connected: socket.socket) -> None:
+    with suppress(OSError):  # closed already
+        connected.shutdown(socket.SHUT_RDWR)  # unlike close(), this wakes a thread that reads
+
 
 _EPILOG = """examples:
   attn-backend demo                                          # vLLM, or SGLang where there is no vLLM

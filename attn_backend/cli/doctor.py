@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .. import preflight
-from ..kernels import archs, code_address, cpp_compiler, cubins, kernel_cache, nvrtc
+from ..jit import code_address, compilers, cubins, kernel_cache, manifest
 from ..releases import RELEASES, VLLM_CPU, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
 from .console import print_table
@@ -49,7 +49,7 @@ def _host() -> list[Finding]:
     findings = [Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")]
     try:
         # imports torch, which no other command's --help should wait for
-        from ..kernels.library import library, library_path
+        from ..kernels.native import library, library_path
 
         library()
         findings.append(Finding("ok", "host library", str(library_path())))
@@ -139,7 +139,7 @@ def _kernels() -> list[Finding]:
     except RuntimeError as error:
         on_cache, folder = Finding("!!", "cache", str(error)), None
     findings = []
-    for arch in archs.ARCHS:
+    for arch in manifest.ARCHS:
         names = cubins.kernel_sources(arch)
         shipped, damaged = _count([cubins.shipped_kernel(name, arch) for name in names], cubins.shipped_fault)
         if damaged:
@@ -220,20 +220,22 @@ def _cached(folder: Path) -> list[Finding]:
 
 def _variants() -> Finding:
     """What a variant's kernels are compiled with for this machine's CPU; those of GPUs need nvcc or NVRTC."""
-    command = cpp_compiler.compiler()
+    command = compilers.cpp_compiler()
     if command is None:
-        advice = (
-            f"{cpp_compiler.no_compiler()}; Python functions and built-ins are interpreted on the CPU, slowly"
-        )
+        instead = "Python functions and built-ins are interpreted on the CPU, slowly"
+        advice = f"{compilers.no_cpp_compiler()}; {instead}"
         return Finding("--", "C++ compiler", "not found; only needed for variants on a CPU", advice)
     return Finding("ok", "C++ compiler", f"{' '.join(command)}, for variants on a CPU")
 
 
 def _nvrtc() -> Finding:
-    library = nvrtc.nvrtc()
+    library = compilers.nvrtc()
     if library is None:
         return Finding(
-            "--", "NVRTC", "not found; only needed for variants on a GPU where there is no nvcc", nvrtc.ADVICE
+            "--",
+            "NVRTC",
+            "not found; only needed for variants on a GPU where there is no nvcc",
+            compilers.NVRTC_ADVICE,
         )
     return Finding("ok", "NVRTC", str(library))
 
@@ -257,7 +259,7 @@ def _compiler(path: str | None) -> Finding:
 def _cache() -> tuple[Finding, Path]:
     """A finding about the cache, and the folder that is used."""
     wanted = cubins.cache_dir()
-    entry, reason = kernel_cache.place(wanted / archs.ARCHS[0] / "any.cubin")
+    entry, reason = kernel_cache.place(wanted / manifest.ARCHS[0] / "any.cubin")
     folder = entry.parents[1]
     if reason:
         advice = "make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is"

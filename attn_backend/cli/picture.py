@@ -1,20 +1,25 @@
-"""The parts that all pictures share: figures measured in pixels, rectangles in a few colors, and files that
-depend on nothing but their content.
-"""
+"""Pictures of matplotlib: what all share, and that of a plan."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
+from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
+
+from ..kernels.schedule import PrefixNode
+from .planned import Planned, count, decision
 
 INK = "#222222"
 FAINT = "#9a9a9a"
@@ -70,3 +75,228 @@ class Rectangles:
             self.axes.add_patch(
                 PathPatch(Outline.make_compound_path_from_polys(polygons), facecolor=color, **self.style)
             )
+
+
+DECODE = ("#9ecae1", "#5b9bd0")  # row groups of requests with one row, by turns
+PREFILL = ("#a8d5a2", "#6fb56a")  # and with more
+# row groups of shared prefixes, by turns
+TAKEN = ("#e6550d", "#c2457f", "#d4a017", "#7b3294", "#8c564b", "#f2795c")
+NOT_TAKEN = "#e4e4e4"
+
+_WIDTH = 1280
+_LEFT, _RIGHT = 96, 24  # margins; the left one holds the names of the rows
+_PANEL = (_WIDTH - _LEFT - _RIGHT - 48) / 2  # width of the view and of the forest
+_LISTED = 8  # nodes of the forest in words
+_LEGEND = (
+    (DECODE[1], "own row group of a request with one row"),
+    (PREFILL[1], "of a request with more"),
+    (TAKEN[0], "shared prefix, taken: one row group reads it for all its rows (colors by turns)"),
+    (NOT_TAKEN, "shared prefix, not taken: what is below it reads it"),
+)
+
+Slots = list[tuple[float, float]]
+
+
+def draw_plan(planned: Planned) -> Figure:
+    """Draws it: 1280 pixels wide, as high as the batch needs."""
+    nodes = planned.ranked_forest()
+    listed = [
+        f"{_extent(node)}, {count(node.num_requests, 'request')}: {decision(node)}; saves {node.saved}, adds "
+        f"{node.added}"
+        for node in nodes[:_LISTED]
+    ]
+    listed += [f"... and {len(nodes) - _LISTED} more"] * (len(nodes) > _LISTED)
+    slots = _slots(planned)
+    num_ctas = planned.schedule.num_ctas
+    ctas_height = num_ctas * min(max(400 / num_ctas, 1.0), 14.0)
+
+    lines = planned.summary()
+    rows_top = 30 + 15 * len(lines) + 56
+    list_top = rows_top + slots[-1][1] + 52
+    ctas_top = list_top + 14 * len(listed) + 40
+    height = math.ceil(ctas_top + ctas_height + 44)
+    figure = new_figure(_WIDTH, height)
+
+    def text(x: float, y: float, words: str, size: float, weight: str = "normal") -> None:
+        figure.text(
+            x / _WIDTH, 1 - y / height, words, fontsize=size, color=INK, parse_math=False, fontweight=weight
+        )
+
+    text(16, 24, "attn-backend plan", 11, weight="bold")
+    for i, (name, words) in enumerate(lines):
+        text(16, 44 + 15 * i, name, 8)
+        text(_LEFT, 44 + 15 * i, words, 8)
+    for i, line in enumerate(listed):
+        text(_LEFT, list_top + 14 * i, line, 7)
+    handles = [Patch(facecolor=color, label=name) for color, name in _LEGEND]
+    place = (_LEFT / _WIDTH, 1 - (rows_top - 44) / height)
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=place,
+        ncols=4,
+        frameon=False,
+        fontsize=7,
+        borderpad=0,
+        borderaxespad=0,
+    )
+    _draw_view(add_axes(figure, _LEFT, rows_top, _PANEL, slots[-1][1]), planned, slots)
+    _draw_forest(add_axes(figure, _WIDTH - _RIGHT - _PANEL, rows_top, _PANEL, slots[-1][1]), planned, slots)
+    _draw_ctas(add_axes(figure, _LEFT, ctas_top, _WIDTH - _LEFT - _RIGHT, ctas_height), planned)
+    return figure
+
+
+def _slots(planned: Planned) -> Slots:
+    """(top, bottom) in pixels of the place of each request in planned.order(): higher for many rows of Q, but
+    not in proportion.
+    """
+    weights = [1 + math.log2(max(planned.batch.qo_lens[request], 1)) / 3 for request in planned.order()]
+    unit = min(max(420 / sum(weights), 2.0), 26.0)
+    slots, top = [], 0.0
+    for weight in weights:
+        slots.append((top, top := top + unit * weight))
+    return slots
+
+
+def _color(node: PrefixNode) -> str:
+    return TAKEN[node.group % len(TAKEN)] if node.group >= 0 else NOT_TAKEN
+
+
+def _own_color(planned: Planned, request: int) -> str:
+    return (PREFILL if planned.batch.qo_lens[request] > 1 else DECODE)[request % 2]
+
+
+def _extent(node: PrefixNode) -> str:
+    return f"pages {node.begin_page} - {node.end_page} x {count(node.num_rows, 'row')}"
+
+
+def _set_up(axes: Axes, title: str, name: str, width: float, height: float) -> None:
+    """Titles, and limits of x from 0 and of y from the top."""
+    axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, parse_math=False)
+    axes.set_xlabel(name, fontsize=7, color=FAINT)
+    axes.set_xlim(0, max(width, 1))
+    axes.set_ylim(height, 0)
+
+
+def _draw_view(axes: Axes, planned: Planned, slots: Slots) -> None:
+    """Rows of Q x pages, in the order in which the rows drawn first use them: what several rows share stands
+    in the same columns.
+    """
+    order = planned.order()
+    columns = _columns([planned.batch.block_table[request] for request in order])
+    num_pages = max((int(row.max()) + 1 for row in columns if len(row)), default=0)
+    _set_up(
+        axes,
+        f"BSR view: {count(sum(planned.batch.qo_lens), 'row')} of Q x {count(num_pages, 'page')}",
+        "pages, by first use",
+        num_pages,
+        slots[-1][1],
+    )
+    rectangles = Rectangles(axes)
+    for request, row, (top, bottom) in zip(order, columns, slots, strict=True):
+        own_begin = 0
+        for node in planned.path(request):
+            if node.group >= 0:
+                _add_pages(
+                    rectangles, _color(node), row[node.first_page : node.end_page], top, bottom, num_pages
+                )
+                own_begin = node.end_page
+        _add_pages(rectangles, _own_color(planned, request), row[own_begin:], top, bottom, num_pages)
+    rectangles.draw()
+    # every row, or every k-th where there is no room
+    named = range(0, len(order), math.ceil(11 * len(slots) / slots[-1][1]))
+    names = [f"{order[place]}: {count(planned.batch.qo_lens[order[place]], 'row')}" for place in named]
+    axes.set_yticks([sum(slots[place]) / 2 for place in named], names, color=INK)
+
+
+def _add_pages(
+    rectangles: Rectangles, color: str, columns: torch.Tensor, top: float, bottom: float, num_pages: int
+) -> None:
+    """Runs of neighboring columns as one rectangle each; never too thin to be seen."""
+    if not len(columns):
+        return
+    begins = [0, *((columns.diff() != 1).nonzero().flatten() + 1).tolist()]
+    for begin, end in pairwise([*begins, len(columns)]):
+        rectangles.add(
+            color, int(columns[begin]), top, max(end - begin, 0.6 * num_pages / _PANEL), (bottom - top) * 0.92
+        )
+
+
+def _columns(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Page ids renumbered by first use."""
+    pages = torch.cat(list(rows))
+    ids, inverse = pages.unique(return_inverse=True)
+    first = torch.full_like(ids, len(pages), dtype=torch.int64).scatter_reduce(
+        0, inverse, torch.arange(len(pages)), "amin"
+    )
+    return first.argsort().argsort()[inverse].split([len(row) for row in rows])
+
+
+def _draw_forest(axes: Axes, planned: Planned, slots: Slots) -> None:
+    """Each node over its requests' places and its pages; after the nodes what each request has for itself."""
+    order, forest = planned.order(), planned.schedule.forest
+    place = {request: i for i, request in enumerate(order)}
+    longest = max(map(planned.pages, order))
+    title = f"prefix forest: {count(len(forest), 'node')}, {sum(node.group >= 0 for node in forest)} taken"
+    _set_up(
+        axes, title, f"pages of {planned.batch.page_size} tokens from the beginning", longest, slots[-1][1]
+    )
+    axes.set_yticks([])
+    pixel = max(longest, 1) / _PANEL  # in pages
+    own, nodes = Rectangles(axes), Rectangles(axes, edgecolor=INK, linewidth=0.5)
+    for request, (top, bottom) in zip(order, slots, strict=True):
+        begin = max((node.end_page for node in planned.path(request)), default=0)
+        if planned.pages(request) > begin:
+            own.add(
+                _own_color(planned, request),
+                begin,
+                top,
+                max(planned.pages(request) - begin, 0.6 * pixel),
+                (bottom - top) * 0.92,
+            )
+    for node, members in zip(forest, planned.members, strict=True):
+        top, bottom = (
+            min(slots[place[request]][0] for request in members),
+            max(slots[place[request]][1] for request in members),
+        )
+        width = max(node.end_page - node.begin_page, 1.5 * pixel)
+        nodes.add(_color(node), node.begin_page, top, width, bottom - top)
+        words = [_extent(node), decision(node), f"saves {node.saved}, adds {node.added}"]
+        fitting = [line for line in words if 6 * len(line) < width / pixel - 6][
+            : int((bottom - top - 2) // 12)
+        ]
+        middle = (node.begin_page + width / 2, (top + bottom) / 2)
+        axes.text(
+            *middle,
+            "\n".join(fitting),
+            fontsize=7,
+            color="white" if node.group >= 0 else INK,
+            ha="center",
+            va="center",
+            parse_math=False,
+        )
+    own.draw()
+    nodes.draw()
+
+
+def _draw_ctas(axes: Axes, planned: Planned) -> None:
+    """One line for each CTA: its row groups one after another, against the cost that a perfect split would
+    give it.
+    """
+    costs, requests = planned.costs, len(planned.batch.kv_lens)
+    ctas = costs.ctas.tolist()
+    longest, ideal = max(ctas), sum(ctas) / len(ctas)
+    title = f"{len(ctas)} CTAs: busiest {longest} units, ideal {ideal:.1f}, balance {costs.balance:.3f}"
+    _set_up(axes, title, "cost units; dashed: ideal", longest * 1.02, len(ctas))
+    pixel = max(longest * 1.02, 1) / (_WIDTH - _LEFT - _RIGHT)
+    rectangles = Rectangles(axes)
+    for part in costs.parts:
+        color = _own_color(planned, part.group) if part.group < requests else TAKEN[part.group % len(TAKEN)]
+        rectangles.add(
+            color, part.begin, part.cta, max(part.end - part.begin - 0.6 * pixel, 0.4 * pixel), 0.88
+        )
+    rectangles.draw()
+    named = range(0, len(ctas), max(1, math.ceil(len(ctas) / 16)))
+    axes.set_yticks([cta + 0.5 for cta in named], [f"CTA {cta}" for cta in named], color=INK)
+    if ideal:
+        axes.axvline(ideal, color=INK, linewidth=1, linestyle="--")

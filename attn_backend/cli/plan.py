@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from ..kernels.manifest import DESIGNS
+from ..jit.manifest import DESIGNS
 from .console import explained, print_table
 
 _EPILOG = """examples:
@@ -116,10 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
             if rest := planned.forest_rest():
                 print(rest)
         if arguments.svg or arguments.png:
-            from .picture import write
-            from .plan_picture import draw
+            from .picture import draw_plan, write
 
-            figure = draw(planned)
+            figure = draw_plan(planned)
             for form in ("svg", "png"):
                 if path := getattr(arguments, form):
                     write(figure, path, form)
@@ -143,7 +142,7 @@ def _refused(text: str) -> int:
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Refuses pictures that could not be written, before the plan is made."""
-    from ..metadata.structure import refuse
+    from ..validation import refuse
 
     for option, path in (("--svg", arguments.svg), ("--png", arguments.png)):
         if path:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.attention_config import DTYPE_NAMES, FLOAT8_Q_DTYPES
+from ..jit.manifest import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, HeadDims
+from ..kernels.attention import FLOAT8_Q_DTYPES
+from ..kernels.native import DTYPE_NAMES, KV_DTYPE_NAMES
 from ..metadata import KVCache, PageTable
 from ..metadata.kv_cache import SCALED_DTYPES
-from ..metadata.structure import refuse
+from ..validation import refuse
+from ..variants import Variant, builtin, packbits, segment_packbits
 from ..variants.builtin import alibi_slopes
 from .features import not_supported
 
@@ -313,3 +317,281 @@ def csr_on_device(
     """A page table whose tensors may lie on the host."""
     indptr, indices = pages_on_device(kv_indptr, kv_indices, device, non_blocking)
     return PageTable.csr(indptr, indices, on_device(kv_last_page_len, device, non_blocking), page_size)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What an Attention is made for."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dims: HeadDims
+    dtype: torch.dtype  # this and what follows: ElementTypes
+    kv_dtype: torch.dtype | None = None
+    float8_q: bool = False
+    float8_out: bool = False
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        return self.kv_dtype if self.float8_q and self.kv_dtype is not None else self.dtype
+
+    @property
+    def o_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.float8_out else self.dtype
+
+    @property
+    def is_over_float8(self) -> bool:
+        """Whether K and V have scales."""
+        return self.kv_dtype in SCALED_DTYPES
+
+    @cached_property
+    def default_scale(self) -> float:
+        """sm_scale where none is given."""
+        return float(self.head_dims.qk**-0.5)
+
+
+@lru_cache(maxsize=256)
+def heads_of(
+    device: torch.device,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int | None,
+    q_data_type: DType,
+    kv_data_type: DType | None = None,
+    o_data_type: DType | None = None,
+) -> Heads:
+    """What a plan says of heads. Kept: plans say the same from step to step.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
+    """
+    dims, types = (
+        check_head_dims(head_dim_qk, head_dim_vo, device),
+        element_types(q_data_type, kv_data_type, o_data_type),
+    )
+    if (
+        types.kv_dtype is not None
+        and types.float8_q
+        and device.type == "cuda"
+        and not dims.runs_over(KV_DTYPE_NAMES[types.kv_dtype], types.float8_q)
+    ):
+        not_supported(f"q_data_type = {types.kv_dtype} with head_dim = {dims} on CUDA")
+    return Heads(num_qo_heads, num_kv_heads, dims, *types)
+
+
+def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:
+    """Columns of K and of V, which are those of K if head_dim_vo is None.
+
+    Raises:
+        NotImplementedError: there are no kernels for them.
+    """
+    dims = HeadDims(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
+    if device.type == "cuda" and not dims.runs_on_cuda:
+        not_supported(f"head_dim = {dims} on CUDA, where it is {CUDA_HEAD_DIMS_TEXT}")
+    if device.type != "cuda" and not dims.runs_on_cpu:
+        not_supported(f"head_dim = {dims} on a CPU, must be {CPU_HEAD_DIMS_TEXT}")
+    return dims
+
+
+def pack_custom_mask(
+    custom_mask: Tensor | None,
+    packed_custom_mask: Tensor | None,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    device: torch.device,
+    non_blocking: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The bits of a mask, and where the bytes of each request begin (int32 [batch_size + 1]), on `device`;
+    None, None without a mask.
+
+    Args:
+        custom_mask: bool, q_len x kv_len of each request, flattened, one after another. Packing waits for the
+            device.
+        packed_custom_mask: uint8, each request from a byte of its own, the first value in the lowest bit. It
+            goes before custom_mask.
+        kv_lens: [batch_size].
+    """
+    if custom_mask is None and packed_custom_mask is None:
+        return None, None
+    bits = qo_indptr.diff().long() * kv_lens.to(qo_indptr.device)
+    if packed_custom_mask is None:
+        assert custom_mask is not None
+        if custom_mask.dtype != torch.bool:
+            refuse("custom_mask", custom_mask, "a bool tensor")
+        packed_custom_mask, byte_indptr = segment_packbits(
+            custom_mask.reshape(-1), indptr_of(bits.cpu(), torch.int64), "little"
+        )
+    else:
+        byte_indptr = indptr_of((bits + 7) // 8, torch.int64)
+    return on_device(packed_custom_mask, device, non_blocking), on_device(
+        byte_indptr.to(torch.int32), device, non_blocking
+    )
+
+
+def pack_single_mask(
+    custom_mask: Tensor | None, packed_custom_mask: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same for the mask [q_len, kv_len] of one request."""
+    if custom_mask is None and packed_custom_mask is None:
+        return None, None
+    if packed_custom_mask is None:
+        assert custom_mask is not None
+        packed_custom_mask = packbits(custom_mask.reshape(-1), "little")
+    return packed_custom_mask, indptr_of_equal(1, len(packed_custom_mask), device)
+
+
+def items_of(
+    prefix_len_ptr: Tensor | None, token_pos_in_items_ptr: Tensor | None, token_pos_in_items_len: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """prefix_len int32 [batch_size], token_pos_in_items uint16 [batch_size, token_pos_in_items_len]: of
+    multi-item scoring; None, None without.
+    """
+    if prefix_len_ptr is None:
+        if token_pos_in_items_ptr is not None:
+            refuse("token_pos_in_items_ptr", token_pos_in_items_ptr, "None without prefix_len_ptr")
+        return None, None
+    if token_pos_in_items_ptr is None or token_pos_in_items_len < 1:
+        refuse(
+            "token_pos_in_items_ptr",
+            token_pos_in_items_ptr,
+            "a tensor, and token_pos_in_items_len its elements of each request, with prefix_len_ptr",
+        )
+    prefix_len = (
+        prefix_len_ptr.view(torch.int32)
+        if prefix_len_ptr.dtype == torch.uint32
+        else prefix_len_ptr.to(torch.int32)
+    ).reshape(-1)
+    positions = token_pos_in_items_ptr.to(torch.uint16)
+    wanted = prefix_len.shape[0] * token_pos_in_items_len
+    if positions.numel() < wanted:  # the last request may have fewer
+        positions = torch.cat((positions.flatten(), positions.new_zeros(wanted - positions.numel())))
+    return prefix_len, positions.flatten()[:wanted].view(-1, token_pos_in_items_len)
+
+
+class Scales(NamedTuple):
+    """What logits are multiplied by."""
+
+    number: float
+    of_requests: Tensor | None = None  # float32 [batch] or [1]
+    of_query_heads: Tensor | None = None  # float32 [num_qo_heads]
+    # Of 8-bit queries and keys, read by the kernel: float32 [1] or [num_kv_heads].
+    q: Tensor | None = None
+    k: Tensor | None = None
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The arguments of scale_variants()."""
+        if self.of_query_heads is not None:
+            heads = {"q_scales": self.of_query_heads}
+            return heads if self.of_requests is None else {"sm_scales": self.of_requests, **heads}
+        return _NO_PARAMS if self.of_requests is None else {"sm_scales": self.of_requests}
+
+
+_NO_PARAMS: dict[str, Tensor] = {}
+
+
+def check_scale_of_requests(sm_scale: Tensor, batch_size: int) -> None:
+    """Refuses a tensor that has neither one element nor one for each request: kernels would read past its
+    end, or take elements that are of nothing.
+    """
+    if sm_scale.numel() not in (1, batch_size):
+        refuse(
+            "sm_scale",
+            sm_scale,
+            f"a number, or a tensor of one element, or of one for each request: {batch_size}",
+        )
+
+
+def scaled(
+    heads: Heads,
+    batch_size: int,
+    sm_scale: Scale | None,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+) -> Scales:
+    """sm_scale, which may be a tensor of one element for each request (None: the default), times q_scale and
+    k_scale. Tensors on a device are read when a kernel runs; of 8-bit Q they may have an element for each
+    query head or KV head, of 8-bit K for each KV head.
+
+    Raises:
+        ValueError: sm_scale of another number of elements. NotImplementedError: a tensor of other elements.
+    """
+    number, of_requests, of_query_heads, q, k = 1.0, None, None, None, None
+    for name, scale in (
+        ("sm_scale", heads.default_scale if sm_scale is None else sm_scale),
+        ("q_scale", q_scale),
+        ("k_scale", k_scale),
+    ):
+        if scale is None:
+            continue
+        if is_number(scale):
+            number *= float(scale)
+            continue
+        assert isinstance(scale, Tensor)
+        if name == "sm_scale":
+            check_scale_of_requests(scale, batch_size)
+        factor, count = flat(scale), scale.numel()
+        if name == "q_scale" and heads.float8_q and count in (1, heads.num_kv_heads):
+            q = factor
+        elif name == "q_scale" and heads.float8_q and count == heads.num_qo_heads:
+            of_query_heads = factor
+        elif name == "k_scale" and heads.is_over_float8 and count in (1, heads.num_kv_heads):
+            k = factor
+        elif count == 1 or (name == "sm_scale" and scale.ndim == 1):
+            of_requests = factor if of_requests is None else of_requests * factor
+        else:
+            not_supported(f"{name} as a tensor of shape {list(scale.shape)}")
+    return Scales(number, of_requests, of_query_heads, q, k)
+
+
+def scale_of_v(v_scale: Scale, is_float8: bool, num_kv_heads: int) -> tuple[Scale | None, Scale | None]:
+    """V's scale as kernels take it, of a float8 cache; and what is left for the output to be multiplied by.
+
+    None for 1.
+
+    Raises:
+        NotImplementedError: a tensor of other elements.
+    """
+    if is_number(v_scale):
+        v_scale = float(v_scale)
+        if v_scale == 1.0:
+            return None, None
+        return (v_scale, None) if is_float8 and v_scale > 0 else (None, v_scale)
+    assert isinstance(v_scale, Tensor)
+    if v_scale.numel() not in ((1, num_kv_heads) if is_float8 else (1,)):
+        not_supported(f"v_scale as a tensor of shape {list(v_scale.shape)}")
+    return (flat(v_scale), None) if is_float8 else (None, v_scale)
+
+
+def flat(scale: Tensor) -> Tensor:
+    """float32 [elements]; the tensor itself if it is that, as kernels know again which tensors they were
+    given.
+    """
+    return scale if scale.ndim == 1 and scale.dtype == torch.float32 else scale.reshape(-1).to(torch.float32)
+
+
+def one_of(**scales: Scale | None) -> Scale | None:
+    """The one that is given, of two names for the same scale.
+
+    Raises:
+        ValueError: both are.
+    """
+    given = [(name, scale) for name, scale in scales.items() if scale is not None]
+    if len(given) > 1:
+        refuse(given[0][0], given[0][1], f"None with {given[1][0]}")
+    return given[0][1] if given else None
+
+
+@lru_cache(maxsize=1)
+def _query_head_scale() -> Variant:
+    def query_head_scale(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * q_scales[h]  # type: ignore[name-defined]  # noqa: F821
+
+    return Variant.from_functions(query_head_scale, tensors={"q_scales": torch.float32})
+
+
+def scale_variants(params: frozenset[str]) -> list[Variant]:
+    """The variants that multiply scores by what runs are given under these names."""
+    of_requests = [builtin.request_scale()] if "sm_scales" in params else []
+    return of_requests + ([_query_head_scale()] if "q_scales" in params else [])

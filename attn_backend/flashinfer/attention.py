@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from ..metadata.structure import refuse
-from .arguments import DType, PagedKV, Scale, on_device, paged_cache, pages_on_device
+from ..validation import refuse
+from .arguments import DType, PagedKV, Scale, heads_of, on_device, paged_cache, pages_on_device
 from .features import not_supported, refuse_given
-from .heads import heads_of
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import PlannedAttention, plain_logits
-from .wrapper import Wrapper
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+from .wrapper import PlannedAttention, Wrapper, plain_logits
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import BSRView, Composition, PageTable
-from ..metadata.structure import refuse
+from ..validation import refuse
 from .arguments import (
     NO_POS_ENCODING,
     DType,
@@ -19,18 +19,16 @@ from .arguments import (
     check_kv_layout,
     copy_if_other,
     from_zero,
+    heads_of,
     on_device,
     paged_cache,
     pages_from_zero,
     pos_encoding,
 )
-from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
+from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported
-from .heads import heads_of
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import plain_logits
-from .prefill import single_prefill_with_kv_cache
-from .wrapper import Wrapper
+from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from .wrapper import Wrapper, plain_logits
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

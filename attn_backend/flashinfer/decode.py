@@ -2,23 +2,443 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
 
-from .arguments import Scale, check_kv_layout, pos_encoding, ragged_cache
-from .batch_decode import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    fast_decode_plan,
+from ..metadata import BSRView, PageTable
+from ..validation import refuse
+from .arguments import (
+    DType,
+    PagedKV,
+    PosEncoding,
+    Scale,
+    buffer_length,
+    check_fits,
+    check_kv_layout,
+    copy_if_other,
+    heads_of,
+    indptr_of_equal,
+    on_device,
+    paged_cache,
+    pages_from_zero,
+    pages_on_device,
+    pos_encoding,
+    ragged_cache,
+    scaled,
 )
-from .features import missing
-from .heads import heads_of
+from .features import missing, not_supported, refuse_given
 from .jit.attention import JitModule
-from .planned_attention import Logits
 from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request
-from .scales import scaled
 from .utils import MaskMode
+from .wrapper import Logits, Wrapper, keeps_splits, plain_logits
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    """q_len_per_req queries of each request over a paged cache; `plan` once a step, `run` once a layer.
+
+    The workspace buffer says which device is used, and nothing more: this package allocates what it needs,
+    once. `plan` neither copies tensors that are on the device nor waits for it; they must stay as they are
+    until the runs have ended.
+
+    Args:
+        float_workspace_buffer: any tensor on the device.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is, so that captured
+            runs serve every later plan.
+        use_tensor_cores: every kernel does.
+        paged_kv_indptr_buffer: int32 [batch_size + 1], paged_kv_indices_buffer: int32 [most pages],
+            paged_kv_last_page_len_buffer: int32 [batch_size]: where plans are copied to if use_cuda_graph.
+        backend: "auto", "fa2" or "fa3": all the same here.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        self._use_tensor_cores = use_tensor_cores
+        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer
+        if use_cuda_graph:
+            length = buffer_length("paged_kv_indptr_buffer", paged_kv_indptr_buffer)
+            buffer_length("paged_kv_indices_buffer", paged_kv_indices_buffer)
+            self._fixed_batch_size = buffer_length(
+                "paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer
+            )
+            if length != self._fixed_batch_size + 1:
+                refuse(
+                    "len(paged_kv_indptr_buffer)",
+                    length,
+                    f"{self._fixed_batch_size + 1}, one more than paged_kv_last_page_len_buffer",
+                )
+        self._q_len_per_req: int | None = None
+        self._rows = 0
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        return self._use_tensor_cores
+
+    # What engines compare with what they planned.
+    @property
+    def _window_left(self) -> int:
+        return self._logits_options[1]
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return self._logits_options[2] or 0.0
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType | None = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: Scale | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        window_right: int = 0,
+    ) -> None:
+        """Plans a batch.
+
+        Args:
+            indptr: int32 [batch_size + 1], indices: int32 [pages], last_page_len: int32 [batch_size]: the
+                page table of each request, on the device or on the host.
+            window_left: tokens that a query sees before its own; -1: all.
+            logits_soft_cap: cap * tanh(logit / cap) if above 0.
+            sm_scale: default head_dim ** -0.5. A tensor of one element, or of one for each request, is read
+                when a run's kernel runs.
+            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then.
+            o_data_type: that of Q (None), or float8_e4m3fn; under float8 Q also one of 16 bits.
+            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
+                fixed_split_size -1: none, as None.
+            q_len_per_req: queries of each request, its last tokens; they see each other as causal attention
+                does.
+            block_tables, seq_lens: not used.
+
+        Raises:
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
+        """
+        if window_right != 0:
+            not_supported(f"window_right = {window_right}")
+        if q_len_per_req < 1:
+            refuse("q_len_per_req", q_len_per_req, "at least 1")
+        if q_len_per_req > 1 and not self._use_tensor_cores:
+            refuse("q_len_per_req", q_len_per_req, "1 without use_tensor_cores=True")
+        if keeps_splits(fixed_split_size, False) and not self._use_tensor_cores:
+            refuse("fixed_split_size", fixed_split_size, "None without use_tensor_cores=True")
+        if data_type is not None:
+            q_data_type = data_type if q_data_type is None else q_data_type
+            kv_data_type = data_type if kv_data_type is None else kv_data_type
+        heads = heads_of(
+            self.device,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            None,
+            q_data_type or "float16",
+            kv_data_type,
+            o_data_type,
+        )
+        batch_size = last_page_len.shape[0]
+        if q_len_per_req > 1:
+            self._check_kv_lens(indptr, last_page_len, page_size, q_len_per_req)
+        if self._use_cuda_graph:
+            self._copy_to_buffers(indptr, indices, last_page_len, batch_size, q_len_per_req, non_blocking)
+        else:
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages_on_device(
+                indptr, indices, self.device, non_blocking
+            )
+            self._paged_kv_last_page_len_buf = on_device(last_page_len, self.device, non_blocking)
+        self._q_len_per_req = q_len_per_req
+        self._batch_size, self._rows = batch_size, batch_size * q_len_per_req
+        self._heads = heads
+        self._sm_scale = sm_scale
+        self._table = PageTable.csr(
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size
+        )
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
+        self._plan_logits(
+            pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
+        )
+
+    begin_forward = plan
+
+    def _plan_logits(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
+        """Plans the batch that is known."""
+        self._logits_options = (pos, window_left, logits_soft_cap)
+        qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)
+        view = BSRView(qo_indptr, self._table, causal=True, window_left=max(window_left, -1))
+        self._plan_view(view, plain_logits(logits_soft_cap, pos))
+
+    def _copy_to_buffers(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        batch_size: int,
+        q_len: int,
+        non_blocking: bool,
+    ) -> None:
+        if self._q_len_per_req not in (None, q_len):
+            refuse(
+                "q_len_per_req",
+                q_len,
+                f"{self._q_len_per_req}, that of the first plan: it is frozen with use_cuda_graph=True",
+            )
+        self._check_batch_size(batch_size)
+        indptr, indices = pages_from_zero(indptr, indices)
+        check_fits("indices", indices, "paged_kv_indices_buffer", self._paged_kv_indices_buf)
+        copy_if_other(self._paged_kv_indptr_buf, indptr, non_blocking)
+        copy_if_other(self._paged_kv_last_page_len_buf, last_page_len, non_blocking)
+        copy_if_other(self._paged_kv_indices_buf[: len(indices)], indices, non_blocking)
+
+    def _check_kv_lens(self, indptr: Tensor, last_page_len: Tensor, page_size: int, q_len: int) -> None:
+        """Requests of fewer tokens than queries are refused where the host can see them; on a device their
+        first rows see nothing.
+        """
+        if indptr.device.type != "cpu" or last_page_len.device.type != "cpu" or len(last_page_len) == 0:
+            return
+        pages = indptr[1:] - indptr[:-1]
+        shortest = int(((pages - 1).clamp(min=0) * page_size + last_page_len * (pages > 0)).min())
+        if shortest < q_len:
+            refuse(
+                "kv_len",
+                shortest,
+                f"at least q_len_per_req = {q_len} for every request: first rows would have an empty KV "
+                f"range",
+            )
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        *args: Any,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: PagedKV | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan. May be captured in a CUDA graph; never waits for the device.
+
+        Args:
+            q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
+            paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
+            window_left: None, or that of the plan.
+            sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
+            q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
+                [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
+            enable_pdl: not used.
+
+        Returns:
+            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to
+            base 2.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
+                supported, by its name.
+        """
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+            refuse_given(
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+                kv_cache_sf=kv_cache_sf,
+            )
+        if (
+            not self._is_planned
+            or q.shape[0] != self._rows
+            or window_left is not None
+            or q_len_per_req is not None
+        ):
+            self._check_run(q, window_left, q_len_per_req)
+        own = None
+        if args or self._jit is not None:
+            own, sinks, q_scale, k_scale, v_scale = self._take(args, sinks, q_scale, k_scale, v_scale)
+        kv = paged_cache(paged_kv_cache, self._kv_layout)
+        scales = self._scales(q_scale, k_scale)
+        return self._planned.run(
+            q,
+            kv.k,
+            kv.v,
+            scales,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            v_scale=v_scale,
+            sinks=sinks,
+            args=own,
+        )
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def _check_run(self, q: Tensor, window_left: int | None, q_len_per_req: int | None) -> None:
+        self._check_planned()
+        if q.shape[0] != self._rows:
+            must_be = f"batch_size * q_len_per_req = {self._batch_size} * {self._q_len_per_req}, as planned"
+            refuse("q.shape[0]", q.shape[0], must_be)
+        if window_left is not None and window_left != self._logits_options[1]:
+            refuse("window_left", window_left, f"{self._logits_options[1]}, that of the plan")
+        if q_len_per_req is not None:
+            warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=3)
+            if q_len_per_req != self._q_len_per_req:
+                refuse("q_len_per_req", q_len_per_req, f"{self._q_len_per_req}, that of the plan")
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run` with other options than the plan's, which is then made again.
+
+        For code that was written before `run`.
+        """
+        pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
+        if self._is_planned and (pos, window_left, logits_soft_cap) != self._logits_options:
+            self._plan_logits(pos, window_left, logits_soft_cap)
+        self._sm_scale = sm_scale
+        return self.run(
+            q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
+        )
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True."""
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            True,
+            use_tensor_cores,
+            indptr_buffer,
+            indices_buffer,
+            last_page_len_buffer,
+        )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: DType | None = None,
+    kv_data_type: DType | None = None,
+    data_type: DType | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """`plan` that reads the wrapper's buffers as they are if there are some (use_cuda_graph): the caller has
+    filled them. global_override_indptr_cpu is not needed.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+    if q_len_per_req > 1 and self._q_len_per_req is None:
+        refuse("q_len_per_req", q_len_per_req, "1 without a prior plan() of the wrapper, as in FlashInfer")
+    if self.is_cuda_graph_enabled:
+        self._check_batch_size(len(last_page_len))
+        check_fits("indices", indices, "paged_kv_indices_buffer", self._paged_kv_indices_buf)
+        indptr, indices, last_page_len = (
+            self._paged_kv_indptr_buf,
+            self._paged_kv_indices_buf,
+            self._paged_kv_last_page_len_buf,
+        )
+    BatchDecodeWithPagedKVCacheWrapper.plan(  # engines put this function in the place of the wrapper's own
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        data_type=data_type,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        non_blocking=non_blocking,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )
+
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper",

@@ -75,3 +75,24 @@ def missing(name: str) -> Any:
     refuse.__name__ = refuse.__qualname__ = last
     refuse.__doc__ = doc
     return refuse
+
+
+# module -> what engines import of it, unconditionally, where flashinfer is installed (vLLM 0.26 to 0.33,
+# SGLang 0.5.17 to 0.5.23)
+NAMES = {
+    "comm.mnnvl": ("CommBackend",),
+    "fp4_quantization": ("block_scale_interleave",),
+    "fused_moe": (
+        "convert_to_block_layout",
+        "trtllm_fp4_block_scale_moe",
+        "trtllm_fp4_block_scale_routed_moe",
+        "trtllm_mxint4_block_scale_moe",
+    ),
+    "fused_moe.core": ("_maybe_get_cached_w3_w1_permute_indices", "get_w2_permute_indices_with_cache"),
+    "gemm": ("fp8_blockscale_gemm_sm90", "gemm_fp8_nt_groupwise"),
+}
+
+
+def names_of(module: str) -> dict[str, Any]:
+    """What the alias's module `flashinfer.<module>` has."""
+    return {name: missing(f"{module}.{name}") for name in NAMES[module]}

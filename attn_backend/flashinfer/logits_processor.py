@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..metadata.structure import refuse
+from ..validation import refuse
 from . import sampling
 from .features import missing, refuse_given
 

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from ..metadata.structure import check_plain, dtype_name, refuse
+from ..validation import check_plain, dtype_name, refuse
 from .arguments import (
     Scale,
     buffer_length,
     check_fits,
     copy_if_other,
+    heads_of,
     on_device,
     pages_from_zero,
     pages_on_device,
     rows_of,
 )
 from .features import missing, not_supported, refuse_given
-from .heads import heads_of
-from .planned_attention import plain_logits
-from .wrapper import Wrapper
+from .wrapper import Wrapper, plain_logits
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels.append import append_kv
 from ..metadata import KVCache
-from ..metadata.structure import refuse
+from ..validation import refuse
 from .arguments import PagedKV, check_kv_layout, paged_cache
 from .features import missing
 

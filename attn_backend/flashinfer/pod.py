@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from .arguments import DType, PagedKV
-from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
+from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import refuse_given
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .prefill import single_prefill_with_kv_cache
+from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 

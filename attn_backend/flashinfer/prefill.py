@@ -2,24 +2,744 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
-from .arguments import Scale, alibi_slopes_on, check_kv_layout, indptr_of_equal, pos_encoding, ragged_cache
+from ..validation import refuse
+from .arguments import (
+    DType,
+    Heads,
+    PagedKV,
+    PosEncoding,
+    Scale,
+    Scales,
+    alibi_slopes_on,
+    buffer_length,
+    check_fits,
+    check_kv_layout,
+    copy_if_other,
+    from_zero,
+    heads_of,
+    indptr_of_equal,
+    items_of,
+    on_device,
+    one_of,
+    pack_custom_mask,
+    pack_single_mask,
+    paged_cache,
+    pages_from_zero,
+    pages_on_device,
+    pos_encoding,
+    ragged_cache,
+    scaled,
+)
 from .features import missing, not_supported, refuse_given
-from .heads import Heads, heads_of
 from .jit.attention import JitModule
-from .masks import pack_single_mask
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .planned_attention import Logits, attention_of_call, logits_of
-from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
-from .scales import Scales, one_of, scaled
+from .page import get_seq_lens
 from .utils import MaskMode
-from .wrapper import BACKENDS
+from .wrapper import BACKENDS, Logits, Wrapper, attention_of_call, keeps_splits, logits_of, plain_logits
+
+
+class BatchPrefill(Wrapper):
+    """What the wrappers over paged and over ragged K and V have in common: a page table that `plan` makes,
+    and the options that `forward` may change.
+    """
+
+    # Of the last plan.
+    _table: PageTable
+    _items: tuple[Tensor | None, Tensor | None]
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+        jit_args: list[Any] | None,
+        qo_indptr_buf: Tensor | None,
+        custom_mask_buf: Tensor | None,
+        mask_indptr_buf: Tensor | None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
+        self._qo_indptr_buf: Any = qo_indptr_buf
+        self._custom_mask_buf: Any = custom_mask_buf
+        self._mask_indptr_buf: Any = mask_indptr_buf
+        if use_cuda_graph:
+            self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
+        self._rows = None
+        # with which CUDA graphs were captured; engines read and write it
+        self._max_total_num_rows: int | None = None
+
+    @property
+    def _cached_module(self) -> Kernels | None:
+        """What engines call in the place of `plan`; None before the first one."""
+        return Kernels(self) if self._is_planned else None
+
+    # What engines compare with what they planned.
+    @property
+    def _causal(self) -> bool:
+        return self._options[0]
+
+    @property
+    def _window_left(self) -> int:
+        return self._options[2]
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return self._options[3] or 0.0
+
+    def _check_fixed(self, batch_size: int) -> None:
+        """With CUDA graphs: the batch size is that of the buffers, and the rows are at most those of the
+        first plan.
+        """
+        self._check_batch_size(batch_size)
+        room = self._planned.max_rows
+        if room and self._rows is not None and self._rows > room:
+            refuse(
+                "qo_indptr[-1]",
+                self._rows,
+                f"at most {room}, that of the first plan, with use_cuda_graph=True",
+            )
+
+    def _keep_mask(self, packed: Tensor | None, mask_indptr: Tensor | None, non_blocking: bool) -> None:
+        """The mask, in the buffers if there are CUDA graphs."""
+        if packed is None or not self._use_cuda_graph:
+            if not self._use_cuda_graph:
+                self._custom_mask_buf, self._mask_indptr_buf = packed, mask_indptr
+            self._mask = (packed, mask_indptr)
+            return
+        assert mask_indptr is not None
+        for name, buffer in (
+            ("custom_mask_buf", self._custom_mask_buf),
+            ("mask_indptr_buf", self._mask_indptr_buf),
+        ):
+            if not isinstance(buffer, Tensor):
+                refuse(name, buffer, "a tensor, with use_cuda_graph=True and a custom mask")
+        if len(packed) > len(self._custom_mask_buf):
+            refuse(
+                "len(custom_mask_buf)",
+                len(self._custom_mask_buf),
+                f"at least {len(packed)}, the bytes of the mask",
+            )
+        self._custom_mask_buf[: len(packed)].copy_(packed, non_blocking=non_blocking)
+        self._mask_indptr_buf.copy_(mask_indptr, non_blocking=non_blocking)
+        self._mask = (self._custom_mask_buf, self._mask_indptr_buf)
+
+    def _plan_logits(
+        self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None
+    ) -> None:
+        """Plans the batch that is known."""
+        self._options = (causal, pos, window_left, logits_soft_cap)
+        packed, mask_indptr = self._mask
+        prefix_len, token_pos_in_items = self._items
+        if packed is None and prefix_len is None:
+            logits = plain_logits(logits_soft_cap, pos)
+        else:
+            logits = Logits(logits_soft_cap or 0.0, pos, packed, mask_indptr, prefix_len, token_pos_in_items)
+        self._plan_view(
+            BSRView(
+                self._qo_indptr_buf,
+                self._table,
+                causal=causal and packed is None,
+                window_left=max(window_left, -1),
+            ),
+            logits,
+        )
+
+    def _tensors_of_plan(self) -> dict[str, Tensor | None]:
+        packed, mask_indptr = self._mask
+        masks = {} if packed is None else {"maybe_custom_mask": packed, "maybe_mask_indptr": mask_indptr}
+        return super()._tensors_of_plan() | masks
+
+    def _check_run(self, q: Tensor, window_left: int | None = None) -> None:
+        self._check_planned()
+        if self._rows is not None and q.shape[0] != self._first_row + self._rows:
+            refuse("q.shape[0]", q.shape[0], f"qo_indptr[-1] = {self._first_row + self._rows}, as planned")
+        if window_left is not None and window_left != self._options[2]:
+            refuse("window_left", window_left, f"{self._options[2]}, that of the plan")
+
+    def set_causal(self, causal: bool) -> None:
+        """Plans again if the plan has another one."""
+        if self._is_planned and causal != self._options[0]:
+            self._plan_logits(causal, *self._options[1:])
+
+    def _plan_as(
+        self,
+        causal: bool,
+        pos: PosEncoding,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: Scale | None,
+    ) -> None:
+        """For `forward`, whose options replace the plan's."""
+        if self._is_planned and (causal, pos, window_left, logits_soft_cap) != self._options:
+            self._plan_logits(causal, pos, window_left, logits_soft_cap)
+        self._sm_scale = sm_scale
+
+
+class Kernels:
+    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the
+    wrapper's copies to the host.
+    """
+
+    def __init__(self, wrapper: BatchPrefill) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        _float_workspace: Tensor,
+        _int_workspace: Tensor,
+        _pinned_int_workspace: Tensor,
+        qo_indptr_host: Tensor,
+        _kv_indptr_host: Tensor,
+        _kv_lens_host: Tensor,
+        _max_rows: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        _use_cuda_graph: bool,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        causal: bool,
+        window_left: int,
+        *_options: int,
+    ) -> list[int]:
+        """Plans what lies in the wrapper's buffers, which the caller has filled; nothing is copied.
+
+        Returns:
+            What engines keep as the plan's description: nothing.
+
+        Raises:
+            ValueError: another batch size, page size or shape of heads than that of the wrapper's first plan.
+        """
+        wrapper = self._wrapper
+        heads = wrapper._heads
+        planned = (
+            wrapper._fixed_batch_size or batch_size,
+            wrapper._table.page_size,
+            heads.num_qo_heads,
+            heads.num_kv_heads,
+            *heads.head_dims,
+        )
+        given = (batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+        if given != planned:
+            refuse(
+                "(batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)",
+                given,
+                f"{planned}, those of the first plan",
+            )
+        wrapper._rows = int(qo_indptr_host[-1])
+        wrapper._plan_logits(causal, wrapper._options[1], window_left, wrapper._options[3])
+        return []
+
+
+class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
+    """Queries of a batch over a paged cache; `plan` once a step, `run` once a layer.
+
+    The workspace buffer says which device is used, and nothing more. `plan` neither copies tensors that are
+    on the device nor waits for it; they must stay as they are until the runs have ended. qo_indptr on the
+    host lets `plan` check it, and make exactly the room that it needs.
+
+    Args:
+        float_workspace_buffer: any tensor on the device.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is, so that captured
+            runs serve every later plan.
+        qo_indptr_buf, paged_kv_indptr_buf: int32 [batch_size + 1], paged_kv_indices_buf: int32 [most pages],
+            paged_kv_last_page_len_buf: int32 [batch_size], custom_mask_buf: uint8, mask_indptr_buf: int32
+            [batch_size + 1]: where plans are copied to if use_cuda_graph.
+        backend: "auto", "fa2" or "fa3": all the same here.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            backend,
+            jit_args,
+            qo_indptr_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+        )
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buf
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buf
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buf
+        if use_cuda_graph:
+            lengths = (
+                buffer_length("paged_kv_indptr_buf", paged_kv_indptr_buf),
+                buffer_length("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+            )
+            buffer_length("paged_kv_indices_buf", paged_kv_indices_buf)
+            if lengths[0] != self._fixed_batch_size + 1:
+                refuse(
+                    "len(paged_kv_indptr_buf)",
+                    lengths[0],
+                    f"{self._fixed_batch_size + 1}, that of qo_indptr_buf",
+                )
+            if lengths[1] != self._fixed_batch_size:
+                refuse(
+                    "len(paged_kv_last_page_len_buf)",
+                    lengths[1],
+                    f"{self._fixed_batch_size}, one less than qo_indptr_buf",
+                )
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: Scale | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Plans a batch.
+
+        Args:
+            qo_indptr: int32 [batch_size + 1], where the queries of each request begin.
+            paged_kv_indptr: int32 [batch_size + 1], paged_kv_indices: int32 [pages], paged_kv_last_page_len:
+                int32 [batch_size]: the page tables.
+            custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request from a byte of
+                its own. With a mask `causal` does not count. prefix_len_ptr, token_pos_in_items_ptr,
+                token_pos_in_items_len: of multi-item scoring; max_item_len_ptr is not needed.
+            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then.
+            o_data_type: that of Q (None), or float8_e4m3fn; under float8 Q also one of 16 bits.
+            fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
+                fixed_split_size -1: none, as None. seq_lens, seq_lens_q, block_tables,
+                max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
+
+        Raises:
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
+        """
+        self._heads = heads_of(
+            self.device,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+        )
+        batch_size = qo_indptr.shape[0] - 1
+        qo_indptr = self._start_rows(qo_indptr)
+        self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+        packed = mask_indptr = None
+        if custom_mask is not None or packed_custom_mask is not None:
+            kv_lens = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+            packed, mask_indptr = pack_custom_mask(
+                custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking
+            )
+        if self._use_cuda_graph:
+            self._check_fixed(batch_size)
+            paged_kv_indptr, paged_kv_indices = pages_from_zero(paged_kv_indptr, paged_kv_indices)
+            check_fits(
+                "paged_kv_indices", paged_kv_indices, "paged_kv_indices_buf", self._paged_kv_indices_buf
+            )
+            copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
+            copy_if_other(self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking)
+            copy_if_other(self._paged_kv_last_page_len_buf, paged_kv_last_page_len, non_blocking)
+            copy_if_other(self._paged_kv_indices_buf[: len(paged_kv_indices)], paged_kv_indices, non_blocking)
+        else:
+            self._qo_indptr_buf = on_device(qo_indptr, self.device, non_blocking)
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages_on_device(
+                paged_kv_indptr, paged_kv_indices, self.device, non_blocking
+            )
+            self._paged_kv_last_page_len_buf = on_device(paged_kv_last_page_len, self.device, non_blocking)
+        self._keep_mask(packed, mask_indptr, non_blocking)
+        self._sm_scale = sm_scale
+        self._table = PageTable.csr(
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size
+        )
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
+        self._plan_logits(
+            causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        *args: Any,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        kv_cache_sf: PagedKV | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan. May be captured in a CUDA graph; never waits for the device.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
+            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
+            window_left: None, or that of the plan.
+            sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
+            q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
+                [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
+            enable_pdl, use_fp16_softmax: not used.
+
+        Returns:
+            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to
+            base 2.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
+                supported, by its name.
+        """
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
+            refuse_given(
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+                kv_cache_sf=kv_cache_sf,
+                uses_spcompress=uses_spcompress,
+            )
+        self._check_run(q, window_left)
+        own = None
+        if args or self._jit is not None:
+            own, sinks, q_scale, k_scale, v_scale = self._take(args, sinks, q_scale, k_scale, v_scale)
+        scales = self._scales(q_scale, k_scale)
+        kv = paged_cache(paged_kv_cache, self._kv_layout)
+        return self._run(
+            q,
+            kv.k,
+            kv.v,
+            scales,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            v_scale=v_scale,
+            sinks=sinks,
+            args=own,
+        )
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: Scale | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run` with other options than the plan's, which is then made again.
+
+        For code that was written before `run`.
+        """
+        self._plan_as(
+            causal,
+            pos_encoding(pos_encoding_mode, rope_scale, rope_theta),
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+        )
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
+    """Queries of a batch over K and V that lie one request after another in tensors [tokens, num_kv_heads,
+    head_dim], in kv_layout HND [num_kv_heads, tokens, head_dim].
+
+    Args:
+        qo_indptr_buf, kv_indptr_buf: int32 [batch_size + 1], custom_mask_buf: uint8, mask_indptr_buf: int32
+            [batch_size + 1]: where plans are copied to if use_cuda_graph. The rest as in
+            BatchPrefillWithPagedKVCacheWrapper.
+
+    Raises:
+        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            backend,
+            jit_args,
+            qo_indptr_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+        )
+        self._kv_indptr_buf: Any = kv_indptr_buf
+        if use_cuda_graph:
+            length = buffer_length("kv_indptr_buf", kv_indptr_buf)
+            if length != self._fixed_batch_size + 1:
+                refuse("len(kv_indptr_buf)", length, f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
+        self._is_hnd = self._kv_layout == "HND"
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: Scale | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+    ) -> None:
+        """Plans a batch.
+
+        Args:
+            qo_indptr, kv_indptr: int32 [batch_size + 1], where the queries, and the keys and values, of each
+                request begin. The rest as in BatchPrefillWithPagedKVCacheWrapper.plan.
+
+        Raises:
+            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
+                name.
+        """
+        refuse_given(v_indptr=v_indptr, o_indptr=o_indptr)
+        self._heads = heads_of(
+            self.device,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+        )
+        batch_size = qo_indptr.shape[0] - 1
+        if kv_indptr.shape[0] != batch_size + 1:
+            refuse("len(kv_indptr)", len(kv_indptr), f"{batch_size + 1}, that of qo_indptr")
+        qo_indptr = self._start_rows(qo_indptr)
+        self._first_token, kv_indptr = from_zero(kv_indptr)
+        self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+        kv_lens = (
+            kv_indptr[1:] - kv_indptr[:-1]
+            if custom_mask is not None or packed_custom_mask is not None
+            else kv_indptr
+        )
+        packed, mask_indptr = pack_custom_mask(
+            custom_mask, packed_custom_mask, qo_indptr, kv_lens, self.device, non_blocking
+        )
+        if self._use_cuda_graph:
+            self._check_fixed(batch_size)
+            copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
+            copy_if_other(self._kv_indptr_buf, kv_indptr, non_blocking)
+        else:
+            self._qo_indptr_buf = on_device(qo_indptr, self.device, non_blocking)
+            self._kv_indptr_buf = on_device(kv_indptr, self.device, non_blocking)
+        self._keep_mask(packed, mask_indptr, non_blocking)
+        self._sm_scale = sm_scale
+        self._table = PageTable.ragged(self._kv_indptr_buf)
+        self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
+        self._plan_logits(
+            causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: PagedKV | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan. May be captured in a CUDA graph; never waits for the device.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            k, v: in kv_layout NHD [kv_indptr[-1], num_kv_heads, head_dim], HND [num_kv_heads, kv_indptr[-1],
+                head_dim].
+            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
+            q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
+                [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
+            o_scale: a number by which outputs of 16 bits are multiplied, as by v_scale.
+            enable_pdl: not used.
+
+        Returns:
+            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to
+            base 2.
+
+        Raises:
+            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
+                supported, by its name.
+        """
+        if kv_cache_sf is not None:
+            refuse_given(kv_cache_sf=kv_cache_sf)
+        self._check_run(q)
+        sinks = own = None
+        if args or self._jit is not None:
+            own, sinks, q_scale, k_scale, v_scale = self._take(args, None, q_scale, k_scale, v_scale)
+        if o_scale is not None and o_scale != 1.0:
+            if self._heads.float8_out:  # FlashInfer has none here, and divides by it elsewhere
+                not_supported(f"o_scale with o_data_type = {self._heads.o_dtype}")
+            v_scale = o_scale if v_scale is None else v_scale * o_scale
+        if self._first_token:
+            k, v = (
+                part.narrow(
+                    1 if self._is_hnd else 0,
+                    self._first_token,
+                    part.shape[1 if self._is_hnd else 0] - self._first_token,
+                )
+                for part in (k, v)
+            )
+        scales = self._scales(q_scale, k_scale)
+        return self._run(
+            q,
+            k,
+            v,
+            scales,
+            is_hnd=self._is_hnd,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            v_scale=v_scale,
+            sinks=sinks,
+            args=own,
+        )
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: Scale | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run` with other options than the plan's, which is then made again.
+
+        For code that was written before `run`.
+        """
+        self._plan_as(
+            causal,
+            pos_encoding(pos_encoding_mode, rope_scale, rope_theta),
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+        )
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",

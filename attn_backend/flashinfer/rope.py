@@ -8,15 +8,242 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.append_qkv import Rotary, rotate_qk
-from ..metadata.structure import refuse
+from ..kernels.append import Rotary, append_rounded, rotate_qk
+from ..metadata import KVCache
+from ..metadata.kv_cache import SCALED_DTYPES
+from ..validation import refuse
 from ..variants import builtin
-from .rope_quantize import (
-    mla_rope_quantize_fp8,
-    rope_quantize_fp8,
-    rope_quantize_fp8_append_paged_kv_cache,
-    rotary_of_table,
-)
+from .arguments import check_kv_layout, is_number, paged_cache
+from .features import not_supported
+from .page import slots_of
+
+_COLUMNS = 8  # what an append moves at a time
+
+
+def rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+    backend: str = "cuda",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first columns of Q and K rotated; all of them multiplied by a scale, limited to the largest float8
+    number, and rounded. Nothing waits for the device.
+
+    Args:
+        q_rope: float16 or bfloat16 [rows, num_qo_heads, rotary_dim]; k_rope: [rows, num_kv_heads,
+            rotary_dim], or [rows, rotary_dim] of MLA. Widths are multiples of 8.
+        q_nope, k_nope: the columns that are not rotated, of the same rows and heads; None: none.
+        cos_sin_cache: float32 [positions, rotary_dim]: cosines, then sines.
+        pos_ids: int32 or int64 [rows].
+        is_neox: pairs are columns i and i + rotary_dim / 2; else 2i and 2i + 1.
+        quantize_dtype: float8_e4m3fn or float8_e5m2; None: that of the outputs, or float8_e4m3fn.
+        q_rope_out, ...: written; made if None.
+        enable_pdl: not used.
+
+    Returns:
+        q_rope_out, k_rope_out, q_nope_out, k_nope_out.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError:
+            one that is not supported, by its name.
+    """
+    if backend != "cuda":
+        not_supported(f"backend = {backend!r}")
+    parts = {
+        "q_rope": q_rope,
+        "k_rope": k_rope,
+        "q_nope": _part_of(q_rope, q_nope),
+        "k_nope": _part_of(k_rope, k_nope),
+    }
+    outs = {
+        "q_rope_out": q_rope_out,
+        "k_rope_out": k_rope_out,
+        "q_nope_out": q_nope_out,
+        "k_nope_out": k_nope_out,
+    }
+    dtype = _float8_type(quantize_dtype, outs)
+    made = {name: _output(f"{name}_out", outs[f"{name}_out"], part, dtype) for name, part in parts.items()}
+    scales = {"q": _divisor("quant_scale_q", quant_scale_q), "k": _divisor("quant_scale_kv", quant_scale_kv)}
+    rotary = rotary_of_table(cos_sin_cache, is_neox)
+    _check_columns(**parts)
+    rows = torch.arange(q_rope.shape[0], device=q_rope.device)
+    for name, scale in scales.items():
+        rope, nope = f"{name}_rope", f"{name}_nope"
+        places = KVCache.unchecked(
+            _in_heads(made[rope]).unsqueeze(1), _in_heads(made[nope]).unsqueeze(1), scale, scale
+        )
+        _append(parts[rope], parts[nope], places, rows, rotary, pos_ids)
+    return made["q_rope"], made["k_rope"], made["q_nope"], made["k_nope"]
+
+
+mla_rope_quantize_fp8 = rope_quantize_fp8
+
+
+def rope_quantize_fp8_append_paged_kv_cache(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    page_size: int = 16,
+    kv_layout: str = "NHD",
+    q_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `rope_quantize_fp8`, with K and V written to a paged cache of float8: where position positions[i] of
+    request batch_indices[i] is.
+
+    Args:
+        v: [rows, num_kv_heads, head_dim]; None for MLA, whose k_rope and k_nope are [rows, columns].
+        paged_kv_cache: (k, v) in kv_layout, whose rows of K are k_rope, then k_nope; of MLA (latents [pages,
+            page_size, columns of k_nope], rotated parts [pages, page_size, rotary_dim]).
+        kv_indices, kv_indptr, batch_indices, positions: as in `append_paged_kv_cache`; a request below 0 is
+            skipped.
+
+    Returns:
+        q_rope_out, q_nope_out.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError:
+            one that is not supported, by its name.
+    """
+    is_mla = v is None
+    if is_mla and k_nope is None:
+        refuse("k_nope", k_nope, "a tensor without v: the latent of MLA")
+    if not isinstance(paged_kv_cache, tuple) or len(paged_kv_cache) != 2:
+        refuse("paged_kv_cache", paged_kv_cache, "the tuple (k, v), or of MLA (latents, rotated parts)")
+    dtype = _float8_type(
+        quantize_dtype, {"paged_kv_cache[0]": paged_kv_cache[0], "paged_kv_cache[1]": paged_kv_cache[1]}
+    )
+    q_nope = _part_of(q_rope, q_nope)
+    q_rope_out, q_nope_out = (
+        _output("q_rope_out", q_rope_out, q_rope, dtype),
+        _output("q_nope_out", q_nope_out, q_nope, dtype),
+    )
+    q_scale, kv_scale = _divisor("quant_scale_q", quant_scale_q), _divisor("quant_scale_kv", quant_scale_kv)
+    if is_mla:
+        kv = KVCache.unchecked(paged_kv_cache[0].unsqueeze(2), paged_kv_cache[1].unsqueeze(2))
+    else:
+        kv = paged_cache(paged_kv_cache, check_kv_layout(kv_layout))
+    if kv.page_size != page_size:
+        refuse("page_size", page_size, f"{kv.page_size}, that of paged_kv_cache")
+    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, page_size)
+    rotary = rotary_of_table(cos_sin_cache, is_neox)
+    _check_columns(
+        q_rope=q_rope, q_nope=q_nope, k_rope=k_rope, k_nope=_part_of(k_rope, k_nope), v=_part_of(k_rope, v)
+    )
+    if v is None:
+        assert k_nope is not None
+        _append(k_rope, k_nope, KVCache.unchecked(kv.v, kv.k, kv_scale, kv_scale), slots, rotary, pos_ids)
+    elif k_nope is None:
+        _append(k_rope, v, kv.with_scales(kv_scale, kv_scale), slots, rotary, pos_ids)
+    else:
+        columns = k_rope.shape[-1]
+        _append(
+            k_rope,
+            k_nope,
+            KVCache.unchecked(kv.k[..., :columns], kv.k[..., columns:], kv_scale, kv_scale),
+            slots,
+            rotary,
+            pos_ids,
+        )
+        append_rounded(v, None, KVCache.unchecked(kv.v, kv.v, kv_scale), slots)
+    rows = torch.arange(q_rope.shape[0], device=q_rope.device)
+    _append(
+        q_rope,
+        q_nope,
+        KVCache.unchecked(q_rope_out.unsqueeze(1), q_nope_out.unsqueeze(1), q_scale, q_scale),
+        rows,
+        rotary,
+        pos_ids,
+    )
+    return q_rope_out, q_nope_out
+
+
+def _part_of(rope: Tensor, nope: Tensor | None) -> Tensor:
+    """The columns that are not rotated: none of them where there is no tensor."""
+    return rope[..., :0] if nope is None else nope
+
+
+def _in_heads(part: Tensor) -> Tensor:
+    """[rows, heads, columns] of itself, or of [rows, columns]."""
+    return part.unsqueeze(1) if part.ndim == 2 else part
+
+
+def _append(
+    rotated: Tensor, rest: Tensor, kv: KVCache, slots: Tensor, rotary: Rotary, positions: Tensor
+) -> None:
+    """Rotates the columns that go to kv.k, and appends the rest, if there is any, to kv.v."""
+    append_rounded(
+        _in_heads(rotated), _in_heads(rest) if rest.shape[-1] else None, kv, slots, rotary, positions
+    )
+
+
+def rotary_of_table(cos_sin_cache: Tensor, is_neox: bool) -> Rotary:
+    if cos_sin_cache.dtype != torch.float32:
+        refuse("cos_sin_cache", cos_sin_cache, "a float32 tensor")
+    return Rotary(cos_sin_cache, interleaved=not is_neox)
+
+
+def _float8_type(quantize_dtype: torch.dtype | None, outs: dict[str, Tensor | None]) -> torch.dtype:
+    """quantize_dtype, or that of the first output."""
+    given = {name: out.dtype for name, out in outs.items() if out is not None}
+    dtype = quantize_dtype or next(iter(given.values()), torch.float8_e4m3fn)
+    if dtype not in SCALED_DTYPES:
+        refuse("quantize_dtype", dtype, " or ".join(map(str, SCALED_DTYPES)))
+    for name, other in given.items():
+        if other != dtype:
+            refuse(f"{name}.dtype", other, f"quantize_dtype = {dtype}")
+    return dtype
+
+
+def _output(name: str, out: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+    if out is None:
+        return torch.empty(part.shape, dtype=dtype, device=part.device)
+    if out.shape != part.shape or out.dtype != dtype or out.device != part.device:
+        refuse(name, out, f"of dtype {dtype} and shape {list(part.shape)} on {part.device}")
+    return out
+
+
+def _divisor(name: str, scale: object) -> float:
+    """What a cache's scale must be for its elements to be multiplied by this one."""
+    if isinstance(scale, Tensor) and not is_number(scale):
+        not_supported(f"{name} as a tensor")
+    value = float(scale)  # type: ignore[arg-type]
+    if not value > 0:
+        refuse(name, scale, "a number above 0")
+    return 1.0 / value
+
+
+def _check_columns(**parts: Tensor) -> None:
+    for name, part in parts.items():
+        if part.shape[-1] % _COLUMNS:
+            refuse(f"{name}.shape[-1]", part.shape[-1], f"a multiple of {_COLUMNS}")
+
 
 __all__ = [
     "apply_llama31_rope",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import sampling as kernels
-from ..kernels.draws import mixed, row_numbers, seed_of
-from ..metadata.structure import check_same_device, check_types, refuse
+from ..kernels.sampling import mixed, row_numbers, seed_of
+from ..validation import check_same_device, check_types, refuse
 
 __all__ = [
     "chain_speculative_sampling",

@@ -8,16 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.attention_config import FLOAT8_Q_DTYPES
+from ..kernels.attention import FLOAT8_Q_DTYPES
 from ..metadata import BSRView, KVCache
-from ..metadata.structure import refuse
-from .arguments import DType, PosEncoding, Scale, csr_on_device, dtype_of, indptr_of, on_device, pos_encoding
+from ..validation import refuse
+from .arguments import (
+    DType,
+    PosEncoding,
+    Scale,
+    csr_on_device,
+    dtype_of,
+    heads_of,
+    indptr_of,
+    on_device,
+    pack_custom_mask,
+    pos_encoding,
+)
 from .features import not_supported, refuse_given
-from .heads import heads_of
-from .masks import pack_custom_mask
 from .page import get_seq_lens
-from .planned_attention import Logits, plain_logits
-from .wrapper import Wrapper
+from .wrapper import Logits, Wrapper, plain_logits
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 

@@ -2,21 +2,506 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..metadata import BSRView, Composition
-from ..metadata.structure import refuse
-from .arguments import Scale, alibi_slopes_on, check_kv_layout, from_zero, is_number, rows_of
+from ..kernels.attention import Attention, refuse_run
+from ..kernels.native import by_name
+from ..metadata import BSRView, Composition, KVCache
+from ..validation import check_handle, explain_failure, refuse
+from ..variants import Variant, builtin
+from .arguments import (
+    NO_POS_ENCODING,
+    Heads,
+    PosEncoding,
+    Scale,
+    Scales,
+    alibi_slopes_on,
+    check_kv_layout,
+    check_scale_of_requests,
+    from_zero,
+    is_number,
+    one_of,
+    ragged_cache,
+    rows_of,
+    scale_of_v,
+    scale_variants,
+    scaled,
+)
 from .features import not_supported
-from .heads import Heads
-from .jit_variants import has_sinks, jit_variant
-from .planned_attention import Args, Logits, PlannedAttention, logits_of
-from .scales import Scales, check_scale_of_requests, one_of, scaled
+from .jit.attention import has_sinks, jit_variant
+
+LOG2_E = math.log2(math.e)
+_LEAST_ROWS = 1024
+_LEAST_BATCH = 64
+_ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU: reading it would wait for the device
+_KEPT_PER_THREAD = 32
+
+Args = Mapping[str, Tensor | float | int]
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """What happens to Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask.
+    prefix_len, token_pos_in_items: of multi-item scoring. own: a variant, in the place of all others, whose
+    arguments runs are given.
+    """
+
+    soft_cap: float = 0.0
+    pos: PosEncoding = NO_POS_ENCODING
+    packed_mask: Tensor | None = None
+    mask_indptr: Tensor | None = None
+    prefix_len: Tensor | None = None
+    token_pos_in_items: Tensor | None = None
+    own: Variant | None = None
+
+    def variant(self, heads: Heads, scales: frozenset[str] = frozenset()) -> Variant | None:
+        """None: what every kernel can do (a soft cap alone). scales: names of those that runs are given
+        (Scales.params).
+        """
+        if self.own is not None:
+            return self.own
+        return _variant(
+            self.pos,
+            heads.head_dims.qk,
+            self.packed_mask is not None,
+            self.prefix_len is not None,
+            self.soft_cap > 0,
+            scales,
+        )
+
+    def args(
+        self, num_qo_heads: int, device: torch.device, scales: frozenset[str] = frozenset()
+    ) -> Args | None:
+        """The arguments of the variant, with 1 for each scale that only a run knows."""
+        if self.own is not None:
+            return None
+        args: dict[str, Tensor | float | int] = {name: _one_on(device) for name in scales}
+        if self.pos.alibi:
+            args["slopes"] = alibi_slopes_on(num_qo_heads, device)
+        if self.packed_mask is not None and self.mask_indptr is not None:
+            args.update(packed_mask=self.packed_mask, mask_indptr=self.mask_indptr)
+        if self.prefix_len is not None and self.token_pos_in_items is not None:
+            args.update(prefix_len=self.prefix_len, token_pos_in_items=self.token_pos_in_items)
+        if (args or self.pos.rope is not None) and self.soft_cap > 0:
+            args["cap"] = self.soft_cap
+        return args or None
+
+
+@lru_cache(maxsize=256)
+def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> Logits:
+    """Logits without tensors: kept, as they are the same from step to step."""
+    return Logits(soft_cap or 0.0, pos)
+
+
+@lru_cache(maxsize=64)
+def logits_of(variant: Variant) -> Logits:
+    """What a variant does, and nothing beside it."""
+    return Logits(own=variant)
+
+
+@lru_cache(maxsize=64)
+def _one_on(device: torch.device) -> Tensor:
+    return torch.ones(1, dtype=torch.float32, device=device)
+
+
+@lru_cache
+def _variant(
+    pos: PosEncoding,
+    head_dim: int,
+    has_mask: bool,
+    has_items: bool,
+    has_soft_cap: bool,
+    scales: frozenset[str],
+) -> Variant | None:
+    parts = scale_variants(scales)
+    parts += [builtin.alibi()] if pos.alibi else []
+    if pos.rope is not None:
+        scale, theta = pos.rope
+        parts.append(builtin.rope(builtin.rope_frequencies(head_dim, theta) / scale))
+    parts += [builtin.custom_mask()] if has_mask else []
+    parts += [builtin.multi_item_scoring()] if has_items else []
+    if parts and has_soft_cap:
+        parts.append(builtin.soft_cap())
+    return Variant.combine(*parts) if parts else None
+
+
+class PlannedAttention:
+    """An Attention that is made by the first plan, and again when a plan or a run needs more room or another
+    one.
+
+    Args:
+        device: of Q, K and V.
+        is_fixed: CUDA graphs may have captured runs, so the Attention must stay: what would need another one
+            is refused.
+    """
+
+    def __init__(self, device: torch.device, is_fixed: bool = False) -> None:
+        self.device = device
+        self._is_fixed = is_fixed
+        self._attention: Attention | None = None
+        self._made_for: tuple[object, ...] = ()
+        self._with_sinks = False
+        self._with_scales: frozenset[str] = frozenset()
+        self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
+        self._args: Args | None = None
+        self._soft_cap = 0.0
+        self.is_direct = False  # runs need nothing that Attention.run does besides
+        self._is_float8 = self._has_float8_out = self._out_has_qs_dtype = self._out_is_like_q = False
+        self._like_lse: Tensor | None = None  # of the last lse's shape
+        self._library_run = by_name("run", last="out_scale")
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that the Attention has room for; 0: there is none yet."""
+        return 0 if self._attention is None else self._attention.max_rows
+
+    def zeros(self, q: Tensor) -> Tensor:
+        """An output for q, of zeros."""
+        assert self._planned is not None
+        heads = self._planned[1]
+        return torch.zeros((*q.shape[:2], heads.head_dims.v), dtype=heads.o_dtype, device=q.device)
+
+    def with_sinks(self) -> None:
+        """Runs will be given sinks."""
+        self._with_sinks = True
+
+    def with_scales(self, *names: str) -> None:
+        """Runs will be given these (Scales.params)."""
+        self._with_scales = self._with_scales.union(names)
+
+    def plan(
+        self,
+        composition: Composition | BSRView,
+        heads: Heads,
+        logits: Logits,
+        *,
+        rows: int | None,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Plans on the current stream; never waits for it.
+
+        Args:
+            rows: of Q, where the composition ends; None: not known to the host. A run with more rows than
+                there is room for plans again.
+
+        Raises:
+            ValueError: what Attention refuses, or a plan that needs another Attention while CUDA graphs may
+                hold this one.
+        """
+        if isinstance(composition, BSRView):
+            num_levels, batch = 1, composition.batch_size
+        else:
+            num_levels, batch = (
+                len(composition.levels),
+                max([level.batch_size for level in composition.levels]),
+            )
+        variant = logits.variant(heads, self._with_scales)
+        planned = composition, heads, logits, batch_invariant
+        made_for = (heads, variant, self._with_sinks, num_levels, batch_invariant)
+        attention = self._attention
+        if (
+            attention is None
+            or self._made_for != made_for
+            or batch > attention.max_batch
+            or (rows or 0) > attention.max_rows
+        ):
+            attention = self._make(made_for, variant, heads, num_levels, batch, rows, batch_invariant)
+        self._args = (
+            None if variant is None else logits.args(heads.num_qo_heads, self.device, self._with_scales)
+        )
+        self._soft_cap = logits.soft_cap if variant is None else 0.0
+        attention.plan(composition, variant_args=self._args)
+        self._planned = planned
+
+    def _make(
+        self,
+        made_for: tuple[object, ...],
+        variant: Variant | None,
+        heads: Heads,
+        num_levels: int,
+        batch: int,
+        rows: int | None,
+        batch_invariant: bool,
+    ) -> Attention:
+        before = self._attention
+        if before is not None and self._is_fixed and made_for != self._made_for:
+            raise ValueError(
+                "heads, dtype, masks and positions of a wrapper with use_cuda_graph=True must be those of "
+                "its first plan"
+            )
+        if before is not None and self._is_fixed:
+            what, value, room = (
+                ("batch_size", batch, before.max_batch)
+                if batch > before.max_batch
+                else ("qo_indptr[-1]", rows, before.max_rows)
+            )
+            refuse(what, value, f"at most {room}, that of the first plan: CUDA graphs may hold its workspace")
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a plan or a run inside a CUDA graph needs a new workspace; must be planned, and run once, "
+                "before the capture"
+            )
+        if self._is_fixed:
+            max_rows, max_batch = max(rows or _ROWS_UNKNOWN, 1), max(batch, 1)
+        else:
+            max_rows, max_batch = _room(rows or _ROWS_UNKNOWN, _LEAST_ROWS), _room(batch, _LEAST_BATCH)
+            if before is not None and made_for == self._made_for:
+                max_rows, max_batch = max(max_rows, before.max_rows), max(max_batch, before.max_batch)
+        self._attention = Attention(
+            heads.num_qo_heads,
+            heads.num_kv_heads,
+            heads.head_dims.qk,
+            head_dim_v=heads.head_dims.v,
+            dtype=heads.dtype,
+            kv_dtype=heads.kv_dtype,
+            q_dtype=heads.q_dtype,
+            device=self.device,
+            max_rows=max_rows,
+            max_batch=max_batch,
+            max_levels=num_levels,
+            batch_invariant=batch_invariant,
+            variant=variant,
+            sinks=self._with_sinks,
+            float8_out=heads.float8_out,
+        )
+        self._made_for = made_for
+        self._like_lse = None
+        self._is_float8 = heads.is_over_float8
+        is_interpreted = self._attention._variant is not None and self._attention._variant.is_interpreted
+        self.is_direct = type(self._attention) is Attention and not is_interpreted
+        self._has_float8_out = heads.float8_out
+        self._out_has_qs_dtype = heads.q_dtype == heads.o_dtype
+        self._out_is_like_q = self._out_has_qs_dtype and heads.head_dims.v == heads.head_dims.qk
+        return self._attention
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        scales: Scales,
+        *,
+        is_hnd: bool = False,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        kv_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        v_scale: Scale | None = None,
+        sinks: Tensor | None = None,
+        args: Args | None = None,
+        lse_to_base_2: bool = True,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan: by one call of the library, which takes tensors as they are given; by
+        Attention.run where that does more (is_direct).
+
+        Args:
+            k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens,
+                num_kv_heads, head_dim], with is_hnd [num_kv_heads, tokens, head_dim]. With k_rope, which only
+                direct runs take, k is the latents of MLA, and v is None.
+            scales: of Q, K and logits.
+            q_rope, k_rope: the last columns of MLA's Q and K; those of K right after the others.
+            kv_scale: of latents.
+            lse: written also without return_lse.
+            args: of a variant of the caller's.
+
+        Returns:
+            The output; with return_lse also the lse, to base 2 or e.
+
+        Raises:
+            ValueError: what Attention refuses, or no plan yet.
+        """
+        attention = self._attention
+        if attention is None or self._planned is None:
+            raise ValueError("run() before a successful plan()")
+        rows, params, needs_sinks = q.shape[0], scales.params, sinks is not None and not self._with_sinks
+        if rows > attention.max_rows or needs_sinks or not self._with_scales.issuperset(params):
+            attention = self._plan_again(rows, needs_sinks, scales)
+        if args is None:
+            args = self._args
+        if params:
+            args = {**args, **params} if args else params
+        of_v, after = (
+            (None, None) if v_scale is None else scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
+        )
+        of_k: Scale | None = scales.k
+        if kv_scale is not None:
+            of_k = of_v = kv_scale
+        out_scale: Scale | None = None
+        if self._has_float8_out:  # is divided by it, before it is rounded
+            if after is not None and not isinstance(after, Tensor) and after <= 0.0:
+                refuse("v_scale", after, "above 0 with outputs of float8_e4m3fn")
+            out_scale, after = 1.0 if after is None else 1.0 / after, None
+        made = out
+        try:
+            check_handle("q", q)
+            if q_rope is not None:
+                check_handle("q_rope", q_rope)
+            if sinks is not None:
+                check_handle("sinks", sinks)
+            if lse is not None:
+                check_handle("lse", lse)
+            elif return_lse:
+                lse = self._new_lse(rows)
+            if made is None:
+                is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
+                made = torch.empty_like(q) if is_like_q else attention._new_out(q, out_scale)
+            else:
+                check_handle("out", made)
+            if self.is_direct:
+                if args is not None or attention._variant is not None:
+                    attention._bind(args, q)
+                errors = self._library_run(
+                    handle=attention._handle,
+                    q=q,
+                    k=k,
+                    v=v,
+                    out=made,
+                    lse=lse,
+                    sm_scale=scales.number,
+                    logits_soft_cap=self._soft_cap,
+                    after_append=False,
+                    k_scale=of_k,
+                    v_scale=of_v,
+                    q_scale=scales.q,
+                    sinks=sinks,
+                    lse_to_base_2=lse_to_base_2,
+                    is_hnd=is_hnd,
+                    q_rope=q_rope,
+                    k_rope=k_rope,
+                    out_scale=out_scale,
+                )
+                if errors:
+                    refuse_run(errors, attention._levels, k.shape[1 if is_hnd else 0])
+            else:
+                assert v is not None
+                kv = (
+                    KVCache.as_given(k, v)
+                    if k.ndim == 4
+                    else ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
+                )
+                attention.run(
+                    q,
+                    kv.with_scales(of_k, of_v),
+                    q_rope=q_rope,
+                    out=made,
+                    lse=lse,
+                    sm_scale=scales.number,
+                    logits_soft_cap=self._soft_cap,
+                    variant_args=args,
+                    sinks=sinks,
+                    q_scale=scales.q,
+                    out_scale=out_scale,
+                )
+                if lse is not None and lse_to_base_2:
+                    lse.mul_(LOG2_E)
+        except (
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # examined only on failure: each layer's call would pay for it
+            if attention._variant is not None and attention._variant.loads_missing_kernel(
+                attention._handle, error
+            ):
+                return self.run(
+                    q,
+                    k,
+                    v,
+                    scales,
+                    is_hnd=is_hnd,
+                    q_rope=q_rope,
+                    k_rope=k_rope,
+                    kv_scale=kv_scale,
+                    out=made,
+                    lse=lse,
+                    return_lse=return_lse,
+                    v_scale=v_scale,
+                    sinks=sinks,
+                    args=args,
+                    lse_to_base_2=lse_to_base_2,
+                )
+            if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 3:
+                ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
+            if not isinstance(error, ValueError):
+                given = {
+                    "q": q,
+                    "k": k,
+                    "v": v,
+                    "out": made,
+                    "lse": lse,
+                    "sinks": sinks,
+                    "q_rope": q_rope,
+                    "k_rope": k_rope,
+                }
+                explain_failure((name, tensor) for name, tensor in given.items() if tensor is not None)
+            raise
+        if after is not None:
+            made.mul_(after)
+        return (made, lse) if return_lse and lse is not None else made
+
+    def _new_lse(self, rows: int) -> Tensor:
+        """float32 [rows, num_qo_heads]: by a tensor of that shape, in half the time."""
+        if self._like_lse is None or self._like_lse.shape[0] != rows:
+            assert self._attention is not None
+            self._like_lse = torch.empty(
+                1, self._attention.num_qo_heads, dtype=torch.float32, device=self.device
+            ).expand(rows, -1)
+        return torch.empty_like(self._like_lse)
+
+    def _plan_again(self, rows: int, needs_sinks: bool, scales: Scales) -> Attention:
+        """Makes the last plan again, with room for these rows, and for what a run is given for the first
+        time.
+        """
+        assert self._planned is not None
+        composition, heads, logits, batch_invariant = self._planned
+        if needs_sinks or not self._with_scales.issuperset(scales.params):
+            self._with_sinks |= needs_sinks
+            self.with_scales(*scales.params)
+            # also of a fixed one: no graph has captured such a run
+            self._made_for, self._attention = (), None
+        self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
+        assert self._attention is not None
+        return self._attention
+
+
+def _room(wanted: int, least: int) -> int:
+    """The next power of two: plans that grow one by one need few workspaces."""
+    return max(least, 1 << max(wanted - 1, 0).bit_length())
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.of_calls: OrderedDict[object, PlannedAttention] = OrderedDict()
+
+
+_kept = _Kept()
+
+
+def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales: Scales) -> PlannedAttention:
+    """For a call that plans and runs: the one that this thread keeps for the current stream and these
+    arguments. The latest of them are kept.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, heads, logits.variant(heads, frozenset(scales.params)))
+    attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)
+    _kept.of_calls[key] = attention
+    attention.with_scales(*scales.params)
+    if len(_kept.of_calls) > _KEPT_PER_THREAD:
+        _kept.of_calls.popitem(last=False)
+    return attention
+
 
 BACKENDS = ("auto", "fa2", "fa3")
 _ALIGNMENT = 16  # of FlashInfer's workspace buffers

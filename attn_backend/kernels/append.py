@@ -1,23 +1,343 @@
-"""append: new tokens into the paged cache."""
+"""Appends new K and V to the cache: as they are, normalized and rotated with Q, or as latents of MLA."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
+from ..jit.manifest import append_qkv_name
 from ..metadata import KVCache
-from ..metadata.kv_cache import SCALED_DTYPES
-from ..metadata.structure import check_types, explain_failure
-from . import compiled
-from .append_qkv import qkv_kernel_file
-from .attention_config import DTYPE_NAMES
-from .kernel_files import kernel_file
-from .library import library
-from .named_calls import by_name
+from ..metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE
+from ..validation import (
+    MAX_INT64,
+    check_handle,
+    check_int,
+    check_plain,
+    check_same_device,
+    check_types,
+    dtype_name,
+    explain_failure,
+    refuse,
+    short_repr,
+)
+from . import torch_ops
+from .native import DTYPE_NAMES, by_name, kernel_file, kv_element_of, library
+
+
+@torch_ops.eager
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """A rotary position embedding (RoPE, arXiv 2104.09864): pair i of a head turns by the angle of pair i at
+    the row's position.
+
+    Args:
+        table: float32 [rotary_dim / 2]: the angle is position * table[i], correct to 5e-7 for positions up to
+            2^24. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a position's
+            angles, then their sines; a position outside the table takes the nearest one. On the heads'
+            device, last dimension contiguous.
+            rotary_dim: a multiple of 8 up to head_dim; the elements after them are left alone.
+        interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and
+            Llama.
+
+    Raises:
+        ValueError: a table that is not such a tensor.
+    """
+
+    table: Tensor
+    interleaved: bool = False
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, Tensor) or self.table.ndim not in (1, 2):
+            refuse(
+                "table",
+                self.table,
+                "a tensor [rotary_dim / 2] of frequencies, or [positions, rotary_dim] of cosines and sines",
+            )
+        check_plain("table", self.table)
+        check_types(bool, "True or False", interleaved=self.interleaved)
+
+
+@cache
+def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which
+    are refused.
+    """
+    if dtype not in DTYPE_NAMES or kv_dtype not in (*SCALED_DTYPES, *DTYPE_NAMES):
+        return ""
+    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element_of(kv_dtype, dtype)), device)
+
+
+@torch_ops.eager
+def append_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: KVCache,
+    slots: Tensor,
+    *,
+    rotary: Rotary | None = None,
+    positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and
+    K, rotates them, writes K and V to the cache.
+
+    A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as
+    Qwen 3 and Gemma 3 have it for each head), then is rotated. All in float32, rounded once, to the dtype of
+    out or of the cache. A float8 cache gets K and V divided by its scales; what is beyond its largest number
+    becomes that one, as in a float16 cache under bfloat16 heads. Capturable in a CUDA graph; never
+    synchronises. `Attention.run(after_append=True)` may follow.
+
+    Args:
+        q: [tokens, num_qo_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to
+            256; a slice of the projection's output as it is. bfloat16 or float16, on a CPU also float32.
+        k, v: [tokens, num_kv_heads, head_dim], as q.
+        kv: the cache of one layer, same device, same dtype, the other one of bfloat16 and float16, or float8;
+            its scales are one for all, or one for each head.
+        slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache
+            gets nothing; the token's Q is written.
+        rotary: None: no rotation.
+        positions: int32 or int64 [at least tokens], for rotary: where the tokens stand in their requests.
+        q_norm, k_norm: [head_dim], weights of the norms, same dtype; None: no norm.
+        norm_eps: added to the mean of squares.
+        norm_offset: added to the weights: 1 for Gemma.
+        out: [tokens, num_qo_heads, head_dim], written; None: q itself.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    if torch.compiler.is_compiling():
+        _explain_qkv(
+            kv,
+            norm_eps,
+            norm_offset,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            slots=slots,
+            positions=positions,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+        _check_rotary(rotary)
+        options = {
+            "positions": positions,
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "norm_eps": norm_eps,
+            "norm_offset": norm_offset,
+        }
+        return torch_ops.append_qkv(q, k, v, kv, slots, out, rotary, options)
+    out = q if out is None else out
+    if slots is None:  # the library would take K for the cache of rotate_qk
+        refuse("slots", slots, "a tensor [tokens]")
+    try:
+        k_cache = kv.k
+        table, is_interleaved = _check_qkv(
+            (q, k, v, out, slots, positions, q_norm, k_norm), rotary, positions, norm_eps
+        )
+        by_name("append_qkv")(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            k_cache=k_cache,
+            v_cache=kv.v,
+            slots=slots,
+            file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype),
+            norm_eps=norm_eps,
+            norm_offset=norm_offset,
+            is_interleaved=is_interleaved,
+            positions=positions,
+            table=table,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+        )
+    except (
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        TypeError,
+    ):  # examined only on failure: each layer's call would pay for it
+        _explain_qkv(
+            kv,
+            norm_eps,
+            norm_offset,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            slots=slots,
+            positions=positions,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+        raise
+    return out
+
+
+_QKV_OPTIONAL = ("out", "positions", "q_norm", "k_norm")
+
+
+def _explain_qkv(kv: KVCache, norm_eps: float, norm_offset: float, **tensors: object) -> None:
+    """Refuses an argument of the wrong type by its name."""
+    check_types(KVCache, "a KVCache", kv=kv)
+    numbers = {"norm_eps": norm_eps, "norm_offset": norm_offset}
+    check_types(Real, "a number", **numbers)
+    for name, number in numbers.items():
+        if type(number) is int:
+            check_int(name, number, -MAX_INT64, MAX_INT64)
+    tensors |= {"kv.k": kv.k, "kv.v": kv.v}
+    explain_failure(
+        (name, tensor) for name, tensor in tensors.items() if tensor is not None or name not in _QKV_OPTIONAL
+    )
+
+
+def rotate_qk(
+    q: Tensor,
+    k: Tensor,
+    rotary: Rotary,
+    positions: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `append_qkv`, with K written to a tensor instead of a cache.
+
+    Args:
+        q_out, k_out: as q and k, written; None: q and k themselves.
+
+    Returns:
+        q_out, k_out.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    q_out, k_out = q if q_out is None else q_out, k if k_out is None else k_out
+    try:
+        if k_out.shape != k.shape or q_out.shape[0] < q.shape[0]:
+            refuse("k_out", k_out, f"of k's shape {list(k.shape)}, and q_out of no fewer rows than q")
+        table, is_interleaved = _check_qkv(
+            (q, k, None, q_out, None, positions, q_norm, k_norm), rotary, positions, norm_eps
+        )
+        by_name("append_qkv")(
+            q=q,
+            k=k,
+            out=q_out,
+            k_cache=k_out.unsqueeze(1),
+            file=qkv_kernel_file(q.device, q.dtype, q.dtype),
+            norm_eps=norm_eps,
+            norm_offset=norm_offset,
+            is_interleaved=is_interleaved,
+            positions=positions,
+            table=table,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+    except (AttributeError, OverflowError, RuntimeError, TypeError):
+        check_types(Real, "a number", norm_eps=norm_eps, norm_offset=norm_offset)
+        optional = {"q_norm": q_norm, "k_norm": k_norm}
+        tensors = {"q": q, "k": k, "q_out": q_out, "k_out": k_out, "positions": positions}
+        explain_failure(
+            (tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}).items()
+        )
+        raise
+    return q_out, k_out
+
+
+def append_rounded(
+    k: Tensor,
+    v: Tensor | None,
+    kv: KVCache,
+    slots: Tensor,
+    rotary: Rotary | None = None,
+    positions: Tensor | None = None,
+) -> None:
+    """As `append_kv` into a cache of float8. K is rotated before, in float32, so that it is rounded once.
+
+    Args:
+        v: None: K alone, and kv.v is not used.
+        rotary, positions: as `append_qkv` takes them; K has up to 256 columns with them.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    try:
+        table, is_interleaved = _check_qkv(
+            (None, k, v, None, slots, positions, None, None), rotary, positions, 0.0
+        )
+        by_name("append_kv_rounded")(
+            k=k,
+            v=v,
+            k_cache=kv.k,
+            v_cache=None if v is None else kv.v,
+            slots=slots,
+            file=qkv_kernel_file(k.device, k.dtype, kv.k.dtype),
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            is_interleaved=is_interleaved,
+            positions=positions,
+            table=table,
+        )
+    except (AttributeError, OverflowError, RuntimeError, TypeError):
+        tensors = {"k": k, "v": v, "slots": slots, "kv.k": kv.k, "kv.v": kv.v, "positions": positions}
+        explain_failure((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+        raise
+
+
+def _check_rotary(rotary: object) -> None:
+    if rotary is not None and not isinstance(rotary, Rotary):
+        refuse("rotary", rotary, "a Rotary or None")
+
+
+_QKV_NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
+
+
+def _check_qkv(
+    tensors: tuple[Tensor | None, ...], rotary: Rotary | None, positions: Tensor | None, norm_eps: float
+) -> tuple[Tensor | None, bool]:
+    """What the library does not check. tensors: those of _NAMES.
+
+    Returns the rotary embedding's table, and whether it is interleaved.
+    """
+    for tensor in tensors:
+        if tensor is not None and (tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())):
+            for name, found in zip(_QKV_NAMES, tensors, strict=True):
+                if found is tensor:
+                    check_plain(name, tensor)
+    if not norm_eps >= 0:
+        refuse("norm_eps", norm_eps, "0 or above")
+    if rotary is None:
+        if positions is not None:
+            refuse("positions", positions, "None without a rotary embedding")
+        return None, False
+    _check_rotary(rotary)
+    if positions is None:
+        refuse("positions", positions, "a tensor [tokens] with a rotary embedding")
+    return rotary.table, rotary.interleaved
 
 
 class _Launchers(dict[int, Callable[..., Any]]):
@@ -36,6 +356,7 @@ class _Launchers(dict[int, Callable[..., Any]]):
 _launchers = _Launchers()
 
 
+@torch_ops.eager
 def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
     """Writes token i of k and v to slot `slots[i]` of the cache: page `slots[i] // page_size`, token
     `slots[i] % page_size` in it.
@@ -55,8 +376,8 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     if is_compiling():
-        _explain(k, v, kv, slots)
-        return compiled.append_kv(k, v, kv, slots)
+        _explain_kv(k, v, kv, slots)
+        return torch_ops.append_kv(k, v, kv, slots)
     try:
         if (
             k.is_neg()
@@ -87,11 +408,116 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         RuntimeError,
         TypeError,
     ):  # examined only on failure: each layer's call would pay for it
-        _explain(k, v, kv, slots)
+        _explain_kv(k, v, kv, slots)
         raise
 
 
-def _explain(k: object, v: object, kv: KVCache, slots: object) -> None:
+def _explain_kv(k: object, v: object, kv: KVCache, slots: object) -> None:
     """Refuses an argument of the wrong type by its name."""
     check_types(KVCache, "a KVCache", kv=kv)
     explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
+
+
+# What caches are made from that take other dtypes than theirs.
+_SOURCE_DTYPES = {
+    SCALED_LATENT_DTYPE: (torch.bfloat16,),
+    torch.bfloat16: (torch.bfloat16, torch.float16),
+    torch.float16: (torch.float16, torch.bfloat16),
+    **{dtype: (dtype, torch.bfloat16, torch.float16, torch.float32) for dtype in SCALED_DTYPES},
+}
+
+
+@cache
+def _latent_kernel(device: torch.device) -> str:
+    """The kernel that quantises to rows with scales of their own; "" on a CPU."""
+    return kernel_file("append_latent", device)
+
+
+@torch_ops.eager
+def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
+    """Writes token i to slot `slots[i]` of a cache of MLA (DeepSeek-V2, arXiv 2405.04434): its latent,
+    followed by the rotated part of the key.
+
+    Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow. Into a
+    cache of another dtype latent and rope are rounded, into a float8 cache divided by its scale before, as
+    `append_kv` does. Into rows with scales of their own (uint8) go the latent, each 128 columns divided by
+    their largest magnitude / 448, which is their scale (not rounded to a power of two), and rope as it is.
+
+    Args:
+        latent: [tokens, width of the latent], tokens >= len(slots), last dimension contiguous: 512 columns in
+            DeepSeek's models.
+        rope: [tokens, width of the rotated part], as latent: 64 columns there.
+        kv: the cache of one layer, as `KVCache.from_latent` makes it: one KV head, whose V is the first
+            columns of K's bytes. Same device, same dtype, the other one of bfloat16 and float16, or float8
+            with one scale for all; or uint8 for bfloat16.
+        slots: int32 or int64 [tokens], as `append_kv` takes them: a negative slot, or one beyond the cache,
+            is skipped.
+
+    Raises:
+        ValueError: an argument that is wrong in type, shape, dtype, device or stride.
+    """
+    if torch.compiler.is_compiling():
+        check_types(KVCache, "a KVCache", kv=kv)
+        explain_failure((("latent", latent), ("rope", rope), ("slots", slots)))
+        return torch_ops.append_mla_kv(latent, rope, kv, slots)
+    try:
+        k, v = kv.k, kv.v
+        width = v.shape[3]
+        if (
+            k.data_ptr() != v.data_ptr()
+            or (k.dtype != latent.dtype and k.dtype not in _SOURCE_DTYPES)
+            or latent.dtype != rope.dtype
+        ):
+            _explain_mla(latent, rope, kv, slots)
+        if k.dtype == SCALED_LATENT_DTYPE:
+            check_handle("latent", latent)
+            check_handle("rope", rope)
+            library().append_latent(latent, rope, k, slots, _latent_kernel(k.device))
+            return
+        # The two parts are K and V of different widths, which lie side by side.
+        parts = KVCache.unchecked(k[..., :width], k[..., width:], kv.k_scale, kv.k_scale)
+        append_kv(latent.unsqueeze(1), rope.unsqueeze(1), parts, slots)
+    except (
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # examined only on failure: each layer's call would pay for it
+        _explain_mla(latent, rope, kv, slots)
+        raise
+
+
+def _explain_mla(latent: object, rope: object, kv: object, slots: object) -> None:
+    """Refuses what is wrong by the name that it has here."""
+    check_types(KVCache, "a KVCache", kv=kv)
+    assert isinstance(kv, KVCache)
+    steps = zip(kv.k.shape[:2], kv.k.stride(), kv.v.stride(), strict=False)
+    if (
+        kv.num_kv_heads != 1
+        or kv.k.data_ptr() != kv.v.data_ptr()
+        or any(size > 1 and of_k != of_v for size, of_k, of_v in steps)
+    ):
+        refuse("kv", kv, "a cache of one KV head whose V is the first columns of K: KVCache.from_latent")
+    columns = kv.v.shape[3], kv.head_dim - kv.v.shape[3]
+    dtypes = _SOURCE_DTYPES.get(kv.dtype, (kv.dtype,))
+    expected = " or ".join(map(dtype_name, dtypes))
+    for name, given, width in zip(("latent", "rope"), (latent, rope), columns, strict=True):
+        tensor = check_plain(name, given)
+        if (
+            tensor.ndim != 2
+            or tensor.shape[1] != width
+            or tensor.dtype not in dtypes
+            or (tensor.stride(1) != 1 and width > 1)
+        ):
+            refuse(
+                name,
+                tensor,
+                f"a {expected} tensor [at least slots.shape[0], {width}], contiguous along its rows",
+            )
+        check_same_device(name, tensor, "kv", kv.device)
+        if isinstance(slots, Tensor) and slots.ndim == 1 and tensor.shape[0] < slots.shape[0]:
+            refuse(f"{name}.shape[0]", tensor.shape[0], f"at least slots.shape[0] = {slots.shape[0]}")
+    if isinstance(latent, Tensor) and isinstance(rope, Tensor) and latent.dtype != rope.dtype:
+        refuse("rope", rope, f"of latent's dtype {dtype_name(latent.dtype)}")
+    explain_failure((("latent", latent), ("rope", rope), ("kv.k", kv.k)))

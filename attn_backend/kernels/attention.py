@@ -5,44 +5,456 @@ from __future__ import annotations
 import ctypes
 import inspect
 import weakref
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from numbers import Real
+from threading import Lock
+from types import NoneType
+from typing import Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..metadata import BSRView, Composition, KVCache
-from ..metadata.checks import check_values
-from ..metadata.kv_cache import Scale, checked_scale
-from ..metadata.structure import check_device, check_handle, check_int, check_types, explain_failure, refuse
-from ..settings import Settings
-from . import compiled, selection
-from .attention_config import (
-    MAX_CTAS,
-    AttentionConfig,
-    check_heads,
-    check_kv_dtype,
-    check_modes,
-    check_q_dtype,
-    check_room,
-    choose_design,
-    explain_failed_run,
-    refuse_run,
+from ..jit import manifest
+from ..jit.cubins import forget_kernels
+from ..jit.manifest import (
+    CPU_HEAD_DIMS_TEXT,
+    CUDA_HEAD_DIMS_TEXT,
+    FLOAT8_Q_TEXT,
+    LATENT_HEAD_DIMS_TEXT,
+    MLA_HEAD_DIMS,
+    HeadDims,
 )
-from .attention_variant import AttentionVariant, VariantArgs
-from .cubins import forget_kernels
-from .errors import InUseError
-from .level_options import level_options, levels_of, positions_of, tensors_of, visibility_of
-from .library import library
-from .named_calls import by_name
+from ..metadata import BSRView, Composition
+from ..metadata.kv_cache import SCALED_DTYPES, KVCache, Scale, checked_scale
+from ..metadata.views import MAX_LEVELS, check_page_ids, check_values
+from ..settings import Settings
+from ..validation import (
+    MAX_INT32,
+    check_device,
+    check_handle,
+    check_int,
+    check_plain,
+    check_types,
+    explain_failure,
+    refuse,
+)
+from ..variants import Variant
+from . import selection, torch_ops
+from .native import (
+    DTYPE_NAMES,
+    DTYPES,
+    KV_DTYPE_NAMES,
+    KV_DTYPES,
+    InUseError,
+    arch_on,
+    by_name,
+    kernel_file,
+    kv_element_of,
+    library,
+    pack,
+    unpack,
+    values_of,
+)
 from .schedule import Schedule, describe_errors
 from .selection import SelectedTokens
-from .structs import unpack
+from .variant import AttentionVariant, VariantArgs, window_of_level
 
-if TYPE_CHECKING:
-    from ..variants import Variant
+FLOAT8_Q_DTYPES = SCALED_DTYPES  # that Q may have, over a cache of the same
+MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
+MAX_CTAS = 4096
+MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+CASCADE_MODES: dict[bool | str, str] = {
+    False: "kCascadeOff",
+    True: "kCascadeByCost",
+    "always": "kCascadeAlways",
+}
+_MAX_CPU_BATCH = 2**20
+_MAX_FLOAT = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The checked arguments of an Attention, by their names."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    max_rows: int
+    max_batch: int
+    max_levels: int
+    num_ctas: int | None
+    cascade: bool | str
+    batch_invariant: bool
+    kernel: str | None
+    variant: Variant | None
+    sinks: bool
+    float8_out: bool
+
+    @property
+    def dims(self) -> HeadDims:
+        return HeadDims(self.head_dim, self.head_dim_v)
+
+    @property
+    def design(self) -> manifest.Design | None:
+        """The design that schedules are made for; None: the CPU's."""
+        return choose_design(self.kernel, self.device, self.dims, self.variant)
+
+    def pack(self, attention_variant: AttentionVariant | None) -> bytes:
+        """AttentionConfig of csrc/. attention_variant: made of `variant`."""
+        data_types = values_of("DataType")
+        variant = None if attention_variant is None else attention_variant.variant
+        design = self.design
+        # Under such a variant no token is the same for several requests.
+        cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
+        return pack(
+            "AttentionConfig",
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=data_types[DTYPES[self.dtype]],
+            q_dtype=data_types[(DTYPES | KV_DTYPES)[self.q_dtype]],
+            kv_dtype=data_types[(DTYPES | KV_DTYPES)[self.kv_dtype]],
+            max_rows=self.max_rows,
+            max_groups=self.max_batch,
+            max_levels=self.max_levels,
+            num_ctas=self.num_ctas or 0,
+            cascade=values_of("CascadeMode")[CASCADE_MODES[cascade]],
+            design=values_of("KernelDesign")[design.name if design else "cpu"],
+            device=self.device.index or 0,
+            batch_invariant=self.batch_invariant,
+            on_cuda=self.device.type == "cuda",
+            has_variant=variant is not None,
+            uses_softmax=variant is None or variant.uses_softmax,
+            has_mask=variant is not None and variant.has_mask,
+            skips_kv_tiles=variant is not None and variant.skips_kv_tiles,
+            has_sinks=self.sinks,
+            float8_out=self.float8_out,
+        )
+
+    def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
+        """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of
+        a variant.
+        """
+        files = {} if variant is None else variant.files()
+        design = self.design
+        if design is None or self.device.type == "cpu":
+            return files
+        element = DTYPE_NAMES[self.dtype]
+        names = {"plan": "plan"}
+        shape = manifest.KernelShape(
+            element, self.dims, kv_element_of(self.kv_dtype, self.dtype), self.q_dtype != self.dtype
+        )
+        for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
+            names[f"{prefix}merge"] = manifest.merge_name(out_element)
+            if variant is None:
+                which = shape._replace(float8_out=prefix != ""), "sinks" if self.sinks else "standard"
+                names |= {
+                    prefix + kernel: manifest.attention_name(stem, *which)
+                    for kernel, stem in design.cubins_for(shape).items()
+                }
+        return {
+            kernel: kernel_file(name, self.device) for kernel, name in names.items() if kernel not in files
+        } | files
+
+
+def check_heads(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, int, HeadDims]:
+    """Returns num_qo_heads, num_kv_heads, and head_dim with head_dim_v."""
+    max_heads = values_of("Limit")["kMaxHeads"]
+    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
+    num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
+    if num_qo_heads % num_kv_heads:
+        refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
+    dims = HeadDims(
+        check_int("head_dim", head_dim, 1),
+        check_int("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1),
+    )
+    check_types(torch.dtype, "a torch.dtype", dtype=dtype)
+    if device.type == "cuda":
+        if not dims.runs_on_cuda:
+            is_k = head_dim_v is None or not HeadDims.of(dims.qk).runs_on_cuda
+            refuse(
+                "head_dim" if is_k else "head_dim_v",
+                dims.qk if is_k else dims.v,
+                f"{CUDA_HEAD_DIMS_TEXT} on CUDA",
+            )
+        if dtype not in DTYPE_NAMES:
+            refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
+    else:
+        for name, dim in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
+            if not HeadDims.of(dim).runs_on_cpu:
+                refuse(name, dim, f"{CPU_HEAD_DIMS_TEXT} on a CPU")
+        if dtype not in DTYPES:
+            refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
+    return num_qo_heads, num_kv_heads, dims
+
+
+def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadDims) -> torch.dtype:
+    """The cache's dtype."""
+    if kv_dtype is None:
+        return dtype
+    check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
+    if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
+        others = [
+            *map(str, KV_DTYPES),
+            *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype),
+        ]
+        refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
+    if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
+        refuse("kv_dtype", kv_dtype, f"{LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
+    return kv_dtype
+
+
+def check_q_dtype(
+    q_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dims: HeadDims,
+    design: manifest.Design | None,
+) -> torch.dtype:
+    """Q's dtype. kv_dtype: of check_kv_dtype(). design: of choose_design()."""
+    if q_dtype is None:
+        return dtype
+    check_types(torch.dtype, "a torch.dtype or None", q_dtype=q_dtype)
+    if q_dtype == dtype:
+        return dtype
+    if q_dtype not in FLOAT8_Q_DTYPES or q_dtype != kv_dtype:
+        refuse(
+            "q_dtype",
+            q_dtype,
+            f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}",
+        )
+    if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
+        refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
+    return q_dtype
+
+
+def check_room(
+    max_rows: int, max_batch: int, max_levels: int, group_size: int, device: torch.device
+) -> tuple[int, int, int]:
+    """group_size: query heads of one KV head. Returns max_rows, max_batch, max_levels."""
+    on_cuda = device.type == "cuda"
+    max_rows = check_int("max_rows", max_rows, 1)
+    if max_rows * group_size > MAX_INT32:
+        refuse(
+            "max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head"
+        )
+    max_batch = check_int("max_batch", max_batch, 1, MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
+    max_levels = check_int("max_levels", max_levels, 1, MAX_LEVELS)
+    if max_rows * max_levels > MAX_INT32:
+        refuse("max_rows * max_levels", max_rows * max_levels, "below 2^31")
+    if on_cuda and max_batch * max_levels > MAX_CUDA_BATCH:
+        refuse("max_batch * max_levels", max_batch * max_levels, f"at most {MAX_CUDA_BATCH} on CUDA")
+    return max_rows, max_batch, max_levels
+
+
+def check_modes(
+    cascade: bool | str, batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device
+) -> None:
+    if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
+        refuse("cascade", cascade, "True, False or 'always'")
+    if not isinstance(batch_invariant, bool):
+        refuse("batch_invariant", batch_invariant, "True or False")
+    if batch_invariant and max_levels != 1:
+        refuse("max_levels", max_levels, "1 with batch_invariant=True")
+    if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
+        refuse(
+            "max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True"
+        )
+
+
+def choose_design(
+    kernel: str | None, device: torch.device, dims: HeadDims, variant: Variant | None = None
+) -> manifest.Design | None:
+    """The kernel design that schedules are made for; None: the CPU's."""
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in manifest.DESIGNS):
+        refuse("kernel", kernel, f"{', '.join(map(repr, manifest.DESIGNS))} or None")
+    check_types((Variant, NoneType), "a Variant or None", variant=variant)
+    transforms = variant is not None and variant.has_transforms
+    if device.type == "cpu" and kernel is None:
+        return None
+    arch = arch_on(device) if device.type == "cuda" else None
+    designs = manifest.designs_for(dims, transforms, arch)
+    if kernel is not None and kernel not in designs:
+        why = f"this GPU runs kernels of {arch}"
+        if not manifest.DESIGNS[kernel].serves(dims, transforms):
+            why = (
+                f"it has no kernels for head_dim = {dims.qk}, head_dim_v = "
+                f"{dims.v}{' and variants that transform Q, K or V' if transforms else ''}"
+            )
+        refuse("kernel", kernel, f"{', '.join(map(repr, designs))} or None: {why}")
+    return next(iter(designs.values())) if kernel is None else designs[kernel]
+
+
+def explain_failed_run(
+    q: Tensor,
+    q_rope: Tensor | None,
+    kv: KVCache,
+    out: Tensor | None,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    sm_scale: float,
+    logits_soft_cap: float,
+    after_append: bool,
+    selected: SelectedTokens | None,
+) -> None:
+    """Refuses an argument of a run that has failed, if one explains it.
+
+    Called only then, and while torch.compile traces a run: each call would pay for it.
+    """
+    check_types(KVCache, "a KVCache", kv=kv)
+    explain_failure((("q", q), ("kv.k", kv.k), ("kv.v", kv.v)))
+    optional = (("q_rope", q_rope), ("out", out), ("lse", lse), ("sinks", sinks))
+    explain_failure((name, tensor) for name, tensor in optional if tensor is not None)
+    if selected is not None:
+        check_types(SelectedTokens, "SelectedTokens, or None", selected=selected)
+        selected.explain_failure()
+    numbers = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+    check_types(Real, "a number", **numbers)
+    for name, number in numbers.items():
+        if abs(number) > _MAX_FLOAT:
+            refuse(name, number, "a number that a float32 holds")
+    check_types(int, "True or False", after_append=after_append)
+
+
+def refuse_run(errors: int, levels: Sequence[BSRView], num_pages: int) -> NoReturn:
+    """Raises ValueError: what a run on a CPU has found wrong in the planned tensors."""
+    for view in levels:
+        check_page_ids(view.with_slots_counted(), num_pages)
+    raise ValueError(describe_errors(errors))
+
+
+@lru_cache(maxsize=256)
+def level_options(
+    index: int,
+    num_levels: int,
+    page_size: int,
+    window_left: int,
+    entry_step: int,
+    causal: bool,
+    finds_row_ranges: bool,
+    pages_change: bool,
+    has_slots: bool,
+    positions: tuple[int, int, int, int],
+) -> bytes:
+    """LevelOptions of csrc/. Kept, as they are the same from step to step."""
+    kv_offsets, of_rows, requests, num_rows = positions
+    return pack(
+        "LevelOptions",
+        index=index,
+        num_levels=num_levels,
+        page_size=page_size,
+        window_left=window_left,
+        kv_offsets=kv_offsets,
+        positions={"positions": of_rows, "requests": requests, "num_rows": num_rows},
+        entry_step=entry_step,
+        causal=causal,
+        finds_row_ranges=finds_row_ranges,
+        pages_change=pages_change,
+        has_slots=has_slots,
+    )
+
+
+_NO_POSITIONS = (0, 0, 0, 0)
+
+
+def positions_of(view: BSRView) -> tuple[int, int, int, int]:
+    """Addresses of kv_offsets, positions and requests, 0 for none, and the rows of the last two."""
+    if view.kv_offsets is None and view.positions is None and view.requests is None:
+        return _NO_POSITIONS
+    addresses = []
+    for name, tensor in (
+        ("kv_offsets", view.kv_offsets),
+        ("positions", view.positions),
+        ("requests", view.requests),
+    ):
+        addresses.append(0 if tensor is None else check_plain(name, tensor).data_ptr())
+    of_rows = view.positions if view.positions is not None else view.requests
+    return (*addresses, 0 if of_rows is None else of_rows.shape[0])  # type: ignore[return-value]
+
+
+def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a view, by the names that those who made it know."""
+    table = view.table
+    indices = {
+        "csr": "kv_indices",
+        "block_table": "block_table",
+        "token_slots": "req_to_token",
+        "ragged": "",
+    }[table.form]
+    tensors = (
+        view.qo_indptr,
+        view.rows,
+        table.indices,
+        table.indptr,
+        table.last_page_len,
+        table.kv_lens,
+        table.rows,
+    )
+    for name, tensor in zip(
+        ("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"),
+        tensors,
+        strict=True,
+    ):
+        if tensor is not None:
+            yield name, tensor
+
+
+def levels_of(composition: object, max_levels: int, max_rows: int) -> Sequence[BSRView]:
+    """The levels of a composition, all with the cache's page size."""
+    if not isinstance(composition, Composition):
+        refuse("composition", composition, "a Composition or a BSRView")
+    if len(composition.levels) > max_levels:
+        refuse("len(composition.levels)", len(composition.levels), f"at most max_levels = {max_levels}")
+    page_size = composition.page_size
+    if all(view.table.page_size == page_size for view in composition.levels):
+        return composition.levels
+    return [_in_pages_of(page_size, level, view, max_rows) for level, view in enumerate(composition.levels)]
+
+
+def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BSRView:
+    if view.table.page_size == page_size:
+        return view
+    if view.pages_change:
+        refuse(
+            f"levels[{level}].pages_change",
+            True,
+            f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the "
+            f"page ids",
+        )
+    if view.device.type == "cpu":  # now: messages then have the caller's values
+        try:
+            check_values(view, max_rows)
+        except ValueError as error:
+            raise ValueError(f"levels[{level}]: {error}") from None
+    return replace(view, table=view.table.in_pages_of(page_size))
+
+
+def visibility_of(view: BSRView, num_levels: int, variant: AttentionVariant | None) -> tuple[bool, int]:
+    """causal and window_left of a level.
+
+    Raises:
+        ValueError: there are several levels, and the view lacks what they need.
+    """
+    if variant is not None:
+        return variant.visibility(view, num_levels)
+    return view.causal is not False, view.window_left if num_levels == 1 else window_of_level(view)
 
 
 class Attention:
@@ -100,7 +512,7 @@ class Attention:
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
         """Under ATTN_BACKEND_DEBUG=1, an Attention that checks."""
         if cls is Attention and Settings.read().debug:
-            from .debug_attention import DebugAttention  # which derives from this class
+            pass  # DROPPED  # which derives from this class
 
             return object.__new__(DebugAttention)
         return object.__new__(cls)
@@ -169,19 +581,21 @@ class Attention:
             sinks=sinks,
             float8_out=float8_out,
         )
-        kernels = (
-            design,
-            dtype,
-            dims,
-            device,
-            sinks,
-            kv_dtype,
-            q_dtype != dtype,
-            float8_out,
-            max_levels,
-            (num_qo_heads, num_kv_heads),
-        )
-        self._variant = None if variant is None else AttentionVariant(variant, *kernels)
+        self._variant = None
+        if variant is not None:
+            self._variant = AttentionVariant(
+                variant,
+                design=design,
+                dtype=dtype,
+                head_dim=dims,
+                device=device,
+                sinks=sinks,
+                kv_dtype=kv_dtype,
+                float8_q=q_dtype != dtype,
+                float8_out=float8_out,
+                max_levels=max_levels,
+                num_heads=(num_qo_heads, num_kv_heads),
+            )
         # keeps the planned tensors alive while their pointers lie in the workspace
         self._levels: Sequence[BSRView] = ()
 
@@ -200,7 +614,7 @@ class Attention:
                 self._config.pack(self._variant), self._config.kernel_files(self._variant)
             )
         weakref.finalize(self, self._library.attention_destroy, self._handle)
-        compiled.know(self._handle, self)
+        torch_ops.know(self._handle, self)
         sizes = unpack("WorkspaceSize", self._library.workspace_size(self._handle))
         try:
             self._schedule = _zeros(int(sizes["schedule"]), device)
@@ -461,7 +875,7 @@ class Attention:
                 "after_append": after_append,
                 "sinks": sinks,
             }
-            out = compiled.run(
+            out = torch_ops.run(
                 self._handle,
                 q,
                 kv,
@@ -624,3 +1038,37 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
 _arguments = inspect.signature(Attention.__init__)
 # What help() and editors show: otherwise that of __new__.
 Attention.__signature__ = _arguments.replace(parameters=list(_arguments.parameters.values())[1:])  # type: ignore[attr-defined]
+
+
+class DebugAttention(Attention):
+    """Each plan and each run waits for the device and raises what it found wrong.
+
+    Until then other threads are refused.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._in_use_until_done = Lock()
+        super().__init__(*arguments, **options)
+
+    def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:
+        with self._until_done():
+            super().plan(composition, variant_args=variant_args)
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        if is_compiling():
+            return super().run(*arguments, **options)
+        with self._until_done():
+            return super().run(*arguments, **options)
+
+    @contextmanager
+    def _until_done(self) -> Iterator[None]:
+        if not self._in_use_until_done.acquire(blocking=False):
+            raise InUseError(
+                "this Attention is in use by another thread, whose plan() or run() has not ended on the "
+                "device"
+            )
+        try:
+            yield
+            self.raise_for_errors()
+        finally:
+            self._in_use_until_done.release()

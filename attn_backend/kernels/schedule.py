@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from .structs import dtype_of, values_of
+from .native import dtype_of, values_of
 
 # By their names in ScheduleError (csrc/planner/schedule.h).
 _ERRORS = {

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..metadata.structure import check_int, check_plain, explain_failure, short_repr
-from . import compiled
-from .kernel_files import kernel_file
-from .library import library
-from .named_calls import by_name
+from ..validation import check_int, check_plain, explain_failure, short_repr
+from . import torch_ops
+from .native import by_name, kernel_file, library
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +83,7 @@ def load(device: torch.device) -> None:
         library().load_selection(kernel_file("selected_slots", device), index)
 
 
+@torch_ops.eager
 def selected_slots(
     indices: Tensor,
     block_table: Tensor | None = None,
@@ -117,7 +116,7 @@ def selected_slots(
         check_int("page_size", page_size, 1)
         if page_stride is not None:
             check_int("page_stride", page_stride, page_size)
-        return compiled.selected_slots(indices, block_table, requests, page_size, page_stride, kv_lens, out)
+        return torch_ops.selected_slots(indices, block_table, requests, page_size, page_stride, kv_lens, out)
     try:
         if out is None:
             out = torch.empty(indices.shape, dtype=indices.dtype, device=indices.device)

@@ -9,11 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..metadata.structure import check_plain, check_types, refuse
-from . import manifest
-from .attention_config import FLOAT_NAMES
-from .kernel_files import kernel_file
-from .named_calls import by_name
+from ..jit import manifest
+from ..validation import check_plain, check_types, refuse
+from .native import FLOAT_NAMES, by_name, kernel_file
 
 
 @cache

@@ -3,8 +3,8 @@
 Pure data: nothing here computes or knows an engine.
 """
 
-from .composition import BSRView, Composition
 from .kv_cache import KVCache
 from .page_table import PageTable
+from .views import BSRView, Composition
 
 __all__ = ["BSRView", "Composition", "KVCache", "PageTable"]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .structure import (
+from ..validation import (
     check_int,
     check_plain,
     check_same_device,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .structure import (
+from ..validation import (
     INT32,
     INT32_OR_INT64,
     MAX_INT32,

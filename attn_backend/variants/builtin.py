@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..metadata.structure import check_int, refuse
-from .custom_masks import custom_mask, tree_mask
+from ..validation import check_int, refuse
+from .masks import custom_mask, tree_mask
 from .params import Param
 from .reference import Reference
 from .rotary import llama3_frequencies, rope, rope_at, rope_frequencies, rope_in_cache
-from .variant import Variant
+from .variant import BUILTINS, Variant
 
 __all__ = [
     "alibi",
@@ -286,3 +286,8 @@ def request_scale(sm_scales: Tensor | None = None) -> Variant:
         return score * sm_scales[b]  # type: ignore[index]
 
     return Variant.from_functions(request_scale, tensors=[Param("sm_scales", torch.float32, 1, sm_scales)])
+
+
+BUILTINS.update(  # the other public functions make parameters
+    {name: globals()[name] for name in __all__ if globals()[name].__annotations__["return"] == "Variant"}
+)

@@ -13,8 +13,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from ..metadata.structure import MAX_INT32, check_plain, describe, dtype_name, refuse
 from ..settings import refusal
+from ..validation import MAX_INT32, check_plain, describe, dtype_name, refuse
 from .expressions import Kind
 
 MAX_BYTES = 256  # VariantParams::kBytes (csrc/attention/variant/variants.h)

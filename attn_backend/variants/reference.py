@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functions import with_names
 from .params import Param
+from .tracing import with_names
 
 _CHUNK = 2**16  # scores that a function is mapped over at once
 

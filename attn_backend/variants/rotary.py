@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..metadata.structure import check_int, check_types, refuse
+from ..validation import check_int, check_types, refuse
 from .params import Param
 from .reference import Reference
 from .variant import Variant

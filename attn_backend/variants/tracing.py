@@ -2,37 +2,450 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import operations
+from . import expressions
 from .expressions import (
     COMPARISONS,
     ExpressionError,
     Kind,
     Node,
     arithmetic,
+    bitwise,
+    cast,
     compare,
     constant,
+    divide,
+    function,
     is_never_negative,
+    logical_not,
+    negate,
     node,
     select,
 )
-from .functions import (
-    TracingError,
-    captured,
-    check_signature,
-    error_at_definition,
-    error_from,
-    error_here,
-    with_names,
-)
 from .params import Param
+
+_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+
+
+class TracingError(ValueError):
+    """A function that cannot be a variant: the message names what is in the way, and the user's file, line
+    and source.
+    """
+
+
+def with_names(
+    function: Callable[..., Any], values: Mapping[str, object]
+) -> tuple[Callable[..., Any], set[str]]:
+    """A copy of `function` whose globals and closure cells of these names have these values, whether they
+    existed or not; the same for the functions that it calls by a global name or finds in its closure. Also
+    returns the names that occurred.
+
+    The functions themselves are left alone, as are those that it finds otherwise (as attributes of a module,
+    for example).
+    """
+    copier = _Copier(values)
+    return copier.copy(function), copier.found
+
+
+class _Copier:
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = values
+        self._copies: dict[int, tuple[object, Any]] = {}  # by the id of the original, which is kept, too
+        self.found: set[str] = set()
+
+    def copy(self, value: Any) -> Any:
+        """Of a function, or of a list, tuple or dict with functions; anything else is returned itself."""
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType):
+            return MethodType(self.copy(value.__func__), value.__self__)
+        if isinstance(value, partial):
+            return partial(
+                self.copy(value.func),
+                *map(self.copy, value.args),
+                **{name: self.copy(v) for name, v in value.keywords.items()},
+            )
+        if type(value) in (tuple, list):
+            return type(value)(map(self.copy, value)) if any(map(callable, value)) else value
+        if type(value) is dict:
+            return (
+                {key: self.copy(v) for key, v in value.items()}
+                if any(map(callable, value.values()))
+                else value
+            )
+        call = _call_of(value)
+        return value if call is None else MethodType(self.copy(call), value)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        if _is_foreign(function.__code__) and not function.__closure__:
+            return function
+        code = function.__code__
+        namespace = function.__globals__ if _is_foreign(code) else dict(function.__globals__)
+        cells = tuple(CellType() for _ in code.co_freevars)
+        copied = FunctionType(code, namespace, function.__name__, function.__defaults__, cells or None)
+        copied.__kwdefaults__ = function.__kwdefaults__
+        # before its own names are looked at: functions may call each other
+        self._copies[id(function)] = (function, copied)
+        for name, cell, old in zip(code.co_freevars, cells, function.__closure__ or (), strict=True):
+            if name in self._values:
+                self.found.add(name)
+                cell.cell_contents = self._values[name]
+                continue
+            with suppress(ValueError):  # not assigned yet
+                cell.cell_contents = self.copy(old.cell_contents)
+        if namespace is not function.__globals__:
+            for name in _global_names(code):
+                if name in self._values:
+                    self.found.add(name)
+                    namespace[name] = self._values[name]
+                elif name in namespace:
+                    namespace[name] = self.copy(namespace[name])
+        return copied
+
+
+def captured(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
+    """Names and values that a function finds in its closure and among its globals; of the functions that it
+    calls, too.
+    """
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    while waiting:
+        value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, MethodType):
+            yield from ((name, v) for name, v in getattr(value.__self__, "__dict__", {}).items())
+            value = value.__func__
+        if isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+            yield from value.keywords.items()
+        if not isinstance(value, FunctionType):
+            call = _call_of(value)
+            waiting += (
+                list(value)
+                if type(value) in (tuple, list)
+                else []
+                if call is None
+                else [MethodType(call, value)]
+            )
+            continue
+        for name, found in _free_variables(value):
+            yield name, found
+            waiting += [found] if callable(found) or type(found) in (tuple, list) else []
+
+
+def _free_variables(function: FunctionType) -> Iterator[tuple[str, object]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    if not _is_foreign(function.__code__):
+        yield from (
+            (name, function.__globals__[name])
+            for name in _global_names(function.__code__)
+            if name in function.__globals__
+        )
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Names that code, with the functions inside it, may look up among its globals (names of attributes are
+    among them).
+    """
+    names = set(code.co_names)
+    for inside in code.co_consts:
+        if isinstance(inside, CodeType):
+            names |= _global_names(inside)
+    return names
+
+
+def _call_of(value: object) -> FunctionType | None:
+    """__call__ of an object of a user's class."""
+    call = getattr(type(value), "__call__", None)  # noqa: B004
+    return call if isinstance(call, FunctionType) and not _is_foreign(call.__code__) else None
+
+
+def _is_foreign(code: CodeType) -> bool:
+    return code.co_filename.startswith(_NOT_THE_USERS[1])
+
+
+def check_signature(what: str, function: object, names: tuple[str, ...]) -> None:
+    """Refuses what cannot be called with len(names) positional arguments."""
+    must = f"{what} must be a function of ({', '.join(names)})"
+    if not callable(function):
+        raise TracingError(f"{must}, is a {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*names)
+    except TypeError:
+        raise TracingError(f"{must}, takes {signature}{_defined_at(function)}") from None
+    except ValueError:  # a builtin without a signature
+        raise TracingError(f"{must} in Python, is {function!r}") from None
+
+
+def _defined_at(function: object) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return "" if code is None else _place(code.co_filename, code.co_firstlineno)
+
+
+def error_at_definition(function: Callable[..., Any], message: str) -> TracingError:
+    while isinstance(function, partial):
+        function = function.func
+    return TracingError(message + _defined_at(function))
+
+
+def error_here(message: str) -> TracingError:
+    """An error at the line of the user's code that is being executed."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return TracingError(message + ("" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)))
+
+
+def error_from(message: str, traceback: TracebackType | None) -> TracingError:
+    """An error at the innermost line of the user's code in a traceback."""
+    place = ""
+    while traceback is not None:
+        if not _is_ours(traceback.tb_frame.f_code.co_filename):
+            place = _place(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return TracingError(message + place)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_NOT_THE_USERS) and not filename.endswith("builtin.py")
+
+
+def _place(filename: str, line: int) -> str:
+    source = linecache.getline(filename, line).strip()
+    return f"\n  {filename}:{line}" + (f": {source}" if source else "")
+
+
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = tuple(f"__i{name}__" for name in BINARY)
+# Functions and methods that make a Python value of a traced one.
+TO_PYTHON = frozenset(
+    (
+        "item",
+        "tolist",
+        "numpy",
+        "data_ptr",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__len__",
+        "__iter__",
+        "__array__",
+        "is_nonzero",
+    )
+)
+RANDOM = frozenset(
+    (
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "dropout",
+    )
+)
+
+# What can be traced, in the words of messages.
+KNOWN = (
+    "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, "
+    "sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, "
+    "logical_and, logical_or, logical_not, casts, and indices of tensors"
+)
+
+_KINDS = {torch.float32: Kind.FLOAT, torch.int32: Kind.INT, torch.int64: Kind.INT, torch.bool: Kind.BOOL}
+
+
+def _to(a: Node, *args: Any, **options: Any) -> Node:
+    """x.to(dtype), x.to(other), x.to(device), x.to(device, dtype)."""
+    for wanted in (*args, *options.values()):
+        if isinstance(wanted, torch.dtype):
+            if wanted not in _KINDS:
+                raise ExpressionError(
+                    f"a cast to {wanted}; must be to torch.float32, torch.int32, torch.int64 (computed with "
+                    f"as int32) or torch.bool"
+                )
+            a = cast(a, _KINDS[wanted])
+        elif isinstance(wanted, Node) and wanted.op != "constant":
+            a = cast(a, wanted.kind)
+    return a
+
+
+def _divide(a: Node, b: Node, *, rounding_mode: str | None = None) -> Node:
+    if rounding_mode is None:
+        return divide(a, b)
+    if rounding_mode != "floor":
+        raise ExpressionError(f"a division with rounding_mode={rounding_mode!r}; must be None or 'floor'")
+    return arithmetic("floor_divide", a, b)
+
+
+def _scaled(like: Node, b: Node, alpha: Node | None) -> Node:
+    """alpha * b. In a sum of booleans torch makes alpha a boolean, too."""
+    if alpha is None:
+        return b
+    return arithmetic("mul", b, cast(alpha, Kind.BOOL) if like.kind == b.kind == Kind.BOOL else alpha)
+
+
+def _add(a: Node, b: Node, *, alpha: Node | None = None) -> Node:
+    return arithmetic("add", a, _scaled(a, b, alpha))
+
+
+def _subtract(a: Node, b: Node, *, alpha: Node | None = None) -> Node:
+    return arithmetic("sub", a, _scaled(a, b, alpha))
+
+
+def _clamp(a: Node, min: Node | None = None, max: Node | None = None) -> Node:
+    if min is not None:
+        a = arithmetic("max", a, min)
+    return a if max is None else arithmetic("min", a, max)
+
+
+def _smaller(a: Node, b: Node) -> Node:
+    return arithmetic("min", a, b)
+
+
+def _larger(a: Node, b: Node) -> Node:
+    return arithmetic("max", a, b)
+
+
+def _logical(op: str) -> Callable[[Node, Node], Node]:
+    return lambda a, b: bitwise(op, cast(a, Kind.BOOL), cast(b, Kind.BOOL))
+
+
+def _filled(value: float) -> Callable[..., Node]:
+    """ones_like and its kin: of the type of their argument, or dtype."""
+
+    def fill(like: Node, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Node:
+        a = cast(constant(value), like.kind)
+        return a if dtype is None else _to(a, dtype)
+
+    return fill
+
+
+def _full(like: Node, *args: Any, dtype: torch.dtype | None = None, **options: Any) -> Node:
+    """full_like(x, value), x.new_full((), value)."""
+    value = options.get("fill_value", args[-1] if args else None)
+    if not isinstance(value, Node):
+        raise ExpressionError("full_like() without a value")
+    a = cast(value, like.kind)
+    return a if dtype is None else _to(a, dtype)
+
+
+def _positive(a: Node) -> Node:
+    expressions.refuse_boolean("+", a)
+    return a
+
+
+def _relu(a: Node, inplace: bool | Node = False) -> Node:
+    expressions.refuse_boolean("relu", a)
+    return arithmetic("max", a, constant(0))
+
+
+NAMED: dict[str, Callable[..., Node]] = {
+    "add": _add,
+    "sub": _subtract,
+    "mul": lambda a, b: arithmetic("mul", a, b),
+    "div": _divide,
+    "truediv": divide,
+    "floor_divide": lambda a, b: arithmetic("floor_divide", a, b),
+    "floordiv": lambda a, b: arithmetic("floor_divide", a, b),
+    "mod": lambda a, b: arithmetic("floor_modulo", a, b),
+    "remainder": lambda a, b: arithmetic("floor_modulo", a, b),
+    "pow": expressions.power,
+    "square": lambda a: expressions.power(a, constant(2)),
+    "neg": negate,
+    "pos": _positive,
+    "abs": expressions.absolute,
+    "min": _smaller,
+    "max": _larger,
+    "minimum": _smaller,
+    "maximum": _larger,
+    "fmin": _smaller,
+    "fmax": _larger,
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": _larger,
+    "clamp_max": _smaller,
+    "relu": _relu,
+    "reciprocal": lambda a: divide(constant(1.0), a),
+    "rsqrt": lambda a: divide(constant(1.0), function("sqrt", a)),
+    "where": select,
+    "and": lambda a, b: bitwise("and", a, b),
+    "or": lambda a, b: bitwise("or", a, b),
+    "xor": lambda a, b: bitwise("xor", a, b),
+    "bitwise_and": lambda a, b: bitwise("and", a, b),
+    "bitwise_or": lambda a, b: bitwise("or", a, b),
+    "bitwise_xor": lambda a, b: bitwise("xor", a, b),
+    "logical_and": _logical("and"),
+    "logical_or": _logical("or"),
+    "logical_xor": _logical("xor"),
+    "logical_not": logical_not,
+    "invert": expressions.invert,
+    "bitwise_not": expressions.invert,
+    "lshift": lambda a, b: expressions.shift("shift_left", a, b),
+    "rshift": lambda a, b: expressions.shift("shift_right", a, b),
+    "to": _to,
+    "type": _to,
+    "type_as": _to,
+    "float": lambda a: cast(a, Kind.FLOAT),
+    "int": lambda a: cast(a, Kind.INT),
+    "long": lambda a: cast(a, Kind.INT),
+    "bool": lambda a: cast(a, Kind.BOOL),
+    "detach": lambda a: a,
+    "clone": lambda a: a,
+    "contiguous": lambda a: a,
+    "ones_like": _filled(1),
+    "zeros_like": _filled(0),
+    "new_ones": _filled(1),
+    "new_zeros": _filled(0),
+    "full_like": _full,
+    "new_full": _full,
+    **{name: lambda a, b, name=name: compare(name, a, b) for name in expressions.COMPARISONS},
+    **{name: lambda a, name=name: function(name, a) for name in expressions.FUNCTIONS},
+}
+for _alias, _name in {
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "truediv",
+    "negative": "neg",
+    "positive": "pos",
+    "absolute": "abs",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "not_equal": "ne",
+    "expit": "sigmoid",
+    "special_expit": "sigmoid",
+}.items():
+    NAMED[_alias] = NAMED[_name]
+
 
 SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_MOD = ("b", "h", "q_idx", "kv_idx")
@@ -130,7 +543,7 @@ class Tracer(TorchFunctionMode):
         if _is_in_place(name) and args and isinstance(args[0], Tensor | Value | Table):
             self.refuse(f"an in-place write ({name}) to a tensor; must make a new value")
         if not any(isinstance(argument, Value | Table) for argument in _flat((args, kwargs))):
-            if name in operations.RANDOM:
+            if name in RANDOM:
                 self.refuse(
                     f"{name}() would be drawn once, when the variant is made; must be a tensor that is "
                     f"declared or captured"
@@ -145,11 +558,11 @@ class Tracer(TorchFunctionMode):
 
     def apply(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Applies a function of torch or a method, by its name."""
-        operation = operations.NAMED.get(name.strip("_"))
+        operation = NAMED.get(name.strip("_"))
         if operation is None:
-            if name in operations.TO_PYTHON:
+            if name in TO_PYTHON:
                 self.refuse(f"{_TO_PYTHON} ({name})")
-            self.refuse(f"{name}() is unknown here; known are {operations.KNOWN}")
+            self.refuse(f"{name}() is unknown here; known are {KNOWN}")
         self._operations += 1
         if self._operations > MAX_OPERATIONS:
             self.refuse(
@@ -267,10 +680,10 @@ def _add_operators() -> None:
         )
         return lambda self, *_: self.tracer.refuse(f"{_TO_PYTHON} ({name}()); {advice}")
 
-    for name in operations.BINARY:
+    for name in BINARY:
         setattr(_Operators, f"__{name}__", forward(name))
         setattr(_Operators, f"__r{name}__", backward(name))
-    for name in operations.IN_PLACE:
+    for name in IN_PLACE:
         setattr(_Operators, name, in_place(name))
     for name in COMPARISONS:
         setattr(_Operators, f"__{name}__", forward(name))
@@ -325,12 +738,12 @@ class Value(_Operators):
             raise AttributeError(name)
         if _is_in_place(name):
             self.tracer.refuse(f"an in-place write ({name}); must make a new value")
-        if name in operations.TO_PYTHON:
+        if name in TO_PYTHON:
             self.tracer.refuse(f"{_TO_PYTHON} ({name}); must be torch operations throughout")
         if name == "where":
             return lambda condition, other: self.tracer.apply("where", condition, self, other)
-        if name.strip("_") not in operations.NAMED:
-            self.tracer.refuse(f".{name} is unknown here; known are {operations.KNOWN}")
+        if name.strip("_") not in NAMED:
+            self.tracer.refuse(f".{name} is unknown here; known are {KNOWN}")
         return lambda *args, **kwargs: self.tracer.apply(name, self, *args, **kwargs)
 
 
@@ -423,7 +836,7 @@ def _is_in_place(name: str) -> bool:
     return (
         name == "__setitem__"
         or (name.endswith("_") and not name.startswith("_"))
-        or (name.startswith("__i") and name in operations.IN_PLACE)
+        or (name.startswith("__i") and name in IN_PLACE)
     )
 
 

@@ -13,18 +13,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..metadata.structure import check_int, check_types, describe, refuse
-from .cpp import HOOKS, TRANSFORMS, Body, Pairs, has_bias_slope, hook, pairs_of, source_of
-from .expressions import SCORE, constant
-from .functions import TracingError, error_at_definition
-from .linear_bias import bias_slope
+from ..validation import check_int, check_types, describe, refuse
+from .cpp import HOOKS, TRANSFORMS, Body, Pairs, body_from, has_bias_slope, hook, pairs_of, source_of
+from .expressions import SCORE, bias_slope, constant, is_interval, visibility_of
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
-from .source import body_from
-from .tracing import MASK_MOD, SCORE_MOD, Bound, trace
-from .visibility import is_interval, visibility_of
+from .tracing import MASK_MOD, SCORE_MOD, Bound, TracingError, error_at_definition, trace
 
 _MAX_NAME = 40
+# The functions of builtin.py that make a variant, by their names: builtin.py fills it.
+BUILTINS: dict[str, Callable[..., Variant]] = {}
 
 
 class Variant:
@@ -332,16 +330,9 @@ class Variant:
         Raises:
             ValueError: there is none of this name.
         """
-        from . import builtin
-
-        # the others make parameters
-        names = [
-            each for each in builtin.__all__ if getattr(builtin, each).__annotations__["return"] == "Variant"
-        ]
-        if name not in names:
-            raise ValueError(f"name is {describe(name)}, must be one of {', '.join(names)}")
-        made: Variant = getattr(builtin, name)(*args, **kwargs)
-        return made
+        if not isinstance(name, str) or name not in BUILTINS:
+            refuse("name", name, f"one of {', '.join(BUILTINS)}")
+        return BUILTINS[name](*args, **kwargs)
 
     @classmethod
     def combine(cls, *variants: Variant) -> Variant:

@@ -74,7 +74,7 @@ struct alignas(64) KernelArguments {
 constexpr int32_t kRowsTooFarApart = -1;
 
 struct KernelDesign {
-  const char* name;  // of its folder, and in attn_backend/kernels/manifest.py
+  const char* name;  // of its folder, and in attn_backend/jit/manifest.py
   KernelCosts costs;
   KernelCosts invariant_costs;                                   // of batch invariant plans
   int32_t (*max_kind)(HeadDims dims, int32_t kv_element_bytes);  // largest kind of row tile

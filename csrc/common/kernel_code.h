@@ -5,7 +5,7 @@
 
 namespace attn {
 
-/// A source defines one as NAME_code for kernel NAME (common/kernel_code.cuh); attn_backend/kernels/code_address.py
+/// A source defines one as NAME_code for kernel NAME (common/kernel_code.cuh); attn_backend/jit/code_address.py
 /// completes it in the cubin. No bytes: not known.
 struct KernelCode {
   const char* address;

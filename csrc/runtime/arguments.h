@@ -1,4 +1,4 @@
-// Functions whose arguments Python gives by name (attn_backend/kernels/named_calls.py). A list of types and names makes
+// Functions whose arguments Python gives by name (attn_backend/kernels/native.py). A list of types and names makes
 // a struct, and the table of names and their order that both sides use.
 #pragma once
 

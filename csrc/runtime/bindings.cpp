@@ -1,4 +1,4 @@
-// The functions that Python calls (attn_backend/kernels/library.py), bound with tvm-ffi: tensors arrive through DLPack,
+// The functions that Python calls (attn_backend/kernels/native.py), bound with tvm-ffi: tensors arrive through DLPack,
 // the stream is torch's current one.
 #include <tvm/ffi/container/map.h>
 

@@ -42,7 +42,7 @@ template <class Was, class Must>
   TVM_FFI_THROW(ValueError) << argument << " is " << was << ", must be " << must;
 }
 
-/// A struct that Python filled (attn_backend/kernels/structs.py).
+/// A struct that Python filled (attn_backend/kernels/native.py).
 template <class Struct>
 Struct unpack(const tvm::ffi::Bytes& bytes) {
   static_assert(std::is_trivially_copyable<Struct>::value, "comes as bytes");

@@ -1,5 +1,5 @@
 // Every design of the attention kernel. Another one is a folder of csrc/attention, an entry here and one in
-// attn_backend/kernels/manifest.py.
+// attn_backend/jit/manifest.py.
 #pragma once
 
 #include "attention/cpu/design.h"

@@ -1,4 +1,4 @@
-// Tables of the fields of structs, for those who fill and read them from Python (attn_backend/kernels/structs.py).
+// Tables of the fields of structs, for those who fill and read them from Python (attn_backend/kernels/native.py).
 #pragma once
 
 #include <cstddef>

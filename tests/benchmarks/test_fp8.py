@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 from stand_ins import MACHINE, OneMoreEach, install_peers
 
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from benchmarks import fp8
 from benchmarks.batches import Batch
 from benchmarks.cases import Case
 
 
 @pytest.mark.skipif(
-    cpp_compiler.compiler() is None, reason="scales of heads are a variant, which needs a C++ compiler"
+    compilers.cpp_compiler() is None, reason="scales of heads are a variant, which needs a C++ compiler"
 )
 @pytest.mark.parametrize("qo_len", [1, 5])
 def test_a_small_line_is_right(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiers import mostly_slow
 
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from benchmarks import variant_cases
 from benchmarks.batches import LARGEST_ERROR, Batch
 from benchmarks.cases import Case
@@ -21,7 +21,7 @@ PROMPT = Case("prompts", (300,) * 2, (300,) * 2, 8, 2, 64, 1, ragged=True)
 DECODE = Case("decode", (1,) * 3, (333,) * 3, 8, 2, 64)
 TREES = Case("trees", (TREE,) * 2, (100 + TREE,) * 2, 8, 2, 64)
 
-needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
+needs_cpp = pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
 
 
 def test_lines_have_names_of_their_own() -> None:

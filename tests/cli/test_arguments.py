@@ -1,6 +1,6 @@
-"""Arguments for a server in one argument (attn_backend/cli/arguments.py)."""
+"""Arguments for a server in one argument (attn_backend/cli/demo.py)."""
 
-from attn_backend.cli.arguments import split_arguments
+from attn_backend.cli.demo import split_arguments
 
 
 def test_a_command_of_several_lines_may_be_pasted():

@@ -13,7 +13,7 @@ import pytest
 from fake_nvcc import FakeKernels, cubin, fake_nvcc
 
 from attn_backend.cli.main import main
-from attn_backend.kernels import build, cubins
+from attn_backend.jit import build, cubins
 
 Capture = pytest.CaptureFixture[str]
 

@@ -12,8 +12,8 @@ from fake_nvcc import FakeKernels, cubin
 
 from attn_backend.cli import doctor
 from attn_backend.cli.main import main
-from attn_backend.kernels import cpp_compiler, cubins, kernel_cache, nvrtc
-from attn_backend.kernels.library import library_path as host_library_path
+from attn_backend.jit import compilers, cubins, kernel_cache
+from attn_backend.kernels.native import library_path as host_library_path
 
 
 def _by_subject() -> dict[str, doctor.Finding]:
@@ -187,12 +187,12 @@ def test_missing_nvcc_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compilers_of_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(cpp_compiler, "compiler", lambda: ["/usr/bin/c++", "-m64"])
+        patch.setattr(compilers, "cpp_compiler", lambda: ["/usr/bin/c++", "-m64"])
         assert kernels()["C++ compiler"] == doctor.Finding(
             "ok", "C++ compiler", "/usr/bin/c++ -m64, for variants on a CPU"
         )
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
+    monkeypatch.setattr(compilers, "nvrtc", lambda: None)
     found = kernels()
     assert found["C++ compiler"].mark == found["NVRTC"].mark == "--"
     assert "CXX is 'no-such-compiler', which is not a program here" in found["C++ compiler"].advice

@@ -22,11 +22,9 @@ from matplotlib.text import Text
 from attn_backend import Attention, BSRView
 from attn_backend.cli import batches
 from attn_backend.cli.main import main
-from attn_backend.cli.picture import DPI
-from attn_backend.cli.plan_picture import DECODE, NOT_TAKEN, PREFILL, TAKEN, draw
-from attn_backend.cli.planned import Planned, Target
-from attn_backend.cli.schedule_costs import ScheduleCosts
-from attn_backend.kernels.manifest import DESIGNS
+from attn_backend.cli.picture import DECODE, DPI, NOT_TAKEN, PREFILL, TAKEN, draw_plan
+from attn_backend.cli.planned import Planned, ScheduleCosts, Target
+from attn_backend.jit.manifest import DESIGNS
 
 Capture = pytest.CaptureFixture[str]
 
@@ -311,7 +309,7 @@ def row_names(figure: Figure) -> list[Text]:
 
 def test_drawing_holds_view_forest_and_ctas() -> None:
     planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Target(num_ctas=24))
-    figure = draw(planned)
+    figure = draw_plan(planned)
     view, forest, ctas = figure.axes
     assert view.get_title("left").startswith("BSR view: 32 rows of Q x ")
     assert forest.get_title("left").startswith("prefix forest: 5 nodes, ")
@@ -341,18 +339,18 @@ def outlines(patch: Patch) -> list[tuple[float, float]]:
 
 def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
     for text, most in (("1x1", 900), ("1x100000", 900), ("256x2000+1x3000@4000", 1400), ("1000x64", 3000)):
-        figure = draw(Planned.make(batches.mixed(text, 16), Target()))
+        figure = draw_plan(Planned.make(batches.mixed(text, 16), Target()))
         assert figure.get_figheight() * DPI < most
         assert sum(len(axes.patches) for axes in figure.axes) < 50, "many rectangles are one shape"
         figure.canvas.draw()
         boxes = [name.get_window_extent() for name in row_names(figure)]
         assert boxes
         assert not any(a.overlaps(b) for a, b in pairwise(boxes))
-    assert PREFILL[0] in colors(draw(Planned.make(batches.mixed("2x30@30+1x1", 16), Target())))
+    assert PREFILL[0] in colors(draw_plan(Planned.make(batches.mixed("2x30@30+1x1", 16), Target())))
 
 
 def test_draws_nothing_to_attend_to() -> None:
-    assert texts(draw(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Target())))
+    assert texts(draw_plan(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Target())))
 
 
 def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:

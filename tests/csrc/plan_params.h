@@ -1,4 +1,4 @@
-// A planner's parameters from structs that Python packs (attn_backend/kernels/structs.py).
+// A planner's parameters from structs that Python packs (attn_backend/kernels/native.py).
 #pragma once
 
 #include <algorithm>

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.kernels.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS
+from attn_backend.jit.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 COMPILER = shutil.which("g++") or ""

@@ -28,7 +28,7 @@ from tiers import mostly_slow
 from torch import Tensor
 
 from attn_backend import KVCache, Rotary, append_kv, append_mla_kv
-from attn_backend.kernels.structs import values_of
+from attn_backend.kernels.native import values_of
 
 PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/qkv_params.h
 

@@ -16,8 +16,8 @@ from selections import Case, random_case
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, SelectedTokens
+from attn_backend.kernels.native import dtype_of, unpack
 from attn_backend.kernels.schedule import GROUP_COLUMNS
-from attn_backend.kernels.structs import dtype_of, unpack
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 

@@ -18,14 +18,14 @@ from device_attention import KERNELS, DeviceAttention
 from torch import Tensor
 
 from attn_backend import Composition, Variant
-from attn_backend.kernels import cpp_compiler, manifest
-from attn_backend.kernels.head_dims import HeadDims
+from attn_backend.jit import compilers, manifest
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.variants import builtin
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++"),
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
 CPU = torch.device("cpu")

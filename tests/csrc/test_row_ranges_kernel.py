@@ -19,13 +19,13 @@ import schedule_model
 import torch
 
 from attn_backend import Attention, Variant
-from attn_backend.kernels import cpp_compiler, manifest
-from attn_backend.kernels.head_dims import HeadDims
+from attn_backend.jit import compilers, manifest
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.variants import builtin
 
 pytestmark = [
     pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++"),
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
 LIST_BYTES = 4096  # sizeof(KvTileList)

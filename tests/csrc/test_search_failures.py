@@ -17,8 +17,8 @@ from forests import Batch, random_batch
 from test_device_planner import SHAPES, make_attention
 
 from attn_backend import Attention, BSRView
+from attn_backend.kernels.native import unpack
 from attn_backend.kernels.schedule import Schedule
-from attn_backend.kernels.structs import unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 

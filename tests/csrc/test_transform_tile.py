@@ -21,14 +21,14 @@ from device_attention import CACHES, DeviceAttention
 from variant_fuzz.arguments import Sizes
 from variant_fuzz.catalogue import Entry, entry_of
 
-from attn_backend.kernels import cpp_compiler, cubins, manifest
-from attn_backend.kernels.build import fault
-from attn_backend.kernels.head_dims import HeadDims
+from attn_backend.jit import compilers, cubins, manifest
+from attn_backend.jit.build import fault
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.variants import builtin
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(host_planner.COMPILER is None or cpp_compiler.compiler() is None, reason="needs g++"),
+    pytest.mark.skipif(host_planner.COMPILER is None or compilers.cpp_compiler() is None, reason="needs g++"),
 ]
 
 CPU = torch.device("cpu")

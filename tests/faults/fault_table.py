@@ -26,7 +26,7 @@ FLOAT8_OUTPUTS = ("tests/csrc/test_float8_output_kernels.py", "-k", "16_bits and
 FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
-CUBINS = ("tests/kernels/test_cubins.py",)
+CUBINS = ("tests/jit/test_cubins.py",)
 THREADS = ("tests/csrc/test_runtime_threads.py", "-k", "devices or shared")
 VISIBILITY = ("tests/variants/test_variant_visibility.py",)
 EXPRESSIONS = ("tests/variants/test_expressions.py",)
@@ -84,14 +84,14 @@ FAULTS = (
     ),
     Fault(
         "servers on a CPU with amx_bf16 only run in float32",
-        "attn_backend/cpu_features.py",
+        "attn_backend/preflight.py",
         'BF16_FLAGS = ("avx512_bf16", "amx_bf16")',
         'BF16_FLAGS = ("avx512_bf16",)',
         ("tests/test_cpu_features.py",),
     ),
     Fault(
         "demo: Ctrl-C waits for the requests in flight",
-        "attn_backend/cli/connections.py",
+        "attn_backend/cli/demo.py",
         "        connected.shutdown(socket.SHUT_RDWR)",
         "        pass",
         ("tests/integration/test_http.py",),
@@ -112,31 +112,31 @@ FAULTS = (
     ),
     Fault(
         "compiled functions: numbers of a variant become floats",
-        "attn_backend/kernels/compiled.py",
+        "attn_backend/kernels/torch_ops.py",
         "    number_names: str,\n    numbers: list[_Number],\n",
         "    number_names: str,\n    numbers: list[float],\n",
         ("tests/kernels/test_compiled.py", "-k", "keep_their_types"),
     ),
     Fault(
         "compiled functions: an out_scale of 0 is none",
-        "attn_backend/kernels/compiled.py",
+        "attn_backend/kernels/torch_ops.py",
         "out_scale=_joined(out_scale, out_number),",
         "out_scale=_joined(out_scale, out_number) or None,",
         ("tests/kernels/test_compiled_arguments.py", "-k", "run"),
     ),
     Fault(
         "kernel cache: a shared group may write",
-        "attn_backend/kernels/kernel_cache.py",
+        "attn_backend/jit/kernel_cache.py",
         "and {*group.gr_mem} <= {user.pw_name}",
         "",
-        ("tests/kernels/test_kernel_cache.py", "-k", "group"),
+        ("tests/jit/test_kernel_cache.py", "-k", "group"),
     ),
     Fault(
         "kernel cache: object files are shared libraries",
-        "attn_backend/kernels/kernel_cache.py",
+        "attn_backend/jit/kernel_cache.py",
         "(cubin[4:6], cubin[16:18], cubin[18:20]) != _shared_library()",
         "(cubin[4:6], cubin[18:20]) != _shared_library()[::2]",
-        ("tests/kernels/test_variant_kernels.py", "-k", "writes_no_library"),
+        ("tests/jit/test_variant_kernels.py", "-k", "writes_no_library"),
     ),
     Fault(
         "sample_from_probs: seed and position swapped",
@@ -217,7 +217,7 @@ FAULTS = (
     ),
     Fault(
         "packed rows of exactly 2^31",
-        "attn_backend/kernels/attention_config.py",
+        "attn_backend/kernels/attention.py",
         "max_rows * group_size > MAX_INT32",
         "max_rows * group_size > MAX_INT32 + 1",
         ("tests/kernels/test_attention.py", "-k", "packed_rows"),
@@ -478,35 +478,35 @@ FAULTS = (
     ),
     Fault(
         "variants: the reach of equal quotients is one short",
-        "attn_backend/variants/visibility.py",
+        "attn_backend/variants/expressions.py",
         "return Reach(abs(divisor) - 1 - offset, abs(divisor) - 1 + offset)",
         "return Reach(abs(divisor) - 1 - offset, abs(divisor) - 2 + offset)",
         VISIBILITY,
     ),
     Fault(
         "variants: the reach of equal quotients is shifted the wrong way",
-        "attn_backend/variants/visibility.py",
+        "attn_backend/variants/expressions.py",
         "offset = difference[2] * difference[0]",
         "offset = difference[2]",
         VISIBILITY,
     ),
     Fault(
         "variants: a sum of a rising and a falling term rises",
-        "attn_backend/variants/visibility.py",
+        "attn_backend/variants/expressions.py",
         "return None if one * other < 0 else one or other",
         "return one or other",
         VISIBILITY,
     ),
     Fault(
         "variants: two runs of tokens are one",
-        "attn_backend/variants/visibility.py",
+        "attn_backend/variants/expressions.py",
         "_shapes(mask.args[0]) & _shapes(mask.args[1]) & (Shape.BEGINNING | Shape.END)",
         "_shapes(mask.args[0]) & _shapes(mask.args[1])",
         VISIBILITY,
     ),
     Fault(
         "variants: the condition hides tokens from the second branch, too",
-        "attn_backend/variants/visibility.py",
+        "attn_backend/variants/expressions.py",
         "return (condition & yes) | (not_condition & no),",
         "return (condition & yes) | (condition & no),",
         VISIBILITY,
@@ -541,14 +541,14 @@ FAULTS = (
     ),
     Fault(
         "variants: a slope may depend on the token",
-        "attn_backend/variants/linear_bias.py",
+        "attn_backend/variants/expressions.py",
         'slope.variables & {"score", "kv_idx"}',
         'slope.variables & {"score"}',
         TRACED,
     ),
     Fault(
         "variants: clamp() applies the upper bound first",
-        "attn_backend/variants/operations.py",
+        "attn_backend/variants/tracing.py",
         """    if min is not None:
         a = arithmetic("max", a, min)
     return a if max is None else arithmetic("min", a, max)""",
@@ -566,7 +566,7 @@ FAULTS = (
     ),
     Fault(
         "variants: a transform of keys may read kv_len of a shared token",
-        "attn_backend/variants/source.py",
+        "attn_backend/variants/cpp.py",
         '_SHARED = ("position", "kv_head")',
         '_SHARED = ("position", "kv_head", "kv_len")',
         ("tests/variants/test_rope.py",),
@@ -699,7 +699,7 @@ FAULTS = (
     ),
     Fault(
         "FlashInfer: ragged K and V in HND start at a later head",
-        "attn_backend/flashinfer/ragged_prefill.py",
+        "attn_backend/flashinfer/prefill.py",
         "1 if self._is_hnd else 0,\n                    self._first_token,",
         "0,\n                    self._first_token,",
         ("tests/flashinfer/test_flashinfer_direct.py", "-k", "HND and token"),
@@ -713,7 +713,7 @@ FAULTS = (
     ),
     Fault(
         "FlashInfer: a q_scale tensor replaces the sm_scale tensor",
-        "attn_backend/flashinfer/scales.py",
+        "attn_backend/flashinfer/arguments.py",
         "factor if of_requests is None else of_requests * factor",
         "factor",
         ("tests/flashinfer/test_flashinfer_limits.py", "-k", "scales_multiply"),
@@ -727,7 +727,7 @@ FAULTS = (
     ),
     Fault(
         "FlashInfer: forward() of decodes ignores sm_scale",
-        "attn_backend/flashinfer/batch_decode.py",
+        "attn_backend/flashinfer/decode.py",
         "            self._plan_logits(pos, window_left, logits_soft_cap)\n        self._sm_scale = "
         "sm_scale\n",
         "            self._plan_logits(pos, window_left, logits_soft_cap)\n",
@@ -791,7 +791,7 @@ FAULTS = (
     ),
     Fault(
         "append_mla_kv: the rotated part from the latent's columns",
-        "attn_backend/kernels/append_mla.py",
+        "attn_backend/kernels/append.py",
         "KVCache.unchecked(k[..., :width], k[..., width:], kv.k_scale, kv.k_scale)",
         "KVCache.unchecked(k[..., -width:], k[..., : k.shape[3] - width], kv.k_scale, kv.k_scale)",
         ("tests/kernels/test_append_mla.py",),
@@ -896,7 +896,7 @@ FAULTS = (
     ),
     Fault(
         "cache key: without the compiler's flags",
-        "attn_backend/kernels/cubins.py",
+        "attn_backend/jit/cubins.py",
         ', *(flag for flag in flags(arch) if not flag.startswith("-I"))]',
         "]",
         CUBINS,
@@ -931,7 +931,7 @@ FAULTS = (
     ),
     Fault(
         "cache key: without code_address",
-        "attn_backend/kernels/cubins.py",
+        "attn_backend/jit/cubins.py",
         "    digest.update(code_address.recipe())\n",
         "",
         CUBINS,

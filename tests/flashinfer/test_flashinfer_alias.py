@@ -13,7 +13,7 @@ import torch
 from flashinfer_oracle import check, make_batch, workspace
 
 from attn_backend import flashinfer
-from attn_backend.flashinfer import absent
+from attn_backend.flashinfer import features
 
 ROOT = Path(__file__).resolve().parents[2]
 # What engines' FlashInfer backends import (vLLM 0.26 to 0.33, SGLang 0.5.17 to 0.5.23, mini-sglang).
@@ -91,17 +91,17 @@ def test_names_of_engines() -> None:
     origin, module, top, version = run_with_alias(f"{code}\n{same}\nprint(flashinfer.__version__)").split()
     assert version == flashinfer.__version__
     assert Path(origin) == ROOT / "flashinfer_alias" / "flashinfer" / "decode.py"
-    assert module == top == "attn_backend.flashinfer.batch_decode"
+    assert module == top == "attn_backend.flashinfer.decode"
 
 
 def test_modules_of_missing_names_have_nothing_else() -> None:
-    modules = [name for name in NAMES if name.removeprefix("flashinfer.") in absent.NAMES]
+    modules = [name for name in NAMES if name.removeprefix("flashinfer.") in features.NAMES]
     code = (
         f"import importlib\nfor name in {modules}: print(*(x for x in vars(importlib.import_module(name)) "
         f"if not x.startswith('__')))"
     )
     for module, line in zip(modules, run_with_alias(code).splitlines(), strict=True):
-        names = absent.NAMES[module.removeprefix("flashinfer.")]
+        names = features.NAMES[module.removeprefix("flashinfer.")]
         assert set(line.split()) - {"core"} == {"_names_of", *names}
     code = (
         "from importlib.util import find_spec; print(find_spec('flashinfer.norm'), "
@@ -117,7 +117,7 @@ def test_vllm_imports_its_backend() -> None:
         "import vllm.v1.attention.backends.flashinfer as backend; "
         "print(backend.BatchPrefillWithPagedKVCacheWrapper.__module__)"
     )
-    assert run_with_alias(code).split()[-1] == "attn_backend.flashinfer.paged_prefill"
+    assert run_with_alias(code).split()[-1] == "attn_backend.flashinfer.prefill"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="needs setuptools")

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from attn_backend import flashinfer
 from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.attention_variant import AttentionVariant
-from attn_backend.kernels.errors import MissingKernelError
-from attn_backend.kernels.library import library
-from attn_backend.kernels.named_calls import by_name
+from attn_backend.kernels.native import MissingKernelError, by_name, library
+from attn_backend.kernels.variant import AttentionVariant
 
 Run = Callable[..., Any]
 LATENT = 512
@@ -153,7 +151,7 @@ def test_an_error_of_the_one_call_is_the_error_of_the_run(
     def failing(**_: Any) -> None:
         raise RuntimeError("an error that no argument explains")
 
-    monkeypatch.setattr("attn_backend.flashinfer.planned_attention.by_name", lambda *_, **__: failing)
+    monkeypatch.setattr("attn_backend.flashinfer.wrapper.by_name", lambda *_, **__: failing)
     with pytest.raises(RuntimeError, match="an error that no argument explains"):
         make()()
 
@@ -216,7 +214,7 @@ def test_runs_again_once_a_late_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch
             raise MissingKernelError(missing[0])
         return library_run(**given)
 
-    monkeypatch.setattr("attn_backend.flashinfer.planned_attention.by_name", lambda *_, **__: late)
+    monkeypatch.setattr("attn_backend.flashinfer.wrapper.by_name", lambda *_, **__: late)
     run = decode("NHD", "one", pos_encoding_mode="ALIBI")
     monkeypatch.setattr(AttentionVariant, "file_of", lambda _, name: f"{name}.cubin")
     monkeypatch.setattr(

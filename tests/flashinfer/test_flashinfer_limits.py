@@ -12,7 +12,7 @@ from flashinfer_oracle import Batch, attention, check, make_batch, workspace
 from torch import Tensor
 
 from attn_backend import flashinfer
-from attn_backend.flashinfer import scales as scales_module
+from attn_backend.flashinfer import arguments as scales_module
 from attn_backend.flashinfer import wrapper as wrapper_module
 
 KV_LENS = [7, 1, 33, 20]

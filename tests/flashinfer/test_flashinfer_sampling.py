@@ -23,7 +23,7 @@ from attn_backend.flashinfer.logits_processor import (
     TopK,
     TopP,
 )
-from attn_backend.kernels.draws import mixed
+from attn_backend.kernels.sampling import mixed
 
 VOCAB = 50
 DRAWS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

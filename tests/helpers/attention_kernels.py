@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_backend.kernels import manifest
-from attn_backend.kernels.archs import BUILDS
-from attn_backend.kernels.kernel_files import arch_on
+from attn_backend.jit import manifest
+from attn_backend.jit.manifest import BUILDS
+from attn_backend.kernels.native import arch_on
 
 GPU_KERNELS = ("hopper", "generic")
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
-from attn_backend.kernels import manifest
-from attn_backend.kernels.attention_config import DTYPES, KV_DTYPES, kv_element_of
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.kernels.structs import values_of
+from attn_backend.jit import manifest
+from attn_backend.jit.manifest import HeadDims
+from attn_backend.kernels.native import DTYPES, KV_DTYPES, kv_element_of, values_of
 
 KERNELS = ("generic", "hopper")
 # Structs of tests/csrc/slanted_variant.h, by the names that a DeviceAttention has for them.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.kernels import cubins, kernel_cache
+from attn_backend.jit import cubins, kernel_cache
 
 FATBIN = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 8) + b"a kernel"
 

@@ -15,8 +15,8 @@ from compilation import COMPILER, ROOT, compile_object, link
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, Composition
+from attn_backend.kernels.native import dtype_of, pack, unpack
 from attn_backend.kernels.schedule import Schedule
-from attn_backend.kernels.structs import dtype_of, pack, unpack
 
 __all__ = [
     "COMPILER",

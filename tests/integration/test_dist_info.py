@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-
 import tomllib
 
 from integration.dist_info import write_dist_info

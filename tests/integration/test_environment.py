@@ -179,7 +179,7 @@ def test_a_failure_of_pip_shows_its_errors_and_names_the_log(fake_pip, capfd):
 
 
 def test_the_line_on_the_terminal_says_what_pip_does(fake_pip, capsys, monkeypatch):
-    monkeypatch.setattr("attn_backend.kernels.progress.LINE_EVERY_S", 0.05)
+    monkeypatch.setattr("attn_backend.jit.progress.LINE_EVERY_S", 0.05)
     log = fake_pip("""
         import time
         lines = [

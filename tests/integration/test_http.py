@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from attn_backend.cli.connections import Connections
+from attn_backend.cli.demo import Connections
 from integration import http
 
 

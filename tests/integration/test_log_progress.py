@@ -29,7 +29,7 @@ def test_last_count(written, counted, expected, tmp_path):
 
 
 def test_wait_for_shows_how_far_a_process_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("attn_backend.kernels.progress.LINE_EVERY_S", 0.05)
+    monkeypatch.setattr("attn_backend.jit.progress.LINE_EVERY_S", 0.05)
     code = "import sys, time; time.sleep(0.3); print('| 7/32 [', flush=True); time.sleep(0.3); sys.exit(5)"
     log = tmp_path / "log"
     with log.open("w") as output:

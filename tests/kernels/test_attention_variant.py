@@ -23,8 +23,8 @@ from tiers import mostly_slow
 from variant_sources import ALIBI, ALIBI_CPP, SLANTED, SQUARED
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
-from attn_backend.kernels import cpp_compiler, variant_kernels
-from attn_backend.kernels.attention_variant import AttentionVariant
+from attn_backend.jit import compilers, cubins
+from attn_backend.kernels.variant import AttentionVariant
 from attn_backend.variants import builtin
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
@@ -36,7 +36,7 @@ ORACLES = {
 }
 VARIANTS = {variant.name: variant for variant in (SLANTED, ALIBI, SQUARED)}
 
-needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
+needs_cpp = pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
 
 
 def arguments_of(variant: Variant) -> dict[str, float]:
@@ -455,7 +455,7 @@ def test_what_tells_requests_apart_is_not_shared() -> None:
 @needs_cpp
 def test_a_library_of_other_headers_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    monkeypatch.setattr(variant_kernels, "headers_digest", lambda _: "another")
+    monkeypatch.setattr(cubins, "headers_digest", lambda _: "another")
     other = variant_sources.alibi(ALIBI_CPP + "// compiled for this test\n", "other")
     with pytest.raises(
         RuntimeError, match=r"compiled from other headers than libattn_backend\.so; reinstall"

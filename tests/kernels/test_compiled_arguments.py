@@ -31,7 +31,7 @@ from attn_backend import (
     sampling_workspace,
 )
 from attn_backend.kernels.selection import SelectedTokens, selected_slots
-from attn_backend.metadata.structure import describe
+from attn_backend.validation import describe
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES, ROWS, VOCAB = 4, 2, 64, 4, 6, 3, 40
 E4M3 = torch.float8_e4m3fn

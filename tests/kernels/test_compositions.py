@@ -26,7 +26,7 @@ from compositions import (
 )
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
-from attn_backend.metadata.composition import MAX_LEVELS
+from attn_backend.metadata.views import MAX_LEVELS
 
 SHAPE = Shape(2, 4, 64, torch.bfloat16, 16, None)
 each_kernel = pytest.mark.usefixtures("kernel")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from attn_backend.variants import Variant, builtin, segment_packbits
 
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
 SPEC = cases.Spec((7, 64, 1, 30), (300, 64, 700, 410), group_size=2, sharing=0.8, num_ctas=5)

@@ -19,7 +19,7 @@ from float8_outputs import DTYPE, LARGEST, check_like_unfused, check_rounded, ou
 from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
-from attn_backend.kernels import cpp_compiler, manifest
+from attn_backend.jit import compilers, manifest
 
 HEAD_DIMS = (128, 64, 72, 256)  # kernels for the first are in the package
 
@@ -166,7 +166,7 @@ def test_what_a_variant_makes_of_the_output_is_divided(device: torch.device, num
 
 
 def test_an_interpreted_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cpp_compiler, "compiler", lambda: None)
+    monkeypatch.setattr(compilers, "cpp_compiler", lambda: None)
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     from attn_backend.variants.builtin import soft_cap
 

@@ -18,7 +18,7 @@ from forests import Batch, make_problem, naming, place_requests, radix_tree, ran
 
 from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import PrefixNode, Schedule
-from attn_backend.metadata.composition import MAX_LEVELS
+from attn_backend.metadata.views import MAX_LEVELS
 
 MODES = [True, "always"]
 MAX_COMPARISONS = 16  # kMaxComparisons in csrc/planner/forest.h

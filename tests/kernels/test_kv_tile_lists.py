@@ -21,13 +21,13 @@ from tiers import mostly_slow
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from attn_backend.kernels.schedule import Schedule
 from attn_backend.variants import builtin
 
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
 BLOCK = 128  # tokens, of the patterns below: a KV tile on Hopper

@@ -13,7 +13,8 @@ import torch
 from test_concurrency import Served
 
 from attn_backend import BSRView, PageTable, sample, sampling_workspace
-from attn_backend.kernels import attention_config, cubins, manifest, sampling
+from attn_backend.jit import cubins, manifest
+from attn_backend.kernels import attention, sampling
 
 pytestmark = pytest.mark.gpu
 
@@ -91,9 +92,9 @@ def test_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for each in views:
         served.attention.plan(each)
         expected.append(served.attention.schedule())
-    file, kernel_file = compiled(tmp_path, "late_plan", _PLAN), attention_config.kernel_file
+    file, kernel_file = compiled(tmp_path, "late_plan", _PLAN), attention.kernel_file
     monkeypatch.setattr(
-        attention_config,
+        attention,
         "kernel_file",
         lambda name, device: file if name == "plan" else kernel_file(name, device),
     )

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from attn_backend.kernels.named_calls import by_name, names_of
+from attn_backend.kernels.native import by_name, names_of
 
 FUNCTIONS = (
     "plan_level",
@@ -69,7 +69,7 @@ def test_errors_name_the_argument(wrong: dict[str, object], message: str) -> Non
 
 
 def test_too_many_arguments_are_refused() -> None:
-    from attn_backend.kernels.library import library
+    from attn_backend.kernels.native import library
 
     with pytest.raises(TypeError, match="8 arguments for 7"):
         library().selected_slots(*range(8))

@@ -15,12 +15,12 @@ from cases import Spec
 from tiers import mostly_slow
 
 from attn_backend import Variant
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from attn_backend.variants import builtin
 
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
 # From the block before a row's own on, of odd heads one more.

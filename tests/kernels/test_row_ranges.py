@@ -18,12 +18,12 @@ from tiers import mostly_slow
 from torch import Tensor
 
 from attn_backend import Variant
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from attn_backend.variants import builtin
 
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
 DOCUMENTS = builtin.document()

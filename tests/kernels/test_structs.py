@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from attn_backend import Attention
-from attn_backend.kernels import attention_config, manifest, schedule
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.kernels.structs import dtype_of, pack, unpack, values_of
-from attn_backend.metadata.composition import MAX_LEVELS
+from attn_backend.jit import manifest
+from attn_backend.jit.manifest import HeadDims
+from attn_backend.kernels import attention, native, schedule
+from attn_backend.kernels.native import dtype_of, pack, unpack, values_of
 from attn_backend.metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE
+from attn_backend.metadata.views import MAX_LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
@@ -79,11 +80,9 @@ def test_the_library_refuses_bytes_of_another_size() -> None:
 def test_names_of_values_are_those_of_the_library() -> None:
     assert schedule._ERRORS.keys() == values_of("ScheduleError").keys()
     assert schedule._REASONS.keys() == values_of("NodeReason").keys()
-    assert {*attention_config.DTYPES.values(), *attention_config.KV_DTYPES.values()} == values_of(
-        "DataType"
-    ).keys()
-    assert {*SCALED_DTYPES, SCALED_LATENT_DTYPE} == attention_config.KV_DTYPES.keys()
-    assert set(attention_config.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
+    assert {*native.DTYPES.values(), *native.KV_DTYPES.values()} == values_of("DataType").keys()
+    assert {*SCALED_DTYPES, SCALED_LATENT_DTYPE} == native.KV_DTYPES.keys()
+    assert set(attention.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()
     assert values_of("Limit")["kMaxLevels"] == MAX_LEVELS
     for columns, struct in ((schedule.GROUP_COLUMNS, "RowGroup"), (schedule.TILE_COLUMNS, "RowTile")):

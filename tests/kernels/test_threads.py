@@ -11,7 +11,7 @@ import torch
 from test_gate import Problem
 
 from attn_backend import Attention
-from attn_backend.kernels.errors import InUseError
+from attn_backend.kernels.native import InUseError
 
 
 def test_two_threads_are_refused_or_served_rightly() -> None:

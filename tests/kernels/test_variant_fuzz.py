@@ -21,7 +21,7 @@ from variant_fuzz.catalogue import by_reference, entries
 from variant_fuzz.problems import Form, random_problem
 from variant_fuzz.runner import run_case, tasks
 
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from attn_backend.variants import builtin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -52,7 +52,7 @@ ON_A_CPU += (
 # of builtin.__all__: what variants are made with
 NO_VARIANTS = ("alibi_slopes", "rope_frequencies", "llama3_frequencies")
 
-needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
+needs_cpp = pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
 
 
 def test_enough_of_them() -> None:

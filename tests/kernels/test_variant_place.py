@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attn_backend import Variant
-from attn_backend.kernels.variant_place import place_of
+from attn_backend.kernels.variant import place_of
 from attn_backend.variants import builtin
 
 MASKS = """
@@ -25,7 +25,7 @@ def fading(score, b, h, q_idx, kv_idx):
 FADING = Variant.from_functions(fading)
 """
 PROGRAM = """
-from attn_backend.kernels.variant_place import place_of
+from attn_backend.kernels.variant import place_of
 {}
 place = place_of({})
 """

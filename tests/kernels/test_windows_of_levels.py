@@ -17,10 +17,10 @@ from torch import Tensor
 
 from attn_backend import BSRView, Composition, PageTable, Variant
 from attn_backend.cli.main import main
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 from attn_backend.variants import builtin
 
-needs_cpp = pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler")
+needs_cpp = pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
 
 WINDOW = 100
 SLIDING = builtin.sliding_window(WINDOW)
@@ -141,7 +141,7 @@ def test_one_level_and_several_with_one_object(device: torch.device) -> None:
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpp_compiler, "compiler", lambda: None)
+    monkeypatch.setattr(compilers, "cpp_compiler", lambda: None)
     cascade = Cascade.random(numpy.random.default_rng(7), torch.device("cpu"), 3)
     for variant, seen in ((SLIDING & builtin.causal(), in_window), (STREAMING, streaming)):
         attention = cascade.attention(variant)

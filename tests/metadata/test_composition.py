@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from attn_backend import BSRView, Composition, PageTable
-from attn_backend.metadata.checks import check_values
-from attn_backend.metadata.composition import MAX_LEVELS
+from attn_backend.metadata.views import MAX_LEVELS, check_values
 
 TABLE = PageTable.ragged(torch.tensor([0, 3, 5], dtype=torch.int32))
 QO_INDPTR = torch.tensor([0, 1, 2], dtype=torch.int32)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backend import BSRView, Composition, KVCache, PageTable, Rotary
 from attn_backend.kernels.selection import SelectedTokens
-from attn_backend.metadata.structure import describe, refuse
+from attn_backend.validation import describe, refuse
 
 
 class NothingIsRead(TorchDispatchMode):

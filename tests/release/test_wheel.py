@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 
-from attn_backend.kernels.archs import ARCHS
+from attn_backend.jit.manifest import ARCHS
 from release import wheel
 
 NAME = f"attn_backend-1.2.3-py3-none-{wheel.PLATFORM}.whl"
 LIBRARY, HEADER = "attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variant/variants.h"
+TYPED = "attn_backend/py.typed"
+FILES = {LIBRARY, HEADER, TYPED}
 
 
 def make(folder: Path, names: set[str], name: str = NAME, content: bytes = b"") -> Path:
@@ -27,8 +29,8 @@ def make(folder: Path, names: set[str], name: str = NAME, content: bytes = b"") 
 
 
 def test_a_whole_wheel_passes(tmp_path: Path) -> None:
-    wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER} | wheel.cubins_of_manifest()), with_cubins=True)
-    wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER}), with_cubins=False)
+    wheel.check_wheel(make(tmp_path, FILES | wheel.cubins_of_manifest()), with_cubins=True)
+    wheel.check_wheel(make(tmp_path, FILES), with_cubins=False)
 
 
 def test_every_arch_has_cubins() -> None:
@@ -37,19 +39,19 @@ def test_every_arch_has_cubins() -> None:
     assert len(cubins) > 50
 
 
-@pytest.mark.parametrize("missing", [LIBRARY, HEADER])
+@pytest.mark.parametrize("missing", sorted(FILES))
 def test_a_missing_part_is_named(tmp_path: Path, missing: str) -> None:
     with pytest.raises(wheel.ReleaseError, match=f"lacks {missing}"):
-        wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER} - {missing}), with_cubins=False)
+        wheel.check_wheel(make(tmp_path, FILES - {missing}), with_cubins=False)
 
 
 def test_missing_and_foreign_cubins_are_named(tmp_path: Path) -> None:
     cubins = sorted(wheel.cubins_of_manifest())
     with pytest.raises(wheel.ReleaseError, match=re.escape(cubins[0])):
-        wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER, *cubins[1:]}), with_cubins=True)
+        wheel.check_wheel(make(tmp_path, {*FILES, *cubins[1:]}), with_cubins=True)
     with pytest.raises(wheel.ReleaseError, match=r"old\.cubin"):
         wheel.check_wheel(
-            make(tmp_path, {LIBRARY, HEADER, "attn_backend/cubins/sm_80/old.cubin", *cubins}),
+            make(tmp_path, {*FILES, "attn_backend/cubins/sm_80/old.cubin", *cubins}),
             with_cubins=True,
         )
 
@@ -60,13 +62,13 @@ def test_missing_and_foreign_cubins_are_named(tmp_path: Path) -> None:
 )
 def test_another_tag_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(wheel.ReleaseError, match="is not py3-none-manylinux_2_28"):
-        wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER}, name), with_cubins=False)
+        wheel.check_wheel(make(tmp_path, FILES, name), with_cubins=False)
 
 
 def test_too_large_a_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "MAX_BYTES", 1000)
     with pytest.raises(wheel.ReleaseError, match="more than 1000"):
-        wheel.check_wheel(make(tmp_path, {LIBRARY, HEADER}, content=b"x" * 800), with_cubins=False)
+        wheel.check_wheel(make(tmp_path, FILES, content=b"x" * 800), with_cubins=False)
 
 
 def test_kernels_are_compiled_without_what_they_run_with() -> None:

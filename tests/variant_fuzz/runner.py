@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import attention_kernels
 import torch
 
-from attn_backend.kernels import variant_kernels
-from attn_backend.kernels.library import library
+from attn_backend.jit import cubins
+from attn_backend.kernels.native import library
 
 from .catalogue import Entry, entries
 from .problems import Form, random_problem
@@ -96,13 +96,11 @@ def compile_variant(task: Task) -> None:
     target = (
         "cpu"
         if form.device.type == "cpu"
-        else variant_kernels.target_of(torch.cuda.get_device_capability(form.device))
+        else cubins.target_of(torch.cuda.get_device_capability(form.device))
     )
     isa = library().current_isa() if target == "cpu" else "baseline"
     dtype = str(form.dtype).removeprefix("torch.")
-    variant_kernels.compile_ahead(
-        task.entry.variant, [target], form.kernel, dtype, form.head_dim, isa, form.sinks
-    )
+    cubins.compile_ahead(task.entry.variant, [target], form.kernel, dtype, form.head_dim, isa, form.sinks)
 
 
 def run_task(task: Task) -> Result:

@@ -11,12 +11,12 @@ import variant_functions
 from variant_functions import CASES, LENGTH, B, Case, H
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
-from attn_backend.kernels import cpp_compiler
+from attn_backend.jit import compilers
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="this torch has no flex_attention")
 
 pytestmark = [
-    pytest.mark.skipif(cpp_compiler.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attn_backend import Attention
-from attn_backend.metadata.structure import describe
+from attn_backend.validation import describe
 from attn_backend.variants import Param, TracingError, Variant, builtin
 from attn_backend.variants.cpp import HOOKS
 from attn_backend.variants.tracing import MAX_OPERATIONS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backend.metadata.structure import MAX_INT32
+from attn_backend.validation import MAX_INT32
 from attn_backend.variants.expressions import (
     KV_IDX,
     Q_IDX,
@@ -23,11 +23,12 @@ from attn_backend.variants.expressions import (
     bitwise,
     compare,
     constant,
+    is_interval,
     logical_not,
     negate,
     select,
+    visibility_of,
 )
-from attn_backend.variants.visibility import is_interval, visibility_of
 
 LENGTH = 24
 Q, KV = torch.meshgrid(torch.arange(LENGTH), torch.arange(LENGTH), indexing="ij")

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_backend.adapters.float8_queries import multiplies_float8
 from attn_backend.adapters.options import use_fp8_queries
 from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.kernels.append_qkv import append_rounded
+from attn_backend.kernels.append import append_rounded
 from attn_backend.metadata import KVCache
 
 from . import compat

@@ -17,7 +17,7 @@ from torch import Tensor, device
 from torch.nn import Module
 
 from attn_backend import KVCache, append_mla_kv
-from attn_backend.kernels.head_dims import HeadDims
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES
 
 from . import NAME, compat

@@ -19,7 +19,7 @@ from attn_backend import KVCache
 from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.selected import SelectedAttention
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
-from attn_backend.metadata.selection import count_slots
+from attn_backend.metadata.views import count_slots
 
 from . import compat
 from .backend import logger

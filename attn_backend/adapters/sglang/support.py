@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import NAME, compat

@@ -36,7 +36,7 @@ def register() -> None:
     try:
         # Imported now: a broken installation fails when the engine starts, not when it builds a layer.
         registry = import_module("vllm.v1.attention.backends.registry")
-        import_module("attn_backend.kernels.library").library()
+        import_module("attn_backend.kernels.native").library()
         import_module("attn_backend.adapters.vllm.cpu")
         choice = import_module("attn_backend.adapters.vllm.choice")
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)

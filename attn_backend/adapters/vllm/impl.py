@@ -14,11 +14,10 @@ from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES, PLAIN_CACHES, 
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
 from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, refuse
+from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.kernels.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS
 from attn_backend.metadata.kv_cache import KVCache
-from attn_backend.metadata.structure import describe
+from attn_backend.validation import describe
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_LATENTS
-from attn_backend.kernels.append_mla import append_mla_kv
+from attn_backend.kernels.append import append_mla_kv
 from attn_backend.metadata.kv_cache import KVCache
 
 

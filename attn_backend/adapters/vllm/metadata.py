@@ -25,10 +25,9 @@ from attn_backend.adapters.vllm.draft_backend import tell_of_drafts
 from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
 from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.refusal import refuse
-from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
-from attn_backend.metadata.composition import BSRView
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH, Attention
 from attn_backend.metadata.page_table import PageTable
+from attn_backend.metadata.views import BSRView
 
 
 def window_left(sliding_window: int | None) -> int:

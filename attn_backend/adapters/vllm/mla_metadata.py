@@ -25,10 +25,10 @@ from attn_backend.adapters.vllm.memory import outside_memory_pools
 from attn_backend.adapters.vllm.metadata import unsupported_invariance, workspace_maxima
 from attn_backend.adapters.vllm.mla_prefill import make_prefill
 from attn_backend.adapters.vllm.refusal import refuse
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.page_table import PageTable
+from attn_backend.metadata.views import BSRView
 
 
 @dataclass

@@ -12,11 +12,11 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.memory import outside_memory_pools
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.attention import Attention
-from attn_backend.kernels.head_dims import HeadDims
-from attn_backend.metadata.composition import BSRView
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.metadata.page_table import PageTable
+from attn_backend.metadata.views import BSRView
 
 
 class MlaPrefill(MLAPrefillBackend):

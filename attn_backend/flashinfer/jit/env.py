@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...kernels.kernel_cache import cache_dir
+from ...jit.kernel_cache import cache_dir
 
 __all__ = ["FLASHINFER_WORKSPACE_DIR"]
 

@@ -1,3 +1,3 @@
-from attn_backend.flashinfer.absent import names_of as _names_of
+from attn_backend.flashinfer.features import names_of as _names_of
 
 globals().update(_names_of("comm.mnnvl"))

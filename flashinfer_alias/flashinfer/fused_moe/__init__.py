@@ -1,4 +1,4 @@
-from attn_backend.flashinfer.absent import names_of as _names_of
+from attn_backend.flashinfer.features import names_of as _names_of
 
 from . import core  # noqa: F401
 

@@ -6,12 +6,12 @@ import logging
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")

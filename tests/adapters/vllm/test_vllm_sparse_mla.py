@@ -48,7 +48,7 @@ from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, OTHER_CACHE
 from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
 from attn_backend.adapters.vllm.sparse_mla_impl import SparseMlaImpl
 from attn_backend.adapters.vllm.sparse_mla_metadata import SparseMlaMetadataBuilder
-from attn_backend.kernels.attention_config import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 TOPK = 24
 

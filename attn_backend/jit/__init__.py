@@ -1,0 +1,1 @@
+"""Finds, compiles and keeps kernels."""

@@ -1,0 +1,147 @@
+"""`python -m attn_backend.jit.build`: compiles all standard kernels ahead of time, in parallel.
+
+It fails where a source does not compile, where registers spill, and where ptxas serializes wgmma.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import compilers, cubins, kernel_cache, manifest, progress
+from .cubins import compile_kernel, nvcc, nvcc_version
+from .manifest import ARCHS
+
+_REGISTERS = re.compile(r"Used (\d+) registers")
+# the compiler waits for each product, since something touches registers of those under way
+_SERIALIZED = "instructions are serialized"
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def spilled_bytes(report: str) -> int:
+    """Bytes of local memory that the compiler's report counts as spills."""
+    return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(report))
+
+
+def fault(report: str) -> str:
+    """What is wrong with a kernel, by the compiler's report; empty if nothing."""
+    if spilled_bytes(report) > 0:
+        return "SPILLS"
+    return "SERIALIZES WGMMA" if _SERIALIZED in report else ""
+
+
+def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
+    """Compiles kernels, by name and arch; copies them to `out/<arch>/<name>.cubin` when given.
+
+    Returns the number of failures.
+    """
+    failures = 0
+
+    def one(task: tuple[str, str]) -> tuple[str, str, float, str, Path | None]:
+        name, arch = task
+        start = time.monotonic()
+        try:
+            path, report = compile_kernel(name, arch)
+        except RuntimeError as error:
+            return name, arch, time.monotonic() - start, str(error), None
+        return name, arch, time.monotonic() - start, report, path
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, task) for task in tasks]
+        try:
+            for name, arch, seconds, report, path in (
+                future.result() for future in progress.tracked(futures, "compiling")
+            ):
+                if path is None:
+                    failures += 1
+                    print(f"{arch:8} {name:28} FAILED\n{report}", flush=True)
+                    continue
+                registers = max((int(n) for n in _REGISTERS.findall(report)), default=0)
+                spills = spilled_bytes(report)
+                verdict = fault(report)
+                failures += bool(verdict)
+                kib = path.stat().st_size >> 10
+                print(
+                    f"{arch:8} {name:28} {registers:4} registers {spills:5} spilled bytes {kib:6} KiB "
+                    f"{seconds:6.1f} s  {verdict}".rstrip(),
+                    flush=True,
+                )
+                if out is not None:
+                    target = out / arch / f"{name}.cubin"
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
+        except BaseException:  # such as KeyboardInterrupt, which does not reach the compilers
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                compilers.stop_compilers()
+                time.sleep(0.05)
+            raise
+    return failures
+
+
+def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[str] | None = ARCHS) -> None:
+    """What `run` takes; `jobs`: the default number of compilers that run at a time; `archs`: what --arch may
+    be, None: the caller checks.
+    """
+    others = "" if archs else "; of variants also cpu, and such as sm_100"
+    parser.add_argument(
+        "--arch", action="append", choices=archs, help=f"{', '.join(ARCHS)}{others}; repeatable; default: all"
+    )
+    parser.add_argument(
+        "--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="also copy the cubins to OUT/<arch>/<name>.cubin; `pip install .` ships build/cubins",
+    )
+
+
+def run(arguments: argparse.Namespace, kernels: Callable[[str], Iterable[str]] | None = None) -> int:
+    """Compiles what `kernels` has of an arch, or all. Returns the exit status."""
+    archs = arguments.arch or list(ARCHS)
+    try:
+        compiler = nvcc()
+        if compiler is None:
+            raise RuntimeError(compilers.no_nvcc())
+        nvcc_version(compiler)  # what would fail for each kernel is said once
+        for arch in archs:
+            kernel_cache.prepare(kernel_cache.place(kernel_cache.cache_dir() / arch / "any.cubin")[0])
+        tasks = [(name, arch) for arch in archs for name in (kernels or cubins.kernel_sources)(arch)]
+        return 1 if build(tasks, arguments.jobs, arguments.out) else 0
+    except (RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _at_least_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"is {number}, must be at least 1")
+    return number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser, os.cpu_count() or 1)
+    parser.add_argument(
+        "--distinct",
+        action="store_true",
+        help="leave out those that are much like others (manifest.distinct_kernels)",
+    )
+    arguments = parser.parse_args()
+    sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else None))
+
+
+if __name__ == "__main__":
+    main()

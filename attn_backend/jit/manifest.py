@@ -1,0 +1,610 @@
+"""Every kernel that is built ahead of time: one table, from which the build, the lookup, the wheel,
+`attn-backend doctor` and the tests work.
+
+A kernel's source is generated here, from `kernel_templates`: what a kernel of csrc/ is compiled for, and the
+`.cu` file with its entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol
+
+from . import templates
+from .templates import SHIPPED_VARIANTS, shipped_variant
+
+SM90, SM80 = "sm_90a", "sm_80"
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A build of the kernels.
+
+    Attributes:
+        gpus: those that use it, for messages.
+        capability: the compute capability of GPUs that run it.
+        has_ptx: all newer GPUs run it, too.
+        flags: of nvcc, beside those that all have.
+        has_clusters: CTAs of a cluster read each other's shared memory.
+        has_siblings: there are GPUs of another compute capability with the same major version.
+    """
+
+    gpus: str
+    capability: tuple[int, int]
+    has_ptx: bool
+    flags: tuple[str, ...]
+    has_clusters: bool
+    has_siblings: bool
+
+
+# The first that a GPU can run is its own.
+BUILDS = {
+    SM90: Arch(
+        "Hopper",
+        (9, 0),
+        False,
+        ("-gencode=arch=compute_90a,code=sm_90a", "-cubin"),
+        has_clusters=True,
+        has_siblings=False,
+    ),
+    SM80: Arch(
+        "all other GPUs, from Ampere on",
+        (8, 0),
+        True,
+        ("-gencode=arch=compute_80,code=[sm_80,compute_80]", "-fatbin"),
+        has_clusters=False,
+        has_siblings=True,
+    ),
+}
+ARCHS = tuple(BUILDS)
+
+
+def runnable_archs(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Those that a GPU of this compute capability can run."""
+    return tuple(
+        name
+        for name, arch in BUILDS.items()
+        if capability == arch.capability or (arch.has_ptx and capability > arch.capability)
+    )
+
+
+class HeadDims(NamedTuple):
+    """Columns of a head of Q and K, and of one of V and O."""
+
+    qk: int
+    v: int
+
+    @classmethod
+    def of(cls, dims: int | HeadDims) -> HeadDims:
+        """An int: both."""
+        return cls(dims, dims) if isinstance(dims, int) else dims
+
+    @classmethod
+    def parse(cls, text: str) -> HeadDims:
+        """Of text in the form of __str__.
+
+        Raises:
+            ValueError: another form.
+        """
+        match = re.fullmatch(r"(\d+)(?:_(\d+))?", text)
+        if match is None:
+            raise ValueError(
+                f"head_dim is {text!r}, must be a number, or two such as 192_128: columns of Q and K, and of "
+                f"V"
+            )
+        return cls(int(match[1]), int(match[2] or match[1]))
+
+    @property
+    def runs_on_cuda(self) -> bool:
+        """Whether there are kernels for it."""
+        return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self.is_wide
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        return all(dim % 8 == 0 and 8 <= dim <= _MAX_CPU_HEAD_DIM for dim in self)
+
+    def runs_over(self, kv_element: str | None, float8_q: bool = False) -> bool:
+        """Whether there are CUDA kernels for it over caches of these elements, of kv_element_of(). float8_q:
+        Q has the cache's.
+        """
+        if float8_q and (kv_element == "latent" or self.is_wide):
+            return False
+        if kv_element == "latent":
+            return self == MLA_HEAD_DIMS
+        return self.runs_on_cuda
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether several warps share the columns of the output (csrc/attention/head_shape.h)."""
+        return self in WIDE_HEAD_DIMS
+
+    def __str__(self) -> str:
+        return f"{self.qk}" if self.qk == self.v else f"{self.qk}_{self.v}"
+
+
+_MAX_CUDA_HEAD_DIM, _MAX_CPU_HEAD_DIM = 256, 576
+MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
+WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
+CPU_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM}"
+CUDA_HEAD_DIMS_TEXT = (
+    f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
+)
+FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
+LATENT_HEAD_DIMS_TEXT = (
+    "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
+)
+
+
+CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
+STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
+ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
+# Elements of a cache with scales: narrower than Q's, unless Q has them, too. latent: MLA, rows have scales.
+CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
+KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
+CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
+STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
+FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output is of 8 bits
+# of a variant they are compiled only when a cache needs them
+LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")
+OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
+USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
+# By variant. Kernels of other heads are compiled when they are first needed, or ahead (attn-backend compile).
+SHIPPED_HEAD_DIMS = {
+    "standard": (
+        *(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
+        *WIDE_HEAD_DIMS,
+    ),
+    "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
+    # and all of SHIPPED_VARIANTS: of each arch's default design
+    "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),
+}
+SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
+# of bf16, by elements of caches that are widened as they are loaded
+_SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}
+# of designs that multiply e4m3 Q and K as they are
+MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))
+# with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
+SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)
+
+
+class KernelShape(NamedTuple):
+    """What an attention kernel is compiled for, besides a design and a variant.
+
+    Attributes:
+        element: of O, and of Q but under float8_q.
+        kv_element: of a cache of another type, of kv_element_of(); None: it is element.
+        float8_q: whether Q has the type of the cache, too.
+        float8_out: whether O is of 8 bits.
+    """
+
+    element: str
+    dims: HeadDims
+    kv_element: str | None = None
+    float8_q: bool = False
+    float8_out: bool = False
+
+    def __str__(self) -> str:
+        """As it stands in the names of cubins."""
+        of_cache = "" if self.kv_element is None else f"_{self.kv_element}{'_q' if self.float8_q else ''}"
+        return f"{self.element}{of_cache}{f'_to_{OUT_ELEMENT}' if self.float8_out else ''}_d{self.dims}"
+
+
+@dataclass(frozen=True)
+class Design:
+    """A design of the attention kernel: a folder of csrc/attention/ with a design.h.
+
+    Attributes:
+        name: of the folder.
+        archs: those of the GPUs that run it.
+        cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
+        serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. What it
+            does not serve, the next design does.
+        multiplies_float8: e4m3 Q and K are multiplied as they are, with heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    cubins: dict[str, str]
+    serves: Callable[[HeadDims, bool], bool] = lambda dims, transforms: True
+    multiplies_float8: bool = False
+
+    def cubins_for(self, shape: KernelShape) -> dict[str, str]:
+        """The part of `cubins` for a shape.
+
+        Where rows are widened as they are loaded, one kernel serves all caches.
+        """
+        return (
+            dict([*self.cubins.items()][:1])
+            if shape.dims.is_wide and shape.kv_element in CUDA_KV_ELEMENTS
+            else self.cubins
+        )
+
+
+def _has_room_for_transforms(dims: HeadDims, transforms: bool) -> bool:
+    """On Hopper, whose kernels for wide heads have none."""
+    return not (transforms and dims.is_wide)
+
+
+# By their names in Attention(kernel=...). A GPU's default is the first that it can run and that serves the
+# heads. The last serves all heads that run on CUDA. sm90_gather: for caches that TMA cannot describe.
+DESIGNS = {
+    "hopper": Design(
+        "sm90",
+        (SM90,),
+        {"attention": "sm90", "attention_rows": "sm90_gather"},
+        _has_room_for_transforms,
+        multiplies_float8=True,
+    ),
+    "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A cubin: `source` compiled for each of `archs`. Includes in `source` are relative to csrc/."""
+
+    name: str
+    archs: tuple[str, ...]
+    source: str
+
+
+def attention_name(design: str, shape: KernelShape, variant: str = "standard") -> str:
+    """design: of Design.cubins."""
+    return f"attention_{design}_{shape}_{variant}"
+
+
+def kv_element_of(kv_dtype: str | None, dtype: str) -> str | None:
+    """The element of a cache of another type than Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit one.
+
+    By torch's names; None: the cache has dtype.
+    """
+    return None if kv_dtype in (None, dtype) else CACHE_ELEMENT_NAMES[kv_dtype]
+
+
+def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
+    """What products take, by torch's names: Q's dtype, to which a cache of 8 bits is widened, or that of
+    another 16-bit cache, to which Q is converted.
+    """
+    return kv_dtype_of(kv_element) if kv_element in CUDA_ELEMENTS else dtype
+
+
+def kv_dtype_of(kv_element: str | None) -> str:
+    """torch's name of an element of kv_element_of()."""
+    return next(dtype for dtype, element in CACHE_ELEMENT_NAMES.items() if element == kv_element)
+
+
+def merge_name(element: str, variant: str = "") -> str:
+    """element: of O. variant: that transforms the output; else one kernel serves all."""
+    return f"merge_{element}_{variant}".rstrip("_")
+
+
+def append_qkv_name(element: str, kv_element: str | None = None) -> str:
+    """element: of heads. kv_element: of a cache of another type, of kv_element_of(); one kernel writes those
+    of 8 bits.
+    """
+    of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
+    return f"append_qkv_{element}_{of_cache}" if of_cache else f"append_qkv_{element}"
+
+
+def merge_states_name(element: str) -> str:
+    """element: of states that lie in tensors: "f32", "f16" or "bf16"."""
+    return f"merge_states_{element}"
+
+
+def sampling_name(source: str) -> str:
+    """source: what is drawn from: "f32", "f16" or "bf16" logits, "probs", or "speculative" drafts."""
+    return f"sampling_{source}"
+
+
+@cache
+def kernels(arch: str) -> dict[str, Kernel]:
+    """The kernels of an arch, by name."""
+    return {kernel.name: kernel for kernel in _ALL if arch in kernel.archs}
+
+
+def distinct_kernels(arch: str) -> dict[str, Kernel]:
+    """Those that CI compiles, which has no time for all.
+
+    Attention and sampling of float16 have bfloat16's code with another element, and the generic design for
+    Hopper that for Ampere: of such attention it compiles the plainest kernels. A release compiles all (`make
+    wheel`).
+    """
+
+    def is_distinct(name: str) -> bool:
+        shape = _shape_of(name)
+        if shape is None:
+            return name != sampling_name("f16")
+        if name.endswith("_standard") and shape == KernelShape(shape.element, HeadDims(128, 128)):
+            return True
+        return shape.element != "f16" and name.startswith(
+            tuple(f"attention_{stem}_" for stem in default_design(arch, shape.dims).cubins.values())
+        )
+
+    return {name: kernel for name, kernel in kernels(arch).items() if is_distinct(name)}
+
+
+def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = None) -> dict[str, Design]:
+    """Those that serve heads, by their names. transforms: under a variant that transforms Q, K or V. arch: of
+    the GPU that must run them.
+    """
+    return {
+        name: design
+        for name, design in DESIGNS.items()
+        if design.serves(dims, transforms) and (arch is None or arch in design.archs)
+    }
+
+
+def default_design(arch: str, dims: HeadDims, transforms: bool = False) -> Design:
+    """Of the kernels that a GPU of an arch uses for heads unless it is told otherwise."""
+    return next(iter(designs_for(dims, transforms, arch).values()))
+
+
+class VariantSource(Protocol):
+    """What kernels are made of (attn_backend/variants/variant.py): C++ that defines attn::UserVariant."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def user_sources(self) -> Mapping[str, str]: ...
+    @property
+    def has_mask(self) -> bool: ...
+    @property
+    def has_output(self) -> bool: ...
+    @property
+    def has_transforms(self) -> bool: ...
+
+
+def variant_text(variant: VariantSource) -> str:
+    """The source of a variant as it stands in front of a kernel's: what a compiler says of its lines names
+    it, and not a file of ours.
+    """
+    return f'#line 1 "{variant_place(variant.name)}"\n{variant.source.rstrip()}\n#line 1 "attn_backend"\n'
+
+
+def variant_place(name: str) -> str:
+    """What the compiler takes for the file of a variant's generated source."""
+    return f"<source of variant {name}>"
+
+
+def variant_kernels(
+    arch: str, design: Design, shape: KernelShape, variant: VariantSource, sinks: bool = False
+) -> dict[str, Kernel]:
+    """A variant's kernels for a design, by the names that csrc/ has for them; under shape.float8_out those
+    whose outputs are of 8 bits beside the others. sinks: whether runs may be given sinks. A variant with the
+    source of a shipped one has the kernels of that, by its name.
+    """
+    variant = shipped_variant(variant.source) or variant
+    text = variant_text(variant)
+    variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
+    name = f"{variant.name}_sinks" if sinks else variant.name
+    made = {}
+    for prefix, out_element in out_elements(shape.element, shape.float8_out).items():
+        of_out = shape._replace(float8_out=prefix != "")
+        for kernel, stem in design.cubins_for(shape).items():
+            made[prefix + kernel] = Kernel(
+                attention_name(stem, of_out, name),
+                (arch,),
+                text + attention_source(stem, of_out, variant_type),
+            )
+        if variant.has_output:
+            made[f"{prefix}merge"] = Kernel(
+                merge_name(out_element, variant.name), (arch,), text + merge_source(out_element, USER_VARIANT)
+            )
+    if variant.has_mask:
+        made["row_ranges"] = Kernel(
+            f"row_ranges_{variant.name}",
+            (arch,),
+            text + templates.ROW_RANGES.substitute(variant=USER_VARIANT),
+        )
+    return made
+
+
+def out_elements(element: str, float8_out: bool) -> dict[str, str]:
+    """Elements that outputs may have, by what stands in front of their kernels' names in csrc/."""
+    return {"": element} | ({FLOAT8_OUT: OUT_ELEMENT} if float8_out else {})
+
+
+def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
+    """design: of Design.cubins."""
+    element, dims, kv_element, float8_q, float8_out = shape
+    has_8_bits = kv_element in CUDA_KV_ELEMENTS
+    # A cache of 8 bits is widened to Q's type; Q of another 16-bit type is converted to the cache's.
+    elements = [
+        element if has_8_bits else kv_element,
+        kv_element,
+        kv_element if float8_q else element,
+        OUT_ELEMENT if float8_out else element,
+    ]
+    variant = f"attn::{variant_type}"
+    if has_8_bits:
+        wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
+        variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
+    of_products, of_cache, of_q, of_out = (
+        f"attn::{(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[of or element]}" for of in elements
+    )
+    traits = (
+        f"attn::Traits<{of_products}, {of_cache}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}, "
+        f"{of_q}, {of_out}>"
+    )
+    template, copier = {
+        "sm80": (templates.SM80_ATTENTION, ""),
+        "sm90": (templates.SM90_ATTENTION, "BoxCopier"),
+        "sm90_gather": (templates.SM90_ATTENTION, "RowCopier"),
+    }[design]
+    if copier and dims.is_wide and has_8_bits:
+        copier = "WideningCopier"
+    return template.substitute(traits=traits, copier=copier)
+
+
+def merge_source(element: str, variant_type: str) -> str:
+    """element: of O."""
+    return templates.MERGE.substitute(
+        element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type
+    )
+
+
+def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
+    """The standard kernels of a shape, for which there must be CUDA kernels (runs_over())."""
+    stems = {
+        stem: design.archs
+        for design in designs_for(shape.dims).values()
+        for stem in design.cubins_for(shape).values()
+    }
+    return [
+        Kernel(
+            attention_name(stem, shape, variant),
+            archs,
+            attention_source(stem, shape, STANDARD_VARIANTS[variant]),
+        )
+        for variant in variants
+        for stem, archs in stems.items()
+    ]
+
+
+def _shape_of(name: str) -> KernelShape | None:
+    """What the name of an attention kernel says."""
+    element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
+    elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?"
+    shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
+    if shape is None or shape[1] == shape[2]:
+        return None
+    return KernelShape(
+        shape[1], HeadDims.parse(shape[5]), shape[2], shape[3] is not None, shape[4] is not None
+    )
+
+
+def _mixed_append(name: str) -> tuple[str, str] | None:
+    """Elements of heads and of a cache of another 16-bit type, of an append_qkv_name()."""
+    pairs = (
+        (element, of_cache) for element in CUDA_ELEMENTS for of_cache in CUDA_ELEMENTS if of_cache != element
+    )
+    return next((pair for pair in pairs if append_qkv_name(*pair) == name), None)
+
+
+def compile_options(name: str) -> str:
+    """The options of `attn-backend compile` for a kernel that is not built ahead of time."""
+    append = _mixed_append(name)
+    if append is not None:
+        return f" --kv-dtype {kv_dtype_of(append[1])}"
+    shape = _shape_of(name)
+    if shape is None:
+        return ""
+    return f" --head-dim {shape.dims}{float8_options(shape.kv_element, shape.float8_q, shape.float8_out)}"
+
+
+def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> str:
+    """The options of `attn-backend compile` for 8-bit caches, queries and outputs."""
+    of_cache = (
+        ""
+        if kv_element is None
+        else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
+    )
+    return f"{of_cache}{' --float8-out' if float8_out else ''}"
+
+
+def source_of(name: str, arch: str) -> str | None:
+    """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel
+    for this arch.
+    """
+    if name in kernels(arch):
+        return kernels(arch)[name].source
+    append = _mixed_append(name)
+    if append is not None:
+        return append_qkv_kernel(*append).source
+    shape = _shape_of(name)
+    if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
+        return None
+    return next(
+        (
+            kernel.source
+            for kernel in attention_kernels(shape)
+            if kernel.name == name and arch in kernel.archs
+        ),
+        None,
+    )
+
+
+def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
+    """The kernels over e4m3 Q and K, of designs that multiply them without widening."""
+    archs = {arch for design in DESIGNS.values() if design.multiplies_float8 for arch in design.archs}
+    return [
+        kernel
+        for kernel in attention_kernels(KernelShape("bf16", dims, "e4m3", True, float8_out), ("standard",))
+        if archs.issuperset(kernel.archs)
+    ]
+
+
+def _attention_kernels() -> list[Kernel]:
+    made = []
+    for element in CUDA_ELEMENTS:
+        for variant in STANDARD_VARIANTS:
+            for dims in SHIPPED_HEAD_DIMS[variant]:
+                made += attention_kernels(KernelShape(element, dims), (variant,))
+        for shipped in SHIPPED_VARIANTS:
+            for arch in ARCHS:
+                for dims in SHIPPED_HEAD_DIMS[shipped.name]:
+                    made += variant_kernels(
+                        arch, default_design(arch, dims), KernelShape(element, dims), shipped
+                    ).values()
+    for dims in SHIPPED_FLOAT8_HEAD_DIMS:
+        made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
+    for widened_element, widened in _SHIPPED_WIDENED.items():
+        for dims in widened:
+            made += attention_kernels(KernelShape("bf16", dims, widened_element), ("standard",))
+    for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
+        made += _multiplied_float8_kernels(dims, float8_out=False)
+    for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
+        for kv_element in (None, "e4m3"):
+            made += attention_kernels(KernelShape("bf16", dims, kv_element, float8_out=True), ("standard",))
+        made += _multiplied_float8_kernels(dims, float8_out=True)
+    made += [
+        Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"]))
+        for element in (*CUDA_ELEMENTS, OUT_ELEMENT)
+    ]
+    return made
+
+
+def _sampling_kernels() -> list[Kernel]:
+    logits = {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}
+    return [
+        *(
+            Kernel(sampling_name(name), ARCHS, templates.SAMPLING_LOGITS.substitute(element=element))
+            for name, element in logits.items()
+        ),
+        *(
+            Kernel(sampling_name(name), ARCHS, f'#include "sampling/device/{name}.cu"\n')
+            for name in ("probs", "speculative")
+        ),
+    ]
+
+
+def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
+    """As append_qkv_name(). Of two 16-bit types it is not built ahead of time."""
+    quantizes = kv_element in CUDA_KV_ELEMENTS
+    text = templates.APPEND_QKV.substitute(
+        element=CUDA_ELEMENTS[element],
+        cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
+        quantizes=str(quantizes).lower(),
+    )
+    text += '#include "cache/append_rounded.cu"\n' if quantizes else ""
+    return Kernel(append_qkv_name(element, kv_element), ARCHS, text)
+
+
+_ALL = (
+    Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
+    Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
+    Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
+    Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
+    *(append_qkv_kernel(element, kv_element) for element in CUDA_ELEMENTS for kv_element in (None, "e4m3")),
+    *_attention_kernels(),
+    *(
+        Kernel(merge_states_name(name), ARCHS, templates.MERGE_STATES.substitute(element=element))
+        for name, element in STATE_ELEMENTS.items()
+    ),
+    *_sampling_kernels(),
+)

@@ -1,0 +1,185 @@
+"""The host library: C++ behind tvm-ffi, without a torch ABI. Its functions, structs and errors, and the
+names that it and the manifest have for dtypes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import tvm_ffi
+
+from ..jit import manifest
+from ..jit.code_address import RejectedKernelError
+from ..jit.cubins import arch_of, find_kernel
+from ..validation import dtype_name
+
+# The manifest's tables by dtypes: parts of cubins' names; KV: of caches whose elements differ from Q's.
+DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
+KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
+FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are not heads: states, logits
+# The names of DataType (csrc/common/data_type.h).
+DTYPES = {torch.float32: "kFloat32"} | {
+    dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()
+}
+KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
+
+
+def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | None:
+    """manifest.kv_element_of()."""
+    return manifest.kv_element_of(None if kv_dtype is None else dtype_name(kv_dtype), dtype_name(dtype))
+
+
+class MissingKernelError(RuntimeError):
+    """A run needs a kernel that was not loaded; the message is its name in csrc/."""
+
+
+class InUseError(RuntimeError):
+    """Another thread is in a plan or a run of the same Attention."""
+
+
+LIBRARY_ERRORS = (RejectedKernelError, MissingKernelError, InUseError)
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def library_path() -> Path:
+    """Path of the host library inside the installed package.
+
+    An editable install has two folders: the sources, and what was built.
+
+    Raises:
+        ImportError: the package was not installed (the library is built by `pip install`).
+    """
+    for folder in sys.modules[PACKAGE.name].__path__:
+        path = Path(folder) / "lib" / "libattn_backend.so"
+        if path.exists():
+            return path
+    if (PACKAGE.parent / "pyproject.toml").exists():
+        raise ImportError(
+            f"{PACKAGE} is the source tree, which has no built library: run from another folder, or install "
+            f"it editable (CONTRIBUTING.md)"
+        )
+    raise ImportError(
+        f"attn_backend is not installed properly: {PACKAGE} has no lib/libattn_backend.so; reinstall it"
+    )
+
+
+@cache
+def library() -> Any:
+    """The loaded host library; its functions are those that csrc/runtime/ exports."""
+    for error in LIBRARY_ERRORS:
+        tvm_ffi.register_error(error)
+    return tvm_ffi.load_module(str(library_path()))
+
+
+@cache
+def names_of(function: str) -> tuple[str, ...]:
+    """The arguments of a function, in the library's order."""
+    return tuple(str(name) for name in getattr(library(), f"{function}_arguments")())
+
+
+@cache
+def by_name(function: str, last: str | None = None) -> Callable[..., Any]:
+    """A function of the library that takes its arguments by their names; those that are not given are None.
+
+    As fast as the call that it makes.
+
+    last: the last argument in the library's order that calls give: one that has fewer arguments takes less
+    time.
+    """
+    names = names_of(function)
+    if last is not None:
+        names = names[: names.index(last) + 1]
+    source = f"lambda *, {', '.join(f'{name}=None' for name in names)}: function({', '.join(names)})"
+    made: Callable[..., Any] = eval(source, {"function": getattr(library(), function)})
+    made.__name__ = function
+    return made
+
+
+@cache
+def _dtypes() -> dict[str, numpy.dtype[Any]]:
+    dtypes: dict[str, numpy.dtype[Any]] = {}
+    for struct, size, fields in library().struct_tables():
+        names, formats, offsets = [], [], []
+        for name, type_name, count, offset in fields:
+            element = dtypes[str(type_name)] if str(type_name) in dtypes else numpy.dtype(str(type_name))
+            names.append(str(name))
+            formats.append((element, count) if count else element)
+            offsets.append(offset)
+        dtypes[str(struct)] = numpy.dtype(
+            {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
+        )
+    return dtypes
+
+
+@cache
+def _enums() -> dict[str, dict[str, int]]:
+    enums: dict[str, dict[str, int]] = {}
+    for enumeration, name, value in library().enum_values():
+        enums.setdefault(str(enumeration), {})[str(name)] = value
+    return enums
+
+
+def dtype_of(struct: str) -> numpy.dtype[Any]:
+    """The type of a struct of csrc/."""
+    return _dtypes()[struct]
+
+
+def values_of(enumeration: str) -> Mapping[str, int]:
+    """The values of an enumeration of csrc/, by their names there."""
+    return _enums()[enumeration]
+
+
+def pack(struct: str, **fields: object) -> bytes:
+    """A struct of csrc/ with these values, each field by its name; those of a struct inside are a mapping.
+
+    Raises:
+        TypeError: a field is missing, or there is none of that name.
+        OverflowError: a value is not one of the field's type.
+    """
+    record = numpy.zeros((), dtype_of(struct))
+    _fill(struct, record, fields)
+    return record.tobytes()
+
+
+def unpack(struct: str, data: bytes) -> Any:
+    """The struct whose bytes these are: `unpack(...)["field"]`."""
+    (record,) = numpy.frombuffer(data, dtype_of(struct))
+    return record
+
+
+def _fill(struct: str, record: Any, fields: Mapping[str, Any]) -> None:
+    if fields.keys() != record.dtype.fields.keys():
+        raise TypeError(f"{struct} has the fields {', '.join(record.dtype.names)}; got {', '.join(fields)}")
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _fill(f"{struct}.{name}", record[name], value)
+            continue
+        record[name] = value
+        if not numpy.array_equal(record[name], value):
+            raise OverflowError(f"{struct}.{name} cannot be {value!r}")
+
+
+def arch_on(device: torch.device) -> str:
+    """The arch whose build serves a CUDA device.
+
+    Raises:
+        ValueError: a GPU older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
+    """
+    return arch_of(torch.cuda.get_device_capability(device))
+
+
+def kernel_file(name: str, device: torch.device) -> str:
+    """The cubin of a kernel of the manifest; "" on a CPU, which has none.
+
+    Raises:
+        ValueError: a GPU older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
+        RuntimeError: the cubin is nowhere and cannot be compiled.
+    """
+    return str(find_kernel(name, arch_on(device))) if device.type == "cuda" else ""

@@ -1,0 +1,606 @@
+"""BSR views and the compositions made of them, and checks of the values in their tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..validation import (
+    INT32,
+    INT32_OR_INT64,
+    MAX_INT32,
+    check_int,
+    check_same_device,
+    index_tensor,
+    refuse,
+    short_repr,
+    table_tensor,
+)
+from .page_table import PageTable
+
+
+def count_slots(slots: Tensor) -> Tensor:
+    """int32 [rows]: how many slots of each row are not negative."""
+    return (table_tensor("slots", slots, "[rows, topk]") >= 0).sum(1, dtype=INT32[0])
+
+
+MAX_LEVELS = 8  # of one composition
+
+
+@dataclass(frozen=True, eq=False)
+class BSRView:
+    """Rows of Q x pages of KV: the rows qo_indptr[i]:qo_indptr[i+1] of the view attend to the pages of
+    request i.
+
+    Row j of a request with n rows stands at position kv_len - n + j (below 0 for a query that is longer than
+    its KV: such a row sees nothing if it is causal).
+
+    Args:
+        qo_indptr: int32 or int64 [batch + 1], prefix sum of query lengths.
+        table: the pages of each request.
+        causal: a row sees the tokens up to its position; else all. None: True, but under a variant with a
+            mask of its own False.
+        window_left: a row sees no token more than this many tokens before its position; -1: no limit. In one
+            of several levels, of those in the level; if `positions` are given, of those of its request in all
+            levels: the window of the Attention's variant.
+        rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read
+            and written where it is; a group's rows may be of any request and need not be neighbours. No row
+            may appear twice (not checked). None: row j itself.
+        kv_offsets: int32 [batch], contiguous: tokens of its request that come before the first one in the
+            table. For variants, which are told where tokens and rows stand in their requests: without it the
+            first token is token 0, and a row stands where `causal` takes it to stand.
+        positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request,
+            for variants.
+        requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants and for scales of
+            requests; without it that of the row group.
+        pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no
+            shared prefixes in them. With pages of one token (a block table, neither causal nor under a
+            window) also of fewer: see `has_slots`.
+
+    Raises:
+        ValueError: an argument of the wrong structure, or on another device than the table.
+    """
+
+    qo_indptr: Tensor
+    table: PageTable
+    causal: bool | None = None
+    window_left: int = -1
+    rows: Tensor | None = None
+    kv_offsets: Tensor | None = None
+    positions: Tensor | None = None
+    requests: Tensor | None = None
+    pages_change: bool = False
+
+    __repr__ = short_repr
+
+    @classmethod
+    def selected(cls, slots: Tensor, kv_lens: Tensor | None = None) -> BSRView:
+        """Row i of Q attends to the tokens in the slots that slots[i] begins with, and to no others: sparse
+        attention, such as DeepSeek V3.2's.
+
+        Decode and prefill are the same: each row is a request of its own, so an Attention needs max_batch >=
+        rows. The cache must have pages of one token (`KVCache.by_slot`).
+
+        One plan serves all layers, though each layer selects tokens of its own: a plan depends only on how
+        many there may be. A run is given the tokens of its layer (`run(selected=...)`), writes their slots
+        into this tensor and counts them; without them it takes what the tensor holds. A row may have fewer
+        tokens than were planned. A row that has more attends to the first ones, which is an error that
+        `raise_for_errors` and runs on a CPU report. `run(after_append=True)` changes nothing under such a
+        plan.
+
+        Args:
+            slots: int32 [rows, topk], in any order; a negative entry is no slot. Each run packs them: first
+                the slots, then -1. A slot that a row has twice counts twice. Kept, not copied.
+            kv_lens: int32 or int64 [rows], the most slots of each row; None: as many as are not negative,
+                counted now, on the device, without synchronisation. A row without slots has output 0 and lse
+                -inf.
+
+        Raises:
+            ValueError: a tensor of the wrong dtype, shape or device.
+        """
+        counts = count_slots(slots) if kv_lens is None else kv_lens
+        indptr = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
+        return cls(indptr, PageTable.block_table(slots, counts, 1), causal=False, pages_change=True)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether each run packs the page ids of each request, and counts those that are not negative: pages
+        of one token that may change, of which every row of a request sees all.
+        """
+        table = self.table
+        is_dense = table.indices is not None and table.indptr is None and table.rows is None
+        return (
+            self.pages_change
+            and is_dense
+            and table.page_size == 1
+            and self.causal is False
+            and self.window_left < 0
+        )
+
+    def with_slots_counted(self) -> BSRView:
+        """This view, where slots are counted anew, on the device: each request has as many tokens as a run
+        finds. Without slots the view itself.
+        """
+        if not self.has_slots or self.table.indices is None:
+            return self
+        return replace(
+            self,
+            table=PageTable.block_table(
+                self.table.indices, count_slots(self.table.indices[: self.batch_size]), 1
+            ),
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Requests."""
+        return self.qo_indptr.numel() - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.qo_indptr.device
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, PageTable):
+            refuse("table", self.table, "a PageTable")
+        qo_indptr = index_tensor(
+            "qo_indptr", self.qo_indptr, INT32_OR_INT64, "[batch + 1]", self.table.batch_size + 1
+        )
+        check_same_device("qo_indptr", qo_indptr, "the page table", self.table.device)
+        if self.causal is not None and not isinstance(self.causal, bool):
+            refuse("causal", self.causal, "True, False or None")
+        if not isinstance(self.pages_change, bool):
+            refuse("pages_change", self.pages_change, "True or False")
+        if type(self.window_left) is not int or not -1 <= self.window_left <= MAX_INT32:
+            object.__setattr__(self, "window_left", check_int("window_left", self.window_left, -1))
+        if self.rows is not None:
+            check_same_device(
+                "rows",
+                index_tensor("rows", self.rows, INT32, "[at least qo_indptr[-1]]"),
+                "the page table",
+                self.table.device,
+            )
+        if self.kv_offsets is not None:
+            offsets = index_tensor("kv_offsets", self.kv_offsets, INT32, "[batch]", self.table.batch_size)
+            check_same_device("kv_offsets", offsets, "the page table", self.table.device)
+        if self.positions is not None or self.requests is not None:
+            self._check_of_rows()
+
+    def _check_of_rows(self) -> None:
+        num_rows = (
+            None
+            if self.positions is None or not isinstance(self.positions, Tensor)
+            else self.positions.numel()
+        )
+        for name, of_rows in (("positions", self.positions), ("requests", self.requests)):
+            if of_rows is not None:
+                check_same_device(
+                    name,
+                    index_tensor(name, of_rows, INT32, "[rows of Q]", num_rows),
+                    "the page table",
+                    self.table.device,
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Composition:
+    """Levels over the same rows of Q that partition the (row, token) pairs; the result is the ⊕ of the
+    levels' attention states.
+
+    A row may be absent from some levels; a row of Q that is in no level is left alone: neither its output nor
+    its lse is written. Nothing checks the partition: a row that appears twice in one level, or a page that a
+    row sees in two levels, is the caller's error.
+
+    Args:
+        levels: 1 .. MAX_LEVELS views on the same device; any sequence, kept as a tuple. Their page sizes are
+            multiples of the smallest, which is that of the cache: page p of a level of 64 tokens is the pages
+            4 p .. 4 p + 3 of a cache of 16. A plan makes the smaller page tables, with a few torch operators.
+
+    Raises:
+        ValueError: no level or too many, something that is not a BSRView, or levels whose page sizes do not
+            divide one another or on different devices; names the level.
+    """
+
+    levels: Sequence[BSRView]
+    page_size: int = field(init=False)  # tokens of the smallest pages: those of the cache
+
+    __repr__ = short_repr
+
+    @classmethod
+    def cascade(
+        cls,
+        qo_indptrs: Sequence[Tensor],
+        tables: Sequence[PageTable],
+        *,
+        causal: bool | None = None,
+        window_left: int = -1,
+        kv_offsets: Sequence[Tensor | None] | None = None,
+        positions: Tensor | None = None,
+        requests: Tensor | None = None,
+    ) -> Composition:
+        """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one
+        table a level, the most shared level first.
+
+        The rows `qo_indptrs[d][i]:qo_indptrs[d][i+1]` see all tokens of request i of `tables[d]`.
+        Only in the last level, the KV that each request has for itself, `causal` counts.
+
+        Args:
+            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all
+                should end at the same number of rows (not checked: rows after a level's end do not see that
+                level).
+            tables: for each level its pages.
+            causal: of the last level.
+            window_left: of all levels: a row at position p sees no token before p - window_left. In several
+                levels it needs kv_offsets of each and positions, and an Attention with this window:
+                variant=builtin.sliding_window(window_left). -1: no limit.
+            kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants;
+                requests also for a cache whose scales are of requests.
+
+        Raises:
+            ValueError: sequences of different lengths, a window with several levels that do not say where
+                they stand, or what BSRView and Composition refuse, with the level's number.
+        """
+        _check_sequence("qo_indptrs", qo_indptrs)
+        _check_sequence("tables", tables)
+        if len(tables) != len(qo_indptrs):
+            refuse("len(tables)", len(tables), f"len(qo_indptrs) = {len(qo_indptrs)}")
+        if (
+            len(tables) > 1
+            and check_int("window_left", window_left, -1) != -1
+            and (kv_offsets is None or positions is None)
+        ):
+            refuse(
+                "window_left",
+                window_left,
+                f"-1 for a cascade of {len(tables)} levels without "
+                f"{'kv_offsets' if kv_offsets is None else 'positions'}",
+            )
+        if kv_offsets is None:
+            kv_offsets = [None] * len(tables)
+        _check_sequence("kv_offsets", kv_offsets)
+        if len(kv_offsets) != len(tables):
+            refuse("len(kv_offsets)", len(kv_offsets), f"len(tables) = {len(tables)}")
+        levels: list[BSRView] = []
+        for qo_indptr, table, offsets in zip(qo_indptrs, tables, kv_offsets, strict=True):
+            is_last = len(levels) == len(tables) - 1
+            try:
+                levels.append(
+                    BSRView(
+                        qo_indptr,
+                        table,
+                        causal=causal if is_last else False,
+                        window_left=window_left,
+                        kv_offsets=offsets,
+                        positions=positions,
+                        requests=requests,
+                    )
+                )
+            except ValueError as error:
+                raise ValueError(f"levels[{len(levels)}]: {error}") from None
+        return cls(levels)
+
+    @classmethod
+    def tree(
+        cls,
+        parents: Sequence[int],
+        table: PageTable,
+        node_of_row: Sequence[int],
+        *,
+        kv_offsets: Tensor | None = None,
+        positions: Tensor | None = None,
+        requests: Tensor | None = None,
+    ) -> Composition:
+        """Rows that see the tokens along a path of a tree, or of a forest: speculative trees, parallel
+        samples, beams.
+
+        Row r sees all tokens of node node_of_row[r] and of the nodes above it. Level d of the composition
+        holds the nodes of depth d (a root has depth 0); it ends at the deepest node that a row sees. Every
+        level uses `table` itself, and gives no rows to the nodes of other depths. The lists are read here, on
+        the host; the levels' index tensors are made on the device of `table`.
+
+        Args:
+            parents: parents[n] < n is the node above node n; -1: node n is a root. At most MAX_LEVELS nodes
+                lie on a path.
+            table: the KV of node n is its request n.
+            node_of_row: one node for each row of Q; -1: the row sees nothing and is left alone.
+            kv_offsets: int32 [nodes], and positions, requests: as BSRView has them, for variants.
+
+        Raises:
+            ValueError: a parent or a node that does not exist, too long a path, or a table of another number
+                of requests.
+        """
+        if not isinstance(table, PageTable):
+            refuse("table", table, "a PageTable")
+        if _length("parents", parents) != table.batch_size:
+            refuse("len(parents)", len(parents), f"the requests of the table: {table.batch_size}")
+        _length("node_of_row", node_of_row)
+        paths: list[tuple[int, ...]] = []  # of each node, from its root
+        for node, value in enumerate(parents):
+            parent = _integer(
+                f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root"
+            )
+            path = (*paths[parent], node) if parent >= 0 else (node,)
+            if len(path) > MAX_LEVELS:
+                refuse(
+                    f"parents[{node}]",
+                    parent,
+                    f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = "
+                    f"{MAX_LEVELS} nodes",
+                )
+            paths.append(path)
+
+        rows_of_node: list[list[int]] = [[] for _ in paths]
+        depth = 1
+        for row, value in enumerate(node_of_row):
+            node = _integer(
+                f"node_of_row[{row}]",
+                value,
+                -1,
+                len(paths) - 1,
+                f"one of the {len(paths)} nodes, or -1 for a row that sees nothing",
+            )
+            path = paths[node] if node >= 0 else ()
+            depth = max(depth, len(path))
+            for seen in path:
+                rows_of_node[seen].append(row)
+
+        levels = []
+        for level in range(depth):
+            rows: list[int] = []
+            qo_indptr = [0]
+            for path, own in zip(paths, rows_of_node, strict=True):
+                rows += own if len(path) == level + 1 else []
+                qo_indptr.append(len(rows))
+            levels.append(
+                BSRView(
+                    _int32(qo_indptr, table),
+                    table,
+                    causal=False,
+                    rows=_int32(rows, table),
+                    kv_offsets=kv_offsets,
+                    positions=positions,
+                    requests=requests,
+                )
+            )
+        return cls(levels)
+
+    def __post_init__(self) -> None:
+        _check_sequence("levels", self.levels)
+        levels = tuple(self.levels)
+        if len(levels) > MAX_LEVELS:
+            refuse("len(levels)", len(levels), f"at most {MAX_LEVELS}")
+        page_sizes = []
+        for i, level in enumerate(levels):
+            if not isinstance(level, BSRView):
+                refuse(f"levels[{i}]", level, "a BSRView")
+            page_sizes.append(level.table.page_size)
+            if i > 0 and level.qo_indptr.device != levels[0].qo_indptr.device:
+                check_same_device(f"levels[{i}].qo_indptr", level.qo_indptr, "levels[0]", levels[0].device)
+        page_size = min(page_sizes)
+        for i, size in enumerate(page_sizes):
+            if size % page_size != 0:
+                refuse(
+                    f"levels[{i}].table.page_size",
+                    size,
+                    f"a multiple of {page_size}, the smallest of the levels",
+                )
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "page_size", page_size)
+
+
+def _int32(values: list[int], table: PageTable) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=table.device)
+
+
+def _check_sequence(name: str, values: object) -> None:
+    if not isinstance(values, Sequence) or not values:
+        refuse(name, values, "a sequence of one element for each level, at least one")
+
+
+def _length(name: str, values: Sequence[int]) -> int:
+    """Length of a sequence: a list, a tuple, an array or a vector on the CPU."""
+    try:
+        return len(values)
+    except TypeError:
+        refuse(name, values, "a sequence of int")
+
+
+def _integer(name: str, value: object, smallest: int, largest: int, must_be: str) -> int:
+    try:
+        integer = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        refuse(name, value, "an int")
+    if not smallest <= integer <= largest:
+        refuse(name, integer, must_be)
+    return integer
+
+
+def check_values(view: BSRView, max_rows: int) -> None:
+    """Checks lengths, the row list, table rows, and the page ids that are used.
+
+    Args:
+        view: its tensors are on the CPU.
+        max_rows: the most rows that qo_indptr may end at; the row list stays below it.
+
+    Raises:
+        ValueError: an indptr that starts elsewhere than at 0, decreases or ends too far; a row list that is
+            too short or leads beyond max_rows; a length that is negative or longer than its row of the table;
+            a last page length outside 1 .. page_size; a row outside the table; a negative page id.
+    """
+    if view.batch_size == 0:
+        return
+    num_rows = _check_indptr("qo_indptr", view.qo_indptr, max_rows, "max_rows")
+    if view.rows is not None:
+        _check_rows(view.rows, num_rows, max_rows)
+    table = view.table
+    if table.form == "csr":
+        _check_csr(table)
+    elif table.form == "block_table":
+        _check_block_table(table)
+    elif table.form == "token_slots":
+        _check_token_slots(table)
+    else:
+        _check_indptr("kv_indptr", _present(table.indptr))
+    check_page_ids(view)
+
+
+def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
+    """Checks the page ids that are used.
+
+    Args:
+        view: its lengths have been checked.
+        num_pages: of the cache, or the rows of ragged K and V; None: they are not known.
+
+    Raises:
+        ValueError: a page id below 0 or not below num_pages, or a kv_indptr of ragged K and V that ends
+            beyond their rows.
+    """
+    table, page_size = view.table, view.table.page_size
+    if view.batch_size == 0:
+        return
+    if table.form == "ragged":
+        _check_indptr("kv_indptr", _present(table.indptr), num_pages, "the rows of K and V")
+    elif table.form == "csr":
+        used = _present(table.indices)[: int(_present(table.indptr)[-1])]
+        wrong = _wrong_ids(used, num_pages)
+        if table.kv_lens is not None and wrong.any():
+            wrong &= _is_used(table, len(used))
+        if wrong.any():
+            entry = _first(wrong)
+            refuse(f"kv_indices[{entry}]", used[entry].item(), _must_be(num_pages))
+    else:
+        kv_lens = _present(table.kv_lens)
+        longest = int(kv_lens.max())
+        if table.form == "block_table":
+            _check_entries(
+                "block_table",
+                _present(table.indices)[: view.batch_size, : -(-longest // page_size)],
+                kv_lens,
+                page_size,
+                num_pages,
+            )
+        else:
+            slots = _present(table.indices)[:, :longest:page_size].index_select(0, _present(table.rows))
+            _check_entries(
+                "req_to_token",
+                slots,
+                kv_lens,
+                page_size,
+                None if num_pages is None else num_pages * page_size,
+            )
+
+
+def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
+    """Checks the part of the row list that qo_indptr uses: its first num_rows elements."""
+    if rows.shape[0] < num_rows:
+        refuse("rows", rows, f"of at least {num_rows} elements, the end of qo_indptr")
+    used = rows[:num_rows]
+    wrong = (used < 0) | (used >= max_rows)
+    if wrong.any():
+        i = _first(wrong)
+        refuse(f"rows[{i}]", used[i].item(), f"a row of Q, 0 .. max_rows - 1 = {max_rows - 1}")
+
+
+def _check_csr(table: PageTable) -> None:
+    indptr, indices = _present(table.indptr), _present(table.indices)
+    _check_indptr("kv_indptr", indptr, indices.shape[0], "the length of kv_indices")
+    if table.kv_lens is not None:
+        room = (indptr[1:] - indptr[:-1]) * table.page_size
+        wrong = (table.kv_lens < 0) | (table.kv_lens > room)
+        if wrong.any():
+            request = _first(wrong)
+            refuse(
+                f"kv_lens[{request}]",
+                table.kv_lens[request].item(),
+                f"0 .. {room[request].item()}, what the pages of the request hold",
+            )
+        return
+    last_page_len = _present(table.last_page_len)
+    wrong = ((last_page_len < 1) | (last_page_len > table.page_size)) & (indptr[1:] > indptr[:-1])
+    if wrong.any():
+        request = _first(wrong)
+        refuse(
+            f"kv_last_page_len[{request}]",
+            last_page_len[request].item(),
+            f"1 .. page_size = {table.page_size}",
+        )
+
+
+def _is_used(table: PageTable, num_entries: int) -> Tensor:
+    """bool [num_entries]: which entries of a CSR table with kv_lens a request uses."""
+    indptr, entry = _present(table.indptr).long(), torch.arange(num_entries)
+    request = torch.searchsorted(indptr, entry, right=True) - 1
+    return (entry - indptr[request]) * table.page_size < _present(table.kv_lens)[request]
+
+
+def _check_block_table(table: PageTable) -> None:
+    block_table, kv_lens = _present(table.indices), _present(table.kv_lens)
+    max_pages = block_table.shape[1]
+    _check_range(
+        "kv_lens",
+        kv_lens,
+        max_pages * table.page_size,
+        f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens",
+    )
+
+
+def _check_token_slots(table: PageTable) -> None:
+    req_to_token, rows, kv_lens = _present(table.indices), _present(table.rows), _present(table.kv_lens)
+    _check_range("rows", rows, req_to_token.shape[0] - 1, "the last row of req_to_token")
+    _check_range("kv_lens", kv_lens, req_to_token.shape[1], "the tokens that a row of req_to_token holds")
+
+
+def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str = "") -> int:
+    """Returns the last element, which may be `limit` at most (`what` says what that is)."""
+    first, last = int(indptr[0]), int(indptr[-1])
+    if first != 0:
+        refuse(f"{name}[0]", first, "0")
+    falls = indptr[1:] < indptr[:-1]
+    if falls.any():
+        i = _first(falls) + 1
+        refuse(f"{name}[{i}]", indptr[i].item(), f"at least {indptr[i - 1].item()}, the element before it")
+    if limit is not None and last > limit:
+        refuse(f"{name}[{indptr.shape[0] - 1}]", last, f"at most {limit}, {what}")
+    return last
+
+
+def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
+    """All elements are in 0 .. `limit`; `what` names the limit."""
+    smallest, largest = (int(value) for value in values.aminmax())
+    if smallest < 0:
+        refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")
+    if largest > limit:
+        refuse(f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
+
+
+def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int, limit: int | None) -> None:
+    """entries: int32 [batch, pages of the longest request]: the page ids, or first slots of pages, of every
+    request; beyond its length anything.
+    """
+    wrong = _wrong_ids(entries, limit)
+    if not wrong.any():
+        return
+    wrong &= torch.arange(entries.shape[1]) * page_size < kv_lens[:, None]
+    if wrong.any():
+        request, page = (int(i) for i in wrong.nonzero()[0])
+        refuse(f"{name}: page {page} of request {request}", entries[request, page].item(), _must_be(limit))
+
+
+def _wrong_ids(entries: Tensor, limit: int | None) -> Tensor:
+    return entries < 0 if limit is None else (entries < 0) | (entries >= limit)
+
+
+def _must_be(limit: int | None) -> str:
+    return "0 or more" if limit is None else f"in [0, {limit}), what the cache has"
+
+
+def _first(mask: Tensor) -> int:
+    return int(mask.nonzero()[0, 0])
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
