@@ -141,6 +141,25 @@ def test_engines_are_imported_by_their_adapter_only(path: Path) -> None:
     )
 
 
+def test_adapters_have_no_import_cycle() -> None:
+    """Also none through imports inside functions: each file can be read after the files that it imports."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in sorted((PACKAGE / "adapters").rglob("*.py"))
+    }
+    imports = {}
+    for module, path in files.items():
+        names = {name for _, name in imported(path)}
+        of_packages = {f"{name.rpartition('.')[0]}.__init__" for name in names if name not in files}
+        imports[module] = (names | of_packages) & set(files)
+    assert imports["attn_backend.adapters.sglang.sparse"] >= {"attn_backend.adapters.sglang.backend"}
+    read: set[str] = set()
+    while len(read) < len(files):
+        ready = {module for module in files if module not in read and imports[module] <= read | {module}}
+        assert ready, f"in or behind a cycle: {sorted(set(files) - read)}"
+        read |= ready
+
+
 @pytest.mark.parametrize("path", sorted((PACKAGE / "adapters").rglob("*.py")), ids=ids)
 def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
     if path.name == "compat.py":
@@ -156,11 +175,32 @@ def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
     assert not reads
 
 
-@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=ids)
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [*FILES, *TESTS], ids=ids)
 def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
     # but by their own tests
     foreign = {name for name in ("integration", "benchmarks") if ROOT / "tests" / name not in path.parents}
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in foreign]
+
+
+@pytest.mark.parametrize("path", [path for path in TESTS if "adapters" not in path.parts], ids=ids)
+def test_tests_share_helpers_only(path: Path) -> None:
+    """No test imports another test, nor changes what a helper has: other tests of the process read it."""
+    tests = {path.stem for path in TESTS if path.name.startswith("test_")}
+    helpers = {path.stem for path in TESTS} - tests
+    assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in tests]
+    patched = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "setattr"
+        and isinstance(node.args[0], ast.Name)
+        and node.args[0].id in helpers & {name for _, name in imported(path)}
+        and not any(keyword.arg == "raising" for keyword in node.keywords)  # adds a name
+    ]
+    assert not patched
 
 
 @pytest.mark.parametrize(

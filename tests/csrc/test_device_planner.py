@@ -14,13 +14,12 @@ import pytest
 import schedule_model
 import torch
 from forests import Batch, random_batch
+from planner_attentions import SHAPES, make_attention
 
-from attn_backend import Attention, BSRView, PageTable
+from attn_backend import BSRView, PageTable
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
 
-# (num_kv_heads, group_size, head_dim, num_ctas)
-SHAPES = [(8, 4, 128, 264), (3, 3, 64, 132), (1, 1, 64, 1), (2, 16, 128, 700), (1, 5, 256, 7)]
 QO_INDPTR_INVALID = 1  # kQoIndptrInvalid in csrc/planner/schedule.h
 OPTIONS = {
     "plain": {"cascade": False},
@@ -34,20 +33,6 @@ OPTIONS = {
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder: Path = tmp_path_factory.mktemp("planners")
     return host_planner.build(folder, device=True)
-
-
-def make_attention(shape: tuple[int, int, int, int], **options: object) -> Attention:
-    num_kv_heads, group_size, head_dim, num_ctas = shape
-    room = {"max_rows": batches.MAX_ROWS, "max_batch": batches.MAX_BATCH} | options
-    return Attention(
-        num_kv_heads * group_size,
-        num_kv_heads,
-        head_dim,
-        device="cpu",
-        num_ctas=num_ctas,
-        kernel="hopper",
-        **room,
-    )
 
 
 @pytest.mark.parametrize("valid", [True, False])

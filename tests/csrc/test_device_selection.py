@@ -14,9 +14,10 @@ import pytest
 import torch
 from selections import Case, random_case
 from torch import Tensor
+from workspace import config_of, layout_of, workspace_of
 
 from attn_backend import Attention, BSRView, KVCache, SelectedTokens
-from attn_backend.kernels.native import dtype_of, unpack
+from attn_backend.kernels.native import dtype_of
 from attn_backend.kernels.schedule import GROUP_COLUMNS
 
 pytestmark = pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")
@@ -64,7 +65,7 @@ def test_slots(library: ctypes.CDLL, seed: int) -> None:
 def error_word(attention: Attention) -> Tensor:
     """The error word of an Attention's schedule."""
     offset = int(dtype_of("ScheduleHeader").fields["errors"][1])  # type: ignore[index]
-    return attention._schedule[offset : offset + 4]
+    return workspace_of(attention).schedule[offset : offset + 4]
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -108,9 +109,10 @@ def test_what_the_plan_is_told(library: ctypes.CDLL, heads: int, batch_invariant
             pytest.raises(ValueError, match="more tokens than were planned") if is_too_long else nullcontext()
         ):
             plans[0].run(q[: len(counts)], kv, selected=SelectedTokens(indices))
-        config = unpack("ScheduleConfig", plans[1]._library.schedule_config(plans[1]._handle))
-        layout = unpack("ScheduleLayout", plans[1]._library.schedule_layout(plans[1]._handle))
-        base = plans[1]._schedule.data_ptr()
+        config = config_of(plans[1])
+        layout = layout_of(plans[1])
+        made, expected = workspace_of(plans[1]).schedule, workspace_of(plans[0]).schedule
+        base = made.data_ptr()
         places = [base, base + int(layout["groups"]), base + int(layout["tiles"])]
         case = Case(indices, None, None, 1, 1, None)
         pack(
@@ -124,9 +126,9 @@ def test_what_the_plan_is_told(library: ctypes.CDLL, heads: int, batch_invariant
         if is_too_long:  # a GPU keeps it until the next plan
             error_word(plans[1])[:] = 0
         told = slice(int(layout["groups"]), int(layout["positions"]))
-        assert plans[1]._schedule[told].equal(plans[0]._schedule[told])
+        assert made[told].equal(expected[told])
         assert slots[1].equal(slots[0])
-        schedules.add(bytes(plans[0]._schedule[told].numpy()))
+        schedules.add(bytes(expected[told].numpy()))
         lens: dict[int, int] = dict.fromkeys(range(6), 0)
         groups = plans[0].schedule().groups[:, [GROUP_COLUMNS.index(name) for name in ("request", "kv_len")]]
         for request, kv_len in groups.tolist():

@@ -16,6 +16,7 @@ from cascades import Cascade
 from compositions import Shape
 from device_attention import KERNELS, DeviceAttention
 from torch import Tensor
+from workspace import config_bytes, workspace_of
 
 from attn_backend import Composition, Variant
 from attn_backend.jit import compilers, manifest
@@ -89,7 +90,8 @@ def test_row_ranges_and_lists_of_each_level(tmp_path: Path) -> None:
         attention = cascade.attention(GIVEN, kernel="hopper")
         composition = Composition.cascade(**cascade.levels, causal=True)
         attention.plan(composition)
-        expected = attention._row_ranges
+        workspace = workspace_of(attention)
+        expected = workspace.row_ranges
         levels = host_planner.Levels(composition.levels, attention.max_rows, causal=None)
         memory = torch.zeros_like(expected)
         lists = memory[attention.max_levels * attention.max_rows * 16 :]
@@ -97,8 +99,8 @@ def test_row_ranges_and_lists_of_each_level(tmp_path: Path) -> None:
         for level in range(len(composition.levels)):
             emulation.check(
                 library.device_row_ranges(
-                    attention._library.schedule_config(attention._handle),
-                    ctypes.c_void_p(attention._schedule.data_ptr()),
+                    config_bytes(attention),
+                    ctypes.c_void_p(workspace.schedule.data_ptr()),
                     levels.data,
                     len(composition.levels),
                     level,

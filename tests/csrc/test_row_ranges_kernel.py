@@ -17,6 +17,7 @@ import numpy
 import pytest
 import schedule_model
 import torch
+from workspace import config_bytes, workspace_of
 
 from attn_backend import Attention, Variant
 from attn_backend.jit import compilers, manifest
@@ -71,17 +72,18 @@ def test_random_batches(tmp_path: Path, name: str) -> None:
         arguments = {"document_ids": ids} if name == "document" else {}
         attention = case.attention(kernel="hopper", variant=variant, cascade=False)
         attention.plan(case.view, variant_args=arguments)
-        expected = attention._row_ranges
+        workspace = workspace_of(attention)
+        expected = workspace.row_ranges
         causal, _ = attention._variant.visibility(case.view, 1)
         levels = host_planner.Levels((case.view,), attention.max_rows, causal=causal)
-        config = attention._library.schedule_config(attention._handle)
+        config = config_bytes(attention)
         memory = torch.zeros_like(expected)
         num_lists = (len(memory) - attention.max_rows * 16) // LIST_BYTES
         packed = variant.pack(arguments, torch.device("cpu"))
         emulation.check(
             library.device_row_ranges(
                 config,
-                ctypes.c_void_p(attention._schedule.data_ptr()),
+                ctypes.c_void_p(workspace.schedule.data_ptr()),
                 levels.data,
                 1,
                 0,

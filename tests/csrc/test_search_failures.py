@@ -14,10 +14,10 @@ import pytest
 import schedule_model
 import torch
 from forests import Batch, random_batch
-from test_device_planner import SHAPES, make_attention
+from planner_attentions import SHAPES, make_attention
+from workspace import config_of
 
 from attn_backend import Attention, BSRView
-from attn_backend.kernels.native import unpack
 from attn_backend.kernels.schedule import Schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
@@ -170,7 +170,7 @@ def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
 
 def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention) -> None:
     """No kernel that runs it reads or writes outside the workspace, the rows of Q, or the page table."""
-    config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle))
+    config = config_of(attention)
     max_groups, max_rows, max_tiles, max_states, max_merge_rows = (
         config[f"max_{of}"] for of in ("groups", "rows", "tiles", "states", "merge_rows")
     )

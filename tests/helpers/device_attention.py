@@ -14,6 +14,7 @@ from typing import Any
 import emulation
 import torch
 from torch import Tensor
+from workspace import config_bytes, workspace_of
 
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.jit import manifest
@@ -127,10 +128,14 @@ def library(
     shape = manifest.KernelShape(element, head_dim, kv_element_of(kv_dtype, dtype), float8_q, float8_out)
     cubins = design.cubins_for(shape)
     for cubin, stem in cubins.items():
-        source = manifest.attention_source(stem, shape, variant_type)
-        text += source.replace("attention_kernel", f"{cubin}_kernel")
+        names = ("attention_kernel", "attention_kernel_code", "KernelTraits", "KernelCopier")
+        text += "".join(f"#define {name} {cubin}_{name}\n" for name in names)
+        text += manifest.attention_source(stem, shape, variant_type)
+        text += "".join(f"#undef {name}\n" for name in names)
     text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
-    text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
+    text += (
+        f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_attention_kernel' for cubin in cubins)}}};\n"
+    )
     name = manifest.attention_name(design.name, shape, name)
     source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
     made = emulation.build(
@@ -204,10 +209,11 @@ class DeviceAttention:
         """
         attention = self._attention
         out = attention._new_out(q, out_scale) if out is None else out
-        config = attention._library.schedule_config(attention._handle)
+        config = config_bytes(attention)
+        memory = workspace_of(attention)
         partial_o, partial_lse = (
-            torch.full_like(attention._partial_o, torch.nan),
-            torch.full_like(attention._partial_lse, torch.nan),
+            torch.full_like(memory.partial_o, torch.nan),
+            torch.full_like(memory.partial_lse, torch.nan),
         )
         if isinstance(self._variant, Variant):
             params = self._variant.pack({} if variant_args is None else variant_args, torch.device("cpu"))
@@ -255,7 +261,7 @@ class DeviceAttention:
             ),
             -1,
         )
-        workspace = ctypes.c_void_p(attention._schedule.data_ptr())
+        workspace = ctypes.c_void_p(memory.schedule.data_ptr())
         device_attention = self._library(out_scale is not None).device_attention
         emulation.check(
             device_attention(config, workspace, ctypes.byref(passed), 1 + self._seed % 4, self._seed)

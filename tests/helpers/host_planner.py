@@ -13,9 +13,10 @@ import numpy
 import torch
 from compilation import COMPILER, ROOT, compile_object, link
 from torch import Tensor
+from workspace import config_of, workspace_of
 
 from attn_backend import Attention, BSRView, Composition
-from attn_backend.kernels.native import dtype_of, pack, unpack
+from attn_backend.kernels.native import dtype_of, pack
 from attn_backend.kernels.schedule import Schedule
 
 __all__ = [
@@ -110,7 +111,7 @@ def random_mask(rng: numpy.random.Generator, attention: Attention) -> tuple[Tens
     num_lists = attention.max_batch + attention.max_rows
     ranges = torch.tensor([0, 2**31 - 1, 0, 0], dtype=torch.int32).repeat(attention.max_rows, 1)
     lists = torch.zeros(num_lists, 1024, dtype=torch.int32)
-    kv_tile = int(unpack("ScheduleConfig", attention._library.schedule_config(attention._handle))["kv_tile"])
+    kv_tile = int(config_of(attention)["kv_tile"])
     for row in lists:
         tokens = numpy.flatnonzero(rng.random(200) < rng.choice([0, 0.1, 0.5, 1]))
         row[0] = -1 if rng.random() < 0.1 else len(tokens)
@@ -135,14 +136,14 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
     levels = Levels((view,), attention.max_rows, indices=view.table.indices)
     library.host_planner_set_kind(kind)
     library.host_planner_plan(config.tobytes(), ctypes.c_void_p(workspace.data_ptr()), levels.data, 1)
-    attention._schedule.copy_(workspace)
+    workspace_of(attention).schedule.copy_(workspace)
 
 
 def _config_and_layout(
     library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None
 ) -> tuple[Any, Any]:
     """ScheduleConfig of `attention`, and the ScheduleLayout that follows from it."""
-    config = unpack("ScheduleConfig", attention._library.schedule_config(attention._handle)).copy()
+    config = config_of(attention).copy()
     if max_tiles is not None:
         config["max_tiles"] = max_tiles
     layout = numpy.zeros(1, dtype_of("ScheduleLayout"))

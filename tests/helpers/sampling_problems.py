@@ -140,3 +140,10 @@ def draw_settings(
             torch.rand(batch, vocab, generator=generator) < choose.choice([0.5, 2 / vocab])
         )
     return settings
+
+
+def moved(values: dict[str, Any]) -> dict[str, Any]:
+    """The same on a GPU."""
+    return {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in values.items()
+    }

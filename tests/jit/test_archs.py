@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import variant_sources
-from test_code_address import Driver
-from test_variant_kernels import needs_nvcc, needs_nvrtc
+from loaded_code import Driver
+from needs import needs_nvcc, needs_nvrtc
 
 from attn_backend.jit import compilers, cubins, kernel_cache, manifest
 from attn_backend.jit.manifest import ARCHS, MLA_HEAD_DIMS, HeadDims

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from loaded_code import Driver
 
 from attn_backend import Attention
 from attn_backend.jit import code_address, cubins, manifest
@@ -231,37 +232,6 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_PREFETCH_CODE", "0")
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_IMAGE"):
         cubins.forget_kernels(REJECTED)
-
-
-class Driver:
-    """What the test needs of libcuda."""
-
-    def __init__(self) -> None:
-        torch.cuda.synchronize()  # makes the context
-        self._library = ctypes.CDLL("libcuda.so.1")
-
-    def call(self, name: str, *arguments: object) -> None:
-        assert getattr(self._library, name)(*arguments) == 0, name
-
-    def load(self, cubin: Path) -> ctypes.c_void_p:
-        module = ctypes.c_void_p()
-        self.call("cuModuleLoad", ctypes.byref(module), str(cubin).encode())
-        return module
-
-    def read(self, module: ctypes.c_void_p, variable: str) -> tuple[int, int]:
-        """Address and size."""
-        place, size, words = ctypes.c_uint64(), ctypes.c_size_t(), (ctypes.c_uint64 * 2)()
-        self.call("cuModuleGetGlobal_v2", ctypes.byref(place), ctypes.byref(size), module, variable.encode())
-        self.call("cuMemcpyDtoH_v2", words, place, size)
-        return words[0], words[1]
-
-    def launch(self, module: ctypes.c_void_p, kernel: str, *arguments: object) -> None:
-        function = ctypes.c_void_p()
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, kernel.encode())
-        places = [ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in arguments]  # type: ignore[arg-type]
-        pointers = (ctypes.c_void_p * len(places))(*places)
-        self.call("cuLaunchKernel", function, *(1, 1, 1), *(32, 1, 1), 0, None, pointers, None)
-        torch.cuda.synchronize()
 
 
 @needs_nvcc

@@ -5,12 +5,10 @@ kept.
 from __future__ import annotations
 
 import grp
-import logging
 import os
 import pwd
 import resource
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cache_users import messages, mode, unprivileged
 from fake_nvcc import FATBIN, FakeKernels, cubin, fake_nvcc
 
 from attn_backend.jit import compilers, cubins, kernel_cache
@@ -41,10 +40,6 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
-
-
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
 
 
 # What is whole
@@ -217,14 +212,6 @@ def test_processes_that_need_the_same_kernel_compile_it_once(fake: FakeKernels) 
 # Whose files are used
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "attn_backend" and record.levelno == logging.WARNING
-    ]
-
-
 @pytest.mark.parametrize("what", ["cache", "folder", "cubin", "report"])
 @pytest.mark.parametrize(
     "how", ["writable by everybody", pytest.param("belongs to another user (4242)", marks=as_root)]
@@ -383,26 +370,6 @@ def know_the_key(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The installed package, which the key hashes, may lie where another user cannot read."""
     kept = cubins.cached_kernel("k", "sm_90a", str(fake.nvcc))
     monkeypatch.setattr(cubins, "cached_kernel", lambda *_: kept)
-
-
-@contextmanager
-def unprivileged(folder: Path) -> Iterator[None]:
-    """Root may write everywhere: becomes another user, to whom the folders above are open."""
-    if os.geteuid() != 0:
-        yield
-        return
-    opened = {parent: mode(parent) for parent in (folder, *folder.parents)}
-    for parent, before in opened.items():
-        if before & 0o055 != 0o055:
-            parent.chmod(before | 0o055)
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        for parent, before in opened.items():
-            if mode(parent) != before:
-                parent.chmod(before)
 
 
 def test_a_cache_of_roots_that_cannot_be_written_is_read(

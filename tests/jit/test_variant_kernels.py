@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import variant_sources
+from cache_users import messages, unprivileged
 from fake_nvcc import FakeKernels, cubin, fake_nvcc
-from test_kernel_cache import messages, unprivileged
+from needs import needs_cpp, needs_nvcc, needs_nvrtc
 from variant_sources import ALIBI, ALIBI_CPP, MISSPELT, MISSPELT_LINE, SLANTED
 
 from attn_backend import Attention, Variant
@@ -33,12 +34,6 @@ AHEAD = "`attn-backend compile --variant module:object` compiles it ahead"
 
 
 HOPPER, GENERIC = manifest.DESIGNS["hopper"], manifest.DESIGNS["generic"]
-
-needs_nvcc = pytest.mark.skipif(compilers.nvcc() is None, reason="needs nvcc")
-needs_nvrtc = pytest.mark.skipif(
-    compilers.nvrtc() is None, reason="needs NVRTC (pip install nvidia-cuda-nvrtc)"
-)
-needs_cpp = pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture
@@ -261,7 +256,7 @@ def test_an_error_in_a_variant_is_not_tried_with_another_compiler(
         f'<variant misspelt>({MISSPELT_LINE}): error: identifier "logti" is undefined',
         "      return logti + 1;",
         "             ^",
-        "csrc/attention/warp_state.cuh(250): error: more of it",
+        "csrc/attention/tile/warp_state.cuh(250): error: more of it",
     ]
     fake_nvcc(fake.nvcc, "".join(f"echo '{line}'\n" for line in said) + "exit 2")
     monkeypatch.setattr(compilers, "nvrtc", FakeNvrtc)

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from attention_kernels import kernel_of
+from gate_problem import HEAD_DIM, KV_HEADS, PAGE_SIZE, PAGES, QO_HEADS, ROWS, Problem
 from tiers import mostly_slow
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,8 +32,6 @@ from attn_backend import (
     top_k_renorm_probs,
     top_p_renorm_probs,
 )
-
-ROWS, QO_HEADS, KV_HEADS, HEAD_DIM, PAGES, PAGE_SIZE = 4, 4, 2, 64, 8, 16
 
 
 class Wrapper(Tensor):
@@ -79,39 +78,6 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
     "gradient": lambda tensor: tensor.clone().requires_grad_(),
     "nested": lambda tensor: torch.nested.nested_tensor([tensor[0], tensor[1]]),
 }
-
-
-class Problem:
-    def __init__(self, device: torch.device, **options: object) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).bfloat16().to(device)
-
-        self.attention = Attention(
-            QO_HEADS,
-            KV_HEADS,
-            HEAD_DIM,
-            device=device,
-            max_rows=8,
-            max_batch=4,
-            kernel=kernel_of(device),
-            **options,
-        )  # type: ignore[arg-type]
-        self.q = random(ROWS, QO_HEADS, HEAD_DIM)
-        self.kv = KVCache.from_pair(
-            random(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), random(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-        )
-        self.qo_indptr = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.arange(ROWS, dtype=torch.int32, device=device)[:, None].contiguous()
-        self.kv_lens = torch.full((ROWS,), PAGE_SIZE, dtype=torch.int32, device=device)
-        self.view = BSRView(self.qo_indptr, PageTable.block_table(self.block_table, self.kv_lens, PAGE_SIZE))
-        self.logits = torch.randn(3, 50, generator=generator).to(device)
-        self.probs = self.logits.softmax(-1)
-
-    def run(self) -> Tensor:
-        self.attention.plan(self.view)
-        return self.attention.run(self.q, self.kv)
 
 
 def calls(p: Problem, spoil: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], object]]:

@@ -19,6 +19,7 @@ from attention_kernels import kernel_of
 from cases import Spec
 from tiers import mostly_slow
 from torch import Tensor
+from workspace import workspace_of
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 from attn_backend.jit import compilers
@@ -285,7 +286,7 @@ def kv_tiles_of(attention: Attention, schedule: Schedule) -> Iterator[tuple[list
     """For each row tile of one request: the KV tiles that are visited, by their numbers, and which are listed
     as seen by all rows.
     """
-    memory = attention._row_ranges.view(torch.int32).cpu()
+    memory = workspace_of(attention).row_ranges.view(torch.int32).cpu()
     for _, _, _, kv_begin, kv_end, num_kv_tiles in schedule.tiles.tolist():
         entry = (
             memory[~kv_begin : ~kv_begin + num_kv_tiles]

@@ -12,7 +12,7 @@ import cpu_isa
 import pytest
 import torch
 from sampling_oracle import bits
-from sampling_problems import TOP_P_KINDS, random_logits, random_settings, row_about_its_threshold
+from sampling_problems import TOP_P_KINDS, moved, random_logits, random_settings, row_about_its_threshold
 
 from attn_backend import (
     Samples,
@@ -38,13 +38,6 @@ SETTINGS: list[dict[str, Any]] = [
 
 def tokens_of(samples: Samples) -> list[int]:
     return samples.token_ids.tolist()
-
-
-def moved(values: dict[str, Any]) -> dict[str, Any]:
-    """The same on a GPU."""
-    return {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in values.items()
-    }
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -9,8 +9,7 @@ import random
 import attention_kernels
 import pytest
 import torch
-from sampling_problems import ROW_KINDS, draw_settings, rows_of
-from test_sampling_invariance import moved
+from sampling_problems import ROW_KINDS, draw_settings, moved, rows_of
 
 from attn_backend import Samples, sample, sampling_workspace
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from test_gate import Problem
+from gate_problem import Problem
 
 from attn_backend import Attention
 from attn_backend.kernels.native import InUseError

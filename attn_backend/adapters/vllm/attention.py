@@ -1,0 +1,340 @@
+"""Attention of one layer: vLLM's tensors go to run() and append_kv()."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from attn_backend.adapters.layers import LayerSpec, multiplies_float8
+from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
+from attn_backend.kernels.append import append_kv
+from attn_backend.metadata.kv_cache import KVCache
+from attn_backend.validation import describe
+
+from . import compat
+from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools
+from .metadata import AttnMetadata, window_left
+from .support import OTHER_BACKEND, refuse
+
+
+def has_float8_outputs(head_size: int, device: torch.device) -> bool:
+    """Whether kernels with 8-bit outputs ship: compiling one would delay the engine's start by a minute."""
+    return device.type != "cuda" or HeadDims.of(head_size) in SHIPPED_FLOAT8_OUT_HEAD_DIMS
+
+
+class AttnImpl(AttentionImpl[AttnMetadata]):
+    """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
+
+    head_sizes: ClassVar[list[int]] = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
+    attn_types: ClassVar[tuple[str, ...]] = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
+    other_backend: ClassVar[str] = OTHER_BACKEND
+    head_size_v: int | None = None  # columns of V, if they differ from K's (DiffKvImpl)
+    supports_dcp: bool = True
+    supports_pcp: bool = False
+    supports_quant_query_input: bool = False  # some layers set True
+    can_return_lse_for_decode: bool = True  # DCP requires it
+    # with several new tokens, too: no mask covers interleaved tokens
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **extra: Any,
+    ) -> None:
+        """
+        Args:
+            alibi_slopes: of this rank's query heads.
+            sliding_window: tokens that a query sees, itself included. In an encoder and in non-causal steps
+                the window reaches left and right.
+            sinks: [num_heads], a parameter of the model: weights are loaded into it later.
+            extra: arguments that only some models pass (chunk_lookback, ...). Each is refused unless it is
+                None, False or -1.
+
+        Raises:
+            NotImplementedError: this package does not support the layer.
+        """
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        # to the left and to the right, like vLLM's own backends
+        self.sliding_window = (window_left(sliding_window), 0 if sliding_window is not None else -1)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+
+        if head_size not in self.head_sizes:
+            self._refuse(f"head size {head_size}")
+        heads = HeadDims(head_size, head_size if self.head_size_v is None else self.head_size_v)
+        if not heads.runs_on_cuda:
+            self._refuse(f"heads of {heads.qk}/{heads.v} columns")
+        if heads.v != head_size and attn_type != AttentionType.DECODER:
+            self._refuse(f"heads of {heads.qk}/{heads.v} columns in attention of type {attn_type}")
+        if attn_type not in self.attn_types:
+            self._refuse(f"attention of type {attn_type}")
+        if kv_cache_dtype not in ("auto", *PLAIN_CACHES, *FLOAT8_CACHES):
+            self._refuse(
+                f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype"
+            )
+        if sinks is not None and sinks.shape != (num_heads,):
+            self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
+        for name, value in extra.items():
+            # Not `in`: 0 == False, but chunk_lookback=0 hides the chunks before the query's own.
+            if isinstance(value, torch.Tensor) or (value is not None and value is not False and value != -1):
+                self._refuse(f"the attention argument {name} = {describe(value)}")
+
+        shares_kv = self.dcp_world_size > 1
+        if shares_kv:
+            self._check_shared_kv(heads, alibi_slopes is not None, sliding_window)
+
+        is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
+        window = window_left(sliding_window)
+        # an encoder reads this step's K and V, which are in no cache
+        self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)
+        device = torch.get_default_device()
+        may_scale = heads.v == head_size and not shares_kv  # Q and the output, to 8 bits
+        self.supports_quant_query_input = may_scale and multiplies_float8(self.float8, head_size, device)
+        # a causal step has no tokens to the right
+        sees_right = window >= 0 and (not is_decoder or compat.may_see_both_sides())
+        self.spec = LayerSpec(
+            num_heads,
+            self.num_kv_heads,
+            head_size,
+            window,
+            causal=is_decoder,
+            of_this_step=is_encoder,
+            window_right=window if sees_right else -1,
+            has_alibi=alibi_slopes is not None,
+            has_sinks=sinks is not None,
+            logits_soft_cap=self.logits_soft_cap,
+            head_dim_v=None if heads.v == head_size else heads.v,
+            kv_dtype=self.float8,
+            float8_q=self.supports_quant_query_input,
+            float8_out=may_scale and compat.fuses_output_scales() and has_float8_outputs(head_size, device),
+        )
+        self._float_sinks: torch.Tensor | None = None
+        self.alibi_slopes: torch.Tensor | None = None
+        if alibi_slopes is not None:
+            self.alibi_slopes = outside_memory_pools(
+                lambda: torch.tensor(alibi_slopes, dtype=torch.float32, device=device), device
+            )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether forward() may get the scale of the quantization that follows the layer.
+
+        vLLM fuses it for all layers of these sizes, so the answer depends on nothing else.
+        """
+        return self.spec.float8_out and compat.has_one_fixed_scale(quant_key)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls this after each load of weights; there may be several."""
+        if self.sinks is None:
+            return
+        sinks = self.sinks.detach()
+        if self._float_sinks is None:
+            self._float_sinks = outside_memory_pools(lambda: sinks.float().contiguous(), sinks.device)
+        else:
+            self._float_sinks.copy_(sinks)  # captured graphs read this tensor
+
+    def _refuse(self, what: str, advice: str | None = None) -> None:
+        refuse(what, self.other_backend if advice is None else f"{advice}, or {self.other_backend}")
+
+    def _check_shared_kv(self, heads: HeadDims, has_alibi: bool, sliding_window: int | None) -> None:
+        """Refuses unsupported features of a layer whose KV lies on several ranks (dcp.py)."""
+        reasons = {
+            "attention sinks, which would count once for each rank,": self.sinks is not None,
+            "a sliding window, which would cut KV that is interleaved over ranks,": sliding_window
+            is not None,
+            "ALiBi, which needs to know where the interleaved tokens stand,": has_alibi,
+            f"attention of type {self.attn_type}": self.attn_type != AttentionType.DECODER,
+            "a layer that reads another one's KV cache": self.kv_sharing_target_layer_name is not None,
+            f"{self.num_kv_heads} KV heads on a rank": self.num_kv_heads != 1,
+            f"values of {heads.v} columns, where vLLM merges powers of two,": heads.v & (heads.v - 1) != 0,
+        }
+        for what, is_so in reasons.items():
+            if is_so:
+                self._refuse(
+                    f"{what} with decode context parallelism", "pass --decode-context-parallel-size 1"
+                )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttnMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            query: [tokens, num_heads, head_size], output: [tokens, num_heads, columns of V]; rows beyond the
+                batch are padding: they are not written. With supports_quant_query_input, query is
+                float8_e4m3fn, divided by layer._q_scale.
+            key, value: [tokens, num_kv_heads, columns of K, of V]. Only an encoder, which has no cache, and
+                ranks that share KV read them: for others do_kv_cache_update has just written them into the
+                cache. None if the layer reads another layer's cache.
+            kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; 8-bit caches are uint8
+                or have their own dtype.
+            attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
+            output_scale: float32, one element, after fused_output_quant_supported(): output is float8_e4m3fn,
+                divided by it.
+
+        Returns:
+            output
+        """
+        if output_block_scale is not None or (output_scale is not None and not self.spec.float8_out):
+            raise NotImplementedError(
+                "attn_backend does not quantize its output by blocks, nor where vLLM is not configured to "
+                "fuse that (fuse_attn_quant)"
+            )
+        if attn_metadata is None:
+            # vLLM measures a step's memory: queries and outputs of all ranks, and copies by the collectives
+            if self.dcp_world_size > 1:
+                query.new_empty((4 * self.dcp_world_size, *query.shape))
+            return output.fill_(0)
+        plan = attn_metadata.plans[self.spec]
+        if plan.context is not None:
+            assert attn_metadata.context_parallel is not None
+            assert key is not None
+            assert value is not None
+            rows = attn_metadata.num_actual_tokens
+            attn_metadata.context_parallel.attend(
+                plan.attention,
+                plan.context,
+                query[:rows],
+                key[:rows],
+                value[:rows],
+                self._view(layer, kv_cache),
+                output[:rows],
+                has_context=attn_metadata.has_context,
+                single_tokens=attn_metadata.single_tokens,
+                sm_scale=self.scale,
+                logits_soft_cap=plan.logits_soft_cap,
+            )
+            return output
+        if self.spec.of_this_step:
+            assert key is not None
+            assert value is not None
+            kv, appended = KVCache.from_ragged(key, value), False
+        else:
+            kv = self._view(layer, kv_cache)
+            # when vLLM calls do_kv_cache_update
+            appended = key is not None and self.kv_sharing_target_layer_name is None
+        if self.sinks is not None and self._float_sinks is None:
+            self.process_weights_after_loading(query.dtype)
+        arguments = plan.arguments
+        if self.alibi_slopes is not None:
+            arguments = {"slopes": self.alibi_slopes, **(arguments or {})}
+        plan.attention.run(
+            query,
+            kv,
+            out=output,
+            sm_scale=self.scale,
+            logits_soft_cap=plan.logits_soft_cap,
+            after_append=appended,
+            variant_args=arguments,
+            sinks=self._float_sinks,
+            q_scale=layer._q_scale if self.spec.float8_q else None,
+            out_scale=output_scale,
+        )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Writes new K and V into the cache. For an 8-bit cache it divides them by the layer's scales, rounds
+        and clamps them.
+
+        Args:
+            layer: vLLM's, which has the scales.
+            key, value: [tokens, num_kv_heads, columns of K, of V]
+            slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
+        """
+        if self.spec.of_this_step:
+            return
+        tokens = slot_mapping.shape[0]
+        if key.shape[0] != tokens:
+            tokens = min(tokens, key.shape[0])
+            key, value, slot_mapping = key[:tokens], value[:tokens], slot_mapping[:tokens]
+        append_kv(key, value, self._view(layer, kv_cache), slot_mapping)
+
+    def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
+        return kv_cache_view(
+            kv_cache, self.head_size, self.float8, layer, writes=self.kv_sharing_target_layer_name is None
+        )
+
+
+class CpuAttnImpl(AttnImpl):
+    """A layer on a CPU."""
+
+    other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
+
+
+def kv_cache_view(
+    kv_cache: torch.Tensor,
+    head_size: int,
+    float8: torch.dtype | None = None,
+    layer: Any = None,
+    *,
+    writes: bool = True,
+) -> KVCache:
+    """The K and V of a layer's cache.
+
+    The view is made once and kept on the tensor itself, so that both have the same lifetime: vLLM frees a
+    trial cache before it allocates the real one.
+
+    Args:
+        kv_cache: [blocks, num_kv_heads, page, columns of K and of V]; uint8 where elements have 8 bits.
+        head_size: columns of K.
+        float8: the dtype of its elements if they have 8 bits.
+        layer: vLLM's, which has the scales of such a cache: `_k_scale` and `_v_scale`, float32 [], [1] or
+            [num_kv_heads] on its device. Kernels read them when they run, so their values may change under
+            captured graphs.
+        writes: whether the layer fills the cache. Otherwise it uses the scales of the layer that does.
+    """
+    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
+    if view is not None and (
+        float8 is None or not writes or (view.k_scale is layer._k_scale and view.v_scale is layer._v_scale)
+    ):
+        return view
+    data = kv_cache.data  # so that views do not refer back to the tensor, which would be a cycle
+    if float8 is None:
+        view = KVCache.from_pair(data[..., :head_size], data[..., head_size:], layout="HND")
+    else:
+        data = data.view(float8)
+        view = KVCache.from_pair(
+            data[..., :head_size],
+            data[..., head_size:],
+            layout="HND",
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+        )
+    kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
+    return view

@@ -1,0 +1,240 @@
+"""Layers that ask for more than a causal mask and a window, against attention in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1", reason="needs vLLM")
+
+from test_vllm_attention import check, fill_cache, run_layer
+from vllm.v1.attention.backend import AttentionCGSupport, subclass_attention_backend
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+from vllm_layer import (
+    PAGE,
+    Batch,
+    Layer,
+    make_batch,
+    make_builder,
+    make_cache,
+    make_config,
+    make_impl,
+    make_spec,
+)
+
+from attn_backend.adapters.vllm import compat
+from attn_backend.adapters.vllm.backend import CpuAttnBackend
+from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+
+MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
+PREFIX_LM = {"model_config": SimpleNamespace(is_mm_prefix_lm=True, get_num_attention_heads=lambda config: 6)}
+WHOLE_IMAGES = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256, disable_chunked_mm_input=True)
+
+
+def serve(impl: Any, batch: Batch, builder: AttnMetadataBuilder | None = None, **expected: Any) -> None:
+    cache = make_cache("NHD")
+    k, v = fill_cache(cache, batch)
+    query, output = run_layer(
+        impl, (builder or make_builder([impl])).build(0, batch.metadata), batch, cache, k, v
+    )
+    check(output, query, batch, k, v, **expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks(dtype: torch.dtype) -> None:
+    """gpt-oss: they come in the model's dtype, and are loaded after the layer was made, possibly again."""
+    sinks = torch.nn.Parameter(torch.zeros(6, dtype=dtype), requires_grad=False)
+    impl = make_impl(sinks=sinks, sliding_window=16)
+    for seed in (0, 1):
+        sinks.copy_(torch.randn(6, generator=torch.Generator().manual_seed(seed)))
+        impl.process_weights_after_loading(dtype)
+        serve(impl, make_batch(*MIXED), window_left=15, sinks=sinks.double())
+
+
+def test_alibi() -> None:
+    slopes = [0.5, 0.25, 0.125, 0.0625, 0.03, 0.02]
+    table = torch.tensor(slopes, dtype=torch.float64)
+    variant = oracle.Variant(
+        logits=lambda logits, pairs: logits + table[pairs.head] * (pairs.token - pairs.position)
+    )
+    serve(make_impl(alibi_slopes=slopes), make_batch(*MIXED), variant=variant)
+
+
+def of_this_step(impl: Any, batch: Batch, **expected: Any) -> None:
+    """An encoder: no cache, and padding rows after K and V."""
+    metadata = make_builder([impl]).build(0, batch.metadata)
+    tokens = sum(batch.query_lens)
+    query, key, value = (torch.randn(tokens + 2, heads, 64) for heads in (6, 2, 2))
+    impl.do_kv_cache_update(None, key, value, torch.empty(0), metadata.slot_mapping)
+    output = torch.full_like(query, torch.nan)
+    impl.forward(None, query, key, value, torch.empty(0), metadata, output)
+    begin = 0
+    for count in batch.query_lens:
+        rows = slice(begin, begin + count)
+        reference, _ = oracle.attention(query[rows], key[rows], value[rows], causal=False, **expected)
+        assert (output[rows].double() - reference).norm() <= 1e-5 * reference.norm()
+        begin += count
+    assert output[tokens:].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_encoders(window: int | None) -> None:
+    """A window is to both sides: ModernBERT."""
+    batch = make_batch([7, 40, 1], [7, 40, 1], causal=False)
+    near = oracle.Variant(mask=lambda pairs: window is None or (pairs.token - pairs.position).abs() < window)
+    of_this_step(make_impl(attn_type="encoder_only", sliding_window=window), batch, variant=near)
+
+
+def test_cross_attention() -> None:
+    """Each row sees all tokens of the encoder, however many rows there are: a request without an encoder gets
+    0.
+    """
+    impl, batch = make_impl(attn_type="encoder_decoder"), make_batch([1, 5, 2], [50, 3, 17], causal=False)
+    serve(impl, batch, causal=False)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_images_that_see_both_sides(window: int | None) -> None:
+    """Gemma 3: (causal and window) or the same image; the third request's image began in an earlier step."""
+    spans = {0: [], 2: [(2, 20)], 3: [(3, 11), (12, 30)], 4: [(90, 95)]}
+    impl, batch = make_impl(sliding_window=window, logits_soft_cap=5.0), make_batch(*MIXED)
+    batch.metadata.mm_req_doc_ranges = spans
+
+    def mask(pairs: oracle.Pairs) -> torch.Tensor:
+        far = (
+            torch.zeros_like(pairs.position - pairs.token, dtype=torch.bool)
+            if window is None
+            else pairs.position - pairs.token >= window
+        )
+        seen = (pairs.token <= pairs.position) & ~far
+        for first, last in spans.get(pairs.request, []):
+            seen = seen | (
+                (pairs.position >= first)
+                & (pairs.position <= last)
+                & (pairs.token >= first)
+                & (pairs.token <= last)
+            )
+        return seen
+
+    builder = make_builder([impl], scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
+    serve(impl, batch, builder, causal=False, logits_soft_cap=5.0, variant=oracle.Variant(mask=mask))
+    text = make_batch(*MIXED, seed=1)  # nothing is left of them
+    serve(impl, text, builder, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0)
+
+
+def may_see_both_sides(monkeypatch: pytest.MonkeyPatch, use_non_causal: bool) -> None:
+    """What vLLM's configuration says while layers are made: it is that of the draft."""
+    config = SimpleNamespace(attention_config=SimpleNamespace(use_non_causal=use_non_causal))
+    monkeypatch.setattr(compat, "get_current_vllm_config_or_none", lambda: config)
+
+
+@pytest.mark.parametrize("window", [None, 9, 20])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_drafts_that_see_both_sides(
+    window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DFLASH: a window is to both sides, and reaches from a draft into what is before it.
+
+    Other steps of the same layers may be causal.
+    """
+    may_see_both_sides(monkeypatch, True)
+    sinks = torch.randn(6) if has_sinks else None
+    impl = make_impl(sliding_window=window, sinks=sinks)
+    builder = make_builder([impl])
+    drafts = make_batch([16, 16, 5, 40], [33, 16, 100, 64], causal=False)
+    near = oracle.Variant(mask=lambda pairs: window is None or (pairs.token - pairs.position).abs() < window)
+    of_layer = {} if sinks is None else {"sinks": sinks.double()}
+    serve(impl, drafts, builder, causal=False, variant=near, **of_layer)
+    serve(
+        impl,
+        make_batch(*MIXED, seed=1),
+        builder,
+        window_left=-1 if window is None else window - 1,
+        **of_layer,
+    )
+    assert len(builder.plans) == 1
+
+
+def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own meaning of a window where a step is not causal, as (left, right), both without the query
+    itself.
+    """
+    flash_attn = pytest.importorskip("vllm.v1.attention.backends.flash_attn")
+    may_see_both_sides(monkeypatch, True)
+    key = make_impl(sliding_window=9).spec
+    assert (key.window_left, key.window_right) == flash_attn._maybe_symmetrize_window(
+        (9 - 1, 0), causal=False
+    )
+    may_see_both_sides(monkeypatch, False)
+    causal = make_impl(sliding_window=9).spec
+    assert (causal.window_left, causal.window_right) == (8, -1)
+    with pytest.raises(
+        NotImplementedError,
+        match="window to the left and right in layers that were made for causal steps: set use_non_causal",
+    ):
+        make_builder([make_impl(sliding_window=9)]).build(0, make_batch([4], [20], causal=False).metadata)
+
+
+def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
+    """As vLLM makes it for Llama 4: a class derived from ours that cuts requests."""
+
+    class ChunkedLocalAttentionBuilder(AttnMetadataBuilder):
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+            return AttentionCGSupport.NEVER
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            raise AssertionError("requests are cut")
+
+    backend = subclass_attention_backend("Chunked_", CpuAttnBackend, ChunkedLocalAttentionBuilder)
+    spec = ChunkedLocalAttentionSpec(
+        block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=chunk
+    )
+    layers = {"layer.0": Layer(impl)}
+    builder = backend.get_builder_cls()(spec, list(layers), make_config(layers), torch.device("cpu"))
+    assert isinstance(builder, AttnMetadataBuilder)
+    return builder
+
+
+def test_chunks_are_masks_and_requests_stay_whole() -> None:
+    impl = make_impl()
+    builder = chunked_builder(32, impl)
+    assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
+    near = oracle.Variant(mask=lambda pairs: pairs.position // 32 == pairs.token // 32)
+    serve(impl, make_batch(*MIXED), builder, variant=near)
+
+
+def test_chunks_of_an_unknown_size_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="attention_chunk_size"):
+        compat.chunk_of(SimpleNamespace())
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_images_cut_by_a_window(window: int | None) -> None:
+    """Gemma 4: (causal or the same image) and window; nothing but causal in layers without one."""
+    spans = {2: [(2, 20)], 3: [(3, 11), (12, 30)], 4: [(90, 95)]}  # some longer than the window
+    impl, batch = make_impl(sliding_window=window), make_batch(*MIXED)
+    batch.metadata.mm_req_doc_ranges = spans
+
+    def mask(pairs: oracle.Pairs) -> torch.Tensor:
+        seen = pairs.token <= pairs.position
+        if window is None:
+            return seen
+        for first, last in spans.get(pairs.request, []):
+            seen = seen | (
+                (pairs.position >= first)
+                & (pairs.position <= last)
+                & (pairs.token >= first)
+                & (pairs.token <= last)
+            )
+        return seen & (pairs.position - pairs.token < window)
+
+    layers = {"layer.0": Layer(impl), "layer.1": Layer(make_impl(sliding_window=10))}
+    layers["layer.1"].mm_prefix_clamp_sliding_window = True
+    config = make_config(layers, scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
+    builder = AttnMetadataBuilder(make_spec(), ["layer.0"], config, torch.device("cpu"))
+    serve(impl, batch, builder, causal=False, variant=oracle.Variant(mask=mask))
