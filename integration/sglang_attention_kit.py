@@ -22,7 +22,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
 
-from attn_backend.adapters.sglang import NAME, register
+from attn_backend.adapters.sglang import register
+from attn_backend.adapters.sglang.compat import NAME
 
 HEAD_DIMS = (64, 128, 256)
 LAYOUTS = ("contiguous", "shuffled_pages", "interleaved_pages", "non_monotonic_extend")

@@ -1,1 +1,1 @@
-"""Engine glue: the only code that imports an engine."""
+"""Adapters of the engines: the only code that imports an engine."""

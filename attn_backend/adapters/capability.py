@@ -1,4 +1,4 @@
-"""GPUs that the kernels are compiled for and have never run on: they are served, with a warning."""
+"""GPUs that have compiled kernels but were never tested: they are served, with a warning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def untried(capability: tuple[int, int]) -> str | None:
-    """What a user of a GPU of this compute capability must know; None where these kernels have run."""
+    """The warning for a GPU of this compute capability; None where these kernels have run."""
     if capability == (9, 0):
         return None
     build = "the sm_80 build" if capability[0] == 8 else "the PTX of the sm_80 build"

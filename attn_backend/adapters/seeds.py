@@ -6,17 +6,17 @@ import random
 
 
 class SeedSource:
-    """Draws seeds for requests in the order in which they come.
+    """Draws seeds for requests in the order of their arrival.
 
-    The engine's processes that sample the same requests (the ranks of a tensor-parallel group) see them in
-    the same order, and must come to the same seeds without asking each other: so the source has a generator
-    of its own, which nothing else advances.
+    Several processes of an engine may sample the same requests (the ranks of a tensor-parallel group). They
+    see the requests in the same order, and must draw the same seeds without communication. So each source has
+    a private generator, which nothing else advances.
     """
 
     def __init__(self, *origin: object) -> None:
         """
         Args:
-            origin: what the seeds depend on: the engine's own seed, the data-parallel rank.
+            origin: values that determine the seeds: the engine's own seed, the data-parallel rank.
         """
         self._random = random.Random(repr(origin))
 

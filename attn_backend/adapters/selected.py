@@ -4,12 +4,11 @@ selected for it (DeepSeek V3.2, GLM 5).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attn_backend.kernels.attention import MAX_CUDA_BATCH, MAX_CUDA_INVARIANT_BATCH, Attention
+from attn_backend.adapters.layers import LayerSpec, attention_of
+from attn_backend.kernels.attention import MAX_CUDA_BATCH, MAX_CUDA_INVARIANT_BATCH
 from attn_backend.kernels.selection import SelectedTokens
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.metadata.views import BSRView
@@ -18,11 +17,11 @@ from attn_backend.metadata.views import BSRView
 class SelectedAttention:
     """A plan for the rows of a step, and room for the slots that they attend to.
 
-    The layers take turns: each run writes its own slots. Negative entries, and tokens that a row does not
-    see, are left out, wherever they stand.
+    The layers take turns: each run writes its own slots. Runs skip negative entries and tokens that a row
+    does not see, at any place.
 
-    Every tensor that runs read stays where it is, so captured graphs serve later steps. A step of more rows
-    than fit is cut: its parts are planned in each layer, when they run, which no graph may capture.
+    Every tensor that runs read keeps its address, so captured graphs serve later steps. A step with too many
+    rows is split: each layer plans the parts when it runs them, which no graph may capture.
     """
 
     def __init__(
@@ -47,15 +46,14 @@ class SelectedAttention:
                 of them are selected, in whatever order.
         """
         self.max_rows = min(max_rows, MAX_CUDA_INVARIANT_BATCH if batch_invariant else MAX_CUDA_BATCH)
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "kv_dtype": kv_dtype,
-            "device": device,
-            "max_rows": self.max_rows,
-            "max_batch": self.max_rows,
-        }
-        self.attention = Attention(
-            num_heads, 1, 576, head_dim_v=512, cascade=False, batch_invariant=batch_invariant, **options
+        self.attention = attention_of(
+            LayerSpec(num_heads, 1, 576, head_dim_v=512, kv_dtype=kv_dtype),
+            dtype=dtype,
+            device=device,
+            max_rows=self.max_rows,
+            max_batch=self.max_rows,
+            batch_invariant=batch_invariant,
+            cascade=False,
         )
         self._batch_invariant = batch_invariant
         self._slots = torch.full((self.max_rows, topk), -1, dtype=torch.int32, device=device)
@@ -66,8 +64,8 @@ class SelectedAttention:
 
     def plan(self, lens: Tensor) -> None:
         """
-        Plans the rows of a step, on the current stream, without waiting for it; of a step that is cut, its
-        first part.
+        Plans the rows of a step, on the current stream, without waiting for it. If the step is split, it
+        plans the first part.
 
         Args:
             lens: int32 or int64 [rows], how many tokens each row sees. A layer selects some of them, at most

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Spans:
-    """For each row of Q the tokens of its span, where kernels read them.
+    """The span of each row of Q, in tensors that kernels read.
 
-    The tensors stay where they are, so captured graphs see every step's.
+    The tensors keep their addresses, so captured graphs see every step's spans.
 
     Attributes:
         begin, end: int32 [max_rows], the tokens [begin, end) of the request's; equal for a row in no span.
@@ -32,12 +32,12 @@ class Spans:
 
     def fill(self, spans: Sequence[tuple[int, int, int]], qo_indptr: Tensor, kv_lens: Tensor) -> None:
         """
-        Says which rows of a step are in which span. Does not wait for the device.
+        Sets the span of each row of a step. Does not wait for the device.
 
         Args:
             spans: (request, first token, last token), which do not overlap in a request.
             qo_indptr: int32 or int64 [batch + 1].
-            kv_lens: int32 or int64 [batch], tokens of each request, those of the step included.
+            kv_lens: int32 or int64 [batch], tokens of each request, with the step's tokens.
         """
         spans = [span for span in spans if span[1] < span[2]]
         if not spans:

@@ -168,7 +168,7 @@ FEATURES = (
     Feature(
         "`--disable-cascade-attn`",
         Cell(
-            (f"{ADAPTERS}/vllm/test_vllm_registration.py::test_vllms_own_option_is_obeyed",),
+            (f"{ADAPTERS}/vllm/test_vllm_plugin.py::test_vllms_own_option_is_obeyed",),
             "obeyed where it is typed; `ATTN_BACKEND_CASCADE=0` is ours",
         ),
         Cell(

@@ -45,7 +45,7 @@ from integration.tiny_models.runner import run_families, say_ready
 from integration.tiny_models.tokenizer import text_of
 
 if OURS == "ours":
-    from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
+    from attn_backend.adapters.vllm.mla import MlaMetadataBuilder
 
     # so that these short prompts take the way of long ones, too
     MlaMetadataBuilder.reorder_batch_threshold = 16

@@ -19,7 +19,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ours = AttentionBackendEnum.FLASH_ATTN
     register_backend(
         ours,
-        "attn_backend.adapters.vllm.cpu.CpuAttnBackend"
+        "attn_backend.adapters.vllm.backend.CpuAttnBackend"
         if current_platform.is_cpu()
         else "attn_backend.adapters.vllm.backend.AttnBackend",
     )

@@ -144,7 +144,7 @@ WITHOUT_A_ROW = {
     "... of ... draws from ... logits are not among the tokens that vLLM leaves, one with ...": "a reason",
     "draws from ... logits change with the batch that they are made in": "a reason",
     "tokens of probabilities ... were drawn with frequencies ...": "a reason",
-    "rows of ordinary logits are said to be invalid": "a reason",
+    "the sampler flags rows of ordinary logits as invalid": "a reason",
     # what stands in front of `Attention is slower by a few percent`
     "kernels are used without addresses of their code, since the driver rejects them (...)": "a reason",
     "compiled kernels do not say where their code lies (...: ...)": "a reason",

@@ -14,20 +14,20 @@ SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 BASES = {
     "vllm": [
         ("vllm/backend.py:AttnBackend", "vllm.v1.attention.backend:AttentionBackend"),
-        ("vllm/impl.py:AttnImpl", "vllm.v1.attention.backend:AttentionImpl"),
+        ("vllm/attention.py:AttnImpl", "vllm.v1.attention.backend:AttentionImpl"),
         ("vllm/metadata.py:AttnMetadataBuilder", "vllm.v1.attention.backend:AttentionMetadataBuilder"),
-        ("vllm/mla_backend.py:MlaBackend", f"{MLA}:MLACommonBackend"),
-        ("vllm/mla_impl.py:MlaImpl", f"{MLA}:MLACommonImpl"),
-        ("vllm/mla_impl.py:MlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
-        ("vllm/mla_metadata.py:MlaMetadataBuilder", f"{MLA}:MLACommonMetadataBuilder"),
-        ("vllm/sparse_mla_backend.py:SparseMlaBackend", f"{MLA}:MLACommonBackend"),
-        ("vllm/sparse_mla_impl.py:SparseMlaImpl", f"{SPARSE_MLA}:SparseMLACommonImpl"),
-        ("vllm/sparse_mla_impl.py:SparseMlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
+        ("vllm/mla.py:MlaBackend", f"{MLA}:MLACommonBackend"),
+        ("vllm/mla.py:MlaImpl", f"{MLA}:MLACommonImpl"),
+        ("vllm/mla.py:MlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
+        ("vllm/mla.py:MlaMetadataBuilder", f"{MLA}:MLACommonMetadataBuilder"),
+        ("vllm/sparse_mla.py:SparseMlaBackend", f"{MLA}:MLACommonBackend"),
+        ("vllm/sparse_mla.py:SparseMlaImpl", f"{SPARSE_MLA}:SparseMLACommonImpl"),
+        ("vllm/sparse_mla.py:SparseMlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
         (
-            "vllm/sparse_mla_metadata.py:SparseMlaMetadataBuilder",
+            "vllm/sparse_mla.py:SparseMlaMetadataBuilder",
             f"{SPARSE_MLA}:SparseMLACommonMetadataBuilder",
         ),
-        ("vllm/mla_prefill.py:MlaPrefill", "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend"),
+        ("vllm/mla.py:MlaPrefill", "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend"),
     ],
     "sglang": [
         (
@@ -36,7 +36,7 @@ BASES = {
         ),
         ("sglang/sparse.py:SparseBackend", f"{DSA}:DeepseekSparseAttnBackend"),
         (
-            "sglang/draft_steps.py:DraftStepsBackend",
+            "sglang/drafts.py:DraftStepsBackend",
             "sglang.srt.layers.attention.triton_backend:TritonMultiStepDraftBackend",
         ),
         ("sglang/sampler.py:AttnSampler", "sglang.srt.layers.sampler:Sampler"),
@@ -284,13 +284,13 @@ MAYBE = {
     "only where it is",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.requires_physical_write_loc": "the same asks: since "
     "the releases that have pools of virtual slots",
-    "sglang.srt.models.dflash:DFlashAttention.attention_sink_bias": "support.plan_key: since the drafts that "
-    "have sinks",
+    "sglang.srt.models.dflash:DFlashAttention.attention_sink_bias": "support.layer_spec: since the drafts "
+    "that have sinks",
     "sglang.srt.server_args:DRAFT_ATTENTION_BACKEND_CHOICES": "compat.register_draft_backend asks",
     "sglang.srt.layers.sampler:_SamplingMaskCapture": "sampler.py asks: since 0.5.20",
     "sglang.srt.layers.attention.base_attn_backend:SharedReadEnds": "compat.shared_reads_end_after_replay: "
     "later releases ask",
-    "ExaoneMoeForCausalLM": "name_checks.SERVED: another spelling, since 0.5.22",
+    "ExaoneMoeForCausalLM": "plugin.SERVED: another spelling, since 0.5.22",
 }
 
 # Names that getattr or hasattr looks for and that are not in the tables above.
@@ -301,15 +301,15 @@ ASKED = {
     "learnable_sink": "of a checkpoint's configuration: so does SGLang (arg_groups/overrides.py)",
     "use_bidirectional_attention": "of transformers' configuration of Gemma 4",
     "name": "of every enum",
-    "plan_key": "ours",
+    "spec": "ours",
 }
 
 # Places where the name is a variable.
 ASKED_BY_VARIABLE = {
     ("sglang/compat.py", "f'get_{group}'"): "test_settings_have_the_names_that_are_asked_for",
     ("sglang/compat.py", "name"): "the same, and methods of MHATokenToKVPool",
-    ("sglang/name_checks.py", "name"): "test_checks_of_names_are_where_the_hooks_look",
-    ("sglang/name_checks.py", "field"): "the same",
+    ("sglang/plugin.py", "name"): "test_checks_of_names_are_where_the_hooks_look",
+    ("sglang/plugin.py", "field"): "the same",
     ("sglang/support.py", "sinks"): "sinks, attention_sink_bias",
     ("vllm/compat.py", "class_name"): "what AttentionBackendEnum says",
     ("vllm/sampler.py", "owner"): "test_functions_that_the_sampler_replaces_have_known_arguments",

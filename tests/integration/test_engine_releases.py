@@ -210,7 +210,7 @@ def test_layers_of_vllm_make_implementations_as_ours_expects(version: str) -> No
     assert [[ast.unparse(argument) for argument in call.args] for call in calls] == [IMPL_ARGUMENTS.split()]
     ours = next(
         node
-        for node in our_class("vllm/impl.py:AttnImpl").body
+        for node in our_class("vllm/attention.py:AttnImpl").body
         if isinstance(node, ast.FunctionDef) and node.name == "__init__"
     )
     assert parameters_of(ours).names[:10] == IMPL_ARGUMENTS.split()
@@ -272,7 +272,7 @@ def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> 
     assert not calls[0].args
     fields = [
         field
-        for class_ in (base, our_class("vllm/sparse_mla_metadata.py:SparseMlaMetadata"))
+        for class_ in (base, our_class("vllm/sparse_mla.py:SparseMlaMetadata"))
         for field in class_.body
         if isinstance(field, ast.AnnAssign)
     ]
@@ -370,7 +370,7 @@ def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
         assert f"layer.register_buffer('{name}', torch.tensor(1.0, dtype=torch.float32))" in ast.unparse(
             function
         )
-        assert f".{name}" in (ADAPTERS / "vllm" / "layer_cache.py").read_text()
+        assert f".{name}" in (ADAPTERS / "vllm" / "attention.py").read_text()
     names = release.find("vllm.config.cache", "CacheDType")
     assert isinstance(names, ast.Assign)
     assert {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"} <= set(
@@ -455,7 +455,7 @@ def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
 @pytest.mark.parametrize("version", RELEASES["sglang"])
 def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
     release = read("sglang", version)
-    from attn_backend.adapters.sglang import name_checks
+    from attn_backend.adapters.sglang import plugin
 
     known = [
         all(
@@ -463,11 +463,11 @@ def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
             for check in checks
             for path in (check.function, check.view)
         )
-        for checks in name_checks.CHECKS
+        for checks in plugin.CHECKS
     ]
     assert known.count(True) == 1
-    assert set(name_checks._BACKENDS) <= release.fields
-    for check in name_checks.CHECKS[known.index(True)]:
+    assert set(plugin._BACKENDS) <= release.fields
+    for check in plugin.CHECKS[known.index(True)]:
         module, _, name = check.function.partition(":")
         function = release.find(module, name)
         assert isinstance(function, ast.FunctionDef)
@@ -477,7 +477,7 @@ def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
         assert "resolved_view(" in text or "_resolved_attention_backends(" in text
         assert not [
             name
-            for name in name_checks.SERVED
+            for name in plugin.SERVED
             if check.of_models and f"'{name}'" not in text and name not in MAYBE
         ]
 

@@ -1,14 +1,17 @@
-"""SGLang's attention backend: plans once a step from the engine's device tensors, runs once a layer.
+"""SGLang's attention backend: plans once a step from SGLang's device tensors, runs once a layer.
 
-New tokens are written to the pool first; then one schedule reads everything from it, prefix and new tokens
-alike. Nothing is copied to the host, gathered into index lists or merged afterwards: the page table is the
-engine's own req_to_token.
+A layer first writes its new tokens to the pool. One schedule then reads prefix and new tokens from the pool.
+Nothing is copied to the host, gathered into index lists or merged afterwards: the page table is SGLang's own
+req_to_token.
 
 CUDA graphs: decode steps plan inside the captured graph (`init_forward_metadata_in_graph`), so a replay costs
-no host time. Those kernels read req_to_token until the replay ends. Releases that ask are told so; 0.5.17
-lets its scheduler go on earlier. What it writes then is never what a running request still reads: new tokens
-lie beyond the planned length, a prefix that moved into the radix tree has the same keys and values in its new
-slots, and the row of a finished request is computed for nothing.
+no host time. The kernels read req_to_token until the replay ends. Releases that call `shared_read_ends`
+know this. SGLang 0.5.17 does not, and its scheduler may write earlier. It never changes what a running
+request reads:
+
+- New tokens lie beyond the planned length.
+- A prefix that moved into the radix tree has the same keys and values in its new slots.
+- Nobody uses the row of a finished request.
 """
 
 from __future__ import annotations
@@ -26,37 +29,34 @@ from torch.nn import Module
 
 from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.capability import warn_if_untried
-from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.layers import LayerSpec
+from attn_backend.kernels.append import append_rounded
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat
 from .batch import Batch, BatchReader, is_uniform
-from .float8_queries import QueryRounder, rounds_queries
-from .layer_cache import LayerCache, quantise
 from .mla import append_latents, ask_for_parts, has_latents
-from .page_tables import page_table
-from .plan import Plan
+from .plan import Plan, WindowSlots, rounds_queries
 from .support import (
     attention_layers,
     check_runner,
     cuts_spans,
     drafts_are_trees,
     drafts_in_blocks,
+    layer_spec,
     longest_extend,
     most_requests,
-    plan_key,
     refuse,
     slopes_of,
     verified_tokens,
     wants_spans,
 )
-from .window import WindowSlots
 
 logger = logging.getLogger(__name__)
 
 
 class Layer:
-    """What is remembered of a layer between steps."""
+    """The state of a layer between steps."""
 
     def __init__(self, layer: RadixAttention, plan: Plan, slopes: Tensor | None, cache: LayerCache) -> None:
         self.plan = plan
@@ -65,7 +65,7 @@ class Layer:
         self.head_dim: int = layer.head_dim
         self.head_dim_v: int = layer.v_head_dim
         self.sm_scale = float(layer.scaling)
-        self.of_encoder = plan.key.of_encoder
+        self.of_encoder = plan.spec.of_encoder
         self.cache = cache
 
 
@@ -82,19 +82,19 @@ class SGLangAttentionBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         is_encoder_decoder = bool(runner.model_config.is_encoder_decoder)
-        # decoders' tokens begin anywhere in a page
+        # tokens of a decoder begin anywhere in a page
         self.page_size: int = 1 if is_encoder_decoder else runner.page_size or 1
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
         self.kv_dtype: torch.dtype = runner.kv_cache_dtype
-        # the engine asks for it where it makes masks
+        # SGLang reads it when it makes masks
         self.max_context_len: int = runner.model_config.context_len
         self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
         warn_if_untried(self.device, logger)
 
         self._is_float8 = self.kv_dtype in SCALED_DTYPES
         self._has_extends = branches == 0  # a draft model's one step is a decode
-        # of K and V that are written to the pool without it
+        # of K and V that append_kv writes, without the pool
         self._appended_dtypes = (self.dtype, self.kv_dtype)
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
@@ -122,19 +122,19 @@ class SGLangAttentionBackend(AttentionBackend):
         )
         self._window_slots: Tensor | None = None  # where this step's tokens go in the window pool
         self._allocate_buffers()
-        self._plans: dict[PlanKey, Plan] = {}
+        self._plans: dict[LayerSpec, Plan] = {}
         self._caches: dict[int, LayerCache] = {}
         self._layers: dict[RadixAttention, Layer] = {}
         for layer, parent in attention_layers(runner.model, is_encoder_decoder):
             self._remember(layer, parent)
 
-    # What the engine asks.
+    # SGLang's questions.
 
     def support_triton(self) -> bool:
         return self.device.type == "cuda"
 
     def shared_read_ends(self, fm: Any) -> Any:
-        """Until when the engine must not write req_to_token, for the releases that ask."""
+        """The point before which SGLang must not write req_to_token, for releases that ask."""
         return (
             compat.shared_reads_end_after_replay()
             if fm.is_decode() or fm.is_target_verify()
@@ -161,14 +161,14 @@ class SGLangAttentionBackend(AttentionBackend):
         return self._reader.trees.offered
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Does nothing: nothing that was prepared while the draft ran depends on it."""
+        """Does nothing: nothing that we prepared while the draft ran depends on it."""
 
     # Planning. `init_forward_metadata` of the base class calls both.
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Extends are planned here: the runner that captures whole prefills calls nothing else.
+        """Plans extends: the runner that captures whole prefills calls only this method.
 
-        Masks of trees are taken over here: graphs read ours.
+        Also copies masks of trees, since graphs read our copy.
         """
         if self._nodes_of_trees and forward_batch.forward_mode.is_target_verify():
             self._reader.trees.take(
@@ -178,48 +178,40 @@ class SGLangAttentionBackend(AttentionBackend):
             self._plan(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Decode and verify steps are planned here, inside the graph when there is one."""
+        """Plans decode and verify steps, inside the graph if there is one."""
         if is_uniform(forward_batch.forward_mode):
             self._plan(forward_batch)
 
-    def plan_draft(self, batch: Batch | None) -> None:
-        """Plans one step of a draft model. None: nothing to attend to."""
+    def plan_step(self, batch: Batch | None) -> None:
+        """Plans a step for all layers. None: nothing to attend to."""
         self.forward_metadata = batch
-        if batch is not None:
-            for plan in self._plans.values():
-                self._plan_layers(plan, batch)
+        if batch is None:
+            return
+        req_to_token = self.req_to_token_pool.req_to_token
+        for plan in self._plans.values():
+            if plan.spec.of_this_step and batch.has_prefixes:
+                plan.current = None  # the model attends to the latents in this step
+            else:
+                plan.plan(batch, req_to_token, self.page_size, self._window)
 
     def one_row_each(self, batch_size: int) -> Tensor:
         """int32 [batch_size + 1], the qo_indptr of a step with one token of each request."""
         return self._reader.one_row_each(batch_size)
 
     def _plan(self, forward_batch: Any) -> None:
-        batch = self.forward_metadata = self._reader.read(forward_batch)
-        if batch is None:
-            return
-        if self._window is not None and forward_batch.out_cache_loc is not None:
+        batch = self._reader.read(forward_batch)
+        if batch is not None and self._window is not None and forward_batch.out_cache_loc is not None:
             self._window_slots = self._window.translate(forward_batch.out_cache_loc)
-        for plan in self._plans.values():
-            if plan.key.of_this_step and batch.has_prefixes:
-                plan.current = None  # the model attends to the latents in this step
-            else:
-                self._plan_layers(plan, batch)
-
-    def _plan_layers(self, plan: Plan, batch: Batch) -> Attention:
-        return plan.make(
-            batch,
-            *page_table(plan.key, batch, self.req_to_token_pool.req_to_token, self.page_size, self._window),
-        )
+        self.plan_step(batch)
 
     def _plan_late(self, plan: Plan) -> Attention:
-        """For a layer that was not found in the model when the engine started: the step is already planned,
-        for the others.
-        """
+        """Plans for a layer that was not found in the model at start, after the plans of the others."""
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
-        if plan.key.of_this_step and self.forward_metadata.has_prefixes:
-            raise refuse("decompressed keys and values after a cached prefix")
-        return self._plan_layers(plan, self.forward_metadata)
+        if plan.spec.of_this_step and self.forward_metadata.has_prefixes:
+            refuse("decompressed keys and values after a cached prefix")
+        req_to_token = self.req_to_token_pool.req_to_token
+        return plan.plan(self.forward_metadata, req_to_token, self.page_size, self._window)
 
     # Running.
 
@@ -257,14 +249,20 @@ class SGLangAttentionBackend(AttentionBackend):
         save_kv_cache: bool,
         extra: dict[str, Any],
     ) -> Tensor:
-        """q: [rows, num_qo_heads * head_dim], or these elements in other dimensions: 0.5.17's Gemma 3 has [1,
-        rows, num_qo_heads, head_dim]; k: [rows, num_kv_heads, head_dim], v: [rows, num_kv_heads, head_dim_v];
-        k and v None where another layer's cache is read. extra: of latents q_rope [rows, num_qo_heads,
-        rotated part] and k_rope [rows, 1, rotated part], where these are not in q and k.
+        """Writes a layer's new tokens and attends.
 
-        Returns [rows, num_qo_heads * head_dim_v], or the engine's output as it is.
+        Args:
+            q: [rows, num_qo_heads * head_dim], or these elements in other dimensions: 0.5.17's Gemma 3 has
+                [1, rows, num_qo_heads, head_dim].
+            k, v: [rows, num_kv_heads, head_dim], [rows, num_kv_heads, head_dim_v]; None if the layer reads
+                another layer's cache.
+            extra: q_rope [rows, num_qo_heads, rotated part] and k_rope [rows, 1, rotated part] of latents,
+                unless q and k include them; sinks.
+
+        Returns:
+            [rows, num_qo_heads * head_dim_v], or SGLang's output in its own shape.
         """
-        # Whisper's forward() is not under torch.no_grad(), and SGLang captures decode graphs outside of it
+        # Whisper's forward() is not under torch.no_grad(), and neither are SGLang's captures of decode graphs
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
@@ -277,20 +275,20 @@ class SGLangAttentionBackend(AttentionBackend):
         num_rows = q_heads.shape[0]
         out = _output(q, num_rows, known, forward_batch)
         out_heads = out.view(num_rows, known.num_qo_heads, known.head_dim_v)
-        if plan.key.of_this_step:
+        if plan.spec.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
-        # at every step: it waits for KV that is still being loaded
+        # at every step: it waits for KV that SGLang is still loading
         k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if self._is_float8:
             kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
         else:
             kv = known.cache.view(k_buffer, v_buffer, self.page_size)
         if attention.q_dtype != self.dtype:
-            # before append_kv, which is the only launch that run() may overlap with
+            # before append_kv, the only launch that run() may overlap with
             q_heads = self._rounder.round(q_heads, attention.q_dtype)
         appended = False
-        # False with k given: the model's rotary kernel has written them already
+        # save_kv_cache is False if the model's rotary kernel has written k and v already
         if save_kv_cache and k is not None:
             assert v is not None
             appended = self._write(
@@ -326,13 +324,13 @@ class SGLangAttentionBackend(AttentionBackend):
 
         Returns whether append_kv wrote them: run() may then start before they are in the cache.
         """
-        # the pool converts others
+        # the pool converts other dtypes
         if (
             self._copies_to_slots
             and k.dtype == v.dtype
             and (self._is_float8 or k.dtype in self._appended_dtypes)
         ):
-            slots = slots.contiguous()  # those of a draft step are a column of a table
+            slots = slots.contiguous()  # in a draft step they are a column of a table
             if self._has_latents:
                 append_latents(k, k_rope, kv, slots)
             else:
@@ -341,25 +339,26 @@ class SGLangAttentionBackend(AttentionBackend):
         if k_rope is not None:
             k = torch.cat((k, k_rope), -1)
         if self._is_float8:
-            k, v = quantise(k, kv.k_scale, kv.dtype), quantise(v, kv.v_scale, kv.dtype)
+            k, v = quantize(k, kv.k_scale, kv.dtype), quantize(v, kv.v_scale, kv.dtype)
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, self._window_slots), k, v)
         return False
 
     def _sinks(self, layer: RadixAttention, extra: dict[str, Any]) -> Tensor | None:
-        """float32 [num_qo_heads], of what the model hands over besides q, k and v.
+        """The sinks among the model's extra arguments, float32 [num_qo_heads].
 
         Raises:
-            ValueError: anything else than sinks, or sinks of which nothing was known when the engine started.
+            ValueError: there are other arguments, or the model did not show the sinks when the engine
+                started.
         """
         sinks: Tensor | None = extra.pop("sinks", None)
         given = sorted(name for name, value in extra.items() if value is not None)
         if given:
-            raise refuse(f"what this model's attention asks for ({', '.join(given)})")
+            refuse(f"this model's attention arguments ({', '.join(given)})")
         if sinks is None:
             return None
         known = self._layers.get(layer)
-        if known is None or not known.plan.key.has_sinks:
-            raise refuse(
+        if known is None or not known.plan.spec.has_sinks:
+            refuse(
                 f"attention sinks that layer {layer.layer_id} of this model did not show when the engine "
                 f"started"
             )
@@ -370,17 +369,20 @@ class SGLangAttentionBackend(AttentionBackend):
     def _remember(self, layer: RadixAttention, parent: Module | None = None) -> Layer:
         in_window_pool = self._window is not None and self._window.holds(layer.layer_id)
         chunk = self._attention_chunk_size
-        key = plan_key(
-            layer, parent, in_window_pool=in_window_pool, attention_chunk_size=chunk, **self._of_model
+        spec = layer_spec(
+            layer,
+            parent,
+            kv_dtype=None if self.kv_dtype == self.dtype else self.kv_dtype,
+            in_window_pool=in_window_pool,
+            attention_chunk_size=chunk,
+            **self._of_model,
         )
-        if self.kv_dtype != self.dtype and not key.of_this_step:  # whose keys and values are in no cache
-            key = key._replace(kv_dtype=self.kv_dtype)
-        plan = self._plans.get(key)
+        plan = self._plans.get(spec)
         if plan is None:
-            nodes_of_trees = 0 if key.of_this_step else self._nodes_of_trees
-            float8_extends = self._has_extends and rounds_queries(key, self.device)
-            plan = self._plans[key] = Plan(
-                key, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends
+            nodes_of_trees = 0 if spec.of_this_step else self._nodes_of_trees
+            float8_extends = self._has_extends and rounds_queries(spec, self.device)
+            plan = self._plans[spec] = Plan(
+                spec, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends
             )
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
@@ -396,7 +398,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
 
 def _output(q: Tensor, num_rows: int, known: Layer, forward_batch: Any) -> Tensor:
-    """[rows, num_qo_heads * head_dim_v], or the engine's output of this size in its own dimensions."""
+    """[rows, num_qo_heads * head_dim_v], or SGLang's output of this size, if it has made one."""
     out: Tensor | None = getattr(forward_batch, "_attn_output", None)
     row = known.num_qo_heads * known.head_dim_v
     return q.new_empty((num_rows, row)) if out is None or out.numel() != num_rows * row else out
@@ -406,5 +408,100 @@ def _new_tokens(k: Tensor | None, v: Tensor | None, known: Layer) -> KVCache:
     """A step's own tokens, decompressed. The model has written their latents."""
     assert k is not None
     assert v is not None
-    heads = known.plan.key.num_kv_heads
+    heads = known.plan.spec.num_kv_heads
     return KVCache.from_ragged(k.view(-1, heads, known.head_dim), v.view(-1, heads, known.head_dim_v))
+
+
+class LayerCache:
+    """The pool's buffers of one layer_id as a cache of pages. Several layers may read them.
+
+    The view is made again only if SGLang reallocates the buffers or changes the scales.
+    """
+
+    def __init__(self, makes_v_anew: bool = False) -> None:
+        """makes_v_anew: the pool returns a new view as V at every step, a part of K's columns: latents.
+
+        SGLang's models also write latents themselves, without a scale. So the scale is 1, whatever a
+        checkpoint has.
+        """
+        self._makes_v_anew = makes_v_anew
+        self._kv: KVCache | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._addresses: tuple[int, int, int] | None = None
+
+    def view(self, k: Tensor, v: Tensor, page_size: int) -> KVCache:
+        """k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of the model's dtype: the
+        same tensors at every step.
+        """
+        if (
+            self._kv is None
+            or self._buffers is None
+            or k is not self._buffers[0]
+            or (v is not self._buffers[1] and not self._makes_v_anew)
+        ):
+            self._kv, self._buffers = KVCache.from_slots(k, v, page_size), (k, v)
+        return self._kv
+
+    def float8_view(
+        self, layer: RadixAttention, k: Tensor, v: Tensor, page_size: int, *, writes: bool
+    ) -> KVCache:
+        """
+        Args:
+            layer: has the scales of elements: tensors [] of a checkpoint, which kernels read when they run,
+                numbers of --quantization-param-path, or None, which is 1.
+            k, v: as in view(), but float8: a pool stores them as uint8, and returns new views at every step.
+            writes: whether the layer brings K and V. Otherwise it uses the scales of the layer that wrote
+                them.
+        """
+        kv = self._kv
+        scales = (layer.k_scale, layer.v_scale) if kv is None or writes else (kv.k_scale, kv.v_scale)
+        if self._makes_v_anew:
+            scales = (None, None)
+        addresses = (k.data_ptr(), v.data_ptr(), k.shape[0])
+        if (
+            kv is None
+            or addresses != self._addresses
+            or kv.k_scale is not scales[0]
+            or kv.v_scale is not scales[1]
+        ):
+            kv = self._kv = KVCache.from_slots(k, v, page_size, k_scale=scales[0], v_scale=scales[1])
+            self._addresses = addresses
+        return kv
+
+
+def quantize(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:
+    """The values that append_kv would write: x / scale, rounded to a float8 dtype and clamped to its range.
+
+    For pools that must write themselves. They would divide K and V in place, in the projection's output, and
+    turn too large values into NaN.
+    """
+    largest = torch.finfo(dtype).max
+    scaled = x.float() if scale is None else x.float() / scale
+    return scaled.clamp(-largest, largest).to(dtype)
+
+
+class QueryRounder:
+    """Rounds queries as append_kv rounds K, in one launch that reads the projection's output."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        """Makes the buffer, before anything is captured."""
+        self._all_slots = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._slots = self._all_slots[:0]  # of the last call: all layers of a step have the same rows
+
+    def round(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """q: [rows, num_qo_heads, head_dim].
+
+        Returns the nearest numbers of dtype, a float8, clamped to its range.
+        """
+        num_rows = q.shape[0]
+        if num_rows != self._slots.shape[0]:
+            fits = num_rows <= self._all_slots.shape[0]
+            self._slots = (
+                self._all_slots[:num_rows]
+                if fits
+                else torch.arange(num_rows, dtype=torch.int32, device=q.device)
+            )
+        rounded = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+        pages = rounded.unsqueeze(1)  # of one token: a row
+        append_rounded(q, None, KVCache.as_given(pages, pages), self._slots)
+        return rounded

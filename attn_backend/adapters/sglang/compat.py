@@ -1,6 +1,4 @@
-"""What differs between SGLang's releases: 0.5.17 to 0.5.23 are known. The one place that looks at which
-release runs.
-"""
+"""Differences between SGLang's releases, 0.5.17 to 0.5.23. Only this file looks at the running release."""
 
 from __future__ import annotations
 
@@ -9,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+
+NAME = "attn_backend"  # of --attention-backend and --sampling-backend
 
 
 def release() -> str:
@@ -24,10 +24,10 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
 
     Registering the same name again only replaces the factory.
 
-    It also joins the backends that --enable-deterministic-inference allows, but not those that keep the radix
-    cache on: a prompt of which all but one token is cached is computed like a decode, whose bits are not a
-    prefill's. The engine's other lists of names (chunked prefix cache of MLA models) promise what this
-    backend does not do.
+    It also joins the backends that --enable-deterministic-inference allows, but not the backends that keep
+    the radix cache on: if all but one token of a prompt are cached, the step is a decode, whose bits differ
+    from a prefill's. SGLang's other lists of names (chunked prefix cache of MLA models) stand for features
+    that this backend does not have.
 
     Raises:
         RuntimeError: the registry is not where the known releases have it.
@@ -83,9 +83,11 @@ def register_sampler(name: str, create: Callable[[], Any]) -> None:
 
 
 def take_parts(name: str, takes: bool) -> None:
-    """Tells the models of MLA in this process whether a backend of this name takes the latent and the rotated
-    part of Q and K apart, as `q_rope` and `k_rope`. To others they give them side by side, which they copy in
-    every layer. A release without their list of names does so, too.
+    """Sets whether MLA models in this process pass the latent and the rotated part of Q and K separately to a
+    backend of this name, as `q_rope` and `k_rope`.
+
+    For other backends they concatenate both parts, which costs a copy in every layer. So does a release
+    without their list of names.
     """
     try:
         from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as names
@@ -103,7 +105,7 @@ def deterministic() -> bool:
 
 
 def starts_triton_on_cpu(name: str) -> bool:
-    """Whether the engine would launch Triton kernels beside this backend on a machine without a GPU.
+    """Whether SGLang would launch its Triton kernels on a machine without a GPU.
 
     Up to 0.5.21 it decides by the backend's name and knows only its own; later releases also ask the
     platform.
@@ -114,9 +116,9 @@ def starts_triton_on_cpu(name: str) -> bool:
 
 
 def setting(path: str, default: Any) -> Any:
-    """A resolved option of the running server, e.g.
+    """A resolved option of the running server, such as "schedule.chunked_prefill_size".
 
-    "schedule.chunked_prefill_size"; `default` where this release or this process does not have it.
+    Returns `default` if this release or this process does not have it.
     """
     from sglang.srt import runtime_context
 
@@ -144,7 +146,7 @@ def num_draft_tokens() -> int:
 
 
 def shared_reads_end_after_replay() -> Any:
-    """What `AttentionBackend.shared_read_ends` returns when the captured kernels read req_to_token until the
+    """The result of `AttentionBackend.shared_read_ends` if captured kernels read req_to_token until the
     replay ends. None: this release does not ask.
     """
     from sglang.srt.layers.attention import base_attn_backend
@@ -154,11 +156,13 @@ def shared_reads_end_after_replay() -> Any:
 
 
 def copies_to_slots(pool: Any) -> bool:
-    """Whether this pool's set_kv_buffer does nothing but copy K and V of the pool's dtype to their slots in
-    what get_kv_buffer returns. 8-bit floats that a pool stores as uint8 count as its dtype.
+    """Whether this pool's set_kv_buffer only copies K and V of the pool's dtype to their slots.
+
+    The slots are rows of get_kv_buffer's tensors. 8-bit floats that a pool stores as uint8 count as its
+    dtype.
 
     One difference remains: under SGLANG_ENABLE_ASYNC_ASSERT a pool checks the slots, while `append_kv` skips
-    those outside the cache.
+    slots outside the cache.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 

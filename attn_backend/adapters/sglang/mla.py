@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek V2 and V3, Kimi K2): what its models and its pool must be like.
+"""Multi-head latent attention (DeepSeek V2 and V3, Kimi K2): supported models and pools.
 
-SGLang chooses one of two ways for each step by the backend's name, and treats a name that it does not know
-like its Triton backend: prompts without a cached prefix attend to decompressed keys and values, which are in
-no cache; everything else attends to the latents.
+SGLang chooses one of two ways for each step by the backend's name. It treats an unknown name like its Triton
+backend: prompts without a cached prefix attend to decompressed keys and values, which are in no cache. All
+other steps attend to the latents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from attn_backend import KVCache, append_mla_kv
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES
 
-from . import NAME, compat
+from . import compat
+from .compat import NAME
 
 
 def has_latents(runner: Any) -> bool:
@@ -36,7 +37,7 @@ def is_sparse(runner: Any) -> bool:
 
 
 def unsupported_sparse(runner: Any) -> str | None:
-    """What keeps a model with an indexer from being served; None if nothing."""
+    """Why this backend cannot serve a model with an indexer, or None."""
     config, pool = runner.model_config.hf_config, runner.token_to_kv_pool
     names = {
         compat.setting("exec.kernel.prefill_attention_backend", None),
@@ -44,7 +45,7 @@ def unsupported_sparse(runner: Any) -> str | None:
     } - {None, NAME}
     what = "sparse attention over latents"
     if device(runner.device).type != "cuda":
-        return f"{what} on a CPU (the indexer is SGLang's, with kernels for GPUs alone)"
+        return f"{what} on a CPU (SGLang's indexer has only GPU kernels)"
     if not isinstance(pool, MLATokenToKVPool) or (pool.kv_lora_rank, pool.qk_rope_head_dim) != (512, 64):
         return f"{what} of other widths than 512 + 64"
     if (
@@ -52,7 +53,7 @@ def unsupported_sparse(runner: Any) -> str | None:
         or (pool.dtype.itemsize == 1) != pool.dsa_kv_cache_store_fp8
     ):
         return (
-            f"{what} in 8-bit rows without scales of their own (pass --kv-cache-dtype bfloat16, or "
+            f"{what} in 8-bit rows without block scales (pass --kv-cache-dtype bfloat16, or "
             f"flashmla_sparse as --dsa-prefill-backend and -decode-)"
         )
     if runner.dtype != torch.bfloat16:
@@ -63,11 +64,11 @@ def unsupported_sparse(runner: Any) -> str | None:
         return "--enable-hisparse"
     if compat.deterministic():
         return f"{what} with --enable-deterministic-inference"
-    return f"{what} beside another backend ({', '.join(sorted(map(str, names)))})" if names else None
+    return f"{what} with another backend ({', '.join(sorted(map(str, names)))})" if names else None
 
 
 def unsupported(runner: Any) -> str | None:
-    """What keeps a model with latents from being served; None if nothing."""
+    """Why this backend cannot serve a model with latents, or None."""
     if is_sparse(runner):
         return unsupported_sparse(runner)
     pool = runner.token_to_kv_pool
@@ -83,10 +84,10 @@ def unsupported(runner: Any) -> str | None:
 
 
 def ask_for_parts(runner: Any) -> None:
-    """Has this runner's model give the parts of Q and K as they are.
+    """Makes this runner's model pass the parts of Q and K separately.
 
-    Not one with Llama 4's scaling of queries (Mistral Large 3): that is applied to whole ones alone. A draft
-    model takes the same way as the model that it drafts for.
+    Not a model with Llama 4's scaling of queries (Mistral Large 3), which needs whole queries. A draft model
+    does the same as its target model.
     """
     is_scaled = any(
         getattr(module, "llama_4_scaling_config", None) is not None for module in runner.model.modules()
@@ -96,17 +97,19 @@ def ask_for_parts(runner: Any) -> None:
 
 
 def is_decompressed(layer: RadixAttention, parent: Module | None) -> bool:
-    """Whether a layer is given keys and values of the step's own tokens, decompressed, and reads nothing
-    else.
-    """
+    """Whether a layer only reads decompressed keys and values of the step's own tokens."""
     return getattr(parent, "attn_mha", None) is layer and isinstance(
         getattr(parent, "attn_mqa", None), RadixAttention
     )
 
 
 def append_latents(k: Tensor, k_rope: Tensor | None, kv: KVCache, slots: Tensor) -> None:
-    """k: [rows, 1, latent and rotated part]; with k_rope, [rows, 1, rotated part], the latent alone. kv: of
-    the layer's slots.
+    """Writes a step's latents into the cache.
+
+    Args:
+        k: [rows, 1, latent and rotated part]; with k_rope only the latent.
+        k_rope: [rows, 1, rotated part].
+        kv: of the layer's slots.
     """
     rows, width = k[:, 0], kv.head_dim_v
     append_mla_kv(rows[:, :width], rows[:, width:] if k_rope is None else k_rope[:, 0], kv, slots)

@@ -23,9 +23,9 @@ _MOST_OPEN_GROUPS = 4096
 class AttnSampler(engine_sampler.Sampler):
     """The sampler behind `--sampling-backend attn_backend`.
 
-    Custom logit processors, penalties, logit biases and grammar masks have been applied to the logits when it
-    draws. What is reported beside the tokens (log-probabilities, sampling masks) stays SGLang's own code: it
-    runs around the draw, which is the same draw with and without it.
+    Before a draw SGLang has applied custom logit processors, penalties, logit biases and grammar masks. Its
+    own code also reports log-probabilities and sampling masks, around the draw: the draw is the same with and
+    without them.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class AttnSampler(engine_sampler.Sampler):
     ) -> Tensor:
         """
         Args:
-            logits_output: `next_token_logits` is [batch, vocab]. Changed in place, unless nothing but tokens
-                is asked for.
+            logits_output: `next_token_logits` is [batch, vocab]. Changed in place if a request wants more
+                than tokens.
             positions: [batch] or longer, of each request's last token.
-            others: what later releases pass for special cases (watermarks).
+            others: arguments of later releases for special cases (watermarks).
 
         Returns:
             Token ids, [batch], int32 or int64.
@@ -76,8 +76,8 @@ class AttnSampler(engine_sampler.Sampler):
 
     def _preprocess_logits(self, logits: Tensor, sampling_info: SamplingBatchInfo) -> Tensor:
         logits = super()._preprocess_logits(logits, sampling_info)
-        # SGLang turns the logits into probabilities in place: now is when to draw. (A second call is for
-        # logits that are only reported.)
+        # SGLang next turns the logits into probabilities in place, so draw now. (A second call is for logits
+        # that are only reported.)
         if self._batch is not None and self._token_ids is None and not sampling_info.is_all_greedy:
             self._token_ids = self._draw(logits, *self._batch)
         return logits
@@ -137,24 +137,26 @@ def asks_for_mask(sampling_info: SamplingBatchInfo) -> bool:
 
 
 def _capture(probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, rows: Tensor) -> Any:
-    """What SGLang reports of the tokens that were left to choose from.
+    """SGLang's report of the tokens that the filters left.
 
-    `selected_weight=None` has it look the chosen token up.
+    With `selected_weight=None` it looks up the chosen token.
     """
     info = sampling_info
     filters = (info.top_ks[rows], info.top_ps[rows], info.min_ps[rows], info.need_min_p_sampling)
     filtered = engine_sampler.top_k_top_p_min_p_sampling_from_probs_torch(
         probs[rows], *filters, None, positions, return_filtered_probs=True
     )
-    return _Capture(weights=filtered[1], token_ids=filtered[2], selected_weight=None, batch_rows=rows)  # type: ignore[misc]
+    return _Capture(  # type: ignore[misc]
+        weights=filtered[1], token_ids=filtered[2], selected_weight=None, batch_rows=rows
+    )
 
 
 class RequestSeeds:
-    """The seed of each of SGLang's requests: the user's `sampling_seed` (`seed` in the OpenAI API), or one
-    that is drawn when the request is first seen.
+    """The seed of each of SGLang's requests: the user's `sampling_seed` (`seed` in the OpenAI API), or a new
+    seed for its first batch.
 
-    The n answers to one request with a seed get that seed + 0 ... n - 1, like vLLM's: SGLang makes n requests
-    of it that are equal in everything.
+    The n answers to one request with a seed get that seed + 0 ... n - 1, as in vLLM: SGLang makes n equal
+    requests of it.
     """
 
     def __init__(self, source: SeedSource) -> None:
@@ -185,11 +187,10 @@ class RequestSeeds:
 
 
 def give_seeds_to_requests() -> None:
-    """Has every batch carry its requests' seeds from now on.
+    """Makes every batch carry its requests' seeds from now on.
 
-    SGLang itself only does under --enable-deterministic-inference.
-
-    Not with speculative decoding, which would take the seeds as a sign of that mode.
+    SGLang itself does so only under --enable-deterministic-inference. Not with speculative decoding, which
+    would take the seeds as a sign of that mode.
     """
     original = SamplingBatchInfo.adjusted_from_schedule_batch
     if (

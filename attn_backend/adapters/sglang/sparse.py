@@ -1,9 +1,8 @@
-"""Sparse attention over latents (DeepSeek V3.2, GLM 5): a backend of SGLang's own for it, whose attention is
-this package's.
+"""Sparse attention over latents (DeepSeek V3.2, GLM 5): SGLang's own backend with our attention.
 
-The indexer, its metadata and the pools remain SGLang's. They and the models know its backend by its class and
-by its name, `dsa`, so this is that class and has that name for them. Of its ways to attend it takes
-`flashmla_sparse`, for every step: SGLang then looks the selected tokens up, and calls one method.
+The indexer, its metadata and the pools remain SGLang's. They and the models know SGLang's backend by its
+class and its name, `dsa`, so this class derives from it and has that name. It selects SGLang's path
+`flashmla_sparse` for every step: SGLang then looks up the selected tokens, and calls one method.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ class SparseBackend(DeepseekSparseAttnBackend):
                 device=device,
             )
 
-        # Prompts over a pool of 8 bits: SGLang widens what they see.
+        # For prompts over an 8-bit pool SGLang dequantizes the tokens that they see.
         self._rows = {runner.dtype: make(None)}
         if self.dsa_kv_cache_store_fp8:
             self._rows[SCALED_LATENT_DTYPE] = make(SCALED_LATENT_DTYPE)
-        self._planned: SelectedAttention | None = None  # the one that holds this step's plan
+        self._planned: SelectedAttention | None = None  # it holds this step's plan
         self._last_layer = -1
 
     @property
@@ -91,9 +90,7 @@ class SparseBackend(DeepseekSparseAttnBackend):
         return out
 
     def _note(self, layer: Any) -> None:
-        """A step begins where the numbers of layers begin again: a graph that is captured then plans in its
-        first layer.
-        """
+        """Notices a new step: layer numbers begin again. A captured graph then plans in its first layer."""
         if layer.layer_id <= self._last_layer:
             self._planned = None
         self._last_layer = layer.layer_id
@@ -113,14 +110,14 @@ class SparseBackend(DeepseekSparseAttnBackend):
             q_all: [rows, num_heads, 576].
             kv_cache: [slots, 1, 576], or 656 bytes a slot, of 8-bit floats for SGLang.
             page_table_1: int32 [rows, topk], slots; a negative one means none.
-            topk_length: int32 [rows], how many there are, as far as SGLang knows before the indexer runs: no
-                more in any layer.
+            topk_length: int32 [rows], an upper bound on the selected tokens of any layer, which SGLang knows
+                before the indexer runs.
 
         Returns:
             [rows, num_heads, 512]
         """
         if attn_sink is not None:
-            raise refuse("attention sinks over selected tokens")
+            refuse("attention sinks over selected tokens")
         is_scaled = kv_cache.shape[-1] == SCALED_LATENT_BYTES
         cache = KVCache.from_latent(kv_cache.view(SCALED_LATENT_DTYPE) if is_scaled else kv_cache, v_head_dim)
         rows = self._rows[cache.dtype]

@@ -1,10 +1,11 @@
-"""What this backend serves, decided while the engine starts: every refusal is a ValueError that names the
-model's feature or the option, and what to do.
+"""Checks while SGLang starts: refusals, bounds, and the spec of each layer.
+
+Every refusal is a ValueError that names the model's feature or the option, and a way out.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -12,11 +13,12 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
-from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.layers import LayerSpec
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
-from . import NAME, compat
+from . import compat
+from .compat import NAME
 from .mla import has_latents, is_decompressed, is_sparse
 from .mla import unsupported as unsupported_latents
 
@@ -25,7 +27,7 @@ _SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", _BLOCKS)
 # causal over images unless their configuration says otherwise
 _GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 _MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *_GEMMA_4)  # models whose masks this backend knows
-_SINKS = ("sinks", "attention_sink_bias")  # what models call them
+_SINKS = ("sinks", "attention_sink_bias")  # the names in models
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
@@ -36,12 +38,12 @@ _REFUSED_PARALLELISM = {  # the setting, and what to use instead
 }
 
 
-def refuse(what: str, advice: str = "use another --attention-backend") -> ValueError:
-    return ValueError(f"--attention-backend {NAME} does not support {what}: {advice}")
+def refuse(what: str, advice: str = "use another --attention-backend") -> NoReturn:
+    raise ValueError(f"--attention-backend {NAME} does not support {what}: {advice}")
 
 
 def check_runner(runner: Any) -> None:
-    """Refuses what no layer of this runner's model could be served with.
+    """Refuses a model or an option that this backend cannot serve with any layer.
 
     Raises:
         ValueError: see the module.
@@ -49,15 +51,15 @@ def check_runner(runner: Any) -> None:
     config = runner.model_config
     device = torch.device(runner.device).type
     if device not in ("cuda", "cpu"):
-        raise refuse(f"the device {runner.device!r}")
+        refuse(f"the device {runner.device!r}")
     if device == "cpu" and compat.starts_triton_on_cpu(NAME):
         advice = (
             "this release starts Triton for every backend name that is not its own; use SGLang 0.5.22 "
             "or later on a CPU"
         )
-        raise refuse(f"CPUs with SGLang {compat.release()}", advice)
+        refuse(f"CPUs with SGLang {compat.release()}", advice)
     if config.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
-        raise refuse(
+        refuse(
             f"the attention architecture {getattr(config.attention_arch, 'name', config.attention_arch)} (it "
             f"serves MHA, GQA, MQA and MLA)"
         )
@@ -65,7 +67,7 @@ def check_runner(runner: Any) -> None:
     if has_latents(runner):
         unsupported = unsupported_latents(runner)
         if unsupported is not None:
-            raise refuse(unsupported)
+            refuse(unsupported)
     if wants_spans(runner):
         _check_spans(runner)
     _check_settings()
@@ -77,19 +79,19 @@ def _check_kv_dtype(runner: Any) -> None:
     model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
     advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
     if runner.kv_cache_dtype_str == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
-        raise refuse("--kv-cache-dtype mxfp8", advice)
+        refuse("--kv-cache-dtype mxfp8", advice)
     if runner.kv_cache_dtype not in (runner.dtype, *SCALED_DTYPES) and {
         runner.dtype,
         runner.kv_cache_dtype,
     } != {torch.bfloat16, torch.float16}:
-        raise refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
+        refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
 
 
 def wants_spans(runner: Any) -> bool:
-    """Whether tokens of an image see each other on both sides: a model with this method hands such masks to
-    SGLang's Triton backend (Gemma 3).
+    """Whether tokens of an image see each other, left and right. A model with `prepare_attn_masks` hands such
+    masks to SGLang's Triton backend (Gemma 3).
 
-    Gemma 4's does so whatever its configuration says. The smaller ones are causal over images, in
+    Gemma 4 does so whatever its configuration says. Its smaller models are causal over images, in
     transformers and vLLM.
     """
     if not hasattr(runner.model, "prepare_attn_masks") or not runner.model_config.is_multimodal:
@@ -102,29 +104,27 @@ def wants_spans(runner: Any) -> bool:
 
 
 def cuts_spans(runner: Any) -> bool:
-    """Whether windows also cut what tokens of an image see of it.
+    """Whether windows also limit the tokens of an image that another one sees (Gemma 4).
 
-    Layers without a window are causal, then: images are text to them (Gemma 4).
+    Layers without a window are then causal: images are text to them.
     """
     return type(runner.model).__name__ in _GEMMA_4
 
 
 def _check_spans(runner: Any) -> None:
-    # --enable-multimodal is the default of most
-    text_alone = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""
-    advice = f"{text_alone} to serve text alone, or use --attention-backend triton"
+    # --enable-multimodal is most models' default
+    text_only = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""
+    advice = f"{text_only} to serve only text, or use --attention-backend triton"
     if type(runner.model).__name__ not in _MASKS_OVER_IMAGES:
-        raise refuse(
-            f"the masks over the images of a prompt that {type(runner.model).__name__} makes", advice
-        )
+        refuse(f"the masks over the images of a prompt that {type(runner.model).__name__} makes", advice)
     if compat.setting("schedule.chunked_prefill_size", -1) != -1:
-        raise refuse(
+        refuse(
             "images, whose tokens see each other, in prompts that are computed in chunks",
             "pass --chunked-prefill-size -1",
         )
     if isinstance(runner.token_to_kv_pool, SWAKVPool) and not cuts_spans(runner):
-        raise refuse(
-            "images, whose tokens see each other, with a KV pool of its own for sliding windows",
+        refuse(
+            "images, whose tokens see each other, with a separate KV pool for sliding windows",
             "pass --disable-hybrid-swa-memory",
         )
 
@@ -132,17 +132,17 @@ def _check_spans(runner: Any) -> None:
 def _check_settings() -> None:
     algorithm = _algorithm()
     if algorithm and algorithm not in _SPECULATION:
-        raise refuse(
+        refuse(
             f"--speculative-algorithm {algorithm}",
             f"use one of {', '.join(_SPECULATION)}, or another --attention-backend",
         )
     for option, path in _REFUSED_OPTIONS.items():
         if compat.setting(path, None):
-            raise refuse(option, "leave it out, or use another --attention-backend")
+            refuse(option, "leave it out, or use another --attention-backend")
     for option, (path, instead) in _REFUSED_PARALLELISM.items():
         size = compat.setting(path, 1)
         if size > 1:
-            raise refuse(f"{option} {size}", f"pass {option} 1, or use {instead}")
+            refuse(f"{option} {size}", f"pass {option} 1, or use {instead}")
 
 
 def drafts_are_trees() -> bool:
@@ -154,9 +154,7 @@ def drafts_are_trees() -> bool:
 
 
 def drafts_in_blocks(runner: Any) -> bool:
-    """Whether this runner's model drafts blocks: each comes whole, in one step, so its layers need not be
-    causal.
-    """
+    """Whether this runner's model drafts a whole block in one step, so that its layers need not be causal."""
     return bool(runner.is_draft_worker) and _algorithm() == _BLOCKS
 
 
@@ -170,41 +168,42 @@ def verified_tokens(runner: Any) -> int:
 
 
 def check_drafts(runner: Any) -> None:
-    """Refuses a draft model whose consecutive steps, or blocks, could not be served.
+    """Refuses a draft model with steps or blocks that this backend cannot serve.
 
     Raises:
         ValueError: see the module.
     """
     if is_sparse(runner):
-        raise refuse(
+        refuse(
             "draft models with sparse attention over latents",
             "pass --speculative-draft-attention-backend dsa",
         )
     if isinstance(runner.token_to_kv_pool, SWAKVPool):
-        raise refuse(
-            "draft models with a KV pool of their own for sliding windows",
+        refuse(
+            "draft models with a separate KV pool for sliding windows",
             "pass --speculative-draft-attention-backend triton",
         )
 
 
-def tree_key(key: PlanKey) -> PlanKey:
-    """The key of the same layers in a step that verifies trees. There are no images in it, so no spans.
+def tree_spec(spec: LayerSpec) -> LayerSpec:
+    """The spec of the same layers in a step that verifies trees. There are no images in it, so no spans.
 
     Raises:
-        ValueError: what these layers see follows from a token's position, which in a tree is not that of its
-            row.
+        ValueError: the layers mask by a token's position. In a tree a row does not have its token's position.
     """
-    if key.has_alibi or key.chunk or key.has_items or key.of_encoder:
-        raise refuse(
+    if spec.has_alibi or spec.chunk or spec.has_items or spec.of_encoder:
+        refuse(
             "drafts that are trees with ALiBi, chunked local attention, --enable-mis or cross attention",
             "pass --speculative-eagle-topk 1",
         )
-    return key._replace(has_tree=True, has_spans=False, cuts_spans=False)
+    return spec._replace(has_tree=True, has_spans=False, cuts_spans=False)
 
 
 def most_requests(runner: Any, branches: int = 0) -> int:
-    """Requests of the largest step: the engine pads batches to what its graphs and its ranks need. branches:
-    of each request; 0: it has one row or a prompt.
+    """Requests of the largest step, with the padding of graphs and ranks.
+
+    Args:
+        branches: of each request; 0: it has one row or a prompt.
 
     Raises:
         ValueError: see the module.
@@ -215,7 +214,7 @@ def most_requests(runner: Any, branches: int = 0) -> int:
         and torch.device(runner.device).type == "cuda"
         and most > MAX_CUDA_INVARIANT_BATCH
     ):
-        raise refuse(
+        refuse(
             f"--enable-deterministic-inference for {most} requests at once",
             f"pass --max-running-requests {MAX_CUDA_INVARIANT_BATCH}",
         )
@@ -235,22 +234,23 @@ def longest_extend(runner: Any) -> int:
     )
 
 
-def plan_key(
+def layer_spec(
     layer: RadixAttention,
     parent: Module | None = None,
     *,
+    kv_dtype: torch.dtype | None,
     in_window_pool: bool,
     attention_chunk_size: int | None,
     has_spans: bool,
     cuts_spans: bool = False,
     in_blocks: bool = False,
-) -> PlanKey:
-    """What to plan for this layer.
+) -> LayerSpec:
+    """The needs of this layer.
 
     Args:
         parent: the module that the layer is a part of, which has its sinks and its ALiBi slopes.
-        attention_chunk_size: of the model: its layers with `use_irope` see only the tokens of the query's own
-            chunk (Llama 4).
+        kv_dtype: of the pool, if it differs from the model's.
+        attention_chunk_size: of the model. Layers with `use_irope` see only the query's own chunk (Llama 4).
         has_spans: see wants_spans. cuts_spans: see the function. in_blocks: see drafts_in_blocks.
 
     Raises:
@@ -258,26 +258,27 @@ def plan_key(
     """
     name = f"layer {layer.layer_id}"
     if layer.logit_cap and layer.logit_capping_method != "tanh":
-        raise refuse(f"logit capping by {layer.logit_capping_method!r} ({name})")
+        refuse(f"logit capping by {layer.logit_capping_method!r} ({name})")
     window_left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
     if layer.is_cross_attention and window_left >= 0:
-        raise refuse(f"a sliding window over the tokens of an encoder ({name})")
+        refuse(f"a sliding window over the tokens of an encoder ({name})")
     if not (causal or in_blocks or layer.is_cross_attention):
         _check_whole_prompts(layer)
     chunk = attention_chunk_size if attention_chunk_size is not None and layer.use_irope else 0
     has_spans = has_spans and causal and (window_left >= 0 or not cuts_spans)
     items = bool(compat.setting("exec.features.enable_mis", False))
+    of_this_step = is_decompressed(layer, parent)
     if items and (chunk or has_spans or not causal):
-        raise refuse(f"--enable-mis with attention that is not causal or in chunks ({name})")
-    return PlanKey(
+        refuse(f"--enable-mis with attention that is not causal or in chunks ({name})")
+    return LayerSpec(
         layer.tp_q_head_num,
         layer.tp_k_head_num,
         layer.head_dim,
         window_left,
         causal,
         in_window_pool,
-        of_this_step=is_decompressed(layer, parent),
+        of_this_step=of_this_step,
         of_encoder=layer.is_cross_attention,
         window_right=-1 if causal else window_left,
         chunk=chunk,
@@ -289,18 +290,19 @@ def plan_key(
         has_sinks=any(isinstance(getattr(parent, sinks, None), torch.Tensor) for sinks in _SINKS),
         logits_soft_cap=float(layer.logit_cap or 0.0),
         head_dim_v=None if layer.v_head_dim == layer.head_dim else layer.v_head_dim,
+        kv_dtype=None if of_this_step else kv_dtype,
     )
 
 
 def _check_whole_prompts(layer: RadixAttention) -> None:
-    """A token that sees those after it needs them in the same step."""
+    """A token that sees later tokens needs them in the same step."""
     name = f"(layer {layer.layer_id})"
     if compat.setting("schedule.chunked_prefill_size", -1) != -1:
-        raise refuse(f"bidirectional prompts in chunks {name}", "pass --chunked-prefill-size -1")
+        refuse(f"bidirectional prompts in chunks {name}", "pass --chunked-prefill-size -1")
     if layer.attn_type == AttentionType.ENCODER_ONLY and not compat.setting(
         "memory.disable_radix_cache", True
     ):
-        raise refuse(f"bidirectional prompts after cached prefixes {name}", "pass --disable-radix-cache")
+        refuse(f"bidirectional prompts after cached prefixes {name}", "pass --disable-radix-cache")
 
 
 def slopes_of(parent: Module | None) -> torch.Tensor | None:
@@ -314,17 +316,17 @@ def attention_layers(model: Module, is_encoder_decoder: bool) -> list[tuple[Radi
     model declares them.
 
     Args:
-        is_encoder_decoder: its encoder's layers are left out: they attend without the engine's cache, and
-            call no backend.
+        is_encoder_decoder: leave out the encoder's layers, which attend without the engine's cache and call
+            no backend.
 
     Raises:
-        ValueError: the model has attention sinks that no layer of ours will be given.
+        ValueError: the model has attention sinks that no layer passes to us.
     """
     found = []
     for name, module in model.named_modules():
         layers = [child for child in module.children() if isinstance(child, RadixAttention)]
         if not layers and any(isinstance(getattr(module, sinks, None), torch.Tensor) for sinks in _SINKS):
-            raise refuse(f"the attention sinks of {name}, which has no attention of its own")
+            refuse(f"the attention sinks of {name}, a module without attention")
         found += [
             (layer, module)
             for layer in layers

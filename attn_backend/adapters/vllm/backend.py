@@ -1,4 +1,8 @@
-"""What this package tells vLLM that it can do."""
+"""The backends of models without latents, and the features that they claim to support.
+
+vLLM asks these classes while it starts. `mla.py` and `sparse_mla.py` have the backends of models with
+latents.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
-from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.impl import AttnImpl
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
-from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
-from attn_backend.adapters.vllm.refusal import with_ways_out
+from . import compat
+from .attention import AttnImpl, CpuAttnImpl
+from .compat import FLOAT8_CACHES
+from .metadata import AttnMetadataBuilder
+from .support import with_ways_out
 
 
 class AttnBackend(AttentionBackend):
@@ -79,7 +83,7 @@ class AttnBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return True  # plans from the lengths on the device and reads none on the host
+        return True  # plans read the lengths on the device, and none on the host
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -108,3 +112,75 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def supports_pcp(cls) -> bool:
         return False
+
+
+class CpuAttnBackend(AttnBackend):
+    """Replaces vLLM's CPU_ATTN.
+
+    vLLM takes this class without asking for its features: the constructor of a layer refuses unsupported ones
+    (attention.py).
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuAttnImpl]:
+        return CpuAttnImpl
+
+
+class DiffKvImpl(AttnImpl):
+    """A layer with values of head_size_v columns, which its model has just set on the backend."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.head_size_v = DiffKvBackend.head_size_v
+        super().__init__(*args, **kwargs)
+
+
+class DiffKvBackend(AttnBackend):
+    """Keys and values of different sizes without latents (MiMo V2: 192 and 128 columns).
+
+    Such a model picks one of vLLM's DIFFKV backends by its name in the registry, whatever --attention-backend
+    says. It sets the width of values on that class, and hands the class to its layers. So these names stand
+    for ours if the user has chosen it (plugin.py). The KV cache has AttnBackend's shape, with V of
+    head_size_v columns.
+    """
+
+    head_size_v: ClassVar[int] = 128
+
+    @staticmethod
+    def set_head_size_v(head_size_v: int) -> None:
+        """The model calls this before it makes a layer."""
+        DiffKvBackend.head_size_v = head_size_v
+
+    @classmethod
+    def is_supported_on_current_device(cls, *args: Any, **kwargs: Any) -> bool:
+        """Always True, since vLLM would silently take another backend: the constructor of a layer refuses
+        unsupported features.
+        """
+        return True
+
+    @staticmethod
+    def get_impl_cls() -> type[AttnImpl]:
+        return DiffKvImpl
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, head_size + DiffKvBackend.head_size_v)
+
+
+class CpuDiffKvImpl(DiffKvImpl, CpuAttnImpl):
+    """A layer on a CPU."""
+
+
+class CpuDiffKvBackend(DiffKvBackend, CpuAttnBackend):
+    """The same on a CPU, where vLLM has no such backend."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuAttnImpl]:
+        return CpuDiffKvImpl

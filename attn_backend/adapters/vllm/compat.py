@@ -1,32 +1,33 @@
-"""What differs between vLLM releases.
+"""Differences between vLLM's releases.
 
-Nothing else in this adapter knows a release: it asks here, and here the answer is probed, not looked up by
-version.
+Nothing else in this adapter knows a release: it asks here. The answers come from probes, not from version
+numbers.
 
 | | 0.26 | 0.32, 0.33 |
 |---|---|---|
-| shape of the KV cache | the backend's get_kv_cache_shape | the spec's: [blocks, kv_heads, page, K and V] |
-| NHD or HND | global; the backend's get_kv_cache_stride_order | the engine's; the backend may restrict it |
-| get_supported_kernel_block_sizes | called without arguments | called with the spec of the KV cache |
+| shape of the KV cache | the backend's get_kv_cache_shape | the spec's [blocks, kv_heads, page, K and V] |
+| NHD or HND | global: get_kv_cache_stride_order of the backend | the engine's; the backend may restrict it |
+| get_supported_kernel_block_sizes | without arguments | with the spec of the KV cache |
 | layers with several implementations | none | AttentionImpl.get_impl_variants |
 | draft loops inside one CUDA graph | none | AttentionMetadataBuilder.update_draft_decode_metadata |
-| chunked local attention | a class derived from our builder cuts requests in chunks | the same, undone |
+| chunked local attention | a class derived from our builder splits requests; ours undoes that | the same |
 | chunks of a cached prefix, in MLA | up to 0.27 by their number | an object for each |
-| metadata of sparse MLA | up to 0.29 each backend's own | a class in common, which fills in more |
-| gap between two blocks of a layer | up to 0.30 keeps rows whole | any that block_stride_alignment allows |
-| columns of V in the spec of a KV cache | in FullAttentionSpec and what derives from it | in all specs |
-| R-SWA, DCP | not asked about: the builder refuses what cannot be served | asked of the backend |
-| merge of DCP ranks, in v1/attention/ops/ | up to 0.28 common.py and dcp_alltoall.py | dcp.py |
-| caches that DCP leaves whole (draft models) | up to 0.30 none | dcp_sharded of the spec |
-| pool of builders' memory | up to 0.29 the KV cache's; 0.30, 0.31: none | one that sleep mode saves |
+| metadata of sparse MLA | up to 0.29 each backend's own | a common class, which fills in more |
+| space between two blocks of a layer | up to 0.30 whole rows | limited by the spec's block_stride_alignment |
+| columns of V in the spec of a KV cache | in FullAttentionSpec and derived classes | in all specs |
+| R-SWA, DCP | vLLM does not ask: the builder refuses | vLLM asks the backend |
+| merge of states over the ranks of DCP | up to 0.28 ops/common.py and dcp_alltoall.py | ops/dcp.py |
+| caches that DCP does not shard (draft models) | up to 0.30 none | dcp_sharded of the spec |
+| pool of builders' memory | up to 0.29 the KV cache's, which sleep mode discards | saved; 0.30, 0.31: none |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import (
@@ -44,7 +45,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_backend.settings import Settings
 
-# Permutations from [blocks, kv_heads, page, K and V] to memory; with and without a dimension of layers.
+T = TypeVar("T")
+
+# Cache dtypes by vLLM's names. When vLLM makes a layer, "auto" is the model's dtype: vLLM has resolved what a
+# checkpoint declares.
+PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+# Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in
+# front.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
     ("NHD", False): (0, 2, 1, 3),
     ("NHD", True): (1, 0, 3, 2, 4),
@@ -99,31 +108,9 @@ def other_backends(vllm_config: VllmConfig) -> list[str]:
     )
 
 
-def unsupported_feature(vllm_config: VllmConfig) -> str | None:
-    """What the model or the deployment needs and this package does not have; None if nothing.
-
-    Only what not every release asks the backend about.
-    """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if getattr(model, "rswa_window", None) is not None:
-        return "reference sliding window attention (R-SWA)"
-    # vLLM forces it where it knows that backends need it, not on CPUs.
-    if is_prefix_lm(vllm_config) and not getattr(
-        vllm_config.scheduler_config, "disable_chunked_mm_input", False
-    ):
-        return (
-            "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
-        )
-    if getattr(vllm_config, "diffusion_config", None) is not None:
-        return "batches that mix causal and bidirectional requests (diffusion models)"
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        return "prefill context parallelism"
-    return None
-
-
 def dcp_group(kv_cache_spec: Any) -> Any:
-    """The ranks that share the KV of a layer's cache (--decode-context-parallel-size); None: each has it
-    whole.
+    """The ranks that share the KV of a layer's cache (--decode-context-parallel-size); None: each rank has
+    all of it.
     """
     if not getattr(kv_cache_spec, "dcp_sharded", True):
         return None
@@ -135,9 +122,10 @@ def dcp_group(kv_cache_spec: Any) -> Any:
 
 
 def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The engine's merge of attention states over the ranks of a group: (output [tokens, heads of all ranks,
-    columns], their natural LSE [tokens, heads of all ranks], group, return_lse=True) to both with this rank's
-    heads.
+    """vLLM's merge of attention states over the ranks of a group.
+
+    It takes the output [tokens, heads of all ranks, columns], the natural LSE [tokens, heads of all ranks],
+    the group and return_lse=True. It returns both for this rank's heads.
     """
     swaps_all = getattr(vllm_config.parallel_config, "dcp_comm_backend", None) == "a2a"
     try:
@@ -151,65 +139,39 @@ def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tenso
 
 
 def captures_single_tokens_alone(vllm_config: VllmConfig) -> bool:
-    """Whether full CUDA graphs, if there are any, serve no batches but those whose requests have one token
-    each.
-    """
+    """Whether full CUDA graphs, if there are any, only serve batches with one token for each request."""
     # asked at each build: runner V2 decides it after builders are made
     mode = vllm_config.compilation_config.cudagraph_mode
     return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL
 
 
-def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:
-    """What keeps a group of this size from sharing KV; None if nothing.
-
-    The layers check the rest (impl.py).
-    """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    advice = "pass --decode-context-parallel-size 1"
-    if current_platform.is_cpu():
-        return f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({advice})"
-    if size & (size - 1):
-        return (
-            f"decode context parallelism of {size} ranks: vLLM merges those of a power of two ({advice}, "
-            f"or 2, 4, 8)"
-        )
-    if batch_invariant():
-        return f"VLLM_BATCH_INVARIANT with decode context parallelism ({advice})"
-    if (
-        not getattr(model, "use_mla", False)
-        and parallel.tensor_parallel_size // model.get_total_num_kv_heads() % size
-    ):
-        return f"{size} ranks that share KV among them but not one KV head ({advice})"
-    return None
-
-
 def is_prefix_lm(vllm_config: VllmConfig) -> bool:
-    """Whether tokens of an image see each other on both sides (Gemma 3, the larger ones of Gemma 4)."""
+    """Whether tokens of an image see each other, left and right (Gemma 3, the larger models of Gemma 4)."""
     return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
 
 
 def clamps_spans(vllm_config: VllmConfig) -> bool:
-    """Whether windows also cut what tokens of an image see of it (Gemma 4).
+    """Whether windows also limit the tokens of an image that another one sees (Gemma 4).
 
-    The model's layers without a window are causal, then: images are text to them.
+    Layers without a window are then causal: images are text to them.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     return any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
 
 
 def spans_of(common_attn_metadata: CommonAttentionMetadata) -> list[tuple[int, int, int]]:
-    """(request, first token, last token) of what sees both sides in a batch."""
+    """(request, first token, last token) of each span of a batch."""
     ranges = common_attn_metadata.mm_req_doc_ranges or {}
     return [(request, first, last) for request, of_request in ranges.items() for first, last in of_request]
 
 
 def cuts_at_chunks(builder: type) -> bool:
-    """Whether vLLM derived this builder from a backend's, for chunked local attention (Llama 4)."""
+    """Whether vLLM derived this builder for chunked local attention (Llama 4)."""
     return builder.__name__ == "ChunkedLocalAttentionBuilder"
 
 
 def leave_whole(builder: type) -> None:
-    """Keeps the derived builder from cutting requests: they stay whole, and the mask knows the chunks."""
+    """Keeps the derived builder from splitting requests: the mask knows the chunks."""
     for name in ("build", "update_block_table", "get_cudagraph_support"):
         if name in vars(builder):
             delattr(builder, name)
@@ -236,10 +198,9 @@ def head_size_v(kv_cache_spec: Any) -> int:
 
 
 def fuses_output_scales() -> bool:
-    """Whether the engine whose layers are being made may let attention quantise its output (fuse_attn_quant).
+    """Whether vLLM may let attention quantize its output (fuse_attn_quant), while it makes layers.
 
-    Which layers do is known when they run: a graph from vLLM's cache was compiled in another process, which
-    asked then.
+    Each run shows whether its layer does: a graph from vLLM's cache was compiled in another process.
     """
     config = get_current_vllm_config_or_none()
     passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
@@ -247,23 +208,21 @@ def fuses_output_scales() -> bool:
 
 
 def has_one_fixed_scale(quant_key: Any) -> bool:
-    """Whether vLLM's description of a quantisation is: float8_e4m3fn, one scale for the whole tensor, known
-    beforehand.
-    """
+    """Whether vLLM's quantization is float8_e4m3fn with one scale for the tensor, known beforehand."""
     return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == torch.float8_e4m3fn)
 
 
 def may_see_both_sides() -> bool:
-    """Whether steps of the decoder whose layers are being made need not be causal (drafts of DFLASH).
+    """Whether the decoder may have non-causal steps (drafts of DFLASH), while vLLM makes its layers.
 
-    Its windows then reach to both sides, as in FLASH_ATTN.
+    Its windows then reach left and right, as in FLASH_ATTN.
     """
     config = get_current_vllm_config_or_none()
     return bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False))
 
 
 def uses_mla() -> bool:
-    """Whether the model whose layers are being made has multi-head latent attention.
+    """Whether the model has multi-head latent attention, while vLLM makes its layers.
 
     False without a model: vLLM asks for backends then, too.
     """
@@ -278,7 +237,7 @@ def is_chosen() -> bool:
 
 
 def serves_on_cpu() -> bool:
-    """Whether this package takes the place of vLLM's CPU backends."""
+    """Whether this package replaces vLLM's CPU backends."""
     return current_platform.is_cpu() and Settings.read().vllm_cpu
 
 
@@ -295,22 +254,10 @@ def uses_sparse_mla() -> bool:
     return hasattr(getattr(getattr(config, "model_config", None), "hf_config", None), "index_topk")
 
 
-def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
-    """What a deployment of a model with an indexer needs and this package does not have; None if nothing."""
-    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
-        return "latents in host memory (HiSparse)"
-    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        return (
-            "decode context parallelism of sparse attention over latents (pass "
-            "--decode-context-parallel-size 1)"
-        )
-    return None
-
-
 def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:
-    """A layer's spec, so that a token's row has a number whatever lies between two of the layer's blocks.
+    """A layer's spec whose blocks start at whole rows, so that the row of each token has a number.
 
-    Releases without the field put nothing there.
+    Releases without the field put nothing between the blocks of a layer.
     """
     if not hasattr(kv_cache_spec, "block_stride_alignment"):
         return kv_cache_spec
@@ -323,8 +270,8 @@ def has_chosen_mla_prefill(vllm_config: VllmConfig) -> bool:
 
 
 def context_chunks(prefill_metadata: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each chunk of the cached prefixes of a batch of MLA: int32 [requests + 1], where the queries and
-    where the tokens of its requests begin.
+    """The chunks of the cached prefixes in a batch of MLA. Each has two tensors, int32 [requests + 1]: the
+    prefix sums of its requests' queries and of their tokens.
     """
     context = prefill_metadata.chunked_context
     if context is None:
@@ -335,7 +282,30 @@ def context_chunks(prefill_metadata: Any) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def number_of_chunk(arguments: dict[str, Any]) -> int:
-    """The place in context_chunks() of the chunk that vLLM names when it runs a prefill backend: by its
-    number, or as an object.
+    """The index in context_chunks() of the chunk that a prefill backend runs. vLLM passes a number or an
+    object.
     """
     return int(arguments["chunk_idx"] if "chunk_idx" in arguments else arguments["chunk"].index)
+
+
+def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:
+    """`make()`, with device memory from torch's general pool whatever pool the caller is in.
+
+    Not while a CUDA graph is captured.
+
+    vLLM makes metadata builders inside the pool of its KV cache (the table above names the releases). Sleep
+    mode unmaps that pool and its contents are lost, while CUDA graphs keep using it.
+
+    torch.cuda.use_mem_pool acts on the calling thread, and torch's release decides which of several nested
+    pools wins. A new thread is in none of them.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def make_on_stream() -> T:
+        with torch.cuda.stream(stream):  # a new thread has device 0 and its default stream
+            return make()
+
+    with ThreadPoolExecutor(1, "attn_backend") as thread:
+        return thread.submit(make_on_stream).result()

@@ -2,12 +2,13 @@
 together attend to it.
 
 `--cp-kv-cache-interleave-size` tokens lie on one rank, as many on the next one, and so on around. A row
-attends with the heads of all ranks to what lies here, and the engine merges the states over the ranks. No
-mask may cut what lies here, since its positions are not those of the request:
+attends to this rank's part with the heads of all ranks, and vLLM merges the states over the ranks. No mask
+may cut the part, since its positions differ from the request's:
 
-- Where every request has a single token, it sees all that the ranks have, the token itself included.
-- Elsewhere a row attends twice: so to its context, the tokens before those of the step; and with this rank's
-  heads to the step's tokens, which every rank has in the forward's K and V. merge_state() merges the halves.
+- If every request has a single token, it sees all KV of the ranks, the token itself included.
+- Otherwise a row attends twice. It attends to its context, the tokens before the step, with the heads of all
+  ranks. It attends to the step's tokens with this rank's heads: every rank has them in the forward's K and V.
+  merge_state() merges the two states.
 """
 
 from __future__ import annotations
@@ -46,16 +47,15 @@ class ContextParallel:
         self._group = group
         self._interleave = interleave
         self._combine = combine
-        # captured graphs read it where it is
+        # captured graphs read this tensor
         self._local_lens = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
     def local_lens(self, query_start_loc: Tensor, seq_lens: Tensor, *, single_tokens: bool) -> Tensor:
-        """Tokens that this rank holds of those that attend() has it read, int32 [requests]; good until the
-        next call.
+        """The tokens on this rank that attend() reads, int32 [requests]; valid until the next call.
 
         Args:
             query_start_loc: int32 [requests + 1], seq_lens: int32 [requests]; on the device.
-            single_tokens: as attend() will be told.
+            single_tokens: as the next attend() gets it.
         """
         lens = self._local_lens[: seq_lens.shape[0]]
         read = seq_lens if single_tokens else (seq_lens - query_start_loc.diff()).clamp_(min=0)
@@ -78,12 +78,12 @@ class ContextParallel:
     ) -> None:
         """
         Args:
-            new_tokens: planned for this rank's heads, over the step's own tokens; context: for those of all
-                ranks, over local_lens().
+            new_tokens: planned for this rank's heads, over the step's own tokens.
+            context: planned for the heads of all ranks, over local_lens().
             q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, columns of K, of V], the step's, which the
                 cache has, too; cache: of the layer.
             out: [tokens, heads, columns of V], written.
-            has_context: False: no request has tokens before this step's. All ranks must agree: they then
+            has_context: False: no request has tokens before the step. All ranks must agree: they then
                 exchange nothing, unless a graph is captured, which serves other batches, too.
             single_tokens: every request has one token. new_tokens is not read.
             options: of both runs.
@@ -109,9 +109,9 @@ def is_captured(device: torch.device) -> bool:
 
 
 def has_context(common_attn_metadata: CommonAttentionMetadata) -> bool:
-    """Whether a request may have tokens before those of the step.
+    """Whether a request may have tokens before the step.
 
-    From what the host knows, which is the same on all ranks.
+    It reads only host values, which are the same on all ranks.
     """
     cm = common_attn_metadata
     upper_bounds = cm.seq_lens_cpu_upper_bound

@@ -1,23 +1,25 @@
-"""Sampling in vLLM, which has no hook for it: this file alone replaces the functions of vLLM that draw
-tokens.
+"""Sampling in vLLM: replacements of the functions that draw tokens, since vLLM has no hook for them.
 
-vLLM has two model runners, and each has a sampler of its own. Replaced are
+vLLM has two model runners, each with its own sampler.
 
-- of the newer one (V2) `Sampler.sample`, and `SamplingStates.add_request` to know when a request's parameters
-  change;
-- of the older one (V1) `Sampler.sample`; `GPUModelRunner._sample`, which has what V1's sampler is not told:
-  the requests' seeds and positions; and `GPUModelRunner._bookkeeping_sync`, which winds generators back that
-  have not advanced.
+- In the newer runner (V2) we replace `Sampler.sample`. We also replace `SamplingStates.add_request`, to learn
+  when a request's parameters change.
+- In the older runner (V1) we replace `Sampler.sample`. It does not get the requests' seeds and positions, so
+  we replace `GPUModelRunner._sample`, which has them. `GPUModelRunner._bookkeeping_sync` winds generators
+  back: ours must not, since our draws do not advance them.
 
 Everything around the draw stays vLLM's: logits processors, penalties, grammars, log-probabilities, and the
-rejection sampler of speculative decoding. A release in which these functions have other arguments than in the
-known ones (0.26.0 to 0.33.0), or a draw that disagrees with vLLM's own filters in the check at start, is
-answered with one warning, and vLLM's sampler stays.
+rejection sampler of speculative decoding.
+
+Two checks at start decide: the functions must have the arguments of a known release (0.26.0 to 0.33.0), and
+draws must agree with vLLM's own filters. If a check fails, vLLM's sampler stays, and one warning names the
+reason.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -27,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_backend.adapters.options import SAMPLER_SWITCH, use_sampler
 from attn_backend.adapters.seeds import SeedSource, signed_64_bits
-from attn_backend.adapters.vllm.memory import outside_memory_pools
-from attn_backend.adapters.vllm.sampler_check import check_sampler
 from attn_backend.kernels.sampling import sample, sampling_workspace
+from attn_backend.settings import Settings
+
+from .compat import outside_memory_pools
 
 logger = logging.getLogger("vllm.attn_backend")
 
@@ -80,7 +82,7 @@ def install(device: torch.device, vllm_config: Any = None) -> bool:
     """
     global _installed  # noqa: PLW0603
     if _installed is None:
-        _installed = use_sampler() and _install(device, vllm_config)
+        _installed = Settings.read().sampler is not False and _install(device, vllm_config)
     return _installed
 
 
@@ -89,13 +91,12 @@ def _install(device: torch.device, vllm_config: Any) -> bool:
         check_arguments()
         check_sampler(device)
         replacements = _replacements(vllm_config)
-    except Exception as error:  # whatever it is, the engine can serve without
+    except Exception as error:  # the engine can serve without, whatever failed
         reason = f"{type(error).__name__}: {error}"
         logger.warning(
-            "attn_backend does not sample, vLLM's own sampler does: %s. %s=0 chooses that without this "
-            "warning.",
+            "attn_backend does not sample, vLLM's own sampler does: %s. ATTN_BACKEND_SAMPLER=0 chooses that "
+            "without this warning.",
             reason,
-            SAMPLER_SWITCH,
         )
         return False
     for owner, name, replacement in replacements:
@@ -115,8 +116,7 @@ def uninstall() -> None:
 
 
 def check_arguments() -> None:
-    """The version probe, of the model runners that this process has imported: a worker imports the one that
-    it uses.
+    """Probes the model runners that this process has imported: a worker imports only the runner that it uses.
 
     Raises:
         RuntimeError: a function has other arguments than in the known releases; the message names both.
@@ -173,7 +173,7 @@ def workspace_of(sampler: Any, device: torch.device) -> Tensor:
 
 
 class SlotParameters(NamedTuple):
-    """What the rows of a batch are sampled with; [rows] tensors, None where no row has that filter."""
+    """Sampling parameters of the rows of a batch: [rows] tensors, None if no row has that filter."""
 
     temperature: Tensor
     top_k: Tensor | None
@@ -218,7 +218,7 @@ def v2_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _v2_penalize(self: Any, logits: Tensor, batch: tuple[Any, ...]) -> Tensor:
-    """The logits after vLLM's processors, before temperature and filters: those are part of the draw."""
+    """The logits after vLLM's processors, before temperature and filters, which are part of the draw."""
     states = self.sampling_states
     states.apply_temperature = states.apply_min_p = _leave_logits
     try:
@@ -265,20 +265,17 @@ def v2_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Draws(NamedTuple):
-    """What a batch's draws depend on; both [batch], on the device.
-
-    Of a batch that is all greedy, which depends on neither, 0.
-    """
+    """Seeds and positions of a batch's draws: both [batch], on the device. 0 if all requests are greedy."""
 
     seed: Tensor | int
     position: Tensor | int
 
 
 def v1_runner_sample(sampler: Any, original: Callable[..., Any], source: SeedSource) -> Callable[..., Any]:
-    """The replacement of `GPUModelRunner._sample`: tells the sampler the batch's seeds and positions.
+    """The replacement of `GPUModelRunner._sample`: passes the batch's seeds and positions to the sampler.
 
-    The position is that of the request's last token, as in V2: it comes from the lengths on the device, which
-    are right also where the host runs ahead.
+    The position belongs to the request's last token, as in V2. It comes from the lengths on the device, which
+    are right even if the host runs ahead.
     """
 
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
@@ -302,8 +299,8 @@ def v1_bookkeeping(original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of `GPUModelRunner._bookkeeping_sync`, which winds a request's generator back after a
     draw that does not count.
 
-    Our draws advance no generator, so this function is shown none after them. The batch keeps them: the
-    rejection sampler of a step with drafts draws with them.
+    Our draws advance no generator, so the original gets none after them. The batch keeps its generators: the
+    rejection sampler of a step with drafts uses them.
     """
 
     def _bookkeeping_sync(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -320,7 +317,7 @@ def v1_bookkeeping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def v1_seeds(runner: Any, source: SeedSource) -> Tensor:
-    """int64 [batch]: each request's seed, or one that is drawn when the request is first seen."""
+    """int64 [batch]: the user's seed of each request, or a new seed for its first batch."""
     batch = runner.input_batch
     seeds = []
     for request_id in batch.req_ids[: batch.num_reqs]:
@@ -350,7 +347,7 @@ def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         metadata = sampling_metadata
         draws: Draws | None = getattr(metadata, "_attn_backend_draws", None)
-        # a warm-up run, the bonus tokens of speculative decoding, or a sampler that is not replaced
+        # a warm-up run, the bonus tokens of speculative decoding, a sampler that we do not replace
         if draws is None:
             return original(self, logits, metadata, logprobs_mode_override)
         reports = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
@@ -358,7 +355,7 @@ def v1_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
         token_ids = v1_draw(self, logits.clone() if reports_filtered else logits, metadata, draws)
         if not reports_filtered:
             return token_ids, None
-        # its draw is not used, and must not advance them
+        # this draw is not used, and must not advance the generators
         without_generators = replace(metadata, generators={})
         return token_ids, original(self, logits, without_generators, logprobs_mode_override)[1]
 
@@ -391,3 +388,104 @@ def v1_draw(self: Any, logits: Tensor, metadata: Any, draws: Draws) -> Tensor:
         position=draws.position,
         workspace=workspace,
     ).token_ids
+
+
+# ---- The check at start: a small batch on the worker's own device, against vLLM's own filters on the host
+
+_VOCAB = 512
+_DRAWS = 64  # of each combination of parameters, at as many positions
+_FREQUENCIES = 4096  # draws whose frequencies are counted; their standard error is below 0.008
+
+
+class SamplerDisagrees(RuntimeError):
+    """Our sampler disagrees with vLLM's."""
+
+
+def check_sampler(device: torch.device) -> None:
+    """Every draw must come from the tokens that vLLM's filters leave, be the same in another batch, and be as
+    frequent as it should.
+
+    Synchronizes with the device.
+
+    Raises:
+        SamplerDisagrees: names the failure and the parameters.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        _check_filters(device, dtype)
+    _check_frequencies(device)
+
+
+def _check_filters(device: torch.device, dtype: torch.dtype) -> None:
+    cases = list(itertools.product((0.0, 0.6, 1.3), (_VOCAB, 1, 40), (1.0, 0.9, 0.3), (0.0, 0.1)))
+    columns = [torch.tensor(column) for column in zip(*cases, strict=True)]
+    temperature, top_k, top_p, min_p = columns[0], columns[1].int(), columns[2], columns[3]
+    # Distinct values that every dtype holds: no filter promises which of equal logits it keeps.
+    order = torch.rand(len(cases), _VOCAB, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    logits = ((order - _VOCAB // 2) / 32).to(dtype)
+    left = survivors(logits.float(), temperature, top_k, top_p, min_p)
+
+    rows = torch.arange(len(cases)).repeat(_DRAWS)
+    position = torch.arange(_DRAWS).repeat_interleave(len(cases))
+    inputs = (logits, temperature, top_k, top_p, min_p, rows.to(torch.int64) * 7919 - 12345, position)
+    token_ids = _draw(device, *(column if index > 4 else column[rows] for index, column in enumerate(inputs)))
+    wrong = ~left[rows, token_ids]
+    if wrong.any():
+        first = dict(zip(("temperature", "top_k", "top_p", "min_p"), cases[int(rows[wrong][0])], strict=True))
+        raise SamplerDisagrees(
+            f"{int(wrong.sum())} of {len(rows)} draws from {dtype} logits are not among the tokens that vLLM "
+            f"leaves, one with {first}"
+        )
+
+    some = torch.arange(len(rows) - 1, -1, -3)
+    again = _draw(
+        device, *(column[some] if index > 4 else column[rows[some]] for index, column in enumerate(inputs))
+    )
+    if not torch.equal(again, token_ids[some]):
+        raise SamplerDisagrees(f"draws from {dtype} logits change with the batch that they are made in")
+
+
+def _check_frequencies(device: torch.device) -> None:
+    logits = torch.linspace(-1.5, 1.5, 8)
+    expected = (logits / 0.7).softmax(-1)
+    position = torch.arange(_FREQUENCIES)
+    token_ids = sample(
+        logits.repeat(_FREQUENCIES, 1).to(device), temperature=0.7, seed=1, position=position.to(device)
+    ).token_ids.cpu()
+    seen = token_ids.bincount(minlength=8) / _FREQUENCIES
+    if (seen - expected).abs().max() > 0.05:
+        raise SamplerDisagrees(
+            f"tokens of probabilities {expected.tolist()} were drawn with frequencies {seen.tolist()}"
+        )
+
+
+def survivors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """bool [batch, vocab]: the tokens that vLLM may choose; in a greedy row the most probable one. float32
+    logits on the host.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    greedy = temperature == 0
+    tempered = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    probabilities = tempered.softmax(-1)
+    tempered = tempered.masked_fill(
+        probabilities < min_p[:, None] * probabilities.amax(-1, keepdim=True), float("-inf")
+    )
+    left = apply_top_k_top_p_pytorch(tempered, top_k, top_p) > float("-inf")
+    left[greedy] = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).bool()[greedy]
+    return left
+
+
+def _draw(device: torch.device, logits: Tensor, *columns: Tensor) -> Tensor:
+    temperature, top_k, top_p, min_p, seed, position = (column.to(device) for column in columns)
+    samples = sample(
+        logits.to(device),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        position=position,
+    )
+    if not bool(samples.valid.all()):
+        raise SamplerDisagrees("the sampler flags rows of ordinary logits as invalid")
+    return samples.token_ids.cpu().long()

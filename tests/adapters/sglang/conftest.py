@@ -33,8 +33,8 @@ def queries_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def needs_a_release_that_serves_on_cpus(request: pytest.FixtureRequest) -> None:
-    from attn_backend.adapters.sglang import NAME, compat
+    from attn_backend.adapters.sglang import compat
 
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if params.get("device", "cpu") == "cpu" and compat.starts_triton_on_cpu(NAME):
+    if params.get("device", "cpu") == "cpu" and compat.starts_triton_on_cpu(compat.NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")

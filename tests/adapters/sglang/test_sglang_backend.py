@@ -17,8 +17,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from attn_backend import Attention
+from attn_backend.adapters import layers
 from attn_backend.adapters.sglang import compat
-from attn_backend.adapters.sglang import plan as sglang_plan
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -155,7 +155,7 @@ def serve_shared_prefix(
     Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node
     has.
     """
-    monkeypatch.setattr(sglang_plan, "use_cascade", lambda: cascade)
+    monkeypatch.setattr(layers, "use_cascade", lambda: cascade)
     backend = SGLangAttentionBackend(engine.runner())
     outputs = step(engine, backend, ForwardMode.EXTEND, [0], [128])
     engine.share_prefix(0, [1, 2, 3, 4])

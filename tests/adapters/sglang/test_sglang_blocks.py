@@ -24,7 +24,7 @@ from test_sglang_backend import CASES, WINDOWED, check, step
 from test_sglang_trees import capture, clear_padding, fill_static, static_batch
 from torch import Tensor
 
-from attn_backend.adapters.sglang import NAME, compat, register
+from attn_backend.adapters.sglang import compat, register
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 BLOCK = 8
@@ -179,26 +179,26 @@ def test_sglang_gives_drafts_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     register()
     register()
-    assert choices.count(NAME) == 1
+    assert choices.count(compat.NAME) == 1
     monkeypatch.setattr(
         draft_worker_common, "get_spec", lambda: SimpleNamespace(speculative_draft_attention_backend=None)
     )
-    monkeypatch.setattr(draft_worker_common, "attention_backends", lambda: (NAME, NAME))
-    assert draft_worker_common.resolve_draft_worker_attention_backend(algo_label="DFLASH") == NAME
+    monkeypatch.setattr(draft_worker_common, "attention_backends", lambda: (compat.NAME, compat.NAME))
+    assert draft_worker_common.resolve_draft_worker_attention_backend(algo_label="DFLASH") == compat.NAME
     declared: dict[str, Any] = {}
     monkeypatch.setattr(
         speculative_hook,
         "resolving_view",
-        lambda _: SimpleNamespace(speculative_draft_attention_backend=NAME),
+        lambda _: SimpleNamespace(speculative_draft_attention_backend=compat.NAME),
     )
     monkeypatch.setattr(speculative_hook, "declare_resolution", lambda *_, **named: declared.update(named))
     speculative_hook._resolve_dflash_draft_attention_backend(None)
-    assert declared == {"speculative_draft_attention_backend": NAME}
+    assert declared == {"speculative_draft_attention_backend": compat.NAME}
 
 
 def test_refused_models() -> None:
     # the target's prompts may be cut
     with pytest.raises(ValueError, match="bidirectional prompts in chunks"):
         SGLangAttentionBackend(FakeEngine(DRAFT_LAYERS).runner())
-    with pytest.raises(ValueError, match="draft models with a KV pool of their own for sliding windows"):
+    with pytest.raises(ValueError, match="draft models with a separate KV pool for sliding windows"):
         SGLangAttentionBackend(FakeEngine(WINDOWED, 16, hybrid=True).runner(is_draft_worker=True))

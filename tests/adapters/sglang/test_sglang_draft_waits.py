@@ -16,9 +16,9 @@ from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from test_sglang_backend import step
 from test_sglang_trees import Draft
 
-from attn_backend.adapters.sglang import NAME, compat
+from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.draft_steps import DraftStepsBackend
+from attn_backend.adapters.sglang.drafts import DraftStepsBackend
 
 REQUESTS = [2, 0, 1]
 STEPS = 4
@@ -56,7 +56,7 @@ def drafting(device: str, page_size: int, topk: int) -> tuple[DraftStepsBackend,
 
 @pytest.fixture
 def on_a_cpu() -> None:
-    if compat.starts_triton_on_cpu(NAME):
+    if compat.starts_triton_on_cpu(compat.NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
 
 
@@ -96,12 +96,12 @@ def test_what_is_read_is_seen(
 ) -> None:
     """A step that reads something while it is planned."""
     steps, draft = drafting("cpu", 1, 1)
-    plan_draft = steps.attn_backends[1].plan_draft
+    plan_step = steps.attn_backends[1].plan_step
 
     def reads(batch: object) -> None:
         read(torch.ones(1, dtype=torch.int32).expand(3) if not isinstance(read, type) else torch.ones(1))
-        plan_draft(batch)
+        plan_step(batch)
 
-    monkeypatch.setattr(steps.attn_backends[1], "plan_draft", reads)
+    monkeypatch.setattr(steps.attn_backends[1], "plan_step", reads)
     with pytest.raises(AssertionError, match=r"\(\)"), NoHostReads():
         draft()

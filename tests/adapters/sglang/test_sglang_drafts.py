@@ -14,18 +14,19 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative import draft_utils
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from attn_backend.adapters.sglang import NAME, compat, drafts
+from attn_backend.adapters.sglang import compat, plugin
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.draft_steps import DraftStepsBackend
+from attn_backend.adapters.sglang.compat import NAME
+from attn_backend.adapters.sglang.drafts import DraftStepsBackend
 
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The hook, from a registry that is afterwards as it was."""
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
-    drafts.register(NAME)
-    drafts.register(NAME)
-    ((_, registered, *_),) = HookRegistry._hooks[drafts.FACTORY]
+    plugin.hook_draft_factory(NAME)
+    plugin.hook_draft_factory(NAME)
+    ((_, registered, *_),) = HookRegistry._hooks[plugin.DRAFT_FACTORY]
     return registered
 
 

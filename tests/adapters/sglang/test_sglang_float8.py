@@ -17,8 +17,7 @@ from test_sglang_backend import WINDOWED, check, serve, serve_shared_prefix, ste
 from torch import Tensor
 
 from attn_backend.adapters.sglang import compat
-from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.layer_cache import LayerCache, quantise
+from attn_backend.adapters.sglang.backend import LayerCache, SGLangAttentionBackend, quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TWO_LAYERS = (LayerShape(), LayerShape(logit_cap=30.0))
@@ -97,7 +96,7 @@ def test_pools_that_write_by_themselves(hybrid: bool, device: str, monkeypatch: 
 def test_what_is_written_does_not_depend_on_the_pool(
     kv_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits of append_kv and of quantise(): ties, numbers that are too large, the smallest."""
+    """Bits of append_kv and of quantize(): ties, numbers that are too large, the smallest."""
     written = []
     for copies in (True, False):
         monkeypatch.setattr(compat, "copies_to_slots", lambda pool, copies=copies: copies)
@@ -115,12 +114,12 @@ def test_what_is_written_does_not_depend_on_the_pool(
     assert written[0][0].view(kv_dtype).float().abs().max() == torch.finfo(kv_dtype).max
 
 
-def test_quantise() -> None:
+def test_quantize() -> None:
     x = torch.tensor([0.0, 1.0, 447.0, 1e6, -1e6, torch.nan])
-    assert quantise(x, None, E4M3).float()[:5].tolist() == [0.0, 1.0, 448.0, 448.0, -448.0]
-    assert quantise(x, 2.0, E4M3).float()[:5].tolist() == [0.0, 0.5, 224.0, 448.0, -448.0]
-    assert quantise(x, torch.tensor(2.0), E5M2).float()[:5].tolist() == [0.0, 0.5, 224.0, 57344.0, -57344.0]
-    assert quantise(x, None, E4M3).float()[5].isnan()
+    assert quantize(x, None, E4M3).float()[:5].tolist() == [0.0, 1.0, 448.0, 448.0, -448.0]
+    assert quantize(x, 2.0, E4M3).float()[:5].tolist() == [0.0, 0.5, 224.0, 448.0, -448.0]
+    assert quantize(x, torch.tensor(2.0), E5M2).float()[:5].tolist() == [0.0, 0.5, 224.0, 57344.0, -57344.0]
+    assert quantize(x, None, E4M3).float()[5].isnan()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -19,11 +19,11 @@ from test_sglang_backend import TOLERANCE, WINDOWED
 from test_sglang_float8 import E4M3, E5M2, engine_of
 from torch import Tensor
 
+from attn_backend.adapters.layers import multiplies_float8
 from attn_backend.adapters.sglang import backend as sglang_backend
-from attn_backend.adapters.sglang import compat, float8_queries
-from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.float8_queries import QueryRounder
-from attn_backend.adapters.sglang.layer_cache import quantise
+from attn_backend.adapters.sglang import compat
+from attn_backend.adapters.sglang import plan as sglang_plan
+from attn_backend.adapters.sglang.backend import QueryRounder, SGLangAttentionBackend, quantize
 
 MOST = 3.5e-2  # of rounded queries, and on a GPU rounded probabilities
 EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND_V2)
@@ -36,11 +36,11 @@ def queries_of_8_bits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(
-            float8_queries,
+            sglang_plan,
             "multiplies_float8",
             lambda float8, head_size, device: float8 == E4M3 and head_size in (64, 128),
         )
-    elif not float8_queries.multiplies_float8(E4M3, 128, torch.device("cuda", 0)):
+    elif not multiplies_float8(E4M3, 128, torch.device("cuda", 0)):
         pytest.skip("this GPU's kernels widen 8-bit queries")
 
 
@@ -57,7 +57,7 @@ def check_extend(
     if engine.device == "cpu":
         assert off > 2 * TOLERANCE[torch.bfloat16], "Q was not rounded"
         assert (
-            error(out, engine.reference(requests, new_lens, layer_id, quantise(q, None, E4M3).to(q.dtype)))
+            error(out, engine.reference(requests, new_lens, layer_id, quantize(q, None, E4M3).to(q.dtype)))
             <= TOLERANCE[out.dtype]
         )
 
@@ -313,7 +313,7 @@ def test_queries_are_rounded_before_the_append(monkeypatch: pytest.MonkeyPatch) 
             module, name, lambda *args, **options: (calls.append(name), original(*args, **options))[1]
         )
 
-    noted(float8_queries, "append_rounded")
+    noted(sglang_backend, "append_rounded")
     noted(sglang_backend, "append_kv")
     step(engine, backend, ForwardMode.EXTEND, [0], [20])
     step(engine, backend, ForwardMode.DECODE, [0], [1])
@@ -400,4 +400,4 @@ def test_rounding(dtype: torch.dtype) -> None:
         rounded = rounder.round(q, E4M3)
         assert rounded.shape == q.shape
         assert rounded.is_contiguous()
-        assert torch.equal(rounded.view(torch.uint8), quantise(q, None, E4M3).view(torch.uint8))
+        assert torch.equal(rounded.view(torch.uint8), quantize(q, None, E4M3).view(torch.uint8))

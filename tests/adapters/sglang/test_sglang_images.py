@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Mul
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_sglang_backend import check, step
 
-from attn_backend.adapters.sglang import NAME, compat
+from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 WINDOW = 12  # tokens before the query
@@ -54,7 +54,7 @@ def test_images_see_both_sides(model_class: type[torch.nn.ModuleList], hybrid: b
     Gemma 4: (causal or the same image) and window; causal in layers without one. The second request has a
     prefix in the cache, the third no image; decodes after them see no span.
     """
-    if compat.starts_triton_on_cpu(NAME):
+    if compat.starts_triton_on_cpu(compat.NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
     engine = FakeEngine((LayerShape(window=WINDOW), LayerShape()), page_size=16, hybrid=hybrid)
     config = model_config(

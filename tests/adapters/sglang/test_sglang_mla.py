@@ -19,8 +19,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import utils
 from torch import Tensor, nn
 
-from attn_backend.adapters.sglang import NAME
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
+from attn_backend.adapters.sglang.compat import NAME
 
 HEADS, LATENT, ROPE, QK, V = 4, 512, 64, 192, 128
 SCALE = 192**-0.5

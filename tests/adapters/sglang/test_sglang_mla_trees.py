@@ -19,16 +19,16 @@ from test_sglang_backend import CASES, step
 from test_sglang_trees import STEPS, TOPK, TREES, draft, eagle, random_tree, verify, without_prefixes
 from torch import Tensor
 
-from attn_backend.adapters.sglang import NAME, compat
+from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.draft_steps import DraftStepsBackend
+from attn_backend.adapters.sglang.drafts import DraftStepsBackend
 
 LATENTS = LayerShape(num_qo_heads=4, num_kv_heads=1, head_dim=576, v_head_dim=512)
 
 
 @pytest.fixture(autouse=True)
 def trees_are_drafted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.callspec.params["device"] == "cpu" and compat.starts_triton_on_cpu(NAME):
+    if request.node.callspec.params["device"] == "cpu" and compat.starts_triton_on_cpu(compat.NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
     monkeypatch.setattr(compat, "setting", TREES.get)
 

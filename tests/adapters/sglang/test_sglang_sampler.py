@@ -41,7 +41,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         sampling_mask_max_tokens=VOCAB, enable_custom_logit_processor=True, enable_watermark=False
     )
     options = SimpleNamespace(
-        deterministic=deterministic, kernel=SimpleNamespace(sampling_backend=adapter.NAME), features=features
+        deterministic=deterministic, kernel=SimpleNamespace(sampling_backend=compat.NAME), features=features
     )
     group = SimpleNamespace(device_group=None)
     for module in (engine_sampler, sampling_batch_info):
@@ -352,7 +352,7 @@ def test_the_answers_to_one_seeded_request_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("switch", "names"), [(None, {adapter.NAME}), ("0", set()), ("1", {adapter.NAME, "pytorch"})]
+    ("switch", "names"), [(None, {compat.NAME}), ("0", set()), ("1", {compat.NAME, "pytorch"})]
 )
 def test_registration(switch: str | None, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.server_args import SAMPLING_BACKEND_CHOICES

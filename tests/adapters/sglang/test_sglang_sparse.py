@@ -25,8 +25,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from attn_backend import KVCache, append_mla_kv
-from attn_backend.adapters.sglang import create_backend, sparse
+from attn_backend.adapters.sglang import sparse
 from attn_backend.adapters.sglang.mla import unsupported
+from attn_backend.adapters.sglang.plugin import create_backend
 from attn_backend.adapters.sglang.sparse import SparseBackend
 
 HEADS, TOPK, SLOTS = 16, 24, 320
@@ -215,4 +216,4 @@ def test_what_is_refused() -> None:
     ]:
         assert reason in str(unsupported(make_runner(pool, **changes)))
     pool.dsa_kv_cache_store_fp8 = True
-    assert "8-bit rows without scales" in str(unsupported(make_runner(pool)))
+    assert "8-bit rows without block scales" in str(unsupported(make_runner(pool)))

@@ -19,7 +19,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-from attn_backend.adapters.sglang import NAME, backend, compat, plan, register
+from attn_backend.adapters import layers
+from attn_backend.adapters.sglang import backend, compat, register
+from attn_backend.adapters.sglang.compat import NAME
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +73,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """cascade and batch_invariant of every Attention that a backend makes."""
     arguments_of: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
-        plan,
+        layers,
         "Attention",
         lambda *heads, **arguments: arguments_of.append((arguments["cascade"], arguments["batch_invariant"])),
     )

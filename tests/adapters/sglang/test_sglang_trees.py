@@ -21,12 +21,12 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from test_sglang_backend import CASES, WINDOWED, check, step
 from torch import Tensor
 
-from attn_backend.adapters.plan_key import PlanKey
+from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.draft_steps import DraftStepsBackend, branch_slots
-from attn_backend.adapters.sglang.support import tree_key
-from attn_backend.adapters.sglang.tree_mask import TreeMask, TreeMasks
+from attn_backend.adapters.sglang.batch import TreeMask, TreeMasks
+from attn_backend.adapters.sglang.drafts import DraftStepsBackend, branch_slots
+from attn_backend.adapters.sglang.support import tree_spec
 
 NODES = 7
 TREES = {
@@ -288,11 +288,11 @@ def test_trees_of_another_size_are_refused() -> None:
 )
 def test_layers_that_look_at_positions_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="drafts that are trees"):
-        tree_key(PlanKey(4, 2, 64, -1)._replace(**changes))
+        tree_spec(LayerSpec(4, 2, 64, -1)._replace(**changes))
 
 
 def test_images_leave_no_span_in_a_tree() -> None:
-    assert tree_key(PlanKey(4, 2, 64, 9, has_spans=True)) == PlanKey(4, 2, 64, 9, has_tree=True)
+    assert tree_spec(LayerSpec(4, 2, 64, 9, has_spans=True)) == LayerSpec(4, 2, 64, 9, has_tree=True)
 
 
 # Draft models.

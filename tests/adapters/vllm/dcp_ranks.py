@@ -22,7 +22,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_layer import NUM_PAGES, PAGE
 
-from attn_backend.adapters.vllm import compat
+from attn_backend.adapters.vllm import support
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ def make_ranks(monkeypatch: pytest.MonkeyPatch, size: int, device: str = "cpu") 
         monkeypatch.setattr(dcp, "_CORRECT_ATTN_CP_OUT_KERNEL", _scale_by_share)
         monkeypatch.setattr(dcp, "_dcp_a2a_pack_send", _pack)
         monkeypatch.setattr(dcp, "_dcp_a2a_unpack_combine", _unpack)
-        monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     return ranks
 
 

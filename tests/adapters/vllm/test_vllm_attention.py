@@ -29,10 +29,15 @@ from vllm_layer import (
     make_spec,
 )
 
-from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.adapters.vllm import metadata as vllm_metadata
-from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl, kv_cache_view
-from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, plan_keys, workspace_maxima
+from attn_backend.adapters import layers
+from attn_backend.adapters.layers import LayerSpec
+from attn_backend.adapters.vllm.attention import AttnImpl, CpuAttnImpl, kv_cache_view
+from attn_backend.adapters.vllm.metadata import (
+    AttnMetadata,
+    AttnMetadataBuilder,
+    layer_specs,
+    workspace_maxima,
+)
 from attn_backend.kernels.attention import Attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -156,7 +161,7 @@ def test_shared_prefix(
     """Requests that begin with the same 12 pages, with cascade off and on."""
     outputs = []
     for mode in (False, cascade):
-        monkeypatch.setattr(vllm_metadata, "use_cascade", lambda mode=mode: mode)
+        monkeypatch.setattr(layers, "use_cascade", lambda mode=mode: mode)
         torch.manual_seed(0)
         batch = make_batch(
             query_lens, [12 * PAGE + own_len for own_len in own_lens], shared_pages=12, table_width=16
@@ -167,7 +172,7 @@ def test_shared_prefix(
         query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
         check(output, query, batch, k, v)
         outputs.append(output)
-        taken = [node for node in builder.plans[impl.plan_key].attention.schedule().forest if node.group >= 0]
+        taken = [node for node in builder.plans[impl.spec].attention.schedule().forest if node.group >= 0]
         if mode == "always" or (mode and pays):
             assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (len(query_lens), 0, 12)
         else:
@@ -367,7 +372,7 @@ def test_layers_that_are_accepted() -> None:
         sliding_window=None,
         head_size=80,
     )
-    assert impl.plan_key == PlanKey(6, 2, 80, -1)
+    assert impl.spec == LayerSpec(6, 2, 80, -1)
     assert impl.logits_soft_cap == 0.0
     with pytest.raises(NotImplementedError, match="head size 272: choose another --attention-backend"):
         AttnImpl(6, 272, 1.0, 2)
@@ -410,16 +415,16 @@ def test_mixed_causality_is_refused() -> None:
 
 def test_plans_of_layers_that_vllm_does_not_know() -> None:
     """Its attention tests build metadata for a layer that does not exist."""
-    assert plan_keys(make_config(), make_spec(sliding_window=128), ["placeholder"]) == [
-        PlanKey(6, 2, 64, 127)
+    assert layer_specs(make_config(), make_spec(sliding_window=128), ["placeholder"]) == [
+        LayerSpec(6, 2, 64, 127)
     ]
-    assert list(make_builder([]).plans) == [PlanKey(6, 2, 64, -1)]
+    assert list(make_builder([]).plans) == [LayerSpec(6, 2, 64, -1)]
 
 
 def test_implementations_behind_a_composite() -> None:
     impls = [make_impl(), make_impl(sliding_window=9), SimpleNamespace()]
     composite = SimpleNamespace(get_impl_variants=lambda: impls)
-    assert set(make_builder([composite]).plans) == {PlanKey(6, 2, 64, -1), PlanKey(6, 2, 64, 8)}
+    assert set(make_builder([composite]).plans) == {LayerSpec(6, 2, 64, -1), LayerSpec(6, 2, 64, 8)}
 
 
 @pytest.mark.parametrize(("variable", "cascade"), [(None, True), ("1", True), ("0", False), ("", False)])
@@ -428,7 +433,7 @@ def test_what_the_environment_says(
     variable: str | None, cascade: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(vllm_metadata, "Attention", lambda *heads, **arguments: made.append(arguments))
+    monkeypatch.setattr(layers, "Attention", lambda *heads, **arguments: made.append(arguments))
     monkeypatch.delenv("ATTN_BACKEND_CASCADE", raising=False)
     if variable is not None:
         monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable)

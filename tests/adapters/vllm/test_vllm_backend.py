@@ -13,8 +13,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
 
-from attn_backend.adapters.vllm.backend import AttnBackend
-from attn_backend.adapters.vllm.cpu import CpuAttnBackend
+from attn_backend.adapters.vllm.backend import AttnBackend, CpuAttnBackend
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
 OTHER_BACKEND = "choose another --attention-backend"

@@ -19,8 +19,8 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm_layer import NUM_PAGES, PAGE, make_builder, make_impl, make_spec
 
-from attn_backend.adapters.vllm import compat, dcp
-from attn_backend.adapters.vllm.impl import AttnImpl
+from attn_backend.adapters.vllm import compat, dcp, support
+from attn_backend.adapters.vllm.attention import AttnImpl
 from attn_backend.adapters.vllm.metadata import AttnMetadata
 
 HEADS, WIDTH = 3, 64  # of a rank
@@ -371,7 +371,7 @@ def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(compat, "batch_invariant", lambda: True)
         assert "VLLM_BATCH_INVARIANT" in refusal(ranks)
-    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     assert "on a CPU" in refusal(ranks)
 
 

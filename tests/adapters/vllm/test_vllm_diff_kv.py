@@ -16,9 +16,9 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm_layer import NUM_PAGES, PAGE, make_batch, make_builder, make_spec
 
-from attn_backend.adapters.vllm import CPU_SWITCH, compat, register
-from attn_backend.adapters.vllm.choice import DIFF_KV_NAMES
-from attn_backend.adapters.vllm.diff_kv import CpuDiffKvBackend, DiffKvBackend
+from attn_backend.adapters.vllm import compat
+from attn_backend.adapters.vllm.backend import CpuDiffKvBackend, DiffKvBackend
+from attn_backend.adapters.vllm.plugin import CPU_SWITCH, DIFF_KV_NAMES, register
 
 MIXED = ([1, 7, 40], [33, 23, 40])
 
@@ -63,7 +63,7 @@ def test_a_layer(head_size: int, head_size_v: int, window: int | None) -> None:
 
 def test_layers_keep_the_width_that_they_were_made_with() -> None:
     wide, narrow = make_layer(64, 96), make_layer(64, 32)
-    assert [impl.plan_key.head_dim_v for impl in (wide, narrow, make_layer(64, 64))] == [96, 32, None]
+    assert [impl.spec.head_dim_v for impl in (wide, narrow, make_layer(64, 64))] == [96, 32, None]
 
 
 def test_refuses() -> None:

@@ -16,7 +16,7 @@ from test_vllm_float8 import layer_of
 from test_vllm_mla import Problem
 from vllm_layer import make_batch, make_builder, make_cache, make_impl, make_spec
 
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES
+from attn_backend.adapters.vllm.compat import FLOAT8_CACHES
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
 KV_LENS = [33, 64, 20]  # after the last step

@@ -31,13 +31,13 @@ from vllm_layer import (
     make_spec,
 )
 
-from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.adapters.vllm import impl as vllm_impl
-from attn_backend.adapters.vllm import metadata as vllm_metadata
+from attn_backend.adapters import layers
+from attn_backend.adapters.layers import LayerSpec
+from attn_backend.adapters.vllm import attention as vllm_attention
+from attn_backend.adapters.vllm.attention import AttnImpl, CpuAttnImpl, kv_cache_view
 from attn_backend.adapters.vllm.backend import AttnBackend
-from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES, kv_cache_view
-from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, plan_keys
+from attn_backend.adapters.vllm.compat import FLOAT8_CACHES
+from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, layer_specs
 
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
 
@@ -251,7 +251,7 @@ def test_a_captured_graph_reads_the_scales_of_its_replay(device: str) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that begin with the same 12 pages."""
-    monkeypatch.setattr(vllm_metadata, "use_cascade", lambda: "always")
+    monkeypatch.setattr(layers, "use_cascade", lambda: "always")
     batch = make_batch(
         [1, 1, 3, 1], [12 * PAGE + own for own in (1, 30, 16, 7)], shared_pages=12, table_width=16
     )
@@ -264,14 +264,14 @@ def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     k, v = fill(impl, layer, cache, batch, torch.float32)
     query, output = attend(impl, layer, cache, builder.build(0, batch.metadata), batch, torch.float32)
     check(output, query, batch, k, v)
-    taken = [node for node in builder.plans[impl.plan_key].attention.schedule().forest if node.group >= 0]
+    taken = [node for node in builder.plans[impl.spec].attention.schedule().forest if node.group >= 0]
     assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (4, 0, 12)
 
 
 def test_an_encoder_has_no_cache() -> None:
     """vLLM gives its group the dtype of the others' caches."""
     impl = make_impl(kv_cache_dtype="fp8", attn_type="encoder_only")
-    assert impl.plan_key.kv_dtype is None
+    assert impl.spec.kv_dtype is None
     batch = make_batch([20, 7], [20, 7], causal=False)
     metadata = builder_of([impl]).build(0, batch.metadata)
     query, key, value = (torch.randn(27, heads, 64) for heads in (6, 2, 2))
@@ -292,14 +292,14 @@ def test_queries_stay_16_bits_where_kernels_widen_them(monkeypatch: pytest.Monke
         torch.device("cuda", 2): (10, 0),
     }
     monkeypatch.setattr(torch.cuda, "get_device_capability", gpus.__getitem__)
-    assert [vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, gpu) for gpu in gpus] == [
+    assert [layers.multiplies_float8(torch.float8_e4m3fn, 128, gpu) for gpu in gpus] == [
         True,
         False,
         False,
     ]
     with monkeypatch.context() as patch:
         patch.setenv("ATTN_BACKEND_ARCH", "sm_80")
-        assert vllm_impl.multiplies_float8(torch.float8_e4m3fn, 128, torch.device("cuda", 0)) is False, (
+        assert layers.multiplies_float8(torch.float8_e4m3fn, 128, torch.device("cuda", 0)) is False, (
             "the sm_80 build widens them"
         )
     for float8, head_size in (
@@ -308,13 +308,13 @@ def test_queries_stay_16_bits_where_kernels_widen_them(monkeypatch: pytest.Monke
         (torch.float8_e4m3fn, 256),
         (torch.float8_e4m3fn, 96),
     ):
-        assert vllm_impl.multiplies_float8(float8, head_size, torch.device("cuda", 0)) is False
+        assert layers.multiplies_float8(float8, head_size, torch.device("cuda", 0)) is False
 
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_quantised_queries(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's `Attention` hands them over: e4m3 and a scale, one for all or for each KV head."""
-    monkeypatch.setattr(vllm_impl, "multiplies_float8", lambda *_: True)
+    monkeypatch.setattr(vllm_attention, "multiplies_float8", lambda *_: True)
     impl, layer, cache, batch = (
         make_impl(kv_cache_dtype="fp8"),
         layer_of(0.05, 0.3),
@@ -335,17 +335,15 @@ def test_quantised_queries(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_plan_keys_say_which_8_bits() -> None:
-    keys = [
-        make_impl(kv_cache_dtype=name).plan_key.kv_dtype for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-    ]
+    keys = [make_impl(kv_cache_dtype=name).spec.kv_dtype for name in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")]
     assert keys == [None, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def test_plans_of_layers_that_vllm_does_not_know() -> None:
     """Its attention tests build metadata for a layer that does not exist."""
     config = make_config(cache_config=SimpleNamespace(cache_dtype="fp8_e5m2"))
-    assert plan_keys(config, make_spec(dtype=torch.uint8), ["placeholder"]) == [
-        PlanKey(6, 2, 64, -1, kv_dtype=torch.float8_e5m2)
+    assert layer_specs(config, make_spec(dtype=torch.uint8), ["placeholder"]) == [
+        LayerSpec(6, 2, 64, -1, kv_dtype=torch.float8_e5m2)
     ]
 
 

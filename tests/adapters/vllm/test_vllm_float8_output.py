@@ -16,9 +16,9 @@ from test_vllm_float8 import builder_of, cache_of, fill, layer_of
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm_layer import make_batch, make_builder, make_cache, make_impl, make_spec
 
+from attn_backend.adapters.vllm import attention as vllm_attention
 from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm import impl as vllm_impl
-from attn_backend.adapters.vllm.impl import AttnImpl, CpuAttnImpl
+from attn_backend.adapters.vllm.attention import AttnImpl, CpuAttnImpl
 
 DTYPE = torch.float8_e4m3fn
 
@@ -135,11 +135,11 @@ def test_what_is_fused() -> None:
 
 @pytest.mark.usefixtures("fuses")
 def test_on_a_gpu_where_kernels_are_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_impl.torch, "get_default_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(vllm_impl.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(vllm_attention.torch, "get_default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(vllm_attention.torch.cuda, "get_device_capability", lambda device: (9, 0))
     for kv_cache_dtype in ("auto", "fp8"):
         supported = {
-            size: AttnImpl(8, size, 1.0, 2, kv_cache_dtype=kv_cache_dtype).plan_key.float8_out
+            size: AttnImpl(8, size, 1.0, 2, kv_cache_dtype=kv_cache_dtype).spec.float8_out
             for size in (64, 128, 256)
         }
         assert supported == {64: False, 128: True, 256: False}
@@ -147,7 +147,7 @@ def test_on_a_gpu_where_kernels_are_in_the_package(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_fused_unless_vllm_is_configured_to() -> None:
     impl = make_impl()
-    assert not impl.plan_key.float8_out
+    assert not impl.spec.float8_out
     assert not impl.fused_output_quant_supported(quant_utils.kFp8StaticTensorSym)
     output = torch.empty(4, 6, 64, dtype=DTYPE)
     with pytest.raises(NotImplementedError, match=r"does not quantize its output.*fuse_attn_quant"):

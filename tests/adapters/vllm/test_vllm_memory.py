@@ -16,9 +16,10 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm_layer import make_builder, make_impl, make_spec
 
+from attn_backend.adapters import layers
 from attn_backend.adapters.vllm import metadata as vllm_metadata
 from attn_backend.adapters.vllm import sampler
-from attn_backend.adapters.vllm.memory import outside_memory_pools
+from attn_backend.adapters.vllm.compat import outside_memory_pools
 from attn_backend.kernels.sampling import sampling_workspace
 
 GPU = torch.device("cuda", 0)
@@ -74,7 +75,7 @@ def test_workspaces_of_plans(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> N
     asked: list[torch.device] = []
     monkeypatch.setattr(vllm_metadata, "warn_if_untried", lambda device, logger: asked.append(device))
     monkeypatch.setattr(sampler, "install", lambda device, config: False)
-    monkeypatch.setattr(vllm_metadata, "Attention", lambda *heads, **options: gpu.pools)
+    monkeypatch.setattr(layers, "Attention", lambda *heads, **options: gpu.pools)
     with gpu.use_pool():
         builder = make_builder([make_impl(), make_impl(sliding_window=8)], device="cuda:0")
     assert [plan.attention for plan in builder.plans.values()] == [0, 0]
@@ -109,7 +110,7 @@ def test_workspaces_are_outside_torchs_pools() -> None:
         with torch.cuda.use_mem_pool(inner):
             nested = sampler.workspace_of(SimpleNamespace(), GPU)
     assert in_a_pool(direct)
-    attention = builder.plans[impl.plan_key].attention
+    attention = builder.plans[impl.spec].attention
     held: list[Any] = [
         value for value in vars(attention).values() if isinstance(value, Tensor) and value.numel()
     ]

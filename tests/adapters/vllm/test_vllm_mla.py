@@ -32,14 +32,18 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 
-from attn_backend.adapters.vllm import choice, compat
+from attn_backend.adapters.vllm import compat, plugin
 from attn_backend.adapters.vllm.backend import AttnBackend
-from attn_backend.adapters.vllm.latent_cache import LatentCache
-from attn_backend.adapters.vllm.mla_backend import AmxMlaBackend, CpuMlaBackend, MlaBackend
-from attn_backend.adapters.vllm.mla_impl import MlaImpl
-from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
-from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
-from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, OTHER_CACHE
+from attn_backend.adapters.vllm.mla import (
+    AmxMlaBackend,
+    CpuMlaBackend,
+    LatentCache,
+    MlaBackend,
+    MlaImpl,
+    MlaMetadataBuilder,
+    MlaPrefill,
+)
+from attn_backend.adapters.vllm.support import OTHER_BACKEND, OTHER_CACHE
 
 
 @pytest.fixture(autouse=True)
@@ -387,7 +391,7 @@ def test_refuses(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_backend.adapters.vllm import CPU_SWITCH, register
+    from attn_backend.adapters.vllm.plugin import CPU_SWITCH, register
 
     monkeypatch.setenv(CPU_SWITCH, "1")
     register()
@@ -403,13 +407,13 @@ def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.Mon
             assert registry[name].get_class() is backend
             assert backend.get_name() == name
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
-        choice.Other  # noqa: B018
+        plugin.Other  # noqa: B018
 
 
 def test_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     monkeypatch.setattr(
-        "attn_backend.adapters.vllm.mla_metadata.tell_of_drafts",
+        "attn_backend.adapters.vllm.mla.tell_of_drafts",
         lambda logger, vllm_config: told.append(vllm_config),
     )
     Problem()

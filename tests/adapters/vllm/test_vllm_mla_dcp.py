@@ -36,10 +36,9 @@ from vllm.v1.attention.ops.dcp import MLADCPManager
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm_layer import NUM_PAGES, PAGE
 
-from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.mla_impl import MlaImpl
-from attn_backend.adapters.vllm.mla_metadata import MlaMetadataBuilder
-from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
+from attn_backend.adapters.vllm import support
+from attn_backend.adapters.vllm.mla import MlaImpl, MlaMetadataBuilder
+from attn_backend.adapters.vllm.sparse_mla import SparseMlaBackend
 
 # decodes come first; the others are prefills, some after a cached prefix
 MIXED = ([1, 1, 1, 3, 9, 40, 7], [33, 64, 1, 40, 100, 40, 60])
@@ -242,4 +241,4 @@ def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(
         attention_config=SimpleNamespace(), parallel_config=SimpleNamespace(decode_context_parallel_size=2)
     )
-    assert "decode context parallelism of sparse attention" in str(compat.unsupported_sparse_feature(config))  # type: ignore[arg-type]
+    assert "decode context parallelism of sparse attention" in str(support.unsupported_sparse_feature(config))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm_sampling import FILTERS, MIXED, ORIGINALS, VOCAB, distinct_logits, replaced, vllms_survivors
 
-from attn_backend.adapters.vllm import sampler, sampler_check
+from attn_backend.adapters.vllm import sampler
 from attn_backend.kernels.sampling import sample
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def missing(logits: Tensor, **parameters: Any) -> Any:
 def test_a_sampler_that_disagrees_is_refused_with_one_warning(
     wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, warnings: list[logging.LogRecord]
 ) -> None:
-    monkeypatch.setattr(sampler_check, "sample", wrong)
+    monkeypatch.setattr(sampler, "sample", wrong)
     assert not sampler.install(CPU)
     assert not sampler.install(CPU)
     assert replaced() == {False}
@@ -128,13 +128,13 @@ def test_a_sampler_that_disagrees_is_refused_with_one_warning(
 
 @pytest.mark.gpu
 def test_the_check_passes_on_a_gpu() -> None:
-    sampler_check.check_sampler(torch.device("cuda"))
+    sampler.check_sampler(torch.device("cuda"))
 
 
 def test_wrong_frequencies_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_check, "sample", too_hot)
-    with pytest.raises(sampler_check.SamplerDisagrees, match="frequencies"):
-        sampler_check._check_frequencies(CPU)
+    monkeypatch.setattr(sampler, "sample", too_hot)
+    with pytest.raises(sampler.SamplerDisagrees, match="frequencies"):
+        sampler._check_frequencies(CPU)
 
 
 # ---- V1

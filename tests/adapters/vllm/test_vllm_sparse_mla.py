@@ -42,12 +42,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 
 from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.mla_backend import MlaBackend
-from attn_backend.adapters.vllm.mla_prefill import MlaPrefill
-from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, OTHER_CACHE
-from attn_backend.adapters.vllm.sparse_mla_backend import SparseMlaBackend
-from attn_backend.adapters.vllm.sparse_mla_impl import SparseMlaImpl
-from attn_backend.adapters.vllm.sparse_mla_metadata import SparseMlaMetadataBuilder
+from attn_backend.adapters.vllm.mla import MlaBackend, MlaPrefill
+from attn_backend.adapters.vllm.sparse_mla import SparseMlaBackend, SparseMlaImpl, SparseMlaMetadataBuilder
+from attn_backend.adapters.vllm.support import OTHER_BACKEND, OTHER_CACHE
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 TOPK = 24
@@ -415,7 +412,7 @@ def test_what_a_cache_is_like() -> None:
 def test_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     monkeypatch.setattr(
-        "attn_backend.adapters.vllm.sparse_mla_metadata.tell_of_drafts",
+        "attn_backend.adapters.vllm.sparse_mla.tell_of_drafts",
         lambda logger, vllm_config: told.append(vllm_config),
     )
     Problem()

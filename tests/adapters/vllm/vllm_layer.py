@@ -13,8 +13,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from attn_backend.adapters.vllm.attention import CpuAttnImpl
 from attn_backend.adapters.vllm.backend import AttnBackend
-from attn_backend.adapters.vllm.impl import CpuAttnImpl
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
 PAGE = 16

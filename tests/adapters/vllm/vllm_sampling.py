@@ -14,7 +14,7 @@ import vllm.v1.worker.gpu_model_runner as v1_runner
 from torch import Tensor
 from vllm import SamplingParams
 
-from attn_backend.adapters.vllm import sampler_check
+from attn_backend.adapters.vllm import sampler
 
 VOCAB = 300
 ORIGINALS = {
@@ -59,7 +59,7 @@ def vllms_survivors(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     )
     temperature, top_p, min_p = (torch.tensor(column) for column in columns)
     top_k = torch.tensor([one.top_k if 0 < one.top_k < VOCAB else VOCAB for one in params])
-    return sampler_check.survivors(logits, temperature, top_k, top_p, min_p)
+    return sampler.survivors(logits, temperature, top_k, top_p, min_p)
 
 
 FILTERS = [

@@ -19,10 +19,11 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm_layer import Layer, make_builder, make_config, make_impl, make_spec
 
-from attn_backend.adapters.options import use_cascade
-from attn_backend.adapters.vllm import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register, sampler
-from attn_backend.adapters.vllm.cpu import CpuAttnBackend
+from attn_backend.adapters.layers import use_cascade
+from attn_backend.adapters.vllm import metadata as vllm_metadata
+from attn_backend.adapters.vllm.backend import CpuAttnBackend
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+from attn_backend.adapters.vllm.plugin import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register
 
 # no more than a shim for torchvision, see conftest.py
 CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
@@ -68,11 +69,11 @@ def test_names_belong_to_vllm(registry: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_failure_is_loud(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "attn_backend.adapters.vllm.cpu", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "attn_backend.adapters.vllm.backend", None)  # importing it fails
     with pytest.raises(
         RuntimeError,
         match=r"attn_backend cannot serve as an attention backend of this "
-        r"vLLM.*attn_backend\.adapters\.vllm\.cpu",
+        r"vLLM.*attn_backend\.adapters\.vllm\.backend",
     ):
         register()
 
@@ -91,7 +92,7 @@ def test_vllms_own_option_is_obeyed(
 ) -> None:
     logger = logging.Logger("of this test")
     logger.addHandler(caplog.handler)
-    monkeypatch.setattr(sampler, "logger", logger)
+    monkeypatch.setattr(vllm_metadata, "logger", logger)
     monkeypatch.setattr("sys.argv", ["vllm", "serve", "MODEL", option])
     monkeypatch.setenv("ATTN_BACKEND_CASCADE", variable or "")
     if variable is None:
@@ -114,7 +115,7 @@ def test_a_draft_model_on_another_backend_is_told_of(
 ) -> None:
     logger = logging.Logger("of this test")
     logger.addHandler(caplog.handler)
-    monkeypatch.setattr(sampler, "logger", logger)
+    monkeypatch.setattr(vllm_metadata, "logger", logger)
     impl = make_impl()
     ours = {
         f"layer.{number}": Layer(impl, backend)

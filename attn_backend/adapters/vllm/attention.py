@@ -1,4 +1,4 @@
-"""Attention of one layer: where vLLM's tensors meet run() and append_kv()."""
+"""Attention of one layer: vLLM's tensors go to run() and append_kv()."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from attn_backend.adapters.float8_queries import multiplies_float8
-from attn_backend.adapters.plan_key import PlanKey
-from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.layer_cache import FLOAT8_CACHES, PLAIN_CACHES, kv_cache_view
-from attn_backend.adapters.vllm.memory import outside_memory_pools
-from attn_backend.adapters.vllm.metadata import AttnMetadata, window_left
-from attn_backend.adapters.vllm.refusal import OTHER_BACKEND, refuse
+from attn_backend.adapters.layers import LayerSpec, multiplies_float8
 from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
 from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.validation import describe
 
+from . import compat
+from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools
+from .metadata import AttnMetadata, window_left
+from .support import OTHER_BACKEND, refuse
+
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
-    """Whether outputs of 8 bits need no kernel that takes a minute of the engine's start to compile."""
+    """Whether kernels with 8-bit outputs ship: compiling one would delay the engine's start by a minute."""
     return device.type != "cuda" or HeadDims.of(head_size) in SHIPPED_FLOAT8_OUT_HEAD_DIMS
 
 
@@ -35,12 +34,12 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         AttentionType.ENCODER_DECODER,
     )
     other_backend: ClassVar[str] = OTHER_BACKEND
-    head_size_v: int | None = None  # columns of V, where they are not K's (diff_kv.py)
+    head_size_v: int | None = None  # columns of V, if they differ from K's (DiffKvImpl)
     supports_dcp: bool = True
     supports_pcp: bool = False
-    supports_quant_query_input: bool = False  # of some layers True
-    can_return_lse_for_decode: bool = True  # what DCP asks of a layer
-    # several new tokens: no mask is laid over interleaved ones
+    supports_quant_query_input: bool = False  # some layers set True
+    can_return_lse_for_decode: bool = True  # DCP requires it
+    # with several new tokens, too: no mask covers interleaved tokens
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
@@ -61,14 +60,14 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         """
         Args:
             alibi_slopes: of this rank's query heads.
-            sliding_window: tokens that a query sees, itself included; in an encoder, and in steps that are
-                not causal, to either side.
+            sliding_window: tokens that a query sees, itself included. In an encoder and in non-causal steps
+                the window reaches left and right.
             sinks: [num_heads], a parameter of the model: weights are loaded into it later.
             extra: arguments that only some models pass (chunk_lookback, ...). Each is refused unless it is
                 None, False or -1.
 
         Raises:
-            NotImplementedError: the layer needs what this package does not have.
+            NotImplementedError: this package does not support the layer.
         """
         self.num_heads = num_heads
         self.head_size = head_size
@@ -107,67 +106,59 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             self._check_shared_kv(heads, alibi_slopes is not None, sliding_window)
 
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
-        key = PlanKey(
+        window = window_left(sliding_window)
+        # an encoder reads this step's K and V, which are in no cache
+        self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)
+        device = torch.get_default_device()
+        may_scale = heads.v == head_size and not shares_kv  # Q and the output, to 8 bits
+        self.supports_quant_query_input = may_scale and multiplies_float8(self.float8, head_size, device)
+        # a causal step has no tokens to the right
+        sees_right = window >= 0 and (not is_decoder or compat.may_see_both_sides())
+        self.spec = LayerSpec(
             num_heads,
             self.num_kv_heads,
             head_size,
-            window_left(sliding_window),
+            window,
             causal=is_decoder,
             of_this_step=is_encoder,
-        )
-        key = key._replace(
+            window_right=window if sees_right else -1,
             has_alibi=alibi_slopes is not None,
             has_sinks=sinks is not None,
             logits_soft_cap=self.logits_soft_cap,
+            head_dim_v=None if heads.v == head_size else heads.v,
+            kv_dtype=self.float8,
+            float8_q=self.supports_quant_query_input,
+            float8_out=may_scale and compat.fuses_output_scales() and has_float8_outputs(head_size, device),
         )
-        # an encoder reads this step's K and V, which are in no cache
-        self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)
-        v_is_as_wide = heads.v == head_size
-        self.supports_quant_query_input = (
-            v_is_as_wide
-            and not shares_kv
-            and multiplies_float8(self.float8, head_size, torch.get_default_device())
-        )
-        float8_out = (
-            v_is_as_wide
-            and not shares_kv
-            and compat.fuses_output_scales()
-            and has_float8_outputs(head_size, torch.get_default_device())
-        )
-        key = key._replace(head_dim_v=None if v_is_as_wide else heads.v, kv_dtype=self.float8)
-        key = key._replace(float8_q=self.supports_quant_query_input, float8_out=float8_out)
-        if sliding_window is not None and (not is_decoder or compat.may_see_both_sides()):
-            key = key._replace(window_right=sliding_window - 1)  # which a causal step cuts anyway
-        self.plan_key = key
         self._float_sinks: torch.Tensor | None = None
         self.alibi_slopes: torch.Tensor | None = None
         if alibi_slopes is not None:
-            device = torch.get_default_device()
             self.alibi_slopes = outside_memory_pools(
                 lambda: torch.tensor(alibi_slopes, dtype=torch.float32, device=device), device
             )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """vLLM asks before it takes the quantisation after a layer out of the model's graph, and gives its
-        scale to forward(). It then matches all layers of these sizes, so the answer depends on nothing else.
+        """Whether forward() may get the scale of the quantization that follows the layer.
+
+        vLLM fuses it for all layers of these sizes, so the answer depends on nothing else.
         """
-        return self.plan_key.float8_out and compat.has_one_fixed_scale(quant_key)
+        return self.spec.float8_out and compat.has_one_fixed_scale(quant_key)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this whenever weights have been loaded, also a second time."""
+        """vLLM calls this after each load of weights; there may be several."""
         if self.sinks is None:
             return
         sinks = self.sinks.detach()
         if self._float_sinks is None:
             self._float_sinks = outside_memory_pools(lambda: sinks.float().contiguous(), sinks.device)
         else:
-            self._float_sinks.copy_(sinks)  # captured graphs read it where it is
+            self._float_sinks.copy_(sinks)  # captured graphs read this tensor
 
     def _refuse(self, what: str, advice: str | None = None) -> None:
         refuse(what, self.other_backend if advice is None else f"{advice}, or {self.other_backend}")
 
     def _check_shared_kv(self, heads: HeadDims, has_alibi: bool, sliding_window: int | None) -> None:
-        """Refuses what is not supported in a layer whose KV lies on several ranks (dcp.py)."""
+        """Refuses unsupported features of a layer whose KV lies on several ranks (dcp.py)."""
         reasons = {
             "attention sinks, which would count once for each rank,": self.sinks is not None,
             "a sliding window, which would cut KV that is interleaved over ranks,": sliding_window
@@ -176,9 +167,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             f"attention of type {self.attn_type}": self.attn_type != AttentionType.DECODER,
             "a layer that reads another one's KV cache": self.kv_sharing_target_layer_name is not None,
             f"{self.num_kv_heads} KV heads on a rank": self.num_kv_heads != 1,
-            f"values of {heads.v} columns, where vLLM merges those of a power of two,": heads.v
-            & (heads.v - 1)
-            != 0,
+            f"values of {heads.v} columns, where vLLM merges powers of two,": heads.v & (heads.v - 1) != 0,
         }
         for what, is_so in reasons.items():
             if is_so:
@@ -201,21 +190,21 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         """
         Args:
             query: [tokens, num_heads, head_size], output: [tokens, num_heads, columns of V]; rows beyond the
-                batch are padding and left alone. query: where supports_quant_query_input is True,
+                batch are padding: they are not written. With supports_quant_query_input, query is
                 float8_e4m3fn, divided by layer._q_scale.
-            key, value: [tokens, num_kv_heads, columns of K, of V]. Only read by an encoder, which has no
-                cache, and where ranks share KV: else do_kv_cache_update has put them into the cache, just
-                before. None where another layer's cache is read.
-            kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; of 8 bits uint8, or
-                its own dtype.
+            key, value: [tokens, num_kv_heads, columns of K, of V]. Only an encoder, which has no cache, and
+                ranks that share KV read them: for others do_kv_cache_update has just written them into the
+                cache. None if the layer reads another layer's cache.
+            kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; 8-bit caches are uint8
+                or have their own dtype.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
-            output_scale: float32, one element: output is float8_e4m3fn, divided by it, where
-                fused_output_quant_supported().
+            output_scale: float32, one element, after fused_output_quant_supported(): output is float8_e4m3fn,
+                divided by it.
 
         Returns:
             output
         """
-        if output_block_scale is not None or (output_scale is not None and not self.plan_key.float8_out):
+        if output_block_scale is not None or (output_scale is not None and not self.spec.float8_out):
             raise NotImplementedError(
                 "attn_backend does not quantize its output by blocks, nor where vLLM is not configured to "
                 "fuse that (fuse_attn_quant)"
@@ -225,7 +214,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             if self.dcp_world_size > 1:
                 query.new_empty((4 * self.dcp_world_size, *query.shape))
             return output.fill_(0)
-        plan = attn_metadata.plans[self.plan_key]
+        plan = attn_metadata.plans[self.spec]
         if plan.context is not None:
             assert attn_metadata.context_parallel is not None
             assert key is not None
@@ -245,7 +234,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 logits_soft_cap=plan.logits_soft_cap,
             )
             return output
-        if self.plan_key.of_this_step:
+        if self.spec.of_this_step:
             assert key is not None
             assert value is not None
             kv, appended = KVCache.from_ragged(key, value), False
@@ -267,7 +256,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             after_append=appended,
             variant_args=arguments,
             sinks=self._float_sinks,
-            q_scale=layer._q_scale if self.plan_key.float8_q else None,
+            q_scale=layer._q_scale if self.spec.float8_q else None,
             out_scale=output_scale,
         )
         return output
@@ -280,15 +269,15 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Writes new K and V into the cache; into one of 8 bits divided by the layer's scales, rounded and
-        limited to what it holds.
+        """Writes new K and V into the cache. For an 8-bit cache it divides them by the layer's scales, rounds
+        and clamps them.
 
         Args:
             layer: vLLM's, which has the scales.
             key, value: [tokens, num_kv_heads, columns of K, of V]
             slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
         """
-        if self.plan_key.of_this_step:
+        if self.spec.of_this_step:
             return
         tokens = slot_mapping.shape[0]
         if key.shape[0] != tokens:
@@ -306,3 +295,46 @@ class CpuAttnImpl(AttnImpl):
     """A layer on a CPU."""
 
     other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
+
+
+def kv_cache_view(
+    kv_cache: torch.Tensor,
+    head_size: int,
+    float8: torch.dtype | None = None,
+    layer: Any = None,
+    *,
+    writes: bool = True,
+) -> KVCache:
+    """The K and V of a layer's cache.
+
+    The view is made once and kept on the tensor itself, so that both have the same lifetime: vLLM frees a
+    trial cache before it allocates the real one.
+
+    Args:
+        kv_cache: [blocks, num_kv_heads, page, columns of K and of V]; uint8 where elements have 8 bits.
+        head_size: columns of K.
+        float8: the dtype of its elements if they have 8 bits.
+        layer: vLLM's, which has the scales of such a cache: `_k_scale` and `_v_scale`, float32 [], [1] or
+            [num_kv_heads] on its device. Kernels read them when they run, so their values may change under
+            captured graphs.
+        writes: whether the layer fills the cache. Otherwise it uses the scales of the layer that does.
+    """
+    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
+    if view is not None and (
+        float8 is None or not writes or (view.k_scale is layer._k_scale and view.v_scale is layer._v_scale)
+    ):
+        return view
+    data = kv_cache.data  # so that views do not refer back to the tensor, which would be a cycle
+    if float8 is None:
+        view = KVCache.from_pair(data[..., :head_size], data[..., head_size:], layout="HND")
+    else:
+        data = data.view(float8)
+        view = KVCache.from_pair(
+            data[..., :head_size],
+            data[..., head_size:],
+            layout="HND",
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+        )
+    kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
+    return view

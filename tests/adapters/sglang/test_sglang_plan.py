@@ -17,8 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_sglang_backend import check
 
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.page_tables import _decoder_page_table
-from attn_backend.adapters.sglang.window import window_page_table
+from attn_backend.adapters.sglang.plan import _decoder_page_table, window_page_table
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

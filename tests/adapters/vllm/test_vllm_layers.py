@@ -27,7 +27,7 @@ from vllm_layer import (
 )
 
 from attn_backend.adapters.vllm import compat
-from attn_backend.adapters.vllm.cpu import CpuAttnBackend
+from attn_backend.adapters.vllm.backend import CpuAttnBackend
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
@@ -165,16 +165,16 @@ def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> No
     """
     flash_attn = pytest.importorskip("vllm.v1.attention.backends.flash_attn")
     may_see_both_sides(monkeypatch, True)
-    key = make_impl(sliding_window=9).plan_key
+    key = make_impl(sliding_window=9).spec
     assert (key.window_left, key.window_right) == flash_attn._maybe_symmetrize_window(
         (9 - 1, 0), causal=False
     )
     may_see_both_sides(monkeypatch, False)
-    causal = make_impl(sliding_window=9).plan_key
+    causal = make_impl(sliding_window=9).spec
     assert (causal.window_left, causal.window_right) == (8, -1)
     with pytest.raises(
         NotImplementedError,
-        match="sliding window to both sides in layers that were made for causal steps: set use_non_causal",
+        match="window to the left and right in layers that were made for causal steps: set use_non_causal",
     ):
         make_builder([make_impl(sliding_window=9)]).build(0, make_batch([4], [20], causal=False).metadata)
 

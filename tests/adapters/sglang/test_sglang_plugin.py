@@ -11,7 +11,8 @@ pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from attn_backend.adapters.sglang import NAME, name_checks
+from attn_backend.adapters.sglang import plugin
+from attn_backend.adapters.sglang.compat import NAME
 
 
 @pytest.fixture
@@ -22,19 +23,19 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
 
 
 def test_hooks_are_registered_once(registry: Any) -> None:
-    assert name_checks.register(NAME)
-    assert name_checks.register(NAME)
+    assert plugin.hook_name_checks(NAME)
+    assert plugin.hook_name_checks(NAME)
     assert len(registry._hooks) == 4
     assert {len(hooks) for hooks in registry._hooks.values()} == {1}
 
 
 def test_a_release_with_other_checks_is_left_alone(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        name_checks,
+        plugin,
         "CHECKS",
-        ((name_checks.Check("sglang.srt:nothing", "sglang.srt:nothing", "triton", True),),),
+        ((plugin.Check("sglang.srt:nothing", "sglang.srt:nothing", "triton", True),),),
     )
-    assert not name_checks.register(NAME)
+    assert not plugin.hook_name_checks(NAME)
     assert not registry._hooks
 
 
@@ -62,20 +63,20 @@ def test_what_a_check_reads(
     backend: str | None, architecture: str, read: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # no release's own way to a model's configuration
-    monkeypatch.setattr(name_checks, "import_module", lambda name: SimpleNamespace())
+    monkeypatch.setattr(plugin, "import_module", lambda name: SimpleNamespace())
     seen = []
 
     def check(server_args: Any) -> None:
-        view = name_checks._renamed_view(lambda arguments: arguments, server_args)
+        view = plugin._renamed_view(lambda arguments: arguments, server_args)
         seen.append((view.attention_backend, view.prefill_attention_backend))
 
-    around = name_checks._reading(name_checks.Check("", "", "triton", True), NAME)
+    around = plugin._reading(plugin.Check("", "", "triton", True), NAME)
     arguments = server(backend, architecture)
     around(check, arguments)
     assert seen == [(read, None)]
     assert arguments.attention_backend == backend
     # other readers get the settings themselves
-    assert name_checks._renamed_view(lambda server_args: server_args, arguments) is arguments
+    assert plugin._renamed_view(lambda server_args: server_args, arguments) is arguments
 
 
 def test_a_check_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,5 +84,5 @@ def test_a_check_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("refused")
 
     with pytest.raises(AssertionError, match="refused"):
-        name_checks._reading(name_checks.Check("", "", "flashinfer", False), NAME)(check, server(NAME))
-    assert name_checks._reads.get() is None
+        plugin._reading(plugin.Check("", "", "flashinfer", False), NAME)(check, server(NAME))
+    assert plugin._reads.get() is None

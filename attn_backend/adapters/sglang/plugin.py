@@ -1,0 +1,292 @@
+"""Registration with SGLang: its registries of backends and samplers, and hooks where it has no registry.
+
+SGLang's factory of draft backends knows backends by name: a hook adds ours.
+
+SGLang refuses some models and --enable-mis to backends that are missing in its lists of names. This backend
+supports the features behind these checks (sinks, windows, chunks, masks). The lists are local to the
+functions that check, so we cannot add a name. Instead a hook in SGLang's own registry shows such a function,
+while it runs, the name of a listed backend in place of ours. Nothing else reads that name, and the server's
+settings do not change. If a release's checks look different, the hook is not installed, and SGLang keeps
+refusing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attn_backend.settings import Settings
+
+from . import compat
+from .compat import NAME
+
+if TYPE_CHECKING:
+    from .backend import SGLangAttentionBackend
+    from .sampler import AttnSampler
+    from .sparse import SparseBackend
+
+
+def register() -> None:
+    """Registers `--attention-backend attn_backend` and `--sampling-backend attn_backend` with SGLang in this
+    process. A second call changes nothing.
+
+    Environment:
+        ATTN_BACKEND_SAMPLER: `0` leaves the sampler out. `1` also replaces SGLang's `pytorch` sampler, which
+            SGLang requires on CPUs and under --enable-deterministic-inference whatever --sampling-backend
+            says.
+
+    Raises:
+        RuntimeError: this release of SGLang has no registry that this package knows; the message names it.
+    """
+    compat.register_backend(NAME, create_backend)
+    compat.register_draft_backend(NAME)
+    hook_name_checks(NAME)
+    hook_draft_factory(NAME)
+    sampler = Settings.read().sampler
+    if sampler is not False:
+        compat.register_sampler(NAME, create_sampler)
+    if sampler is True:
+        compat.register_sampler("pytorch", create_sampler)
+
+
+def create_backend(runner: object) -> SGLangAttentionBackend | SparseBackend:
+    """The backend of one model runner; SGLang calls it while it starts, so a refusal stops the start.
+
+    Raises:
+        ValueError: the model or an option is not supported; the message names it.
+        RuntimeError: this package cannot be loaded. Never an ImportError, which SGLang's own test kit reports
+            as a skip.
+    """
+    try:
+        from .backend import SGLangAttentionBackend
+        from .mla import is_sparse
+
+        if is_sparse(runner):
+            from .sparse import SparseBackend  # only now: it imports SGLang's backend for such models
+
+            return SparseBackend(runner)
+    except ImportError as error:
+        raise RuntimeError(
+            f"--attention-backend {NAME} cannot be loaded: {error}. `attn-backend doctor` says what is "
+            "missing."
+        ) from error
+    return SGLangAttentionBackend(runner)
+
+
+def create_sampler() -> AttnSampler:
+    """The sampler of one model runner; SGLang calls it while it starts.
+
+    Raises:
+        RuntimeError: this package cannot be loaded.
+    """
+    try:
+        from .sampler import AttnSampler
+    except ImportError as error:
+        advice = "`attn-backend doctor` says what is missing; ATTN_BACKEND_SAMPLER=0 leaves it out"
+        raise RuntimeError(f"--sampling-backend {NAME} cannot be loaded: {error}. {advice}.") from error
+    return AttnSampler()
+
+
+DRAFT_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+
+
+def hook_draft_factory(name: str) -> None:
+    """Adds a draft backend of this name to SGLang's factory, from the end of its `load_plugins` on.
+
+    Registering it again changes nothing.
+    """
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+
+    def create_with_ours(
+        original: Callable[..., Any],
+        factory: Any,
+        backend_name: str,
+        known: dict[str, Callable[[], Any]],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        steps_follow = known["triton"].__name__ == "_create_triton_decode_backend"
+        # 0.5.17 wants only the backend, without its name
+        names_it = "stamps_children" in inspect.signature(original).parameters
+
+        def ours() -> Any:
+            from .drafts import create_extend, create_steps  # only now: it imports the engine
+
+            backend = create_steps(factory) if steps_follow else create_extend(factory)
+            return (name, backend) if names_it else backend
+
+        return original(factory, backend_name, {**known, name: ours}, *arguments, **named)
+
+    create_with_ours._attn_backend_hook = True  # type: ignore[attr-defined]
+    if not any(
+        getattr(known, "_attn_backend_hook", None)
+        for _, known, *_ in hooks.HookRegistry._hooks.get(DRAFT_FACTORY, [])
+    ):
+        hooks.HookRegistry.register(DRAFT_FACTORY, create_with_ours, hooks.HookType.AROUND)
+
+
+_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+# Models that this backend serves, although it is missing in SGLang's lists for them.
+SERVED = (
+    *(
+        "GptOssForCausalLM",
+        "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "Exaone4ForCausalLM",
+        "ExaoneMoEForCausalLM",
+        "ExaoneMoeForCausalLM",
+    ),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+)
+
+
+class Check(NamedTuple):
+    """A function of SGLang that looks for the backend's name in a list.
+
+    Attributes:
+        function: "module:function", where it has one argument: the server's arguments.
+        view: "module:function" that returns the settings.
+        accepted: a name in the list.
+        of_models: whether it checks the model, and accepts models without a list.
+    """
+
+    function: str
+    view: str
+    accepted: str
+    of_models: bool
+
+
+_MODULES = "sglang.srt.arg_groups"
+# Since 0.5.19, and before. Tests compare both with every release.
+CHECKS = (
+    (
+        Check(
+            f"{_MODULES}.model_hook:handle_model_specific_adjustments",
+            f"{_MODULES}.model_hook:resolved_view",
+            "triton",
+            True,
+        ),
+        Check(
+            f"{_MODULES}.attention_hook:handle_multi_item_scoring",
+            f"{_MODULES}.attention_hook:resolved_view",
+            "flashinfer",
+            False,
+        ),
+    ),
+    (
+        Check(
+            "sglang.srt.server_args:ServerArgs._handle_model_specific_adjustments",
+            "sglang.srt.server_args:resolved_view",
+            "triton",
+            True,
+        ),
+        Check(
+            "sglang.srt.server_args:ServerArgs._handle_multi_item_scoring",
+            "sglang.srt.server_args:resolved_view",
+            "flashinfer",
+            False,
+        ),
+    ),
+)
+
+# our name, and the name to read for it
+_reads: ContextVar[tuple[str, str] | None] = ContextVar("attn_backend_name", default=None)
+
+
+def hook_name_checks(name: str) -> bool:
+    """Makes SGLang's checks accept a backend of this name, from the end of its `load_plugins` on.
+
+    A second call changes nothing.
+
+    Returns:
+        Whether this release has known checks.
+    """
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    checks = next(
+        (
+            checks
+            for checks in CHECKS
+            if all(_exists(path) for check in checks for path in (check.function, check.view))
+        ),
+        None,
+    )
+    if checks is None:
+        return False
+    around = hooks.HookType.AROUND
+    for path, hook in [(check.function, _reading(check, name)) for check in checks] + [
+        (path, _renamed_view) for path in {check.view for check in checks}
+    ]:
+        target = path.replace(":", ".")
+        if not any(
+            getattr(known, "_attn_backend_hook", None)
+            for _, known, *_ in hooks.HookRegistry._hooks.get(target, [])
+        ):
+            hooks.HookRegistry.register(target, hook, around)
+    return True
+
+
+def _exists(path: str) -> bool:
+    module, _, names = path.partition(":")
+    try:
+        found: Any = import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _reading(check: Check, name: str) -> Callable[..., Any]:
+    def check_with_accepted_name(original: Callable[[Any], Any], server_args: Any) -> Any:
+        if name not in [getattr(server_args, field, None) for field in _BACKENDS] or (
+            check.of_models and not _serves(server_args)
+        ):
+            return original(server_args)
+        with _read_as(name, check.accepted):
+            return original(server_args)
+
+    check_with_accepted_name._attn_backend_hook = True  # type: ignore[attr-defined]
+    return check_with_accepted_name
+
+
+@contextmanager
+def _read_as(name: str, accepted: str) -> Iterator[None]:
+    token = _reads.set((name, accepted))
+    try:
+        yield
+    finally:
+        _reads.reset(token)
+
+
+def _serves(server_args: Any) -> bool:
+    """Whether the model is in SERVED. If SGLang does not know the model yet, its own check decides."""
+    try:
+        overrides = import_module(f"{_MODULES}.model_hook")
+        config = overrides.model_config_of(server_args)
+    except (ImportError, AttributeError):
+        config = server_args.get_model_config()
+    return config.hf_config.architectures[0] in SERVED
+
+
+def _renamed_view(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    view = original(*arguments, **named)
+    reads = _reads.get()
+    return view if reads is None else _Renamed(view, *reads)
+
+
+_renamed_view._attn_backend_hook = True  # type: ignore[attr-defined]
+
+
+class _Renamed:
+    """A view of SGLang's settings that shows another name in place of ours."""
+
+    def __init__(self, view: Any, name: str, accepted: str) -> None:
+        self._view, self._name, self._accepted = view, name, accepted
+
+    def __getattr__(self, field: str) -> Any:
+        value = getattr(self._view, field)
+        return self._accepted if field in _BACKENDS and value == self._name else value

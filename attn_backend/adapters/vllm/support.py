@@ -1,0 +1,180 @@
+"""Checks while vLLM starts: the refusals of this adapter, its bounds, and its notes to the user.
+
+A refusal names the option or the model's feature, and a way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from attn_backend.adapters.layers import use_cascade
+from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
+
+from . import compat
+
+logger = logging.getLogger("vllm.attn_backend")  # a child of vLLM's own logger: it logs to the same place
+
+OTHER_BACKEND = "choose another --attention-backend"
+OTHER_CACHE = "pass --kv-cache-dtype fp8_e4m3 or auto"
+_WAYS_OUT = {  # of vLLM's own reasons; for all others, another backend
+    "dtype not supported": "pass --dtype bfloat16",
+    "kv_cache_dtype not supported": OTHER_CACHE,
+    "block_size not supported": "pass --block-size 16",
+    "DCP not supported": "pass --decode-context-parallel-size 1",
+}
+CASCADE_SWITCH = "ATTN_BACKEND_CASCADE"
+
+
+def refuse(what: str, way_out: str = OTHER_BACKEND) -> NoReturn:
+    raise NotImplementedError(f"attn_backend does not support {what}: {way_out}")
+
+
+def with_ways_out(reasons: Iterable[str]) -> list[str]:
+    """The reasons that vLLM shows when it refuses a backend, each with its way out.
+
+    A reason that names an option already has one.
+    """
+    return [
+        reason if "--" in reason else f"{reason}: {_WAYS_OUT.get(reason, OTHER_BACKEND)}"
+        for reason in reasons
+    ]
+
+
+def unsupported_feature(vllm_config: VllmConfig) -> str | None:
+    """The first need of the model or the deployment that this package cannot serve, or None.
+
+    It checks only needs that some releases do not ask the backend about.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if getattr(model, "rswa_window", None) is not None:
+        return "reference sliding window attention (R-SWA)"
+    # vLLM forces the option for backends that need it, not on CPUs.
+    if compat.is_prefix_lm(vllm_config) and not getattr(
+        vllm_config.scheduler_config, "disable_chunked_mm_input", False
+    ):
+        return (
+            "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
+        )
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        return "batches that mix causal and bidirectional requests (diffusion models)"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return "prefill context parallelism"
+    return None
+
+
+def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:
+    """Why a group of this size cannot share KV, or None. The layers check the rest (attention.py)."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    advice = "pass --decode-context-parallel-size 1"
+    if current_platform.is_cpu():
+        return f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({advice})"
+    if size & (size - 1):
+        return f"decode context parallelism of {size} ranks: vLLM merges powers of two ({advice}, or 2, 4, 8)"
+    if compat.batch_invariant():
+        return f"VLLM_BATCH_INVARIANT with decode context parallelism ({advice})"
+    if (
+        not getattr(model, "use_mla", False)
+        and parallel.tensor_parallel_size // model.get_total_num_kv_heads() % size
+    ):
+        return f"{size} ranks that share KV among them but not one KV head ({advice})"
+    return None
+
+
+def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
+    """The first need of a model with an indexer that this package cannot serve, or None."""
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        return "latents in host memory (HiSparse)"
+    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        return (
+            "decode context parallelism of sparse attention over latents (pass "
+            "--decode-context-parallel-size 1)"
+        )
+    return None
+
+
+def unsupported_invariance(max_batch: int, device: torch.device) -> str | None:
+    """Why VLLM_BATCH_INVARIANT cannot be served, or None, also if it is not set."""
+    if not compat.batch_invariant() or device.type != "cuda" or max_batch <= MAX_CUDA_INVARIANT_BATCH:
+        return None
+    advice = (
+        f"pass smaller --max-num-seqs and --max-cudagraph-capture-size, {MAX_CUDA_INVARIANT_BATCH} at most"
+    )
+    return f"VLLM_BATCH_INVARIANT with batches of {max_batch} requests ({advice})"
+
+
+def workspace_maxima(vllm_config: Any) -> tuple[int, int]:
+    """The most rows and the most requests of any batch, padding for CUDA graphs included."""
+    scheduler = vllm_config.scheduler_config
+    largest_graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft_tokens = getattr(speculative, "num_speculative_tokens", None) or 0
+    max_rows = max(
+        scheduler.max_num_batched_tokens, largest_graph, scheduler.max_num_seqs * (1 + draft_tokens)
+    )
+    return max_rows, max(scheduler.max_num_seqs, largest_graph)
+
+
+def obey_cascade_option() -> None:
+    """Turns cascades off if the command line does.
+
+    Called when vLLM loads its plugins, before it starts processes: they inherit the variable.
+    """
+    if _is_cascade_option_given():
+        os.environ.setdefault(CASCADE_SWITCH, "0")
+
+
+def tell_of_cascade(logger: logging.Logger) -> None:
+    """Called when vLLM starts; each process logs once. vLLM's processes inherit the command line."""
+    if _is_cascade_option_given():
+        _log_cascade(logger)
+
+
+def _is_cascade_option_given() -> bool:
+    """Off is vLLM's default, so only the command line shows whether a user gave the option."""
+    return not {"--disable-cascade-attn", "--disable_cascade_attn"}.isdisjoint(sys.argv)
+
+
+@cache
+def _log_cascade(logger: logging.Logger) -> None:
+    if use_cascade():
+        logger.info(
+            "%s=1 overrules --disable-cascade-attn: attn_backend looks for shared prefixes", CASCADE_SWITCH
+        )
+    else:
+        logger.info(
+            "attn_backend does not look for shared prefixes: --disable-cascade-attn was given. %s=1 "
+            "overrules that.",
+            CASCADE_SWITCH,
+        )
+
+
+def tell_of_drafts(logger: logging.Logger, vllm_config: Any) -> None:
+    """Called when vLLM starts; each process logs once.
+
+    A draft model may run on another backend: vLLM usually chooses one where --speculative-config names none.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if (
+        speculative is not None
+        and speculative.attention_backend is None
+        and (others := compat.other_backends(vllm_config))
+    ):
+        _log_drafts(logger, ", ".join(others))
+
+
+@cache
+def _log_drafts(logger: logging.Logger, others: str) -> None:
+    advice = (
+        '"attention_backend": "CUSTOM" in --speculative-config puts them on attn_backend, unless draft '
+        "or target alone has MLA"
+    )
+    logger.info("vLLM chose %s for some attention layers. If they are the draft model's, %s.", others, advice)
