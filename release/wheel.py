@@ -84,7 +84,7 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
             f"{wheel.name} lacks {sorted(wanted - cubins)[:3]} and has {sorted(cubins - wanted)[:3]}: run "
             f"`make wheel`, which fills build/cubins anew"
         )
-    for name in ("lib/libattn_backend.so", "csrc/attention/variants.h", "py.typed"):
+    for name in ("lib/libattn_backend.so", "csrc/attention/variant/variants.h", "py.typed"):
         if f"attn_backend/{name}" not in names:
             raise ReleaseError(f"{wheel.name} lacks attn_backend/{name}")
     if not re.fullmatch(rf"attn_backend-.*-py3-none-{PLATFORM}\.whl", wheel.name):

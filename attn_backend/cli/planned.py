@@ -79,7 +79,7 @@ def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) 
     """The parts of CTAs that take (row tile, head) pairs from a queue: group by group, in a group the last
     row tile first, in a row tile head by head. The first pairs go to the CTAs in order, the next ones in
     reverse order; then each CTA asks for the next pair when it begins one (WorkQueue in
-    csrc/attention/sm90/work_queue.cuh).
+    csrc/attention/sm90/feed/work_queue.cuh).
     """
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.of_tiles("group").tolist()):

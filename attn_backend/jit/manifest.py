@@ -1,8 +1,8 @@
 """Every kernel that is built ahead of time: one table, from which the build, the lookup, the wheel,
 `attn-backend doctor` and the tests work.
 
-A kernel's source is generated here, from `kernel_templates`: a wrapper that instantiates a template of csrc/
-for one element type, head shape and variant.
+A kernel's source is generated here, from `kernel_templates`: what a kernel of csrc/ is compiled for, and the
+`.cu` file with its entry.
 """
 
 from __future__ import annotations
@@ -570,73 +570,36 @@ def _attention_kernels() -> list[Kernel]:
 
 
 def _sampling_kernels() -> list[Kernel]:
-    headers = "".join(
-        f'#include "sampling/device/{name}.cuh"\n' for name in ("filtered", "unfiltered", "write_rows")
-    )
-
-    def kernel(name: str, call: str, ctas: int = 3) -> str:
-        return templates.SAMPLING.substitute(name=name, ctas=ctas, call=call)
-
-    made = []
-    for element, element_type in {
-        "f32": "Float32Element",
-        "f16": "Float16Element",
-        "bf16": "BFloat16Element",
-    }.items():
-        plain, masked = (f"LogitSource<attn::{element_type}, {is_masked}>" for is_masked in ("false", "true"))
-        text = headers
-        # As many as fit without spilled registers.
-        text += kernel("sample_unfiltered", f"sample_unfiltered<attn::{plain}>", 4 if element == "f32" else 3)
-        text += kernel("masked_sample_unfiltered", f"sample_unfiltered<attn::{masked}>")
-        text += kernel("sample_filtered", f"sample_filtered<attn::{plain}>")
-        text += kernel("masked_sample_filtered", f"sample_filtered<attn::{masked}>", 2)
-        made.append(
-            Kernel(sampling_name(element), ARCHS, text + kernel("write_rows", f"write_rows<attn::{plain}>"))
-        )
-    probs = "".join(
-        kernel(function, f"{function}<attn::ProbSource<false>>")
-        for function in ("sample_filtered", "write_rows")
-    )
-    made.append(Kernel(sampling_name("probs"), ARCHS, headers + probs))
-    made.append(
-        Kernel(
-            sampling_name("speculative"),
-            ARCHS,
-            '#include "sampling/device/speculative.cuh"\n' + kernel("speculate", "speculate"),
-        )
-    )
-    return made
+    logits = {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}
+    return [
+        *(
+            Kernel(sampling_name(name), ARCHS, templates.SAMPLING_LOGITS.substitute(element=element))
+            for name, element in logits.items()
+        ),
+        *(
+            Kernel(sampling_name(name), ARCHS, f'#include "sampling/device/{name}.cu"\n')
+            for name in ("probs", "speculative")
+        ),
+    ]
 
 
 def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
     """As append_qkv_name(). Of two 16-bit types it is not built ahead of time."""
-    quantises, element_type = kv_element in CUDA_KV_ELEMENTS, CUDA_ELEMENTS[element]
-    of_cache = CUDA_ELEMENTS.get(kv_element or "", element_type)
-    text = '#include "cache/append_qkv.cuh"\n' + (
-        '#include "cache/append_rounded.cuh"\n' if quantises else ""
+    quantizes = kv_element in CUDA_KV_ELEMENTS
+    text = templates.APPEND_QKV.substitute(
+        element=CUDA_ELEMENTS[element],
+        cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
+        quantizes=str(quantizes).lower(),
     )
-    for name, kernel, ctas in (
-        ("plain", "kPlain", 8 if quantises else 9),
-        ("normed", "kNormed", 7),
-        ("general", "kGeneral", 8),
-    ):
-        text += templates.APPEND_QKV.substitute(
-            name=name,
-            kernel=kernel,
-            ctas=ctas,
-            element=element_type,
-            quantises=str(quantises).lower(),
-            cache_element=of_cache,
-        )
-    text += templates.APPEND_ROUNDED.substitute(element=element_type) if quantises else ""
+    text += '#include "cache/append_rounded.cu"\n' if quantizes else ""
     return Kernel(append_qkv_name(element, kv_element), ARCHS, text)
 
 
 _ALL = (
     Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
-    Kernel("append_latent", ARCHS, templates.APPEND_LATENT),
-    Kernel("selected_slots", ARCHS, templates.SELECTED_SLOTS),
+    Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
+    Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
     *(append_qkv_kernel(element, kv_element) for element in CUDA_ELEMENTS for kv_element in (None, "e4m3")),
     *_attention_kernels(),
     *(

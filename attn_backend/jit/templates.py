@@ -1,4 +1,8 @@
-"""The C++ sources of kernels and of the variants that ship. `manifest` fills in element types and heads."""
+"""The C++ sources of kernels and of the variants that ship.
+
+A kernel's source says what the kernel is compiled for, and includes its entry. `manifest` fills in element
+types and heads.
+"""
 
 from __future__ import annotations
 
@@ -7,105 +11,83 @@ from dataclasses import dataclass, field
 from string import Template
 
 SM80_ATTENTION = Template("""\
-#include "attention/sm80/attention.cuh"
+#include "attention/traits.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::sm80::kThreads, attn::sm80::kCtasPerMultiprocessor)
-void attention_kernel(const __grid_constant__ attn::sm80::ParamsOf<$traits> params) {
-  attn::sm80::attention<$traits>(params);
-}
+namespace attn {
+using KernelTraits = $traits;
+}  // namespace attn
+
+#include "attention/sm80/attention.cu"
 """)
 
 SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
-#include "common/kernel_code.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::sm90::cta_threads($traits::Shape::kDims), 1)
-void attention_kernel(const __grid_constant__ attn::sm90::ParamsOf<$traits> params) {
-  attn::sm90::attention<$traits, attn::sm90::$copier>(params);
-}
+namespace attn {
+using KernelTraits = $traits;
+template <class Traits>
+using KernelCopier = sm90::$copier<Traits>;
+}  // namespace attn
 
-extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};
+#include "attention/sm90/attention.cu"
 """)
 
 MERGE = Template("""\
-#include "attention/merge/merge.cuh"
-#include "common/kernel_code.cuh"
+#include "attention/variant/variants.h"
+#include "common/elements.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kMergeThreads, attn::kMergeBlocks)
-void merge_kernel(const __grid_constant__ attn::AttentionParams params) {
-  attn::merge<attn::$element, attn::$variant>(params);
-}
+namespace attn {
+using KernelElement = $element;
+using KernelVariant = $variant;
+}  // namespace attn
 
-extern "C" __device__ attn::KernelCode merge_kernel_code{&attn::unknown_code, 0};
+#include "attention/merge/merge.cu"
 """)
 
 MERGE_STATES = Template("""\
 #include "attention/merge/merge_states.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kMergeStatesThreads)
-void merge_states_kernel(const __grid_constant__ attn::MergeStatesParams params) {
-  attn::merge_states<attn::$element>(params);
-}
+namespace attn {
+using KernelElement = $element;
+}  // namespace attn
+
+#include "attention/merge/merge_states.cu"
 """)
 
 ROW_RANGES = Template("""\
-#include "attention/row_ranges.cuh"
+namespace attn {
+using KernelVariant = $variant;
+}  // namespace attn
 
-extern "C" __global__ __launch_bounds__(attn::kRowRangeThreads)
-void row_ranges_kernel(const __grid_constant__ attn::RowRangeParams params) {
-  attn::find_row_ranges<attn::$variant>(params);
-}
+#include "attention/variant/row_ranges.cu"
 """)
 
-# One kernel of an append_qkv cubin; ctas: per multiprocessor, as many as fit without spilled registers.
-APPEND_QKV = Template("""
-extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads, $ctas)
-void append_qkv_${name}_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::$element, attn::QkvKernel::$kernel, $quantises, attn::$cache_element>(params);
-}
+APPEND_QKV = Template("""\
+#include "common/elements.cuh"
+
+namespace attn {
+using KernelElement = $element;
+using KernelCacheElement = $cache_element;
+constexpr bool kKernelQuantizes = $quantizes;
+}  // namespace attn
+
+#include "cache/append_qkv.cu"
 """)
 
-APPEND_ROUNDED = Template("""
-extern "C" __global__ __launch_bounds__(attn::kAppendQkvThreads)
-void append_rounded_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_rounded<attn::$element>(params);
-}
-""")
-APPEND_LATENT = """\
-#include "cache/append_latent.cuh"
+SAMPLING_LOGITS = Template("""\
+#include "sampling/device/source.cuh"
 
-extern "C" __global__ __launch_bounds__(attn::kAppendLatentThreads)
-void append_latent_kernel(const __grid_constant__ attn::LatentParams params) {
-  attn::ptx::wait_for_previous_grid();
-  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
-  attn::append_latent(params);
-}
-"""
+namespace attn {
+using KernelElement = $element;
+}  // namespace attn
 
-SELECTED_SLOTS = """\
-#include "planner/device/selection.cuh"
-
-extern "C" __global__ __launch_bounds__(attn::kSelectionThreads)
-void selected_slots_kernel(const __grid_constant__ attn::SelectionParams params) {
-  attn::ptx::wait_for_previous_grid();
-  attn::ptx::allow_next_grid();  // it waits for this one itself, before it reads the schedule and the slots
-  __shared__ int32_t counts[attn::kSelectionWarps];
-  attn::pack_selected_slots(params, counts);
-}
-"""
-
-# One kernel of a sampling cubin; ctas: that share a multiprocessor.
-SAMPLING = Template("""
-extern "C" __global__ __launch_bounds__(attn::kSamplingThreads, $ctas)
-void ${name}_kernel(const __grid_constant__ attn::SamplingParams params) {
-  attn::$call(params);
-}
+#include "sampling/device/logits.cu"
 """)
 
 
 _ALIBI = """\
-#include "attention/variant_math.h"
-#include "attention/variants.h"
+#include "attention/variant/variant_math.h"
+#include "attention/variant/variants.h"
 
 namespace attn {
 

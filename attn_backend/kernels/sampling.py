@@ -208,7 +208,7 @@ def _explain(arguments: Iterable[tuple[str, Any]], tensors_are_fine: bool = Fals
 
 def _by_callers_names(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     """The arguments of a call as its caller knows them."""
-    of_values = "probs" if arguments.get("of_probs") else "logits"
+    of_values = "probs" if arguments.get("from_probs") else "logits"
     return [
         (of_values if name == "values" else name, value)
         for name, value in arguments.items()
@@ -233,16 +233,16 @@ def _write_rows(
 ) -> torch.Tensor:
     """float32 [batch, vocab]: what a task makes of `logits` or `probs`."""
     ((name, values),) = given.items()
-    rows, of_probs = check_plain(name, values), name == "probs"
+    rows, from_probs = check_plain(name, values), name == "probs"
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-    kernel = _kernel("probs", rows.device) if of_probs else _logits_kernel(rows)
+    kernel = _kernel("probs", rows.device) if from_probs else _logits_kernel(rows)
     number = values_of("RowTask")[task]
     _call(
         "write_rows",
         kernel,
         row_ctas,
         task=number,
-        of_probs=of_probs,
+        from_probs=from_probs,
         values=rows,
         temperature=temperature,
         top_k=top_k,
@@ -372,7 +372,7 @@ def sample(
         _logits_kernel(logits),
         row_ctas,
         values=logits,
-        of_probs=False,
+        from_probs=False,
         joint=joint,
         tempered_logprobs=logprobs_of == "tempered",
         temperature=temperature,
@@ -433,7 +433,7 @@ def sample_from_probs(
         _kernel("probs", device),
         row_ctas,
         values=probs,
-        of_probs=True,
+        from_probs=True,
         joint=_is_joint(filter_order),
         tempered_logprobs=False,
         temperature=1.0,

@@ -13,7 +13,7 @@ import numpy as np
 from .expressions import Kind, Node, is_never_negative, nodes_of
 from .params import Param, is_cpp_word
 
-INCLUDES = '#include "attention/variant_math.h"\n#include "attention/variants.h"\n'
+INCLUDES = '#include "attention/variant/variant_math.h"\n#include "attention/variant/variants.h"\n'
 _TYPES = {Kind.BOOL: "bool", Kind.INT: "int32_t", Kind.FLOAT: "float"}
 _VARIABLES = {
     "score": "logit",
@@ -64,7 +64,7 @@ TRANSFORMS = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which elements of a row are transformed together (PairLayout in csrc/attention/variants.h).
+    """Which elements of a row are transformed together (PairLayout in csrc/attention/variant/variants.h).
 
     Args:
         distance: columns between the two elements of a pair; None: half of those of the head.

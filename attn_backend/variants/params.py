@@ -17,7 +17,7 @@ from ..settings import refusal
 from ..validation import MAX_INT32, check_plain, describe, dtype_name, refuse
 from .expressions import Kind
 
-MAX_BYTES = 256  # VariantParams::kBytes (csrc/attention/variants.h)
+MAX_BYTES = 256  # VariantParams::kBytes (csrc/attention/variant/variants.h)
 MAX_DIMS = 8
 # What a dimension of a tensor may have to hold an element for.
 SIZES = ("num_qo_heads", "num_kv_heads", "batch", "rows")

@@ -173,7 +173,7 @@ def _rope(
     if not interleaved and pairs % 8:
         refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
     radians = frequencies.detach().double().cpu()
-    # turns_of() (csrc/attention/variant_math.h); a NaN is not a frequency, either
+    # turns_of() (csrc/attention/variant/variant_math.h); a NaN is not a frequency, either
     if not radians.abs().max() <= 1.5:
         refuse("largest of frequencies", float(radians.abs().max()), "at most 1.5 radians")
     turns = radians / (2 * math.pi)

@@ -284,10 +284,10 @@ class Variant:
 
         row has request, qo_head, position, index (of the query among those of its request), kv_len and row
         (of Q); token has request, position, kv_head and kv_len; a Pair has first and second, float32.
-        Transformed rows are rounded to the dtype of the cache. Parameters go by their names. Functions of
-        your own need ATTN_HD before them; those of attention/variant_math.h are there (exp, log, tanh,
-        sigmoid, min, max, ...). Hooks are also called for rows and tokens that do not exist; what they return
-        is then not used. Compilers' errors name `<variant NAME>` and the line in `cpp`.
+        Transformed rows are rounded to the dtype of the cache. Parameters go by their names. Your own
+        functions need ATTN_HD before them. The functions of attention/variant/variant_math.h are included
+        (exp, log, tanh, sigmoid, min, max, ...). Hooks are also called for rows and tokens that do not exist;
+        their results are then not used. Compilers' errors name `<variant NAME>` and the line in `cpp`.
 
         Args:
             cpp: the hooks.

@@ -31,8 +31,8 @@ ATTN_HD constexpr bool is_wide(HeadDims dims) { return dims.v > 256; }
 /// Wide heads of MLA's latents: V is the first columns of K's.
 ATTN_HD constexpr bool is_latent(HeadDims dims) { return is_wide(dims) && dims.qk > dims.v; }
 
-/// Whether O of so many columns leaves a warp registers for more than its products need: 16 rows of 128 columns take 64
-/// of each thread's.
+/// Whether O with this number of columns leaves a warp registers for more than its products need: 16 rows of 128
+/// columns take 64 of each thread's.
 ATTN_HD constexpr bool leaves_registers(int32_t columns) { return columns <= 128; }
 
 /// Bytes of an element of a KV tile in shared memory. `kv_element_bytes`: in the cache.

@@ -1,5 +1,5 @@
-// What is particular to one design of the attention kernel: costs, tiles, launch, arguments. Each design has a folder
-// here with its design.h; runtime/designs.h lists them.
+// One design of the attention kernel: its costs, tiles, launch and arguments. Each design has a folder here with its
+// design.h; runtime/designs.h lists them.
 #pragma once
 
 #include <new>
@@ -26,7 +26,7 @@ struct KernelCosts {
   int32_t forest;           // what a forest must save over all KV heads
 };
 
-/// The forest relies on this: requests' KV tiles cost no less than those of the smallest kind
+/// The forest relies on this: KV tiles of any kind cost at least as much as KV tiles of the smallest kind
 /// (node_cost_beside_none()).
 constexpr bool smallest_kind_is_cheapest(const KernelCosts& costs) {
   for (int32_t kind = 1; kind < kNumTileKinds; ++kind) {
@@ -38,7 +38,7 @@ constexpr bool smallest_kind_is_cheapest(const KernelCosts& costs) {
 /// Most kernels that a design chooses between at a launch.
 constexpr int32_t kMaxDesignKernels = 2;
 
-/// What a launch depends on beside LatentAttentionParams.
+/// What a launch depends on, besides LatentAttentionParams.
 struct LaunchContext {
   const PlanLevel* levels;  // as planned
   int32_t num_levels;

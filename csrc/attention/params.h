@@ -2,7 +2,7 @@
 // CPU.
 #pragma once
 
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "cache/kv_tensor.h"
 #include "common/math.h"
 #include "planner/schedule_reader.h"
@@ -32,7 +32,7 @@ struct AttentionParams {
   int64_t o_row_stride;
   int64_t o_head_stride;
   float* lse;              // [num_rows, num_qo_heads], contiguous; nullptr: not wanted
-  float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), v_columns], normalised; then row states
+  float* partial_o;        // [num_ctas * kSlotsPerCta, tile_rows(max_kind), v_columns], normalized; then row states
                            // [max_states, num_qo_heads, v_columns]
   float* partial_lse;      // like partial_o, without v_columns
   int32_t v_columns;       // of a head of V and O
@@ -47,8 +47,7 @@ struct AttentionParams {
 
   ATTN_HD bool has_out_scale() const { return out_scale != 0.0f || out_scale_data != nullptr; }
 
-  /// What an output is multiplied by before it is rounded to 8 bits. A scale too small to be inverted must not make NaN
-  /// of 0.
+  /// The factor of an output before it is rounded to 8 bits. A scale too small to be inverted must not make NaN of 0.
   ATTN_HD float out_factor() const {
     constexpr float kMaxFloat = 3.402823466e38f;
     return min_of(1.0f / (out_scale_data == nullptr ? out_scale : *out_scale_data), kMaxFloat);
@@ -68,8 +67,8 @@ struct LatentAttentionParams : AttentionParams {
   QueryPart q_rope;  // the columns after the first v_columns; without data, for the executor: q has them
 };
 
-/// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states the part that
-/// begins a (row tile, head) goes to a state of its own for each row, and only the later parts go to slots.
+/// Row of partial_o and partial_lse that keeps row state number `state`. In a row group with states, the part that
+/// begins a (row tile, head) goes to one state for each row. Only later parts go to slots.
 ATTN_HD int64_t row_state_index(const AttentionParams& params, int32_t state, int32_t qo_head) {
   const int64_t slots = static_cast<int64_t>(params.num_ctas) * kSlotsPerCta * params.max_tile_rows;
   return slots + static_cast<int64_t>(state) * (params.num_kv_heads * params.group_size.divisor) + qo_head;

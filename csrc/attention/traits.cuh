@@ -1,8 +1,8 @@
-// What an attention kernel is compiled for.
+// The parameters that an attention kernel is compiled for.
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/type_traits.h"
 
@@ -21,8 +21,8 @@ struct Traits {
   using Shape = Shape_;
   using Variant = Variant_;
   static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;
-  /// The products take Q, K and V of one type: 8-bit elements of a cache are widened on the way from KV tiles to them,
-  /// those of wide heads on the way from the cache to KV tiles.
+  /// The products take Q, K and V of one type: 8-bit elements of a cache are dequantized between KV tile and product;
+  /// with wide heads, between cache and KV tile.
   static constexpr bool kWidensOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
   static constexpr bool kWidens = kIsOf8Bits && !kWidensOnLoad;
   static constexpr bool kIsLatent = is_latent(Shape::kDims);  // Q may be two tensors

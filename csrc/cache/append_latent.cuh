@@ -1,10 +1,10 @@
-// Quantises new tokens of MLA to rows with scales of their own (scaled_latent.h). Any grid works.
+// Quantizes new tokens of MLA to rows with scales of their own (scaled_latent.h). Any grid works.
 #pragma once
 
 #include "cache/latent_params.h"
 #include "common/elements.cuh"
-#include "common/ptx/fp8.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/math.cuh"
 
 namespace attn {
 

@@ -1,4 +1,4 @@
-// Normalises, rotates and writes a projection's output to the cache in one launch. Each group of heads of one token
+// Normalizes, rotates and writes a projection's output to the cache in one launch. Each group of heads of one token
 // (HeadGroup) is taken once, by as many lanes as a head has chunks. Many CTAs, each of which issues all loads before it
 // uses the first, keep the memory busy.
 #pragma once
@@ -53,9 +53,9 @@ struct Angles {
     } else if (!kAligned && p.rotary == RotaryTable::kFrequencies) {
 #pragma unroll
       for (int32_t i = 0; i < kSize; ++i) {
-        const float2 of_angle = cos_sin(reduced_angle(position, __uint_as_float(cosines[i])));
-        cosines[i] = __float_as_uint(of_angle.x);
-        sines[i] = __float_as_uint(of_angle.y);
+        const float2 rotation = cos_sin(reduced_angle(position, __uint_as_float(cosines[i])));
+        cosines[i] = __float_as_uint(rotation.x);
+        sines[i] = __float_as_uint(rotation.y);
       }
     }
   }
@@ -79,9 +79,9 @@ struct Chunk {
 
   __device__ __forceinline__ float operator[](int32_t i) const { return Element::unpack(words[i / 2] >> i % 2 * 16); }
 
-  /// Makes the compiler forget what it knows of the words: else it keeps what it unpacked for the sum of squares, in
+  /// Makes the compiler opaque what it knows of the words: else it keeps what it unpacked for the sum of squares, in
   /// twice the registers.
-  __device__ __forceinline__ void forget() {
+  __device__ __forceinline__ void opaque() {
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) asm volatile("" : "+r"(words[i]));
   }
@@ -94,7 +94,7 @@ struct Chunk {
   }
 
   /// Elements (2i, 2i + 1) go to (i, kSize + i).
-  __device__ __forceinline__ void take_pairs_apart() {
+  __device__ __forceinline__ void deinterleave() {
     uint32_t was[kSize];
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
@@ -105,7 +105,7 @@ struct Chunk {
     }
   }
 
-  __device__ __forceinline__ void put_pairs_together() {
+  __device__ __forceinline__ void interleave() {
     uint32_t was[kSize];
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
@@ -128,12 +128,12 @@ __device__ __forceinline__ void add_over_lanes(float (&x)[kCount], int32_t lanes
   }
 }
 
-/// kKernel: what kernel_for() says. kQuantises: the cache is of 8 bits. CacheElement: of a cache that is not. The grid
+/// kKernel: what kernel_for() says. kQuantizes: the cache is of 8 bits. CacheElement: of a cache that is not. The grid
 /// has append_qkv_ctas() CTAs.
-template <class Element, QkvKernel kKernel, bool kQuantises, class CacheElement = Element>
+template <class Element, QkvKernel kKernel, bool kQuantizes, class CacheElement = Element>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   constexpr int32_t kSize = half_chunk(kKernel);
-  constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalises = kKernel != QkvKernel::kPlain;
+  constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), chunk = thread & (lanes - 1);
   const int32_t groups = kAppendQkvThreads >> p.lane_bits;  // of this CTA
@@ -148,7 +148,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
                          group.first_head * rows.head_stride + place.low;
   const uint16_t* weights = static_cast<const uint16_t*>(is_q ? p.q_norm : is_v ? nullptr : p.k_norm);
   const bool is_cached = !is_q && heads > 0;
-  const bool is_normed = kNormalises && weights != nullptr && heads > 0;
+  const bool is_normed = kNormalizes && weights != nullptr && heads > 0;
 
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
@@ -162,18 +162,18 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     if (i < heads) x[i].load(from + i * rows.head_stride, distance);
   Chunk<Element, kSize, kAligned> weight;
   if (is_normed) weight.load(weights + place.low, distance);
-  const bool is_quantised = kQuantises && is_cached;
+  const bool is_quantized = kQuantizes && is_cached;
   const KvScale& scale = is_v ? p.scales.v : p.scales.k;
   float scales[kGroupHeads];
 #pragma unroll
   for (int32_t i = 0; i < kGroupHeads; ++i)
-    if (is_quantised && i < heads) scales[i] = scale.of(0, group.first_head + i);
+    if (is_quantized && i < heads) scales[i] = scale.of(0, group.first_head + i);
   const int32_t position = p.positions.narrow(position_words);
   Angles<Element, kSize, kAligned> angles;
   if (is_rotated) angles.load(p, position, chunk * kSize);
 
   float factors[kGroupHeads];
-  if constexpr (kNormalises) {
+  if constexpr (kNormalizes) {
 #pragma unroll
     for (int32_t i = 0; i < kGroupHeads; ++i) factors[i] = x[i].sum_of_squares();
     add_over_lanes(factors, lanes);
@@ -182,9 +182,9 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       factors[i] = rsqrtf(__fdividef(factors[i], static_cast<float>(p.head_dim)) + p.norm_eps);
   }
   if (is_rotated) angles.widen(p, position);
-  if (is_normed && p.is_interleaved != 0) weight.take_pairs_apart();
+  if (is_normed && p.is_interleaved != 0) weight.deinterleave();
 
-  const int32_t element_bytes = is_quantised ? 1 : 2;
+  const int32_t element_bytes = is_quantized ? 1 : 2;
   KvTensor target = KvTensor{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
   int32_t page = 0, in_page = group.token;
   if (!is_q) {
@@ -202,10 +202,10 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 #pragma unroll
   for (int32_t i = 0; i < kGroupHeads; ++i) {
     if (i >= heads) return;
-    x[i].forget();
-    if (p.is_interleaved != 0) x[i].take_pairs_apart();
-    const Divisor divisor(is_quantised ? scales[i] : 1.0f);
-    const float offset = kNormalises ? factors[i] * p.norm_offset : 0.0f;
+    x[i].opaque();
+    if (p.is_interleaved != 0) x[i].deinterleave();
+    const Divisor divisor(is_quantized ? scales[i] : 1.0f);
+    const float offset = kNormalizes ? factors[i] * p.norm_offset : 0.0f;
     ByteChunk<kSize, kAligned> bytes;
 #pragma unroll
     for (int32_t j = 0; j < kSize / 2; ++j) {
@@ -226,7 +226,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
           b[k] = b[k] * cosine + first * sine;
         }
       }
-      if (is_quantised) {
+      if (is_quantized) {
         bytes.set(j, a[0], a[1], divisor, p.scales.element);
         bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
       } else if (!is_same<Element, CacheElement> && is_cached) {
@@ -237,11 +237,11 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
         x[i].words[kSize / 2 + j] = Element::pack(b[0], b[1]);
       }
     }
-    if (is_quantised) {
-      if (p.is_interleaved != 0) bytes.put_pairs_together();
+    if (is_quantized) {
+      if (p.is_interleaved != 0) bytes.interleave();
       bytes.store(reinterpret_cast<uint8_t*>(to + i * head_bytes), distance);
     } else {
-      if (p.is_interleaved != 0) x[i].put_pairs_together();
+      if (p.is_interleaved != 0) x[i].interleave();
       x[i].store(reinterpret_cast<uint16_t*>(to + i * head_bytes), distance);
     }
   }

@@ -4,7 +4,7 @@
 #include "common/data_type.h"
 #include "common/math.h"
 #include "common/platform.h"
-#include "common/ptx/fp8.cuh"
+#include "common/ptx/math.cuh"
 
 namespace attn {
 
@@ -87,7 +87,7 @@ struct ByteChunk {
     words[i / 2] |= rounded(scale.divide(low), scale.divide(high), dtype) << i % 2 * 16;
   }
 
-  __device__ __forceinline__ void put_pairs_together() {
+  __device__ __forceinline__ void interleave() {
     uint32_t was[kSize / 2];
 #pragma unroll
     for (int32_t i = 0; i < kSize / 2; ++i) was[i] = words[i];

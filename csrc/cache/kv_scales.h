@@ -25,7 +25,7 @@ struct KvScale {
   }
 
   /// The scale of all requests; 1 if requests have their own.
-  ATTN_HD float of_all_requests(int32_t kv_head) const { return is_of_requests() ? 1.0f : of(0, kv_head); }
+  ATTN_HD float for_all_requests(int32_t kv_head) const { return is_of_requests() ? 1.0f : of(0, kv_head); }
 };
 
 struct alignas(16) KvScales {

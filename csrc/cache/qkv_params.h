@@ -23,7 +23,7 @@ enum class RotaryTable : int32_t {
   kCosSinFloat32
 };
 
-/// Takes what a projection made of each token: normalises the heads of Q and K (RMS), rotates them (RoPE), writes Q to
+/// Takes what a projection made of each token: normalizes the heads of Q and K (RMS), rotates them (RoPE), writes Q to
 /// q_out, K and V to the slots slots[token] of the cache (rounded to its type, if it has another, and divided by the
 /// scales of one of 8 bits); a slot that is negative or beyond the cache gets neither.
 struct QkvParams {
@@ -60,19 +60,19 @@ enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
-  const auto of_rows = [&](const HeadRows& rows) {
+  const auto row_bits = [&](const HeadRows& rows) {
     return address(rows.data) | static_cast<uint64_t>((rows.token_stride | rows.head_stride) * 2);
   };
   // Rows of an 8-bit cache are moved 8 bytes at a time, all others 16.
   const uint64_t cache_address_scale = has_8_bits(p.scales.element) ? 2 : 1;
-  const auto of_cache = [&](const KvTensor& cache) {
+  const auto cache_bits = [&](const KvTensor& cache) {
     return address(cache.data) * cache_address_scale |
            static_cast<uint64_t>((cache.page_stride | cache.token_stride | cache.head_stride) * 2);
   };
   const int64_t table_bytes = p.table_stride * (p.rotary == RotaryTable::kCosSinFloat32 ? 4 : 2);
   // A power of two divides all of them if it is at or below the lowest bit that is set.
-  const uint64_t bits = of_rows(p.q) | of_rows(p.k) | of_rows(p.v) | of_rows(p.q_out) | of_cache(p.k_cache) |
-                        of_cache(p.v_cache) | address(p.table) | static_cast<uint64_t>(table_bytes) |
+  const uint64_t bits = row_bits(p.q) | row_bits(p.k) | row_bits(p.v) | row_bits(p.q_out) | cache_bits(p.k_cache) |
+                        cache_bits(p.v_cache) | address(p.table) | static_cast<uint64_t>(table_bytes) |
                         address(p.q_norm) | address(p.k_norm);
   const bool is_aligned = bits % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0;
   if (!is_aligned || p.rotary == RotaryTable::kFrequencies) return QkvKernel::kGeneral;
@@ -102,11 +102,13 @@ struct HeadGroup {
 ATTN_HD HeadGroup head_group(const QkvParams& p, int32_t group) {
   const int32_t token = p.groups_of_token.divide(group);
   if (token >= p.num_tokens) return HeadGroup{};
-  const int32_t of_q = ceil_div(p.num_qo_heads, kGroupHeads), of_k = ceil_div(p.num_kv_heads, kGroupHeads);
-  const int32_t of_token = group - token * p.groups_of_token.divisor;
-  const HeadKind kind = of_token < of_q ? HeadKind::kQ : of_token < of_q + of_k ? HeadKind::kK : HeadKind::kV;
-  const int32_t before = kind == HeadKind::kQ ? 0 : kind == HeadKind::kK ? of_q : of_q + of_k;
-  const int32_t first_head = (of_token - before) * kGroupHeads;
+  const int32_t q_groups = ceil_div(p.num_qo_heads, kGroupHeads), k_groups = ceil_div(p.num_kv_heads, kGroupHeads);
+  const int32_t token_group = group - token * p.groups_of_token.divisor;
+  const HeadKind kind = token_group < q_groups              ? HeadKind::kQ
+                        : token_group < q_groups + k_groups ? HeadKind::kK
+                                                            : HeadKind::kV;
+  const int32_t before = kind == HeadKind::kQ ? 0 : kind == HeadKind::kK ? q_groups : q_groups + k_groups;
+  const int32_t first_head = (token_group - before) * kGroupHeads;
   const int32_t num_heads = kind == HeadKind::kQ ? p.num_qo_heads : p.num_kv_heads;
   return HeadGroup{token, kind, first_head, min_of(num_heads - first_head, kGroupHeads)};
 }

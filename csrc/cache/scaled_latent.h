@@ -1,4 +1,4 @@
-// A token of MLA's cache as DeepSeek V3.2 stores it (DataType::kScaledLatent): a row of bytes with scales of its own.
+// A token of MLA's cache as DeepSeek V3.2 stores it (DataType::kScaledLatent): a row of bytes that carries its scales.
 #pragma once
 
 #include "common/platform.h"

@@ -14,7 +14,7 @@ enum class DataType : int32_t {
   kScaledLatent = 5  // bytes of rows of MLA's latents: cache/scaled_latent.h
 };
 
-/// Types whose numbers are multiplied by scales: of a cache, and of Q and O beside one.
+/// Types whose numbers are multiplied by scales: of a cache, and of Q and O used with it.
 ATTN_HD constexpr bool has_8_bits(DataType dtype) {
   return dtype == DataType::kFloat8E4M3 || dtype == DataType::kFloat8E5M2 || dtype == DataType::kScaledLatent;
 }

@@ -1,10 +1,9 @@
 // The element types of the tensor-core kernels.
 #pragma once
 
-#include "common/ptx/fp8.cuh"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
-#include "common/ptx/mma_type.cuh"
+#include "common/ptx/types.cuh"
 #include "common/type_traits.h"
 
 namespace attn {
@@ -58,7 +57,7 @@ struct Float8E4M3 {
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e4m3(pair); }
-  /// In the lower 16 bits; what is too large becomes the largest number.
+  /// In the lower 16 bits; larger numbers become the largest one.
   __device__ __forceinline__ static uint32_t pack(float low, float high) { return ptx::pack_e4m3(low, high); }
 };
 
@@ -73,7 +72,7 @@ struct ScaledLatent : Float8E4M3 {
   static constexpr bool kRowsHaveScales = true;
 };
 
-/// Stores four neighbouring elements.
+/// Stores four neighboring elements.
 template <class Element>
 __device__ __forceinline__ void store_four(char* to, const float (&values)[4]) {
   const uint32_t low = Element::pack(values[0], values[1]), high = Element::pack(values[2], values[3]);

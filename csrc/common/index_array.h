@@ -40,7 +40,7 @@ struct IndexArray {
 #endif
   }
 
-  /// An element as an int32: one that does not fit becomes the nearest that does.
+  /// An element as an int32, clamped.
   ATTN_HD int32_t narrow(Words element) const {
     return !is_int64 || element.high == element.low >> 31 ? element.low : element.high >> 31 ^ 0x7fffffff;
   }

@@ -3,13 +3,13 @@
 #pragma once
 
 #include "common/kernel_code.h"
-#include "common/ptx/prefetch.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 
-/// What a KernelCode points to in a source: `extern "C" __device__ attn::KernelCode NAME_code{&attn::unknown_code,
-/// 0};`.
+/// The symbol that a KernelCode points to in a source: `extern "C" __device__ attn::KernelCode
+/// NAME_code{&attn::unknown_code, 0};`.
 __device__ char unknown_code;
 
 /// Thread `thread` of each block prefetches one of the lines, if there are enough, to be evicted last. Nothing waits

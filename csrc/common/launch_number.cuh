@@ -1,8 +1,8 @@
 // The number of the running launch, by which its CTAs recognize each other's messages (docs/adr/0001).
 #pragma once
 
-#include "common/ptx/global_timer.cuh"
 #include "common/ptx/message.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 

@@ -86,7 +86,7 @@ ATTN_HD float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
-/// tanh to 4e-7 relative, without branches or calls: g++ vectorises loops over it.
+/// tanh to 4e-7 relative, without branches or calls: g++ vectorizes loops over it.
 ATTN_HD float tanh_rational(float x) {
   x = clamp(x, -9.0f, 9.0f);  // tanh(9) = 1 - 3e-8
   const float s = x * x;

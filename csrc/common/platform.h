@@ -2,7 +2,7 @@
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-// NVRTC has no headers of its own: these are the types of <cstdint> and <cstddef> on 64-bit Linux.
+// NVRTC has no standard headers: these are the types of <cstdint> and <cstddef> on 64-bit Linux.
 using int8_t = signed char;
 using int16_t = short;
 using int32_t = int;

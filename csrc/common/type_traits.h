@@ -1,4 +1,4 @@
-// What is used of <type_traits> in device code, which NVRTC compiles without the headers of the standard library.
+// The part of <type_traits> that device code uses: NVRTC compiles without the headers of the standard library.
 #pragma once
 
 namespace attn {

@@ -46,14 +46,15 @@ ATTN_HD EqualShares equal_shares(const PlanParams& p, int32_t num_tiles, int64_t
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost,
                           const EqualShares& equal) {
   const int64_t share = max_of<int64_t>(equal.cost, p.config.min_share);
-  const int64_t of_pair = pair_cost(p.config, first.cost_kind, first.num_kv_tiles);
+  const int64_t whole_pair_cost = pair_cost(p.config, first.cost_kind, first.num_kv_tiles);
   const int64_t num_pairs = static_cast<int64_t>(num_tiles) * p.config.num_kv_heads;
-  const int64_t whole_pairs = equal.pairs * of_pair;
-  return num_pairs * of_pair == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share ? whole_pairs
-                                                                                                          : share;
+  const int64_t whole_pairs = equal.pairs * whole_pair_cost;
+  return num_pairs * whole_pair_cost == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share
+             ? whole_pairs
+             : share;
 }
 
-/// What is known of a plan so far. write_header() writes it.
+/// The plan so far. write_header() writes it.
 struct Planned {
   int32_t num_groups = 0;
   int32_t num_tiles = 0;

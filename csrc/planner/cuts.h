@@ -29,21 +29,21 @@ struct EvenCut {
   static constexpr int32_t kNoCut = kMaxInt32;
 };
 
-/// Lists that cost more than kMostCost (seconds of GPU time) are not cut evenly, so that no product exceeds 32 bits.
+/// Lists that cost more than kMaxCost (seconds of GPU time) are not cut evenly, so that no product exceeds 32 bits.
 /// There are no branches: a GPU overlaps the two divisions.
 ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
-  constexpr uint32_t kMostCost = EvenCut::kNoCut / kMaxAlignedParts;
+  constexpr uint32_t kMaxCost = EvenCut::kNoCut / kMaxAlignedParts;
   const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the list
   const uint32_t divisor = static_cast<uint32_t>(max_of(others, 1));
   const uint32_t cost_before = static_cast<uint32_t>(shared.first.cost_begin);
   const uint32_t share = (cost_before + divisor - 1) / divisor;
   const uint32_t kv_tiles = ceil_div(static_cast<uint32_t>(shared.first.num_kv_tiles), static_cast<uint32_t>(parts));
-  const uint32_t of_part = static_cast<uint32_t>(p.config.pair_cost[shared.first.cost_kind]) +
-                           kv_tiles * static_cast<uint32_t>(p.config.kv_tile_cost[shared.first.cost_kind]);
-  const uint32_t cost = max_of(of_part, share);
+  const uint32_t part_cost = static_cast<uint32_t>(p.config.pair_cost[shared.first.cost_kind]) +
+                             kv_tiles * static_cast<uint32_t>(p.config.kv_tile_cost[shared.first.cost_kind]);
+  const uint32_t cost = max_of(part_cost, share);
   const bool whole = shared.count <= p.config.num_ctas && others >= 1 &&
                      static_cast<uint32_t>(parts - 1) * kv_tiles < static_cast<uint32_t>(shared.first.num_kv_tiles);
-  const bool fits = shared.first.cost_begin <= kMaxInt32 && kv_tiles < kMostCost / 64 && cost < kMostCost;
+  const bool fits = shared.first.cost_begin <= kMaxInt32 && kv_tiles < kMaxCost / 64 && cost < kMaxCost;
   return EvenCut{parts, static_cast<int32_t>(kv_tiles), max_of(static_cast<int32_t>(share), p.config.min_share),
                  whole && fits ? static_cast<int32_t>(cost) : EvenCut::kNoCut};
 }

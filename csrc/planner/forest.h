@@ -1,5 +1,4 @@
-// The prefix forest of a batch: which requests share leading pages, and which of those prefixes become row groups of
-// their own.
+// The prefix forest of a batch: which requests share leading pages, and which prefixes become row groups.
 //
 // Sharing is by physical page: equal entries of the page table. A request can share the leading pages all of whose
 // tokens all of its rows see. It attaches to the request before it with which it shares most of them (the smallest, if
@@ -8,9 +7,9 @@
 // nested; the shallowest lies below the node at which the leader itself attaches. So parents follow from attachments
 // alone, and every step below is a sum, a minimum or a maximum: the same in whatever order threads do it.
 //
-// A node that is taken becomes a row group: its rows are those of all its requests, its pages those that no taken
-// ancestor reads. What the taken nodes cover is cut from the front of the requests' own row groups. A node that is not
-// taken leaves its pages to the nodes and requests below it.
+// A node that is taken becomes a row group: it has the rows of all its requests, and the pages that no taken ancestor
+// reads. The pages of taken nodes are cut from the front of the requests' own row groups. A node that is not taken
+// leaves its pages to the nodes and requests below it.
 #pragma once
 
 #include "common/math.h"
@@ -55,8 +54,8 @@ ATTN_HD bool begins_with_page(const PageTable& table, const RowGroup& group) {
   return group.table_begin < table.num_entries && table.indices[group.table_begin] >= 0;
 }
 
-/// What a forest knows of a request. (The size of this struct and of the next is an odd number of words: no two of 32
-/// neighbours begin in the same bank of shared memory.)
+/// A request as the forest sees it. (The size of this struct and of the next is an odd number of words: no two of 32
+/// neighbors begin in the same bank of shared memory.)
 struct ForestRequest {
   int32_t qo_begin;  // RowGroup
   int32_t qo_len;
@@ -106,8 +105,8 @@ struct Forest {
   }
 };
 
-/// A request and a number of pages as one number: the largest is that of most pages and, of those, of the smallest
-/// request. So a maximum finds the deepest node of a path.
+/// A request and a number of pages as one number: the largest number has the most pages and, at equal pages, the
+/// smallest request. So a maximum finds the deepest node of a path.
 constexpr int32_t kRequestBits = 10;
 static_assert(kMaxForestRequests == 1 << kRequestBits &&
                   static_cast<int64_t>(kMaxSharedPages) << kRequestBits <= int64_t{1} << 30,
@@ -118,11 +117,11 @@ ATTN_HD int32_t path_key(int32_t request, int32_t pages) {
 ATTN_HD int32_t request_of(int32_t path_key) { return kMaxForestRequests - 1 - (path_key & (kMaxForestRequests - 1)); }
 ATTN_HD int32_t pages_of(int32_t path_key) { return path_key >> kRequestBits; }
 
-/// Shared memory that the device planner needs for a forest, in bytes: what is above, and four words of scratch
+/// Shared memory that the device planner needs for a forest, in bytes: the arrays above, and four words of scratch
 /// (ForestScratch in planner/device/forest.cuh).
 ATTN_HD constexpr int32_t forest_shared_bytes(int32_t num_requests) {
-  const int32_t of_request = sizeof(ForestRequest) + sizeof(ForestNode) + 4 * sizeof(int32_t);
-  return round_up(num_requests * of_request, 16);
+  const int32_t request_bytes = sizeof(ForestRequest) + sizeof(ForestNode) + 4 * sizeof(int32_t);
+  return round_up(num_requests * request_bytes, 16);
 }
 
 /// Dynamic shared memory of the device planner: what every plan needs, the forest, and the first row tile of each row
@@ -134,18 +133,18 @@ constexpr int32_t plan_forest_shared_bytes(int32_t num_requests) {
   return plan_shared_bytes(2 * num_requests, num_requests);
 }
 
-/// What the row tiles of a row group cost together, for each KV head.
+/// The cost of all row tiles of a row group, for each KV head.
 struct RowsCost {
   int32_t kv_tile;  // for each KV tile
   int32_t pairs;    // beside them
 };
 
-/// The cost of a row group of `rows` rows. `of_node`: they leave states.
-ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool of_node) {
+/// The cost of a row group of `rows` rows. `node_group`: they leave states.
+ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool is_node) {
   const int32_t packed_rows = packed_rows_of(config, rows);
   const int32_t kind = choose_kind(config, packed_rows);
   const int32_t tiles = row_tiles_of(packed_rows, kind);
-  const int32_t cost = cost_kind(kind, of_node ? 0 : -1);
+  const int32_t cost = cost_kind(kind, is_node ? 0 : -1);
   return RowsCost{tiles * config.kv_tile_cost[cost], tiles * config.pair_cost[cost]};
 }
 
@@ -159,7 +158,7 @@ struct NodeCost {
   int64_t added;
 };
 
-/// The cost of a node that saves `weight` for each KV tile. It adds row tiles of its own, and `states` row states.
+/// The cost of a node that saves `weight` for each KV tile. It adds row tiles, and `states` row states.
 ATTN_HD NodeCost node_cost(const PlanParams& p, const ForestNode& node, int32_t weight, int32_t states) {
   const RowsCost rows = rows_cost(p.config, node.rows, true);
   const int32_t tokens = (node.pages - node.begin) * p.levels[0].table.page_size;
@@ -186,12 +185,11 @@ ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestNode& no
 
 /// The most that a node counts for in what a forest saves. It is far more than any forest must save, and small enough
 /// that the sum over all nodes is an int32.
-constexpr int32_t kMostSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
+constexpr int32_t kMaxSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
 
-/// What a node that is taken counts for, by node_cost_beside_none(). Where everything is taken it may cost more than it
-/// saves.
+/// The cost of a taken node, by node_cost_beside_none(). Where everything is taken it may cost more than it saves.
 ATTN_HD int32_t bounded_saving(const NodeCost& cost) {
-  return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMostSaved));
+  return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMaxSaved));
 }
 
 /// The reason to take a node or not; kForestSavesTooLittle is for drop_node(). `depth_above`: taken nodes above it.
@@ -204,7 +202,7 @@ ATTN_HD int32_t judge_node(const ScheduleConfig& config, const NodeCost& cost, i
 }
 
 /// Decides on a node whose ancestors have been decided on, and writes the decision down; its row group comes later.
-/// Returns what a taken node counts for in what the forest saves, at most kMostSaved; 0 if it is not taken.
+/// Returns what a taken node counts for in what the forest saves, at most kMaxSaved; 0 if it is not taken.
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestNode& node = f.nodes[n];
   const bool is_root = node.parent < 0;
@@ -244,18 +242,18 @@ ATTN_HD void make_groups(const PlanParams& p, const Forest& f, int32_t i, int32_
   RowGroup group = p.schedule.groups[i];
   if (f.is_node(i) && f.nodes[i].taken == i) {
     const ForestNode& node = f.nodes[i];
-    RowGroup of_node = group;
-    of_node.table_begin += skip(node.begin);
-    of_node.qo_begin = node.row_begin;
-    of_node.qo_len = node.rows;
-    of_node.kv_len = (node.pages - node.begin) * table.page_size;
-    of_node.level = 1;
-    of_node.kind = choose_kind(p.config, packed_rows_of(p.config, node.rows));
-    of_node.state_begin = num_own_states + node.row_begin;
-    of_node.kv_offset = node.begin * table.page_size;
-    of_node.q_position = 0;
-    of_node.request = -1;
-    p.schedule.groups[node.group] = of_node;
+    RowGroup node_group = group;
+    node_group.table_begin += skip(node.begin);
+    node_group.qo_begin = node.row_begin;
+    node_group.qo_len = node.rows;
+    node_group.kv_len = (node.pages - node.begin) * table.page_size;
+    node_group.level = 1;
+    node_group.kind = choose_kind(p.config, packed_rows_of(p.config, node.rows));
+    node_group.state_begin = num_own_states + node.row_begin;
+    node_group.kv_offset = node.begin * table.page_size;
+    node_group.q_position = 0;
+    node_group.request = -1;
+    p.schedule.groups[node.group] = node_group;
   }
   const int32_t top = f.requests[i].top;
   if (top < 0) return;

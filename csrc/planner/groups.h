@@ -1,6 +1,6 @@
-// Turns metadata into row groups and row tiles: what an engine says about a batch is read, clamped where it cannot be
-// right, and reported. The device planner and the host planner share it: the same arithmetic gives the same schedule,
-// bit for bit.
+// Turns metadata into row groups and row tiles. The planner reads an engine's metadata, clamps values that cannot be
+// right, and reports them. The device planner and the host planner share it: the same arithmetic gives the same
+// schedule, bit for bit.
 #pragma once
 
 #include "planner/params.h"
@@ -49,9 +49,9 @@ ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t&
   return TableRange{row * table.row_stride, table.row_entries};
 }
 
-/// What an engine says about the lengths of row group i of a level: elements i and i + 1 of qo_indptr, and element i of
-/// kv_lens or else last_page_len. They are kept as they were read: a GPU then waits once for all of them, and for what
-/// is read after them.
+/// The engine's lengths of row group i of a level: elements i and i + 1 of qo_indptr, and element i of kv_lens or else
+/// last_page_len. They are kept as they were read: a GPU then waits once for all of them, and for what is read after
+/// them.
 struct GroupLengths {
   IndexArray::Words qo_first;
   IndexArray::Words qo_last;
@@ -177,8 +177,8 @@ ATTN_HD TokenRange seen_by_any_row(const RowRange* row_ranges, const RowGroup& g
   return TokenRange{max_of(range.begin, begin), min_of(range.end, end)};
 }
 
-/// Number of the list of KV tiles of a request's first row tile; those of its other row tiles follow. Requests have
-/// lists of their own, and there are no more than max_row_tiles() of a level.
+/// Number of the list of KV tiles of a request's first row tile. The lists of its other row tiles follow. Each request
+/// has its own lists, and there are no more than max_row_tiles() of a level.
 ATTN_HD int32_t first_kv_tile_list(const ScheduleConfig& config, int32_t request, int32_t qo_begin) {
   return request + (packed_rows_of(config, qo_begin) >> (4 + config.max_kind));
 }
@@ -196,15 +196,15 @@ ATTN_HD int32_t count_listed_before(const KvTileList& list, int32_t token) {
   return low;
 }
 
-/// Reduces row tile number `index` of a row group to those of its KV tiles that are listed. A row group may be a part
-/// of its request: a KV chunk, or what follows a shared prefix. If its KV tiles begin at other tokens than those of the
-/// whole request, the row tile keeps all of them.
+/// Reduces row tile number `index` of a row group to its listed KV tiles. A row group may be a part of its request: a
+/// KV chunk, or what follows a shared prefix. If its KV tiles begin at other tokens than the whole request's KV tiles,
+/// the row tile keeps all of them.
 ATTN_HD void skip_kv_tiles(const PlanParams& p, const RowGroup& group, int32_t index, RowTile& tile) {
   const PlanLevel& level = p.levels[group.level];
   const int32_t number = first_kv_tile_list(p.config, group.request, group.qo_begin) + index;
   if (number >= level.num_kv_tile_lists) return;  // of wrong metadata
   const KvTileList& list = level.kv_tile_lists[number];
-  if (list.count < 0 || list.count > kMostListedKvTiles) return;
+  if (list.count < 0 || list.count > kMaxListedKvTiles) return;
   int32_t first = 0, end = 0;
   if (list.count > 0) {
     if ((list.kv_tiles[0].token() - group.kv_offset) % p.config.kv_tile != 0) return;

@@ -12,7 +12,7 @@ namespace attn {
 constexpr int32_t kPlanThreads = 512;
 constexpr int32_t kMaxSearchCtas = 128;
 
-/// Bytes of shared memory that its first CTA needs beside those for a forest and for row groups: PlanShared
+/// Bytes of shared memory that its first CTA needs in addition to the forest and the row groups: PlanShared
 /// (planner/device/context.cuh).
 constexpr int32_t kPlanSharedBytes = 18 * 1024;
 

@@ -32,7 +32,7 @@ struct PlanParams {
   Schedule schedule;
   PlanLevel levels[kMaxLevels];  // one after the last: of the prefix forest's row groups
   int32_t num_levels;
-  // What follows is filled in by prepare_plan() (launch.h).
+  // prepare_plan() (launch.h) fills in the fields below.
   int32_t seeks_forest;
   FastDivisor kv_tile;     // config.kv_tile
   FastDivisor group_size;  // config.group_size

@@ -7,9 +7,9 @@
 // pair after another from a work queue. Pairs of a row group are then computed at about the same time, by as many CTAs,
 // and find their K and V in L2 (ADR 7).
 //
-// A row may be in several row groups: in those of a composition's levels, of the shared prefixes that `plan` finds
-// (forest.h), or of the KV chunks that a batch invariant plan cuts a request into. Then it leaves a state in each of
-// them, and `links` says which row groups those are.
+// A row may be in several row groups: one for each level of a composition, each shared prefix that `plan` finds
+// (forest.h), or each KV chunk of a request in a batch invariant plan. Then it leaves a state in each of them, and
+// `links` says which row groups those are.
 #pragma once
 
 #include "common/math.h"
@@ -29,8 +29,8 @@ constexpr int32_t kMaxLinks = 32;
 /// Packed rows (query position x heads of one KV group) of each kind of row tile.
 ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 1 << (4 + kind); }
 
-/// The cost of a row tile depends on its kind and on whether its rows leave states. The first cost kinds are those of
-/// row tiles whose rows are written, the others those of row tiles whose rows leave states.
+/// The cost of a row tile depends on its kind and on whether its rows leave states. The first cost kinds are for row
+/// tiles whose rows are written, the others for row tiles whose rows leave states.
 constexpr int32_t kNumCostKinds = 2 * kNumTileKinds;
 
 /// `state_begin`: of the row group.
@@ -83,7 +83,7 @@ struct RowTile {
   int32_t num_kv_tiles;  // >= 1: a tile with nothing to attend to has one empty KV tile, so that its output is written
 };
 
-/// What a CTA must know of a schedule first.
+/// The part of a schedule that a CTA reads first.
 enum ScheduleFlag : int32_t {
   kIsPlain = 1 << 0,          // no row is in several groups, and there is no row list
   kUsesQueue = 1 << 1,        // CTAs may take whole pairs from the work queue
@@ -107,15 +107,15 @@ ATTN_HD bool operator<(const Position& a, const Position& b) {
   return a.kv_tile < b.kv_tile;
 }
 
-/// What a level says of rows of Q whose requests its row groups do not know, for variants.
+/// For variants: a level's positions and requests of rows of Q whose requests its row groups do not know.
 struct RowPositions {
   const int32_t* positions;  // [rows of Q]: among the tokens of their requests; nullptr: as the row groups say
   const int32_t* requests;   // [rows of Q]: their places in the batch; nullptr: as the row groups say
   int32_t num_rows;
 };
 
-/// What a variant's mask lets a row of a view see (attention/row_ranges.h): no token outside [begin, end), and all of
-/// [full_begin, full_end). Positions are those of the tokens in their request.
+/// The tokens that a variant's mask lets a row of a view see (attention/variant/row_ranges.h): no token outside [begin,
+/// end), and all of [full_begin, full_end). Positions are token positions in their request.
 struct alignas(16) RowRange {
   int32_t begin;
   int32_t end;
@@ -124,7 +124,7 @@ struct alignas(16) RowRange {
 };
 
 /// Most KV tiles of a row tile that are listed: a list fills 4 KB.
-constexpr int32_t kMostListedKvTiles = 1023;
+constexpr int32_t kMaxListedKvTiles = 1023;
 
 /// Where a KV tile begins.
 struct KvTileStart {
@@ -147,13 +147,13 @@ struct ListedKvTile {
 };
 
 /// The KV tiles of a row tile in which some row sees a token, in order; those between them are skipped. Made for the
-/// row tiles of a view (attention/kv_tile_lists.h). Tokens are positions among those of the request.
+/// row tiles of a view (attention/variant/kv_tile_lists.h). Tokens are positions in the request.
 struct KvTileList {
   int32_t count;  // -1: more than there is room for
-  ListedKvTile kv_tiles[kMostListedKvTiles];
+  ListedKvTile kv_tiles[kMaxListedKvTiles];
 };
 
-/// What the row groups of one level have in common.
+/// Fields that the row groups of one level share.
 struct Level {
   const int32_t* indices;  // nullptr: ragged (page j of a group is table_begin + j)
   const int32_t* rows;     // row list: row j of the level is row rows[j] of Q and O; nullptr: row j itself
@@ -231,7 +231,7 @@ struct alignas(16) AttachmentSlot {
 /// How a plan looks for shared prefixes.
 enum CascadeMode : int32_t { kCascadeOff = 0, kCascadeByCost = 1, kCascadeAlways = 2 };
 
-/// What the schedule depends on besides the batch: fixed when an Attention object is made.
+/// The schedule's inputs besides the batch: fixed when an Attention object is made.
 struct ScheduleConfig {
   int32_t num_kv_heads;
   int32_t group_size;  // query heads of one KV head
@@ -246,8 +246,9 @@ struct ScheduleConfig {
   int32_t max_links;        // row groups of one row
   int32_t max_nodes;        // requests that a prefix forest is sought in; 0: never
   int32_t cascade;          // CascadeMode
-  int32_t batch_invariant;  // parts and their order depend on the request alone
-  int32_t min_queue_pairs;  // a work queue is used if a CTA's share holds so many of the longest pairs; 0: never
+  int32_t batch_invariant;  // parts and their order depend only on the request
+  int32_t min_queue_pairs;  // a work queue is used if a CTA's share holds at least this number of the longest pairs; 0:
+                            // never
   int32_t min_share;  // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
   int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O

@@ -27,15 +27,15 @@ ATTN_HD int32_t kv_begin_after(int32_t kv_begin, int32_t number, int32_t kv_tile
   return kv_begin + number * kv_tile;
 }
 
-/// Pair number `pair` of the work queue: group by group, in a group starting with the row tile that sees most
-/// tokens, and there head by head. The pairs of a group are those of its row tiles, times the number of heads.
+/// Pair number `pair` of the work queue: group by group, in a group starting with the row tile that sees most tokens,
+/// and there head by head. A group has as many pairs as row tiles, times the number of heads.
 ATTN_HD Position queued_pair(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads,
                              int32_t num_tiles, int32_t pair) {
   const int32_t tile = pair / num_kv_heads;
   const RowGroup& group = schedule.groups[schedule.tiles[tile].group];
   const int32_t num_rows = group.qo_len * group_size.divisor;
-  const int32_t of_group = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
-  return Position{2 * group.tile_begin + of_group - 1 - tile, pair - tile * num_kv_heads, 0, 0};
+  const int32_t group_tiles = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
+  return Position{2 * group.tile_begin + group_tiles - 1 - tile, pair - tile * num_kv_heads, 0, 0};
 }
 
 /// Partial states. A CTA writes at most two: one of the (row tile, head) inside which its interval starts, one of that

@@ -8,7 +8,7 @@
 
 namespace attn {
 
-/// Levels of the schedule: those of the composition, and one of the forest's row groups.
+/// Levels of the schedule: the composition's levels, and one with the forest's row groups.
 ATTN_HD int32_t count_levels(const PlanParams& p) { return p.num_levels + (p.seeks_forest ? 1 : 0); }
 
 /// Writes the header, without the levels.

@@ -1,6 +1,5 @@
-// Sparse attention: the tokens that an engine's indexer has selected for each row become slots in the page table that
-// a plan's runs read. Slots of tokens that exist come first, in the order of the tokens, and the plan is told how many
-// there are.
+// Sparse attention: the tokens that an engine's indexer has selected for each row become slots in the page table that a
+// plan's runs read. Slots of tokens that exist come first, in the order of the tokens, and the plan gets their number.
 #pragma once
 
 #include "common/index_array.h"
@@ -84,7 +83,7 @@ ATTN_HD void report(ScheduleHeader& header, ScheduleError error) {
 #endif
 }
 
-/// Shortens a row group of a request to those of its tokens that are among the request's first `count`.
+/// Shortens a row group of a request to its tokens among the request's first `count`.
 ATTN_HD void set_group_length(const PlannedSelection& plan, int32_t group_number, int32_t request, int32_t count) {
   RowGroup& group = plan.schedule.groups[group_number];
   const int32_t begin = static_cast<int32_t>(group.table_begin - request * plan.row_stride);  // of a KV chunk

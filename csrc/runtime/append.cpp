@@ -92,7 +92,7 @@ DataType heads_dtype(const char* name, const TensorView& tensor) {
   return *dtype;
 }
 
-/// A scale of the cache that append writes. Append does not know requests: they cannot have scales of their own.
+/// A scale of the cache that append writes. Append does not know requests: scales per request are not possible.
 KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, int64_t num_kv_heads) {
   const KvScale made = kv_scale(name, scale, device, num_kv_heads);
   if (made.is_of_requests())
@@ -104,8 +104,8 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
 /// The element type of a cache that heads of `dtype` are written to: of 8 bits, or of 16 if these are; else `dtype`.
 DataType cache_dtype(const TensorView& cache, DataType dtype) {
   using D = DataType;
-  const auto of_cache = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kBFloat16, D::kFloat16});
-  return of_cache && (has_8_bits(*of_cache) || dtype != D::kFloat32) ? *of_cache : dtype;
+  const auto stored = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kBFloat16, D::kFloat16});
+  return stored && (has_8_bits(*stored) || dtype != D::kFloat32) ? *stored : dtype;
 }
 
 /// Launches the kernel, or runs the CPU's loop.
@@ -184,51 +184,41 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
 }  // namespace
 
 /// Without `v`, `v_cache` and `slots`, k_cache is [tokens, 1, num_kv_heads, head_dim], the place of K.
-struct AppendQkvArguments {
-  TensorView q;
-  TensorView k;
-  Optional<TensorView> v;
-  TensorView out;  // Q
-  TensorView k_cache;
-  Optional<TensorView> v_cache;
-  Optional<TensorView> slots;
-  String file;  // the cubin
-  double norm_eps;
-  double norm_offset;
-  bool is_interleaved;
-  Optional<TensorView> positions;
-  Optional<TensorView> table;
-  Optional<TensorView> q_norm;
-  Optional<TensorView> k_norm;
-  AnyView k_scale;
-  AnyView v_scale;
-};
-
-ATTN_ARGUMENTS(AppendQkvArguments, ATTN_ARGUMENT(q), ATTN_ARGUMENT(k), ATTN_ARGUMENT(v), ATTN_ARGUMENT(out),
-               ATTN_ARGUMENT(k_cache), ATTN_ARGUMENT(v_cache), ATTN_ARGUMENT(slots), ATTN_ARGUMENT(file),
-               ATTN_ARGUMENT(norm_eps), ATTN_ARGUMENT(norm_offset), ATTN_ARGUMENT(is_interleaved),
-               ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table), ATTN_ARGUMENT(q_norm), ATTN_ARGUMENT(k_norm),
-               ATTN_ARGUMENT(k_scale), ATTN_ARGUMENT(v_scale));
+#define APPEND_QKV_ARGUMENTS(ARGUMENT)      \
+  ARGUMENT(TensorView, q)                   \
+  ARGUMENT(TensorView, k)                   \
+  ARGUMENT(Optional<TensorView>, v)         \
+  ARGUMENT(TensorView, out) /* Q */         \
+  ARGUMENT(TensorView, k_cache)             \
+  ARGUMENT(Optional<TensorView>, v_cache)   \
+  ARGUMENT(Optional<TensorView>, slots)     \
+  ARGUMENT(String, file) /* the cubin */    \
+  ARGUMENT(double, norm_eps)                \
+  ARGUMENT(double, norm_offset)             \
+  ARGUMENT(bool, is_interleaved)            \
+  ARGUMENT(Optional<TensorView>, positions) \
+  ARGUMENT(Optional<TensorView>, table)     \
+  ARGUMENT(Optional<TensorView>, q_norm)    \
+  ARGUMENT(Optional<TensorView>, k_norm)    \
+  ARGUMENT(AnyView, k_scale)                \
+  ARGUMENT(AnyView, v_scale)
+ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
 
 /// append_kv into a cache of another type, to which numbers are rounded: append_qkv without Q. With a table K is
 /// rotated before that. `v` and `v_cache` may be missing.
-struct AppendKvRoundedArguments {
-  TensorView k;
-  Optional<TensorView> v;
-  TensorView k_cache;
-  Optional<TensorView> v_cache;
-  TensorView slots;
-  String file;  // the cubin
-  AnyView k_scale;
-  AnyView v_scale;
-  Optional<bool> is_interleaved;
-  Optional<TensorView> positions;
-  Optional<TensorView> table;
-};
-
-ATTN_ARGUMENTS(AppendKvRoundedArguments, ATTN_ARGUMENT(k), ATTN_ARGUMENT(v), ATTN_ARGUMENT(k_cache),
-               ATTN_ARGUMENT(v_cache), ATTN_ARGUMENT(slots), ATTN_ARGUMENT(file), ATTN_ARGUMENT(k_scale),
-               ATTN_ARGUMENT(v_scale), ATTN_ARGUMENT(is_interleaved), ATTN_ARGUMENT(positions), ATTN_ARGUMENT(table));
+#define APPEND_KV_ROUNDED_ARGUMENTS(ARGUMENT) \
+  ARGUMENT(TensorView, k)                     \
+  ARGUMENT(Optional<TensorView>, v)           \
+  ARGUMENT(TensorView, k_cache)               \
+  ARGUMENT(Optional<TensorView>, v_cache)     \
+  ARGUMENT(TensorView, slots)                 \
+  ARGUMENT(String, file) /* the cubin */      \
+  ARGUMENT(AnyView, k_scale)                  \
+  ARGUMENT(AnyView, v_scale)                  \
+  ARGUMENT(Optional<bool>, is_interleaved)    \
+  ARGUMENT(Optional<TensorView>, positions)   \
+  ARGUMENT(Optional<TensorView>, table)
+ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
 
 namespace {
 
@@ -293,7 +283,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };
-  constexpr int32_t kMaxColumns = 512, kMaxRotated = 256;  // 512: those of MLA's latents
+  constexpr int32_t kMaxColumns = 512, kMaxRotated = 256;  // 512: MLA's latents
   const bool is_rotated = given.table.has_value();
   const int32_t k_columns = columns_of("kv.k.shape[3] (head_dim)", k_cache, is_rotated ? kMaxRotated : kMaxColumns);
 
@@ -339,7 +329,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   launch_append_qkv(params, dtype, device, view(given.file));
 }
 
-/// bf16 latents and rotated parts to rows with scales of their own.
+/// bf16 latents and rotated parts to rows that carry their scales.
 void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorView slots, String file) {
   const DLDevice device = cache.device();
   LatentParams params{};

@@ -1,5 +1,5 @@
-// Functions whose arguments Python gives by name (attn_backend/kernels/native.py). A struct has the arguments as
-// fields, and a table of these is what both sides know of names and order.
+// Functions whose arguments Python gives by name (attn_backend/kernels/native.py). A list of types and names makes
+// a struct, and the table of names and their order that both sides use.
 #pragma once
 
 #include <tvm/ffi/any.h>
@@ -27,28 +27,13 @@ using tvm::ffi::TensorView;
 template <class T>
 struct Argument {
   const char* name;
-  size_t offset;
 };
 
 /// The arguments of a struct, in the order of its fields: a tuple `arguments`.
 template <class Struct>
 struct ArgumentTable;
 
-/// Whether the table has every field of the struct, in their order.
-template <class Struct, class... T>
-constexpr bool lists_all(const std::tuple<Argument<T>...>& table) {
-  const auto round_up = [](size_t bytes, size_t alignment) { return (bytes + alignment - 1) / alignment * alignment; };
-  size_t end = 0;
-  bool is_in_order = true;
-  std::apply(
-      [&](const Argument<T>&... argument) {
-        ((is_in_order &= argument.offset == round_up(end, alignof(T)), end = argument.offset + sizeof(T)), ...);
-      },
-      table);
-  return is_in_order && round_up(end, alignof(Struct)) == sizeof(Struct);
-}
-
-/// What an argument of a type must be, as messages say it.
+/// The requirement of a type, for messages.
 template <class T>
 constexpr const char* kMustBe = nullptr;
 template <>
@@ -95,7 +80,6 @@ template <class Struct, class Result>
 void call_by_name(Result (*function)(const Struct&), const TVMFFIAny* values, int32_t count, TVMFFIAny* result) {
   constexpr auto& table = ArgumentTable<Struct>::arguments;
   constexpr size_t kCount = std::tuple_size_v<std::remove_reference_t<decltype(table)>>;
-  static_assert(lists_all<Struct>(table), "the table lacks a field, or has them in another order");
   if (static_cast<size_t>(count) > kCount) TVM_FFI_THROW(TypeError) << count << " arguments for " << kCount;
   const Struct arguments = read_arguments<Struct>(table, std::make_index_sequence<kCount>{},
                                                   reinterpret_cast<const AnyView*>(values), static_cast<size_t>(count));
@@ -114,15 +98,19 @@ tvm::ffi::Array<tvm::ffi::String> names_of() {
 
 }  // namespace attn
 
-/// The table of a struct: ATTN_ARGUMENTS(Scaling, ATTN_ARGUMENT(values), ATTN_ARGUMENT(factor));
-#define ATTN_ARGUMENTS(Struct, ...)                        \
-  template <>                                              \
-  struct ArgumentTable<Struct> {                           \
-    using Self = Struct;                                   \
-    static constexpr std::tuple arguments = {__VA_ARGS__}; \
+/// The struct and its table, from a list of arguments:
+///     #define SCALING(ARGUMENT) ARGUMENT(TensorView, values) ARGUMENT(double, factor)
+///     ATTN_ARGUMENTS(Scaling, SCALING);
+#define ATTN_ARGUMENTS(Struct, LIST)                                  \
+  struct Struct {                                                     \
+    LIST(ATTN_FIELD)                                                  \
+  };                                                                  \
+  template <>                                                         \
+  struct ArgumentTable<Struct> {                                      \
+    static constexpr std::tuple arguments = {LIST(ATTN_TABLE_ENTRY)}; \
   }
-#define ATTN_ARGUMENT(member) \
-  Argument<decltype(Self::member)> { #member, offsetof(Self, member) }
+#define ATTN_FIELD(type, name) type name;
+#define ATTN_TABLE_ENTRY(type, name) Argument<type>{#name},
 
 /// Exports a function that takes a struct with a table under `name`, and the names in that table as `name`_arguments.
 #define ATTN_EXPORT_BY_NAME(name, Struct, function)                                                 \

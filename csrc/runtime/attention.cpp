@@ -7,7 +7,7 @@
 #include "attention/cpu/executor.h"
 #include "attention/cpu/variant_loader.h"
 #include "attention/merge/shape.h"
-#include "attention/row_ranges.h"
+#include "attention/variant/row_ranges.h"
 #include "planner/forest.h"
 #include "planner/host/planner.h"
 #include "planner/launch.h"
@@ -18,7 +18,7 @@ namespace attn {
 namespace {
 
 /// Row states that are kept for shared prefixes: four for each request, as a row of a decode has with three levels
-/// above it, and room for a chunk or two of prompts beside a small batch.
+/// above it, and room for a chunk or two of prompts next to a small batch.
 int32_t cascade_states(const AttentionConfig& config) {
   const int64_t all = int64_t{config.max_rows} * kMaxLevels;
   return static_cast<int32_t>(min_of<int64_t>(max_of(4 * min_of(config.max_groups, kMaxForestRequests), 1024), all));
@@ -83,9 +83,9 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   schedule.state_cost = costs.state / ctas;
   schedule.cascade_cost = costs.forest / ctas;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
-    const int32_t of_cta = kind % kNumTileKinds == schedule.max_kind ? kind - (ctas - 1) : kind;
-    schedule.kv_tile_cost[kind] = costs.kv_tile[of_cta];
-    schedule.pair_cost[kind] = costs.pair[of_cta];
+    const int32_t cta_kind = kind % kNumTileKinds == schedule.max_kind ? kind - (ctas - 1) : kind;
+    schedule.kv_tile_cost[kind] = costs.kv_tile[cta_kind];
+    schedule.pair_cost[kind] = costs.pair[cta_kind];
   }
   return schedule;
 }

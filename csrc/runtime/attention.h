@@ -47,12 +47,12 @@ struct AttentionConfig {
 };
 
 /// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names;
-/// with kFloat8Out before them, those of outputs of 8 bits. With a variant only the design's first kernel must be
+/// kFloat8Out precedes the names of kernels with 8-bit outputs. With a variant only the design's first kernel must be
 /// there. On a CPU "variant", a shared library, if there is one.
 using KernelFiles = std::map<std::string, std::string>;
 constexpr const char* kFloat8Out = "float8_out_";
 
-/// What `plan` is told of a level of a composition beside its tensors. Filled by Python.
+/// What `plan` gets about a level of a composition, besides its tensors. Filled by Python.
 struct LevelOptions {
   int32_t index;
   int32_t num_levels;  // of the composition
@@ -75,7 +75,7 @@ struct WorkspaceSize {
   int64_t row_ranges;  // and the KvTileLists after them
 };
 
-/// Most query heads: what is counted for each head and row fits into 64 bits.
+/// Most query heads: counts for each head and row fit into 64 bits.
 constexpr int32_t kMaxHeads = 1 << 16;
 
 class Attention {

@@ -99,21 +99,17 @@ int64_t checked_batch(const TensorView& qo_indptr, int32_t max_groups) {
 }  // namespace
 
 /// A level of a composition, a BSR view.
-struct PlanLevelArguments {
-  int64_t handle;
-  Bytes options;  // LevelOptions
-  TensorView qo_indptr;
-  Optional<TensorView> row_list;
-  Optional<TensorView> indices;
-  Optional<TensorView> indptr;
-  Optional<TensorView> last_page_len;
-  Optional<TensorView> kv_lens;
-  Optional<TensorView> rows;  // of the table
-};
-
-ATTN_ARGUMENTS(PlanLevelArguments, ATTN_ARGUMENT(handle), ATTN_ARGUMENT(options), ATTN_ARGUMENT(qo_indptr),
-               ATTN_ARGUMENT(row_list), ATTN_ARGUMENT(indices), ATTN_ARGUMENT(indptr), ATTN_ARGUMENT(last_page_len),
-               ATTN_ARGUMENT(kv_lens), ATTN_ARGUMENT(rows));
+#define PLAN_LEVEL_ARGUMENTS(ARGUMENT)          \
+  ARGUMENT(int64_t, handle)                     \
+  ARGUMENT(Bytes, options) /* LevelOptions */   \
+  ARGUMENT(TensorView, qo_indptr)               \
+  ARGUMENT(Optional<TensorView>, row_list)      \
+  ARGUMENT(Optional<TensorView>, indices)       \
+  ARGUMENT(Optional<TensorView>, indptr)        \
+  ARGUMENT(Optional<TensorView>, last_page_len) \
+  ARGUMENT(Optional<TensorView>, kv_lens)       \
+  ARGUMENT(Optional<TensorView>, rows) /* of the table */
+ATTN_ARGUMENTS(PlanLevelArguments, PLAN_LEVEL_ARGUMENTS);
 
 namespace {
 
@@ -162,7 +158,7 @@ int64_t plan_level(const PlanLevelArguments& given) {
   return attention.plan(options.num_levels, options.finds_row_ranges, !options.pages_change, current_stream(device));
 }
 
-/// The Params of the variant: those of all runs until it is called again.
+/// Sets the Params of the variant for all later runs.
 void set_variant_params(int64_t handle, const Bytes& params) {
   Attention::of(handle).set_variant_params(params.data(), params.size());
 }

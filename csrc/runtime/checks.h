@@ -1,4 +1,4 @@
-// Refusals: every message names the argument, what it was and what it must be.
+// Refusals: every message names the argument, the value passed and the value required.
 #pragma once
 
 #include <sys/mman.h>
@@ -69,7 +69,7 @@ inline bool is_mapped(uintptr_t address) {
 /// Refuses what looks like a tensor but has no memory: a FakeTensor, a subclass that wraps others, a tensor whose
 /// storage was freed.
 inline void check_memory(const char* name, const TensorView& tensor) {
-  // A view of freed storage has its offset for an address. Nearly all memory lies above these; what does not is looked
+  // A view of freed storage has its offset for an address. Nearly all memory lies above these; other memory is looked
   // up. An offset of 4 GiB and more is not noticed.
   constexpr uintptr_t kUnlikely = uintptr_t{1} << 32;
   const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
@@ -215,8 +215,8 @@ inline KvTensor kv_tensor(const char* name, const TensorView& t, DLDevice device
   return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-/// Refuses a tensor to be written whose elements do not each have a place of their own. Strides that interleave
-/// dimensions are refused, too, though their elements may have.
+/// Refuses a tensor to be written whose elements overlap. Strides that interleave dimensions are refused, too, though
+/// their elements may have.
 inline void check_no_overlap(const char* name, const TensorView& tensor) {
   constexpr int32_t kMaxDims = 4;
   int32_t dims[kMaxDims];  // of more than one element, the smallest stride first

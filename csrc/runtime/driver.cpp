@@ -250,13 +250,16 @@ bool is_device_memory(uint64_t address) {
 
 int32_t max_shared_bytes(int32_t device) { return device_attribute(device, kMaxSharedMemoryPerBlockOptin); }
 
+/// CU_TENSOR_MAP_DATA_TYPE_*. 8-bit numbers are bytes to TMA.
+static int tensor_map_type(DataType dtype) {
+  if (has_8_bits(dtype)) return 0;                                                // UINT8
+  return dtype == DataType::kBFloat16 ? 9 : dtype == DataType::kFloat32 ? 7 : 6;  // BFLOAT16, FLOAT32, FLOAT16
+}
+
 bool encode(const Tensor4d& tensor, TensorMap& map) {
-  constexpr int kUint8 = 0, kFloat16 = 6, kBFloat16 = 9;  // CU_TENSOR_MAP_DATA_TYPE_*
   constexpr int kNoInterleave = 0, kNoFill = 0;  // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-  constexpr int kSwizzle128 = 3;
   constexpr uint64_t kUnit = 16;
   const uint64_t bytes = static_cast<uint64_t>(bytes_of(tensor.dtype));
-  const int type = has_8_bits(tensor.dtype) ? kUint8 : tensor.dtype == DataType::kBFloat16 ? kBFloat16 : kFloat16;
   uint64_t strides[3];
   uint64_t alignment_bits = reinterpret_cast<uint64_t>(tensor.data);  // of rows
   for (int i = 0; i < 3; ++i) {
@@ -272,8 +275,9 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kNoPromotion = 0, kPromoteToL2_128 = 2;
   const int promotion = alignment_bits % 128 == 0 ? kPromoteToL2_128 : kNoPromotion;
   const uint32_t steps[4] = {1, 1, 1, 1};
-  return driver().encode_tiled(&map, type, 4, const_cast<void*>(tensor.data), tensor.sizes, strides, tensor.box, steps,
-                               kNoInterleave, kSwizzle128, promotion, kNoFill) == 0;
+  return driver().encode_tiled(&map, tensor_map_type(tensor.dtype), 4, const_cast<void*>(tensor.data), tensor.sizes,
+                               strides, tensor.box, steps, kNoInterleave, static_cast<int>(tensor.swizzle), promotion,
+                               kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {

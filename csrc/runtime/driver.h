@@ -32,8 +32,7 @@ struct Launch {
   uint32_t grid_x;
   uint32_t grid_y;
   uint32_t threads;
-  // Programmatic dependent launch: the kernel waits for the previous one itself. One that does not is launched after
-  // it.
+  // Programmatic dependent launch: the kernel waits for the previous one itself. Other kernels are serialized.
   bool overlaps_previous = false;
   int32_t shared_bytes = -1;  // dynamic shared memory, if less than the kernel's
   uint32_t cluster_x = 1;     // CTAs of a thread block cluster; more than 8 only with has_large_clusters
@@ -51,8 +50,8 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
 /// Where the code of a kernel lies, if its source and cubin say (common/kernel_code.h).
 KernelCode find_code(const Kernel& kernel);
 
-/// load_kernel() of what has no owner: loaded when it is first asked for. Found without a copy of a string: a layer's
-/// call has no time for it. has_large_clusters: launches may have clusters of up to 16 CTAs.
+/// load_kernel() for kernels without an owner: loaded at the first call. Lookups copy no string, which would cost a
+/// layer's call time. has_large_clusters: launches may have clusters of up to 16 CTAs.
 const Kernel& loaded_kernel(std::string_view file, std::string_view symbol, int32_t device, int32_t shared_bytes = 0,
                             bool has_large_clusters = false);
 

@@ -15,7 +15,7 @@ using tvm::ffi::String;
 
 constexpr int64_t kMaxBlocks = 1 << 16;
 
-/// Elements from one tensor to another: both are seen as the states of one.
+/// Elements from one tensor to another: both become views of one tensor's states.
 int64_t distance(const TensorView& from, const TensorView& to, int64_t element_bytes) {
   return static_cast<int64_t>(reinterpret_cast<intptr_t>(to.data_ptr()) - reinterpret_cast<intptr_t>(from.data_ptr())) /
          element_bytes;
@@ -119,22 +119,18 @@ const uint8_t* mask_data(const TensorView& mask, DLDevice device, int64_t rows) 
 }  // namespace
 
 /// The states of each row. With o_b and lse_b: StateForm::kTwo; with indptr: kCounted; else kOfRow.
-struct MergeStatesArguments {
-  TensorView o;
-  TensorView lse;
-  TensorView out;
-  TensorView out_lse;
-  bool is_log2;  // lse and out_lse
-  String file;   // the cubin
-  Optional<TensorView> o_b;
-  Optional<TensorView> lse_b;
-  Optional<TensorView> indptr;
-  Optional<TensorView> mask;
-};
-
-ATTN_ARGUMENTS(MergeStatesArguments, ATTN_ARGUMENT(o), ATTN_ARGUMENT(lse), ATTN_ARGUMENT(out), ATTN_ARGUMENT(out_lse),
-               ATTN_ARGUMENT(is_log2), ATTN_ARGUMENT(file), ATTN_ARGUMENT(o_b), ATTN_ARGUMENT(lse_b),
-               ATTN_ARGUMENT(indptr), ATTN_ARGUMENT(mask));
+#define MERGE_STATES_ARGUMENTS(ARGUMENT)        \
+  ARGUMENT(TensorView, o)                       \
+  ARGUMENT(TensorView, lse)                     \
+  ARGUMENT(TensorView, out)                     \
+  ARGUMENT(TensorView, out_lse)                 \
+  ARGUMENT(bool, is_log2) /* lse and out_lse */ \
+  ARGUMENT(String, file)  /* the cubin */       \
+  ARGUMENT(Optional<TensorView>, o_b)           \
+  ARGUMENT(Optional<TensorView>, lse_b)         \
+  ARGUMENT(Optional<TensorView>, indptr)        \
+  ARGUMENT(Optional<TensorView>, mask)
+ATTN_ARGUMENTS(MergeStatesArguments, MERGE_STATES_ARGUMENTS);
 
 namespace {
 

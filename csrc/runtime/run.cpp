@@ -12,39 +12,33 @@
 
 namespace attn {
 
-/// What a run is given. Calls may end before any argument from q_rope on.
-struct RunArguments {
-  int64_t handle;
-  TensorView q;
-  TensorView k;            // any form of tensor_forms.h
-  Optional<TensorView> v;  // None only with k_rope
-  TensorView out;
-  Optional<TensorView> lse;
-  double sm_scale;
-  double logits_soft_cap;
-  bool after_append;
-  Optional<TensorView> q_rope;  // the last columns of Q, where they are not in q
-  AnyView k_scale, v_scale;     // of an 8-bit cache: KvScale
-  AnyView q_scale;              // the same of Q of 8 bits
-  Optional<TensorView> sinks;
-  Optional<bool> lse_to_base_2;
-  Optional<bool> is_hnd;         // K and V of three dimensions
-  Optional<TensorView> k_rope;   // the last columns of K, right after the others; V is then k
-  AnyView out_scale;             // of O in 8 bits; None: O has the Attention's dtype
-  Optional<TensorView> indices;  // and what follows: a Selection
-  Optional<TensorView> block_table;
-  Optional<TensorView> requests;
-  Optional<TensorView> kv_lens;
-  Optional<int64_t> page_size;
-  Optional<int64_t> page_stride;
-};
-
-ATTN_ARGUMENTS(RunArguments, ATTN_ARGUMENT(handle), ATTN_ARGUMENT(q), ATTN_ARGUMENT(k), ATTN_ARGUMENT(v),
-               ATTN_ARGUMENT(out), ATTN_ARGUMENT(lse), ATTN_ARGUMENT(sm_scale), ATTN_ARGUMENT(logits_soft_cap),
-               ATTN_ARGUMENT(after_append), ATTN_ARGUMENT(q_rope), ATTN_ARGUMENT(k_scale), ATTN_ARGUMENT(v_scale),
-               ATTN_ARGUMENT(q_scale), ATTN_ARGUMENT(sinks), ATTN_ARGUMENT(lse_to_base_2), ATTN_ARGUMENT(is_hnd),
-               ATTN_ARGUMENT(k_rope), ATTN_ARGUMENT(out_scale), ATTN_ARGUMENT(indices), ATTN_ARGUMENT(block_table),
-               ATTN_ARGUMENT(requests), ATTN_ARGUMENT(kv_lens), ATTN_ARGUMENT(page_size), ATTN_ARGUMENT(page_stride));
+/// The arguments of a run. Calls may end before any argument from q_rope on.
+#define RUN_ARGUMENTS(ARGUMENT)                                                                            \
+  ARGUMENT(int64_t, handle)                                                                                \
+  ARGUMENT(TensorView, q)                                                                                  \
+  ARGUMENT(TensorView, k)           /* any form of tensor_forms.h */                                       \
+  ARGUMENT(Optional<TensorView>, v) /* None only with k_rope */                                            \
+  ARGUMENT(TensorView, out)                                                                                \
+  ARGUMENT(Optional<TensorView>, lse)                                                                      \
+  ARGUMENT(double, sm_scale)                                                                               \
+  ARGUMENT(double, logits_soft_cap)                                                                        \
+  ARGUMENT(bool, after_append)                                                                             \
+  ARGUMENT(Optional<TensorView>, q_rope) /* the last columns of Q, where they are not in q */              \
+  ARGUMENT(AnyView, k_scale)             /* of an 8-bit cache: KvScale */                                  \
+  ARGUMENT(AnyView, v_scale)                                                                               \
+  ARGUMENT(AnyView, q_scale) /* the same of Q of 8 bits */                                                 \
+  ARGUMENT(Optional<TensorView>, sinks)                                                                    \
+  ARGUMENT(Optional<bool>, lse_to_base_2)                                                                  \
+  ARGUMENT(Optional<bool>, is_hnd)        /* K and V of three dimensions */                                \
+  ARGUMENT(Optional<TensorView>, k_rope)  /* the last columns of K, right after the others; V is then k */ \
+  ARGUMENT(AnyView, out_scale)            /* of O in 8 bits; None: O has the Attention's dtype */          \
+  ARGUMENT(Optional<TensorView>, indices) /* and what follows: a Selection */                              \
+  ARGUMENT(Optional<TensorView>, block_table)                                                              \
+  ARGUMENT(Optional<TensorView>, requests)                                                                 \
+  ARGUMENT(Optional<TensorView>, kv_lens)                                                                  \
+  ARGUMENT(Optional<int64_t>, page_size)                                                                   \
+  ARGUMENT(Optional<int64_t>, page_stride)
+ATTN_ARGUMENTS(RunArguments, RUN_ARGUMENTS);
 
 namespace {
 

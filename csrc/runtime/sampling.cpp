@@ -63,24 +63,25 @@ RowInt row_int(const char* name, const AnyView& value, DLDevice device, int64_t 
   return result;
 }
 
-/// What is drawn from, and the parameters that every task has: `values` are logits of any float dtype, or float32
+/// The distribution, and the parameters that every task has: `values` are logits of any float dtype, or float32
 /// probabilities, which the caller calls "probs".
-SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, const AnyView& temperature,
+SamplingParams params_of(RowTask task, bool from_probs, const TensorView& values, const AnyView& temperature,
                          const AnyView& top_k, const AnyView& top_p, const Optional<TensorView>& rows = std::nullopt) {
-  const char* name = of_probs ? "probs" : "logits";
+  const char* name = from_probs ? "probs" : "logits";
   const DLDevice device = values.device();
   float_dtype(name, values);
-  if (of_probs) check_dtype(name, values, kFloat32);
+  if (from_probs) check_dtype(name, values, kFloat32);
   check_memory(name, values);
   check_shape(name, values, {{"batch"}, {"vocab"}});
   check_contiguous_dim(name, values, 1);
-  const char* const batch_name = of_probs ? "probs.shape[0] (batch)" : "logits.shape[0] (batch)";
+  const char* const batch_name = from_probs ? "probs.shape[0] (batch)" : "logits.shape[0] (batch)";
   SamplingParams params{};
   params.task = task;
   params.values = values.data_ptr();
   params.row_stride = values.stride(0);
   params.batch = narrow(batch_name, values.size(0), 0, kMaxRows);
-  params.vocab = narrow(of_probs ? "probs.shape[1] (vocab)" : "logits.shape[1] (vocab)", values.size(1), 1, kMaxVocab);
+  params.vocab =
+      narrow(from_probs ? "probs.shape[1] (vocab)" : "logits.shape[1] (vocab)", values.size(1), 1, kMaxVocab);
   if (rows.has_value()) {
     params.source_rows = index_array("rows", rows.value(), device, 0);
     params.num_source_rows = params.batch;
@@ -95,7 +96,7 @@ SamplingParams params_of(RowTask task, bool of_probs, const TensorView& values, 
   return params;
 }
 
-/// `name`: what the caller of the Python function knows the tensor by.
+/// `name`: the tensor's name for the caller of the Python function.
 void set_token_ids(SamplingParams& params, const char* name, const TensorView& token_ids, DLDevice device,
                    std::initializer_list<Dim> dims) {
   check_index_dtype(name, token_ids.dtype());
@@ -117,8 +118,8 @@ int32_t choose_row_ctas(const SamplingParams& params, int32_t device, int32_t ma
   const bool is_long = segments >= 2 * kSamplingWarps * kPortableClusterCtas;
   int32_t ctas = 1;
   while (2 * ctas <= std::min(max_ctas, kPortableClusterCtas) && segments > kSamplingWarps * ctas) {
-    const int64_t of_first = is_long && has_top_p && !has_top_k ? 8 : 3;
-    const int64_t most = ctas == 1 ? of_first : !is_long ? 1 : has_top_k ? 2 : 4;
+    const int64_t first_limit = is_long && has_top_p && !has_top_k ? 8 : 3;
+    const int64_t most = ctas == 1 ? first_limit : !is_long ? 1 : has_top_k ? 2 : 4;
     if (int64_t{params.batch} * 2 * ctas > most * multiprocessors) break;
     ctas *= 2;
   }
@@ -133,12 +134,12 @@ bool is_unfiltered(const SamplingParams& params) {
          params.num_top_logprobs == 0;
 }
 
-/// CTAs of a row without filters, each warp reading a segment if there is room for so many; 0: the row is for a
-/// cluster. Only the last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
+/// CTAs of a row without filters, each warp reading a segment if there is room; 0: the row is for a cluster. Only the
+/// last CTA of a row waits: these are fewer than the GPU has room for, so the others start.
 int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, int32_t device, int32_t max_ctas) {
   // Without a mask the kernel of float32 logits leaves registers for a fourth CTA. It pays where a row has many.
-  constexpr int32_t kMostUncrowdedRows = 64;
-  const bool has_fourth = params.batch <= kMostUncrowdedRows && params.token_mask == nullptr && dtype == kFloat32;
+  constexpr int32_t kMaxUncrowdedRows = 64;
+  const bool has_fourth = params.batch <= kMaxUncrowdedRows && params.token_mask == nullptr && dtype == kFloat32;
   const int32_t room = (has_fourth ? 4 : kUnfilteredCtas) * driver::multiprocessor_count(device);
   const int32_t wanted = ceil_div(ceil_div(params.vocab, kSegmentTokens), kSamplingWarps);
   if (params.workspace != nullptr && params.batch <= kMaxSharedRows && 2 * params.batch <= room)
@@ -146,14 +147,14 @@ int32_t choose_unfiltered_ctas(const SamplingParams& params, DLDataType dtype, i
   return max_ctas == 1 || wanted == 1 || 2 * params.batch > room ? 1 : 0;
 }
 
-void launch(const SamplingParams& params, const LaunchOptions& options, bool of_probs, const TensorView& values) {
+void launch(const SamplingParams& params, const LaunchOptions& options, bool from_probs, const TensorView& values) {
   const DLDevice device = values.device();
   const std::string_view file{options.file.data(), options.file.size()};
   const std::string masked = params.token_mask != nullptr ? "masked_" : "";
   const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
   const driver::Stream stream = current_stream(device);
-  constexpr int32_t kMostGridRows = 65535;
-  if (!of_probs && is_unfiltered(params) && params.batch <= kMostGridRows) {
+  constexpr int32_t kMaxGridRows = 65535;
+  if (!from_probs && is_unfiltered(params) && params.batch <= kMaxGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMaxSharedRows;
     const int32_t ctas = row_ctas == 0 ? choose_unfiltered_ctas(params, values.dtype(), device.device_id, max_ctas)
                          : row_ctas == 1 || (may_share && params.batch * (row_ctas - 1) <= kWorkspaceMessages)
@@ -180,11 +181,11 @@ void launch(const SamplingParams& params, const LaunchOptions& options, bool of_
   driver::launch(kernel, shape, &params, stream);
 }
 
-void run(const SamplingParams& params, const LaunchOptions& options, bool of_probs, const TensorView& values) {
+void run(const SamplingParams& params, const LaunchOptions& options, bool from_probs, const TensorView& values) {
   if (params.batch == 0) return;
   if (values.device().device_type == kDLCUDA)
-    launch(params, options, of_probs, values);
-  else if (of_probs)
+    launch(params, options, from_probs, values);
+  else if (from_probs)
     cpu::sample_probs(params);
   else
     cpu::sample_logits(params, float_dtype("logits", values));
@@ -192,79 +193,63 @@ void run(const SamplingParams& params, const LaunchOptions& options, bool of_pro
 
 }  // namespace
 
-struct SampleArguments {
-  TensorView values;  // logits, or probabilities
-  bool of_probs;
-  bool joint;
-  bool tempered_logprobs;
-  String file;
-  int64_t max_ctas;
-  int64_t row_ctas;
-  AnyView temperature;
-  AnyView top_k;
-  AnyView top_p;
-  AnyView min_p;
-  AnyView seed;
-  AnyView position;
-  TensorView out;  // token ids
-  TensorView valid;
-  Optional<TensorView> token_mask;
-  Optional<TensorView> logprobs;
-  Optional<TensorView> top_logprobs;
-  Optional<TensorView> top_token_ids;
-  Optional<TensorView> workspace;
-  Optional<TensorView> rows;
-};
+#define SAMPLE_ARGUMENTS(ARGUMENT)                            \
+  ARGUMENT(TensorView, values) /* logits, or probabilities */ \
+  ARGUMENT(bool, from_probs)                                  \
+  ARGUMENT(bool, joint)                                       \
+  ARGUMENT(bool, tempered_logprobs)                           \
+  ARGUMENT(String, file)                                      \
+  ARGUMENT(int64_t, max_ctas)                                 \
+  ARGUMENT(int64_t, row_ctas)                                 \
+  ARGUMENT(AnyView, temperature)                              \
+  ARGUMENT(AnyView, top_k)                                    \
+  ARGUMENT(AnyView, top_p)                                    \
+  ARGUMENT(AnyView, min_p)                                    \
+  ARGUMENT(AnyView, seed)                                     \
+  ARGUMENT(AnyView, position)                                 \
+  ARGUMENT(TensorView, out) /* token ids */                   \
+  ARGUMENT(TensorView, valid)                                 \
+  ARGUMENT(Optional<TensorView>, token_mask)                  \
+  ARGUMENT(Optional<TensorView>, logprobs)                    \
+  ARGUMENT(Optional<TensorView>, top_logprobs)                \
+  ARGUMENT(Optional<TensorView>, top_token_ids)               \
+  ARGUMENT(Optional<TensorView>, workspace)                   \
+  ARGUMENT(Optional<TensorView>, rows)
+ATTN_ARGUMENTS(SampleArguments, SAMPLE_ARGUMENTS);
 
-ATTN_ARGUMENTS(SampleArguments, ATTN_ARGUMENT(values), ATTN_ARGUMENT(of_probs), ATTN_ARGUMENT(joint),
-               ATTN_ARGUMENT(tempered_logprobs), ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas),
-               ATTN_ARGUMENT(temperature), ATTN_ARGUMENT(top_k), ATTN_ARGUMENT(top_p), ATTN_ARGUMENT(min_p),
-               ATTN_ARGUMENT(seed), ATTN_ARGUMENT(position), ATTN_ARGUMENT(out), ATTN_ARGUMENT(valid),
-               ATTN_ARGUMENT(token_mask), ATTN_ARGUMENT(logprobs), ATTN_ARGUMENT(top_logprobs),
-               ATTN_ARGUMENT(top_token_ids), ATTN_ARGUMENT(workspace), ATTN_ARGUMENT(rows));
+#define WRITE_ROWS_ARGUMENTS(ARGUMENT)                        \
+  ARGUMENT(TensorView, values) /* logits, or probabilities */ \
+  ARGUMENT(int64_t, task)                                     \
+  ARGUMENT(bool, from_probs)                                  \
+  ARGUMENT(String, file)                                      \
+  ARGUMENT(int64_t, max_ctas)                                 \
+  ARGUMENT(int64_t, row_ctas)                                 \
+  ARGUMENT(AnyView, temperature)                              \
+  ARGUMENT(AnyView, top_k)                                    \
+  ARGUMENT(AnyView, top_p)                                    \
+  ARGUMENT(TensorView, out) /* float32 [batch, vocab] */
+ATTN_ARGUMENTS(WriteRowsArguments, WRITE_ROWS_ARGUMENTS);
 
-struct WriteRowsArguments {
-  TensorView values;  // logits, or probabilities
-  int64_t task;
-  bool of_probs;
-  String file;
-  int64_t max_ctas;
-  int64_t row_ctas;
-  AnyView temperature;
-  AnyView top_k;
-  AnyView top_p;
-  TensorView out;  // float32 [batch, vocab]
-};
-
-ATTN_ARGUMENTS(WriteRowsArguments, ATTN_ARGUMENT(values), ATTN_ARGUMENT(task), ATTN_ARGUMENT(of_probs),
-               ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas), ATTN_ARGUMENT(temperature),
-               ATTN_ARGUMENT(top_k), ATTN_ARGUMENT(top_p), ATTN_ARGUMENT(out));
-
-struct SpeculateArguments {
-  TensorView draft_probs;
-  TensorView draft_token_ids;
-  TensorView target_probs;
-  String file;
-  int64_t max_ctas;
-  int64_t row_ctas;
-  AnyView seed;
-  AnyView position;
-  TensorView token_ids;
-  TensorView num_accepted;
-  TensorView num_passed;
-  TensorView valid;
-};
-
-ATTN_ARGUMENTS(SpeculateArguments, ATTN_ARGUMENT(draft_probs), ATTN_ARGUMENT(draft_token_ids),
-               ATTN_ARGUMENT(target_probs), ATTN_ARGUMENT(file), ATTN_ARGUMENT(max_ctas), ATTN_ARGUMENT(row_ctas),
-               ATTN_ARGUMENT(seed), ATTN_ARGUMENT(position), ATTN_ARGUMENT(token_ids), ATTN_ARGUMENT(num_accepted),
-               ATTN_ARGUMENT(num_passed), ATTN_ARGUMENT(valid));
+#define SPECULATE_ARGUMENTS(ARGUMENT)   \
+  ARGUMENT(TensorView, draft_probs)     \
+  ARGUMENT(TensorView, draft_token_ids) \
+  ARGUMENT(TensorView, target_probs)    \
+  ARGUMENT(String, file)                \
+  ARGUMENT(int64_t, max_ctas)           \
+  ARGUMENT(int64_t, row_ctas)           \
+  ARGUMENT(AnyView, seed)               \
+  ARGUMENT(AnyView, position)           \
+  ARGUMENT(TensorView, token_ids)       \
+  ARGUMENT(TensorView, num_accepted)    \
+  ARGUMENT(TensorView, num_passed)      \
+  ARGUMENT(TensorView, valid)
+ATTN_ARGUMENTS(SpeculateArguments, SPECULATE_ARGUMENTS);
 
 namespace {
 
 void sample(const SampleArguments& given) {
   const DLDevice device = given.values.device();
-  SamplingParams params = params_of(RowTask::kSample, given.of_probs, given.values, given.temperature, given.top_k,
+  SamplingParams params = params_of(RowTask::kSample, given.from_probs, given.values, given.temperature, given.top_k,
                                     given.top_p, given.rows);
   params.joint = given.joint;
   params.tempered_logprobs = given.tempered_logprobs;
@@ -297,16 +282,16 @@ void sample(const SampleArguments& given) {
     if (reinterpret_cast<uintptr_t>(params.workspace) % 16 != 0)
       refuse("workspace", "not aligned", "aligned to 16 bytes");
   }
-  run(params, LaunchOptions(given), given.of_probs, given.values);
+  run(params, LaunchOptions(given), given.from_probs, given.values);
 }
 
 void write_rows(const WriteRowsArguments& given) {
   const auto task = static_cast<RowTask>(narrow("task", given.task));
-  SamplingParams params = params_of(task, given.of_probs, given.values, given.temperature, given.top_k, given.top_p);
+  SamplingParams params = params_of(task, given.from_probs, given.values, given.temperature, given.top_k, given.top_p);
   const DLDevice device = given.values.device();
   params.written = dense<float>("out", given.out, device, kFloat32, {{"batch", params.batch}, {"vocab", params.vocab}});
   params.written_stride = params.vocab;
-  run(params, LaunchOptions(given), given.of_probs, given.values);
+  run(params, LaunchOptions(given), given.from_probs, given.values);
 }
 
 void speculate(const SpeculateArguments& given) {

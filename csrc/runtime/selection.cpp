@@ -23,18 +23,15 @@ void load_selection(String file, int64_t device) {
 
 }  // namespace
 
-struct SelectedSlotsArguments {
-  TensorView indices;
-  TensorView out;
-  Optional<TensorView> block_table;
-  Optional<TensorView> requests;
-  Optional<TensorView> kv_lens;
-  int64_t page_size;
-  int64_t page_stride;
-};
-
-ATTN_ARGUMENTS(SelectedSlotsArguments, ATTN_ARGUMENT(indices), ATTN_ARGUMENT(out), ATTN_ARGUMENT(block_table),
-               ATTN_ARGUMENT(requests), ATTN_ARGUMENT(kv_lens), ATTN_ARGUMENT(page_size), ATTN_ARGUMENT(page_stride));
+#define SELECTED_SLOTS_ARGUMENTS(ARGUMENT)    \
+  ARGUMENT(TensorView, indices)               \
+  ARGUMENT(TensorView, out)                   \
+  ARGUMENT(Optional<TensorView>, block_table) \
+  ARGUMENT(Optional<TensorView>, requests)    \
+  ARGUMENT(Optional<TensorView>, kv_lens)     \
+  ARGUMENT(int64_t, page_size)                \
+  ARGUMENT(int64_t, page_stride)
+ATTN_ARGUMENTS(SelectedSlotsArguments, SELECTED_SLOTS_ARGUMENTS);
 
 namespace {
 
@@ -79,7 +76,7 @@ SelectionParams selection_params(const Selection& selection, DLDevice device) {
     refuse("requests", "None",
            "a tensor: block_table has " + std::to_string(table.size(0)) + " rows, indices " +
                std::to_string(indices.size(0)));
-  const bool is_empty = table.numel() == 0;  // its address may be that of no table
+  const bool is_empty = table.numel() == 0;  // its address may belong to no table
   params.block_table = static_cast<const int32_t*>(is_empty ? indices.data_ptr() : table.data_ptr());
   params.table_stride = table.stride(0);
   params.table_rows = is_empty ? 0 : narrow("block_table.shape[0]", table.size(0));

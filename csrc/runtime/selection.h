@@ -1,4 +1,4 @@
-// Packing the tokens of sparse attention: what both a call of its own and a run do.
+// Packing the tokens of sparse attention, in a separate call or in a run.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>

@@ -52,7 +52,7 @@ ATTN_STRUCT(ScheduleConfig, ATTN_FIELD(num_kv_heads), ATTN_FIELD(group_size), AT
 ATTN_STRUCT(ScheduleLayout, ATTN_FIELD(groups), ATTN_FIELD(tiles), ATTN_FIELD(positions), ATTN_FIELD(links),
             ATTN_FIELD(rows), ATTN_FIELD(row_requests), ATTN_FIELD(nodes), ATTN_FIELD(attachments), ATTN_FIELD(bytes));
 
-// What a plan is made of: filled by tests that call a planner themselves.
+// The inputs of a plan, filled by tests that call a planner themselves.
 ATTN_STRUCT(IndexArray, ATTN_FIELD(data), ATTN_FIELD(is_int64), padding(4));
 
 ATTN_STRUCT(PageTable, ATTN_FIELD(indices), ATTN_FIELD(indptr), ATTN_FIELD(last_page_len), ATTN_FIELD(kv_lens),
@@ -112,7 +112,8 @@ Array<StructRow> struct_tables() {
                       WorkspaceSize>();
 }
 
-/// The values of enumerations, by their names in C++; designs by those of their folders; and limits that Python checks.
+/// The values of enumerations, by their names in C++; designs, by the names of their folders; and limits that Python
+/// checks.
 Array<ValueRow> enum_values() {
   Array<ValueRow> values;
   const auto add = [&](const char* enumeration, const char* name, auto value) {

@@ -1,4 +1,5 @@
-// Forms in which callers have Q, K and V, seen as the one that the checks and the kernels take. Nothing is copied.
+// Callers pass Q, K and V in several forms. Here they become the form that the checks and the kernels take. Nothing is
+// copied.
 #pragma once
 
 #include <string>

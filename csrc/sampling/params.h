@@ -85,10 +85,10 @@ struct RowInt {
   ATTN_HD int64_t operator[](int64_t row) const { return load(row).value(); }
 };
 
-/// What a launch does with each row.
+/// A launch's task for each row.
 enum class RowTask : int32_t {
   kSample = 0,      // draw a token
-  kRenorm = 1,      // write probabilities: softmax, renormalised survivors of top-k or top-p
+  kRenorm = 1,      // write probabilities: softmax, renormalized survivors of top-k or top-p
   kMaskLogits = 2,  // write the values, with -inf where top-k removes them
   kSpeculate = 3,   // accept draft tokens, then draw
 };
@@ -113,7 +113,7 @@ struct SamplingParams {
   int32_t* top_token_ids;
   float* written;  // [batch, vocab]: what kRenorm and kMaskLogits write
   int64_t written_stride;
-  // What the CTAs of an unfiltered row tell each other, before a launch anything; nullptr: there is none.
+  // Messages between the CTAs of an unfiltered row, arbitrary before a launch; nullptr: no messages.
   void* workspace;
   // Chain speculative sampling: `values` are target_probs [batch, num_draft_tokens + 1, vocab], contiguous.
   const float* draft_probs;     // [batch, num_draft_tokens, vocab], contiguous

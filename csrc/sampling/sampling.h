@@ -2,8 +2,8 @@
 //
 // Every probability is an integer: token v of a row weighs weight(v), the most likely one 2^40 or a little more, and
 // the probability of v is weight(v) over the sum. Sums of integers have no order, so neither the launch's shape nor the
-// batch can change a token. What is computed in float32 before uses single IEEE operations and explicit fused
-// multiply-adds, nothing that a compiler may contract or approximate.
+// batch can change a token. Earlier float32 arithmetic uses single IEEE operations and explicit fused multiply-adds: a
+// compiler can neither contract nor approximate them.
 #pragma once
 
 #include "common/math.h"
@@ -121,8 +121,8 @@ ATTN_HD float log2_of(float a) {
   return fused_multiply_add(log2_series(z * z), z, static_cast<float>(exponent));
 }
 
-/// 2^t in units of 2^-40, rounded down, for -48 <= t <= 0 (a little below and above). Relative error 3e-7 where it is
-/// large; 0 below 2^-40.
+/// 2^t in units of 2^-40, rounded down, for -48 <= t <= 0 (a little below and above). Relative error 3e-7 for large
+/// results; 0 below 2^-40.
 ATTN_HD uint64_t exp2_fixed(float d, float scale) {
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const float rounded = fused_multiply_add(d, scale, kMagic);
@@ -172,7 +172,7 @@ struct ProbWeights {
   ATTN_HD double strength(float prob) const { return static_cast<double>(log2_of(prob)); }
 };
 
-/// What one unit of a segment's sum, which is relative to the segment's own reference, is in units of the row's, times
+/// A segment's sum is relative to the segment's own reference. This is one unit of it in units of the row's sum, times
 /// 2^40.
 ATTN_HD uint64_t segment_factor(const LogitWeights& row, float segment_reference) { return row(segment_reference); }
 ATTN_HD uint64_t segment_factor(const ProbWeights& row, float segment_reference) {
@@ -191,9 +191,9 @@ ATTN_HD uint64_t scale_mass(uint64_t mass, uint64_t factor) {
 // number is drawn: each with the probability of its share (Gumbel's maximum, in powers of two). It takes no sum, and
 // what does not survive changes nothing among what does.
 
-// A token's number comes from 48 bits. The first 16, by which most tokens are seen to have lost, are of a block for
-// eight tokens, which are some that one thread of a kernel reads: four in a row, and four that are 128 further on. The
-// others are the first word of the token's own block of the tail stream.
+// A token's number comes from 48 bits. The first 16 bits decide that most tokens have lost. They come from one block
+// for eight tokens, which one thread of a kernel reads: four in a row, and four that are 128 further on. The others are
+// the first word of the token's own block of the tail stream.
 constexpr int32_t kRaceTailBits = 32;
 
 /// The block of the draw stream that has a token's first bits.
@@ -286,7 +286,7 @@ ATTN_HD bool top_p_of_all(const SamplingParams& params, const RowSettings& setti
   return params.joint != 0 || (settings.top_k == 0 && settings.min_p == 0.0f);
 }
 
-/// Whether log-probabilities are those of logits / temperature.
+/// Whether log-probabilities are computed from logits / temperature.
 ATTN_HD bool is_tempered(const SamplingParams& params, const RowSettings& settings) {
   return params.tempered_logprobs != 0 && !settings.greedy;
 }
@@ -322,7 +322,7 @@ ATTN_HD float prob_value(float prob) {
   return prob < 0.0f ? kNaN : drawn;
 }
 
-/// What a target gives a token beyond the draft; a NaN stays one.
+/// The residual of a token: its target probability beyond the draft's. A NaN stays NaN.
 ATTN_HD float residual_prob(float target, float draft) {
   const float rest = target - draft;
   return rest < 0.0f && target >= 0.0f && draft >= 0.0f ? 0.0f : rest;
@@ -336,10 +336,10 @@ ATTN_HD bool accepts_draft(int64_t seed, int64_t position, float draft_prob, flo
 }
 
 /// A survivor's share of `mass`, from its value rather than from its weight, which ends at 2^-40.
-ATTN_HD float normalised(const LogitWeights&, float, uint64_t weight, uint64_t mass) {
+ATTN_HD float normalized(const LogitWeights&, float, uint64_t weight, uint64_t mass) {
   return static_cast<float>(weight) / static_cast<float>(mass);
 }
-ATTN_HD float normalised(const ProbWeights& weights, float value, uint64_t, uint64_t mass) {
+ATTN_HD float normalized(const ProbWeights& weights, float value, uint64_t, uint64_t mass) {
   return value /
          (static_cast<float>(mass) * bits_float((max_of(float_bits(weights.reference) >> 23, 41u) - 40u) << 23));
 }

@@ -15,6 +15,6 @@
 #include "attention/sm90/attention.cuh"
 #include "attention/sm90/design.h"
 #include "common/kernel_code.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/copy.cuh"
 #include "cuda_emulation.h"
 #include "planner/params.h"

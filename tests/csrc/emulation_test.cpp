@@ -14,17 +14,12 @@ bool loses_messages() { return false; }
 
 }  // namespace emulation
 
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/cluster_mbarrier.cuh"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/named_barrier.cuh"
-#include "common/ptx/registers.cuh"
-#include "common/ptx/static_shared.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/ptx/wgmma_float8.cuh"
 
 namespace {
 
@@ -90,10 +85,20 @@ void copy_async() {
   ptx::cp_async_wait<0>();
 }
 
+void write_rows(uint32_t tile, const uint16_t* from) {
+  for (int32_t i = threadIdx.x; i < 64 * 8; i += kThreads) {
+    uint4 chunk;
+    std::memcpy(&chunk, from + i * 8, sizeof(chunk));
+    *reinterpret_cast<uint4*>(memory + tile + place(i / 8, i % 8 * 8)) = chunk;
+  }
+}
+
 /// The last 8 rows and columns of the box lie outside the tensor. 1: no wait. 2: too few bytes are expected. 3: the
-/// phase before is waited for.
+/// phase before is waited for. 4: no fence after what the box replaces.
 void load_box() {
   if (threadIdx.x == 0) ptx::mbarrier_init(kBarrier, 1);
+  write_rows(kTile, launched.a);
+  if (!is_fault(4)) ptx::fence_async_proxy();
   __syncthreads();
   if (threadIdx.x == 0) {
     ptx::mbarrier_arrive_expect(kBarrier, kTileBytes - (is_fault(2) ? 16 : 0));
@@ -101,14 +106,6 @@ void load_box() {
   }
   if (!is_fault(1)) ptx::mbarrier_wait(kBarrier, is_fault(3) ? 1 : 0);
   write_tile();
-}
-
-void write_rows(uint32_t tile, const uint16_t* from) {
-  for (int32_t i = threadIdx.x; i < 64 * 8; i += kThreads) {
-    uint4 chunk;
-    std::memcpy(&chunk, from + i * 8, sizeof(chunk));
-    *reinterpret_cast<uint4*>(memory + tile + place(i / 8, i % 8 * 8)) = chunk;
-  }
 }
 
 /// 1: no fence. 2: no wait before the thread ends.
@@ -123,12 +120,14 @@ void store_box() {
 }
 
 /// Each of two CTAs copies a tile, A or B, to the other, which writes half of its rows. 1: no fence. 2: no wait. 3: too
-/// few bytes are expected. 4: a CTA ends before it has the tile.
+/// few bytes are expected. 4: a CTA ends before it has the tile. 5: no fence after what the copy replaces.
 void copy_to_cta() {
   const uint32_t rank = ptx::cluster_rank(), own = static_cast<uint32_t>(ptx::own_shared(memory) - memory);
   if (threadIdx.x == 0) ptx::mbarrier_init(own + kBarrier, 1);
   write_rows(own + kTile, rank == 0 ? launched.a : launched.b);
   if (!is_fault(1)) ptx::fence_async_proxy();
+  write_rows(own + kSecondTile, launched.a);
+  if (!is_fault(1) && !is_fault(5)) ptx::fence_async_proxy();
   ptx::cluster_sync();
   if (threadIdx.x == 0) {
     ptx::mbarrier_arrive_expect(own + kBarrier, kTileBytes - (is_fault(3) ? 16 : 0));
@@ -202,10 +201,11 @@ void multiply_float8() {
   if (!is_fault(2)) ptx::wgmma_fence();
   for (int32_t k = 0; k < 4; ++k) {
     if constexpr (kInRegisters)
-      ptx::wgmma_float8_registers(c, fragments[k], b.advanced(static_cast<uint32_t>(k) * 32), k > 0);
+      ptx::wgmma_registers<ptx::MmaType::kFloat8E4M3>(c, fragments[k], b.advanced(static_cast<uint32_t>(k) * 32),
+                                                      k > 0);
     else
-      ptx::wgmma_float8_shared(c, a.advanced(static_cast<uint32_t>(k) * 32), b.advanced(static_cast<uint32_t>(k) * 32),
-                               k > 0);
+      ptx::wgmma_shared<ptx::MmaType::kFloat8E4M3>(c, a.advanced(static_cast<uint32_t>(k) * 32),
+                                                   b.advanced(static_cast<uint32_t>(k) * 32), k > 0);
   }
   ptx::wgmma_commit();
   if (is_fault(6)) write_rows(kSecondTile, launched.a);

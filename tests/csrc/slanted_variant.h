@@ -2,7 +2,7 @@
 // transform of the output.
 #pragma once
 
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 
 namespace attn {
 

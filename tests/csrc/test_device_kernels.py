@@ -211,11 +211,12 @@ def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
             sample(logits, **settings, **wanted),
         )
         probs = torch.softmax(logits.float(), -1)
-        of_probs = {
+        from_probs = {
             name: settings[name] for name in ("top_k", "top_p", "min_p", "seed", "position", "filter_order")
         }
         assert_same(
-            sampling.sample(probs, of_probs=True, ctas=ctas, **of_probs), sample_from_probs(probs, **of_probs)
+            sampling.sample(probs, from_probs=True, ctas=ctas, **from_probs),
+            sample_from_probs(probs, **from_probs),
         )
         hot, top_k, top_p = settings["temperature"].clamp(0.1, 10), settings["top_k"], settings["top_p"]
         for got, expected in (
@@ -225,11 +226,11 @@ def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
                 top_k_mask_logits(logits, top_k),
             ),
             (
-                sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_k=top_k),
+                sampling.write_rows(probs, sampling.RENORM, from_probs=True, ctas=ctas, top_k=top_k),
                 top_k_renorm_probs(probs, top_k),
             ),
             (
-                sampling.write_rows(probs, sampling.RENORM, of_probs=True, ctas=ctas, top_p=top_p),
+                sampling.write_rows(probs, sampling.RENORM, from_probs=True, ctas=ctas, top_p=top_p),
                 top_p_renorm_probs(probs, top_p),
             ),
         ):
@@ -368,6 +369,6 @@ def test_probabilities_of_rows_that_are_named(library: ctypes.CDLL) -> None:
         rows = torch.tensor([3, 0, 0, 2, 9, -5], dtype=dtype)
         given: dict[str, Any] = {"top_p": 0.8, "seed": 3, "position": torch.arange(6)}
         samples = sample_from_probs(probs, rows=rows, **given)
-        assert_same(sampling.sample(probs, of_probs=True, rows=rows, **given), samples)
+        assert_same(sampling.sample(probs, from_probs=True, rows=rows, **given), samples)
         # rows that do not exist are the nearest
         assert_same(samples, sample_from_probs(probs[[3, 0, 0, 2, 3, 0]], **given))

@@ -234,7 +234,7 @@ std::vector<int32_t> sample(DLDevice device) {
   Tensor<int32_t> out(device, {kBatch});
   Tensor<unsigned char> valid(device, {kBatch});
   const int64_t max_ctas = 8, row_ctas = 0, none = 0;
-  CALL(sample, {"values", logits}, {"of_probs", false}, {"joint", false}, {"tempered_logprobs", false},
+  CALL(sample, {"values", logits}, {"from_probs", false}, {"joint", false}, {"tempered_logprobs", false},
        {"file", kCubin}, {"max_ctas", max_ctas}, {"row_ctas", row_ctas}, {"temperature", 1.0}, {"top_k", int64_t{50}},
        {"top_p", 0.9}, {"min_p", 0.0}, {"seed", int64_t{3}}, {"position", none}, {"out", out}, {"valid", valid});
   return std::move(out.values());

@@ -34,15 +34,29 @@ TRACED = ("tests/variants/test_traced_functions.py",)
 
 FAULTS = (
     Fault(
+        "Hopper: rows of O are not fenced before TMA fills their tile with Q",
+        "csrc/attention/tile/output.cuh",
+        "      if constexpr (Tile::kIsFilledByTma) ptx::fence_async_proxy();\n",
+        "",
+        (ATTENTION, "-k", "random_cases and hopper-0"),
+    ),
+    Fault(
+        "Hopper: outputs of warps that share rows are not fenced before TMA fills their tile with Q",
+        "csrc/attention/tile/output.cuh",
+        "    if (half + 1 >= halves) Block::fence_outputs();\n",
+        "",
+        (ATTENTION, "-k", "random_cases and hopper-0"),
+    ),
+    Fault(
         "Hopper: pairs copy rows that are not fenced",
-        "csrc/attention/sm90/widening_copier.cuh",
+        "csrc/attention/sm90/feed/widening_copier.cuh",
         "    ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
         "    if constexpr (kCtas == 1) ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
         ("tests/csrc/test_latent_kernels.py", "-k", "pairs_of_ctas"),
     ),
     Fault(
         "Hopper: a slot of a pair is free when one CTA has freed it",
-        "csrc/attention/sm90/shared_memory.cuh",
+        "csrc/attention/sm90/feed/shared_memory.cuh",
         "(kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps) * cluster_ctas());",
         "kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps);",
         ("tests/csrc/test_latent_kernels.py", "-k", "pairs_of_ctas"),
@@ -295,13 +309,13 @@ FAULTS = (
     Fault(
         "merge: parts of other CTAs left out where rows are in several groups",
         "csrc/attention/merge/merge.cuh",
-        "parts.of_link = 1 + inside.end - inside.begin;",
-        "parts.of_link = 1;",
+        "parts.link_parts = 1 + inside.end - inside.begin;",
+        "parts.link_parts = 1;",
         (ROW_GROUPS, "-k", "forests_and_chunks"),
     ),
     Fault(
         "walk: a head too many",
-        "csrc/attention/work_cursor.cuh",
+        "csrc/attention/tile/work_cursor.cuh",
         "if (++now.head == num_kv_heads) {",
         "if (++now.head > num_kv_heads) {",
         (ATTENTION, "-k", "random_cases and hopper"),
@@ -309,7 +323,7 @@ FAULTS = (
     Fault(
         "work queue: another row tile",
         "csrc/planner/schedule_reader.h",
-        "2 * group.tile_begin + of_group - 1 - tile",
+        "2 * group.tile_begin + group_tiles - 1 - tile",
         "2 * group.tile_begin + of_group - tile",
         (ATTENTION, "-k", "work_queue"),
     ),
@@ -350,14 +364,14 @@ FAULTS = (
     ),
     Fault(
         "Hopper kernel: a barrier for too many warps",
-        "csrc/attention/sm90/shared_memory.cuh",
+        "csrc/attention/sm90/feed/shared_memory.cuh",
         "ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims));",
         "ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims) + 1);",
         (ATTENTION, "-k", "every_kind and hopper"),
     ),
     Fault(
         "masks: a token too far",
-        "csrc/attention/scores.cuh",
+        "csrc/attention/tile/scores.cuh",
         "scores_before(tokens.end - first_column)",
         "scores_before(tokens.end + 1 - first_column)",
         (ATTENTION, "-k", "random_cases"),
@@ -544,7 +558,7 @@ FAULTS = (
     ),
     Fault(
         "variants: a remainder by a negative number is positive",
-        "csrc/attention/variant_math.h",
+        "csrc/attention/variant/variant_math.h",
         "((rest < 0) != (divisor < 0)) ? divisor : 0",
         "(rest < 0) ? divisor : 0",
         TRACED,
@@ -762,7 +776,7 @@ FAULTS = (
     ),
     Fault(
         "MLA: gathered, the rotated part of Q is that of the latent",
-        "csrc/attention/sm90/query_loader.cuh",
+        "csrc/attention/sm90/feed/query_loader.cuh",
         "is_rope ? params.q_rope.data : attention.q",
         "attention.q",
         ("tests/csrc/test_latent_kernels.py", "-k", "parts_of_q and hopper"),
@@ -783,9 +797,9 @@ FAULTS = (
     ),
     Fault(
         "masks with holes: each listed KV tile counts as seen by all rows",
-        "csrc/attention/kv_tile_lists.h",
-        "of_level.tokens(p, kv_tile).begin, !answer.some_hidden)",
-        "of_level.tokens(p, kv_tile).begin, true)",
+        "csrc/attention/variant/kv_tile_lists.h",
+        "level_tile.tokens(p, kv_tile).begin, !answer.some_hidden)",
+        "level_tile.tokens(p, kv_tile).begin, true)",
         (ROW_GROUPS, "-k", "masks_with_holes"),
     ),
     Fault(
@@ -840,8 +854,8 @@ FAULTS = (
     Fault(
         "sparse MLA on a GPU: a warp's slots where those of the warp before are",
         "csrc/planner/device/selection.cuh",
-        "if (i < warp) place += of_warp;",
-        "if (i + 1 < warp) place += of_warp;",
+        "if (i < warp) place += warp_count;",
+        "if (i + 1 < warp) place += warp_count;",
         ("tests/csrc/test_device_selection.py",),
     ),
     Fault(
@@ -860,14 +874,14 @@ FAULTS = (
     ),
     Fault(
         "latents: scales of their own are those of the columns before",
-        "csrc/attention/widened_row.cuh",
+        "csrc/attention/tile/widened_row.cuh",
         "{ return piece * kBlockColumns / Latent::kColumnsOfScale; }",
         "{ return max_of(piece - 1, 0) * kBlockColumns / Latent::kColumnsOfScale; }",
         ("tests/csrc/test_latent_kernels.py", "-k", "scaled"),
     ),
     Fault(
         "latents: the producer's writes are not fenced",
-        "csrc/attention/sm90/widening_copier.cuh",
+        "csrc/attention/sm90/feed/widening_copier.cuh",
         "    ptx::fence_async_proxy();\n",
         "",
         ("tests/csrc/test_latent_kernels.py", "-k", "hopper"),
@@ -951,7 +965,7 @@ FAULTS = (
     ),
     Fault(
         "8-bit outputs: the second row of a lane is staged where the first is",
-        "csrc/attention/output.cuh",
+        "csrc/attention/tile/output.cuh",
         "        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row, n / 2) + n % 2 * 8",
         "        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row - half * 8, n / 2) + n % 2 * 8",
         FLOAT8_OUTPUTS,

@@ -128,10 +128,14 @@ def library(
     shape = manifest.KernelShape(element, head_dim, kv_element_of(kv_dtype, dtype), float8_q, float8_out)
     cubins = design.cubins_for(shape)
     for cubin, stem in cubins.items():
-        source = manifest.attention_source(stem, shape, variant_type)
-        text += source.replace("attention_kernel", f"{cubin}_kernel")
+        names = ("attention_kernel", "attention_kernel_code", "KernelTraits", "KernelCopier")
+        text += "".join(f"#define {name} {cubin}_{name}\n" for name in names)
+        text += manifest.attention_source(stem, shape, variant_type)
+        text += "".join(f"#undef {name}\n" for name in names)
     text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
-    text += f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_kernel' for cubin in cubins)}}};\n"
+    text += (
+        f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_attention_kernel' for cubin in cubins)}}};\n"
+    )
     name = manifest.attention_name(design.name, shape, name)
     source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
     made = emulation.build(

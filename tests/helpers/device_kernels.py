@@ -137,7 +137,7 @@ class DeviceSampling:
         self,
         values: Tensor,
         *,
-        of_probs: bool = False,
+        from_probs: bool = False,
         ctas: int = 1,
         unfiltered: bool = False,
         run_seed: int = 0,
@@ -177,7 +177,7 @@ class DeviceSampling:
                 )
             else:
                 setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
-        element = 2 if of_probs else int(values.dtype == torch.bfloat16)
+        element = 2 if from_probs else int(values.dtype == torch.bfloat16)
         ctas_in_order = None if order is None else (ctypes.c_int32 * len(order))(*order)
         emulation.check(
             self._library.device_sample(
@@ -194,7 +194,7 @@ class DeviceSampling:
         logprobs_of: str = "logits",
         **given: Any,
     ) -> Samples:
-        """As `sample`, or `sample_from_probs` with of_probs=True."""
+        """As `sample`, or `sample_from_probs` with from_probs=True."""
         rows = given.pop("rows", None)
         if rows is not None:
             given |= {
@@ -246,5 +246,5 @@ class DeviceSampling:
             "draft_ids_are_int64": True,
             "num_draft_tokens": rows - 1,
         }
-        self.launch(target_probs, of_probs=True, task=self.SPECULATE, **drafts, **vars(samples), **given)
+        self.launch(target_probs, from_probs=True, task=self.SPECULATE, **drafts, **vars(samples), **given)
         return samples

@@ -15,8 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """Coordinates of scores, as variants see them (csrc/attention/variants.h): int64 tensors that broadcast
-    to [heads, rows, tokens], or numbers.
+    """Coordinates of scores, as variants see them (csrc/attention/variant/variants.h).
+
+    int64 tensors that broadcast to [heads, rows, tokens], or numbers.
     """
 
     request: int

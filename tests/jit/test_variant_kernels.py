@@ -256,7 +256,7 @@ def test_an_error_in_a_variant_is_not_tried_with_another_compiler(
         f'<variant misspelt>({MISSPELT_LINE}): error: identifier "logti" is undefined',
         "      return logti + 1;",
         "             ^",
-        "csrc/attention/warp_state.cuh(250): error: more of it",
+        "csrc/attention/tile/warp_state.cuh(250): error: more of it",
     ]
     fake_nvcc(fake.nvcc, "".join(f"echo '{line}'\n" for line in said) + "exit 2")
     monkeypatch.setattr(compilers, "nvrtc", FakeNvrtc)

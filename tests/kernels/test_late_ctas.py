@@ -23,7 +23,7 @@ LATE_REQUESTS = 37
 SEARCH_FAILED = 1 << 7  # ScheduleError
 
 _DELAY = """
-#include "common/ptx/global_timer.cuh"
+#include "common/ptx/warp.cuh"
 __device__ void delay(bool is_late) {
   const unsigned long long begin = attn::ptx::global_timer();
   while (attn::ptx::global_timer() - begin < (is_late ? attn::ptx::kMaxWait + 1000000000 : 1000000)) {}

@@ -15,7 +15,7 @@ from attn_backend.jit.manifest import ARCHS
 from release import wheel
 
 NAME = f"attn_backend-1.2.3-py3-none-{wheel.PLATFORM}.whl"
-LIBRARY, HEADER = "attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variants.h"
+LIBRARY, HEADER = "attn_backend/lib/libattn_backend.so", "attn_backend/csrc/attention/variant/variants.h"
 TYPED = "attn_backend/py.typed"
 FILES = {LIBRARY, HEADER, TYPED}
 

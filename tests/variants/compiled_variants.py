@@ -64,7 +64,10 @@ class Coordinates:
 
 class CompiledVariants:
     def __init__(self, variants: Sequence[Variant], folder: Path, flags: Sequence[str] = ()) -> None:
-        source = ['#include "attention/variant_math.h"\n#include "attention/variants.h"\n', _CALLS]
+        source = [
+            '#include "attention/variant/variant_math.h"\n#include "attention/variant/variants.h"\n',
+            _CALLS,
+        ]
         for i, variant in enumerate(variants):
             source.append(variant.source.replace("UserVariant", f"UserVariant{i}"))
             source.append(

@@ -158,7 +158,7 @@ def test_what_is_shared() -> None:
 
 
 MATH = """
-#include "attention/variant_math.h"
+#include "attention/variant/variant_math.h"
 extern "C" void turn(int n, const int* positions, const float* high, const float* low, float* cosines,
                      float* sines) {
   for (int i = 0; i < n; ++i) {

@@ -8,12 +8,12 @@
 
 namespace attn::cpu {
 
-// A word is a pair of bf16, one after the other along the depth of a product: what a tile instruction takes as its
+// A word is a pair of bf16, one after the other along the depth of a product, as a tile instruction takes them: as its
 // right operand. Works in Scratch: q [rows, qk] bf16, keys [qk / 2, kBlockTokens] words (pairs of elements), values
-// [kBlockTokens / 2, v] words (pairs of tokens), scores [kPanelRows, kBlockTokens] float,
-// probabilities [kPanelRows, kBlockTokens] bf16, o [rows, v] float; qk and v: the widths of heads. Columns of values,
-// and so of o, are in the order in which interleaving two rows leaves them: of every 32, first elements 0-3, 8-11,
-// 16-19, 24-27, then the others. At least one row.
+// [kBlockTokens / 2, v] words (pairs of tokens), scores [kPanelRows, kBlockTokens] float, probabilities [kPanelRows,
+// kBlockTokens] bf16, o [rows, v] float; qk and v: the widths of heads. Columns of values, and so of o, are in the
+// order in which interleaving two rows leaves them: of every 32, first elements 0-3, 8-11, 16-19, 24-27, then the
+// others. At least one row.
 class AmxEngine {
  public:
   using Isa = Avx512;

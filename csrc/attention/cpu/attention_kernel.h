@@ -13,10 +13,10 @@
 #include "attention/cpu/query_rows.h"
 #include "attention/cpu/row_states.h"
 #include "attention/cpu/token_blocks.h"
-#include "attention/kv_tokens.h"
 #include "attention/params.h"
-#include "attention/score_row.h"
-#include "attention/variants.h"
+#include "attention/variant/kv_tokens.h"
+#include "attention/variant/score_row.h"
+#include "attention/variant/variants.h"
 #include "common/math.h"
 #include "planner/schedule.h"
 
@@ -133,15 +133,16 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   /// Transforms the keys and values of tokens [begin, end) of the block.
   void transform_cache(TokenRows& tokens, const TokenRange& part, int32_t token, TransformedRows& keys,
                        TransformedRows& values) const {
-    const KvTokens of_group(group_, item_.head);
+    const KvTokens group_tokens(group_, item_.head);
     if constexpr (VariantHooks<Variant>::kKey) {
-      Rows::transform_rows(tokens.keys, dims_.qk, part, of_group, token, Variant::kKeyPairs, key_scale(group_.request),
-                           keys, [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
+      Rows::transform_rows(tokens.keys, dims_.qk, part, group_tokens, token, Variant::kKeyPairs,
+                           key_scale(group_.request), keys,
+                           [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                              return variant_.key(x, first, second, at);
                            });
     }
     if constexpr (VariantHooks<Variant>::kValue) {
-      Rows::transform_rows(tokens.values, dims_.v, part, of_group, token, Variant::kValuePairs,
+      Rows::transform_rows(tokens.values, dims_.v, part, group_tokens, token, Variant::kValuePairs,
                            value_scale(group_.request), values,
                            [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                              return variant_.value(x, first, second, at);
@@ -171,8 +172,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     return 1.0f;
   }
 
-  /// sm_scale, and the scales of Q and of K of a row of the tile; without those of rows that a variant has transformed,
-  /// which are multiplied by them.
+  /// sm_scale, and the scales of Q and of K of a row of the tile; rows that a variant has transformed are multiplied by
+  /// their scales already.
   float score_scale(int row) const {
     float scale = params_.sm_scale;
     if constexpr (kWidens && !VariantHooks<Variant>::kQuery) scale *= query_scale();
@@ -180,7 +181,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     return scale;
   }
 
-  /// What a row of outputs is multiplied by: `factor`, and V's scale, if no variant has transformed V.
+  /// The factor of a row of outputs: `factor`, and V's scale, if no variant has transformed V.
   float output_scale(float factor, int row) const {
     if constexpr (kWidens && !VariantHooks<Variant>::kValue)
       factor *= value_scale(scale_request(variant_.scales.v, row));
@@ -292,16 +293,16 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
 
   /// Turns scores into final logits, in powers of 2.
   void finish_scores(float* scores, int row, int begin, int end, int32_t block_begin) const {
-    // Copies that the scores cannot overlap: the compiler vectorises the loops.
+    // Copies that the scores cannot overlap: the compiler vectorizes the loops.
     const Variant variant = variant_;
     const float scale = score_scale(row);
     const int32_t first = group_.kv_offset + block_begin;
     const float to_powers = Variant::kUsesSoftmax ? kLog2E : 1.0f;
     if (transforms_logits(variant)) {
-      const ScoreRow of_row = score_row(row);
+      const ScoreRow variant_row = score_row(row);
       for (int t = begin; t < end; ++t) {
         scores[t] *= scale;
-        if constexpr (VariantHooks<Variant>::kLogits) scores[t] = variant.logits(scores[t], of_row, first + t);
+        if constexpr (VariantHooks<Variant>::kLogits) scores[t] = variant.logits(scores[t], variant_row, first + t);
         scores[t] *= to_powers;
       }
     } else {
@@ -311,7 +312,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
 
   /// Hides what the variant does not let a row see.
   void apply_variant_mask(float* scores, int row, int begin, int end, int32_t block_begin) const {
-    const ScoreRow of_row = score_row(row);
+    const ScoreRow variant_row = score_row(row);
     const int32_t first = group_.kv_offset + block_begin;
     if (Packed::level_of(params_, item_).row_ranges != nullptr) {
       const RowRange& range = Packed::level_of(params_, item_)
@@ -319,7 +320,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
       if (range.full_begin <= first + begin && first + end <= range.full_end) return;
     }
     for (int t = begin; t < end; ++t) {
-      if (!variant_.mask(of_row, first + t)) scores[t] = -INFINITY;
+      if (!variant_.mask(variant_row, first + t)) scores[t] = -INFINITY;
     }
   }
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "attention/cpu/kernels.h"
-#include "attention/kv_tokens.h"
-#include "attention/variants.h"
+#include "attention/variant/kv_tokens.h"
+#include "attention/variant/variants.h"
 #include "cache/scaled_latent.h"
 #include "common/cpu/elements.h"
 #include "common/cpu/scalar_elements.h"
@@ -13,7 +13,7 @@
 
 namespace attn::cpu {
 
-/// Isa: vectors of float. Element: what the engine multiplies.
+/// Isa: vectors of float. Element: the type that the engine multiplies.
 template <class Isa, class Element>
 struct CacheRows {
   /// Applies `change` to the pairs of a row of Q, K or V, whose numbers are multiplied by `scale` before.
@@ -25,7 +25,7 @@ struct CacheRows {
     if (scale != 1.0f) {
       for (int i = 0; i < columns; ++i) values[i] *= scale;
     }
-    const PairLayout layout = pairs.of_head(columns);
+    const PairLayout layout = pairs.for_head(columns);
     for (int32_t begin = 0; begin < layout.columns; begin += 2 * layout.distance) {
       for (int32_t first = begin; first < begin + layout.distance; ++first) {
         const int32_t second = first + layout.distance;
@@ -105,7 +105,7 @@ struct CacheRows {
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 
-  /// Of a row with scales of its own.
+  /// For rows that carry their scales.
   static void widen_latent(const char* row, int columns, Element* to) {
     using Row = ScaledLatentRow;
     alignas(64) float values[kMaxHeadDim];

@@ -116,10 +116,11 @@ int64_t estimate_work(const AttentionParams& params, HeadDims dims) {
 }  // namespace
 
 void run_attention(const LatentAttentionParams& given, DataType dtype, DataType kv_dtype, HeadDims dims,
-                   const Kernels* of_variant) {
+                   const Kernels* variant_kernels) {
   const bool widens = has_8_bits(kv_dtype);
   const CpuAttentionParams params{given, !widens && kv_dtype != dtype};
-  const Kernels kernels = of_variant != nullptr ? *of_variant : choose_kernels(widens ? dtype : kv_dtype, widens, dims);
+  const Kernels kernels =
+      variant_kernels != nullptr ? *variant_kernels : choose_kernels(widens ? dtype : kv_dtype, widens, dims);
   const bool use_threads = estimate_work(params, dims) >= kMinThreadedWork;
   auto run = [&](int32_t cta) { run_cta(params, kernels, dims, cta); };
   parallel_for(params.num_ctas, use_threads, run);

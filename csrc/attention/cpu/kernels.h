@@ -7,9 +7,9 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/kv_tile_lists.h"
 #include "attention/params.h"
-#include "attention/row_ranges.h"
+#include "attention/variant/kv_tile_lists.h"
+#include "attention/variant/row_ranges.h"
 #include "common/data_type.h"
 
 namespace attn::cpu {
@@ -58,7 +58,7 @@ struct alignas(64) Scratch {
   float values[kMaxBlockWords];
   float scores[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
   float probabilities[kPanelBuffers][kMaxPanelRows * kMaxBlockTokens];
-  float o[kMaxTileRows * kMaxHeadDim];  // not yet normalised
+  float o[kMaxTileRows * kMaxHeadDim];  // not yet normalized
   float row_max[kMaxTileRows];          // what the row's exponentials are relative to, in powers of 2
   float row_sum[kMaxTileRows];
   float no_token[kMaxHeadDim];           // zeros: stands in for a token after the last of a block
@@ -66,7 +66,7 @@ struct alignas(64) Scratch {
   int64_t states[kMaxCtas + kMaxLinks];  // rows of partial_o that are being merged
 };
 
-/// What the kernels take.
+/// The kernels' arguments.
 struct CpuAttentionParams : LatentAttentionParams {
   bool is_mixed;  // Q and O have the other 16-bit type than the cache, which products take
 };

@@ -22,8 +22,8 @@ struct PackedRows {
     return params.schedule.header->levels[params.schedule.groups[params.schedule.tiles[item.tile].group].level];
   }
 
-  /// How many rows of the tile exist. Packed rows are in the order of query rows; those of query rows beyond num_rows
-  /// are ignored.
+  /// How many rows of the tile exist. Packed rows are in the order of query rows. Packed rows of query rows beyond
+  /// num_rows are ignored.
   static int count(const AttentionParams& params, const WorkItem& item) {
     const RowTile& tile = params.schedule.tiles[item.tile];
     const RowGroup& group = params.schedule.groups[tile.group];

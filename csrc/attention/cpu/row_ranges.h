@@ -1,29 +1,29 @@
 // row_ranges.h and kv_tile_lists.h of attention/ on a CPU: row by row, and row tile by row tile.
 #pragma once
 
-#include "attention/kv_tile_lists.h"
-#include "attention/row_ranges.h"
-#include "attention/variants.h"
+#include "attention/variant/kv_tile_lists.h"
+#include "attention/variant/row_ranges.h"
+#include "attention/variant/variants.h"
 
 namespace attn::cpu {
 
 /// Lists the KV tiles that one row tile of a level needs.
 template <class Variant>
 void list_kv_tiles(const RowRangeParams& params, int32_t number) {
-  const TileOfLevel of_level(params.plan, params.level, number);
-  if (!of_level.exists()) return;
+  const TileOfLevel level_tile(params.plan, params.level, number);
+  if (!level_tile.exists()) return;
   KvTileList& list = params.kv_tile_lists[number];
   int32_t count = 0;
-  for (int32_t kv_tile = 0; kv_tile < of_level.tile.num_kv_tiles; ++kv_tile) {
-    const TokenRange tokens = of_level.tokens(params.plan, kv_tile);
+  for (int32_t kv_tile = 0; kv_tile < level_tile.tile.num_kv_tiles; ++kv_tile) {
+    const TokenRange tokens = level_tile.tokens(params.plan, kv_tile);
     SeenOrHidden answer{false, false};
-    for (int32_t row = of_level.first_row; row < of_level.end_row && !answer.both(); ++row) {
-      const SeenOrHidden of_row = ask_row<Variant>(params, of_level, row, tokens, 0, 1);
-      answer.some_seen |= of_row.some_seen;
-      answer.some_hidden |= of_row.some_hidden;
+    for (int32_t row = level_tile.first_row; row < level_tile.end_row && !answer.both(); ++row) {
+      const SeenOrHidden row_answer = ask_row<Variant>(params, level_tile, row, tokens, 0, 1);
+      answer.some_seen |= row_answer.some_seen;
+      answer.some_hidden |= row_answer.some_hidden;
     }
     if (!answer.some_seen) continue;
-    if (count < kMostListedKvTiles) list.kv_tiles[count] = listed(params.plan, of_level, kv_tile, answer);
+    if (count < kMaxListedKvTiles) list.kv_tiles[count] = listed(params.plan, level_tile, kv_tile, answer);
     ++count;
   }
   list.count = listed_count(count);

@@ -1,4 +1,4 @@
-// What ends a row, how its output is written, and how its states are merged.
+// How a row ends, how its output is written, and how its states are merged.
 #pragma once
 
 #include <cmath>
@@ -6,8 +6,8 @@
 #include "attention/cpu/kernels.h"
 #include "attention/cpu/packed_rows.h"
 #include "attention/params.h"
-#include "attention/score_row.h"
-#include "attention/variants.h"
+#include "attention/variant/score_row.h"
+#include "attention/variant/variants.h"
 #include "common/cpu/scalar_elements.h"
 #include "common/math.h"
 #include "planner/schedule.h"
@@ -103,7 +103,7 @@ class RowStates {
     }
   }
 
-  /// What ends a row: what its sum of values is multiplied by, and its lse.
+  /// The end of a row: the factor of its sum of values, and its lse.
   struct RowEnd {
     float factor;
     float lse;

@@ -1,4 +1,4 @@
-// Kernels of a variant for a CPU: compiled when they are needed, into a shared library of their own
+// Kernels of a variant for a CPU: compiled when they are needed, into one shared library for each variant
 // (attn_backend/jit/cubins.py), which the host library opens (variant_loader.h).
 #pragma once
 

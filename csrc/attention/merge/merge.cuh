@@ -9,10 +9,10 @@
 #pragma once
 
 #include "attention/merge/shape.h"
-#include "attention/output_target.cuh"
 #include "attention/params.h"
-#include "attention/row_tile.cuh"
-#include "attention/work_cursor.cuh"
+#include "attention/tile/output_target.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/math.cuh"
@@ -62,9 +62,9 @@ __device__ __forceinline__ float warp_max(float x) {
 /// The parts of a row's result for one head. Lane l of the warp handles link l: the parts of one row group, the
 /// first in `first_state`, the others where the CTAs from `first_cta` on started. Rows of one row group have one link.
 struct Parts {
-  int32_t count;    // of all links
-  int32_t end;      // of this lane's link and of those before it
-  int32_t of_link;  // of this lane's link; 0: there is none
+  int32_t count;       // of all links
+  int32_t end;         // of this lane's link and of those before it
+  int32_t link_parts;  // of this lane's link; 0: there is none
   int32_t first_cta;
   int32_t tile_row;
   int32_t first_state;  // row of partial_o and partial_lse
@@ -77,7 +77,7 @@ struct Parts {
     for (int step = 16; step > 0; step /= 2) {
       if (__shfl_sync(0xffffffffu, end, link + step - 1) <= part) link += step;
     }
-    const int32_t number = part - __shfl_sync(0xffffffffu, end - of_link, link);
+    const int32_t number = part - __shfl_sync(0xffffffffu, end - link_parts, link);
     const int32_t first = __shfl_sync(0xffffffffu, first_state, link);
     const int32_t cta = __shfl_sync(0xffffffffu, first_cta, link) + number - 1;
     const int32_t slot_row =
@@ -119,8 +119,8 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const P
       float4 x[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        // After the last part it is loaded again. A load with a condition needs registers for zeros beside its own:
-        // ptxas then let the first one arrive before it issued the others (ADR 22).
+        // After the last part it is loaded again. A load with a condition also needs registers for zeros: ptxas then
+        // let the first one arrive before it issued the others (ADR 22).
         const float* part =
             params.partial_o + static_cast<int64_t>(__shfl_sync(0xffffffffu, state, i + j)) * params.v_columns;
         x[j] = *reinterpret_cast<const float4*>(part + column);
@@ -168,7 +168,7 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
       if (tile < header.num_tiles) {
         const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads,
                                             params.group_size.divide(row.qo_head), params.num_ctas);
-        parts.of_link = 1 + inside.end - inside.begin;
+        parts.link_parts = 1 + inside.end - inside.begin;
         parts.first_cta = inside.begin;
         parts.first_state = static_cast<int32_t>(row_state_index(params, group.state_begin + link.index, row.qo_head));
         const int32_t* list = header.levels[group.level].rows;
@@ -179,7 +179,7 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
       }
     }
   }
-  const uint32_t linked = __ballot_sync(0xffffffffu, parts.of_link > 0);
+  const uint32_t linked = __ballot_sync(0xffffffffu, parts.link_parts > 0);
   const int first_linked = linked == 0 ? 0 : __ffs(linked) - 1;
   row.row = __shfl_sync(0xffffffffu, row.row, first_linked);
   if constexpr (kFindsGroup) {
@@ -187,7 +187,7 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
     group_number = __shfl_sync(0xffffffffu, group_number, first_linked);
   }
   row.exists = row.row >= 0 && row.row < params.num_rows;
-  parts.end = parts.of_link;
+  parts.end = parts.link_parts;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     const int32_t before = __shfl_up_sync(0xffffffffu, parts.end, offset);
@@ -211,8 +211,8 @@ struct SharedPair {
     if (pair.kv_tile == 0) return;
     first_cta = find_first_part(params, cta, pair, before);
     parts = find_end(params, cta + 1, pair, after) - first_cta;
-    const RowTileRows<true> of_tile(params.schedule, pair.tile, params.group_size.divisor);
-    rows = of_tile.state_begin >= 0 ? 0 : of_tile.count;
+    const RowTileRows<true> packed(params.schedule, pair.tile, params.group_size.divisor);
+    rows = packed.state_begin >= 0 ? 0 : packed.count;
   }
 };
 
@@ -225,7 +225,7 @@ __device__ __noinline__ void report_missing_pages(const AttentionParams& params)
   }
 }
 
-/// Merges this warp's rows: first those of several row groups, then those of the pair. One loop serves both: a launch
+/// Merges this warp's rows: first rows of several row groups, then rows of the pair. One loop serves both: a launch
 /// costs more the more code the kernel has (ADR 22). Element: of O.
 template <class Element, class Variant = StandardVariant>
 __device__ __forceinline__ void merge(const AttentionParams& params) {
@@ -241,10 +241,10 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
   if (params.num_pages == 0 && blockIdx.x == 0) report_missing_pages(params);
   const SharedPair pair(params);
   int32_t i = warp * gridDim.x + blockIdx.x;
-  int32_t of_pair = warp * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;
+  int32_t pair_row = warp * (pair.parts - 1) + static_cast<int32_t>(blockIdx.x) - pair.first_cta;
   bool waits = true;
 #pragma unroll 1
-  while (i < count || of_pair < pair.rows) {
+  while (i < count || pair_row < pair.rows) {
     PackedRow row;
     Parts parts;
     int32_t group = 0;
@@ -256,25 +256,25 @@ __device__ __forceinline__ void merge(const AttentionParams& params) {
     } else {
       const Position& position = params.schedule.positions[blockIdx.x + 1];  // read again: fewer registers
       const RowTileRows<true> rows(params.schedule, position.tile, params.group_size.divisor);
-      row = PackedRow(params, rows, position.head, of_pair);
+      row = PackedRow(params, rows, position.head, pair_row);
       group = params.schedule.tiles[position.tile].group;
-      const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + of_pair;
+      const int32_t first_state = partial_slot(pair.first_cta, kEndsInside) * params.max_tile_rows + pair_row;
       parts = Parts{pair.parts,         pair.parts, threadIdx.x % 32 == 0 ? pair.parts : 0,
-                    pair.first_cta + 1, of_pair,    first_state};
-      of_pair += warps * (pair.parts - 1);
+                    pair.first_cta + 1, pair_row,   first_state};
+      pair_row += warps * (pair.parts - 1);
     }
     if (row.exists) {
       merge_row<Element>(params, row, first_column, parts, waits, [&](float (&values)[4], int32_t column) {
         if constexpr (VariantHooks<Variant>::kOutput) {
           const Variant variant(params.variant.as<typename Variant::Params>(), params.group_size.divide(row.qo_head));
-          const ScoreRow of_row = score_row(params.schedule, group, row.index, row.row, row.qo_head);
-          for (int i = 0; i < 4; ++i) values[i] = variant.output(values[i], of_row, column + i);
+          const ScoreRow variant_row = score_row(params.schedule, group, row.index, row.row, row.qo_head);
+          for (int i = 0; i < 4; ++i) values[i] = variant.output(values[i], variant_row, column + i);
         }
       });
     }
   }
   if (waits)
-    ptx::wait_for_previous_grid();  // every block waits: what follows this grid may rely on the attention kernel's
+    ptx::wait_for_previous_grid();  // every block waits: grids after this one may rely on the attention kernel's
                                     // output
 }
 

@@ -1,5 +1,5 @@
-// Merges attention states that lie in tensors, one warp a row and head. The order is that of the states: same bits for
-// same states.
+// Merges attention states that lie in tensors, one warp a row and head. States merge in their order: same states, same
+// bits.
 #pragma once
 
 #include "attention/merge/merge_states.h"

@@ -2,29 +2,29 @@
 //
 // One launch of num_ctas CTAs serves any batch: every CTA walks its interval of the schedule. A work item is a run of
 // KV tiles of one (row tile, KV head) pair. The warps of a CTA are laid out as rows x KV tokens: 1 x 4 for row tiles of
-// 16 rows, 2 x 2 for 32, 4 x 1 for 64 and for 128 (two blocks of 16 rows a warp). Warps that share rows keep states of
-// their own, which merge in shared memory at the end of the item.
+// 16 rows, 2 x 2 for 32, 4 x 1 for 64 and for 128 (two blocks of 16 rows a warp). Warps that share rows keep one state
+// each. The states merge in shared memory at the end of the item.
 #pragma once
 
-#include "attention/output.cuh"
 #include "attention/params.h"
-#include "attention/row_tile.cuh"
-#include "attention/scores.cuh"
 #include "attention/sm80/kv_loader.cuh"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
+#include "attention/tile/output.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/scores.cuh"
+#include "attention/tile/transform_tile.cuh"
+#include "attention/tile/warp_state.cuh"
+#include "attention/tile/widened_tile.cuh"
+#include "attention/tile/work_cursor.cuh"
 #include "attention/traits.cuh"
-#include "attention/transform_tile.cuh"
-#include "attention/variants.h"
-#include "attention/warp_state.cuh"
-#include "attention/widened_tile.cuh"
-#include "attention/work_cursor.cuh"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/static_shared.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm80 {
 
@@ -34,6 +34,7 @@ struct WholeBlock {
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
+  __device__ __forceinline__ static void fence_outputs() {}  // no TMA
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.
@@ -67,8 +68,7 @@ struct WarpLayout<0, kKvTile, true, false> {
   __device__ __forceinline__ explicit WarpLayout(int /*warp*/) {}
 };
 
-/// Gathers the rows of Q that a row tile packs, and makes Element of those of another type; rows that do not exist
-/// become zeros.
+/// Gathers the rows of Q that a row tile packs, and converts them to Element. Rows that do not exist become zeros.
 template <class Traits, int kRows, bool kManyLevels>
 __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const RowTileRows<kManyLevels>& rows,
                                        int32_t kv_head, char* shared_q) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
   }
 }
 
-/// A tile of K or of V where it is widened: beside the memory of SharedLayout, so that only kernels that stage have it.
+/// Where a tile of K or V is widened. It is not part of SharedLayout: only kernels that stage have it.
 template <class Traits>
 __device__ __forceinline__ char* staged_tile() {
   constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
@@ -144,7 +144,7 @@ __device__ __forceinline__ char* staged_tile() {
   return ptx::static_shared<kBytes>();
 }
 
-// Where a tile of the ring is multiplied: there, or where it is staged.
+// Where a tile of the ring is multiplied: in the ring, or where it is staged.
 template <class Traits>
 __device__ __forceinline__ char* multiplied_tile(char* tile) {
   if constexpr (Traits::kStages) return staged_tile<Traits>();
@@ -162,7 +162,7 @@ template <class Traits, class Stored, class Staged, class Layout, int kKvTile>
 __device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp) {
   using Element = typename Traits::Element;
   using KvElement = typename Traits::KvElement;
-  const TokenRange all{0, kKvTile};  // the loader has put tokens that are seen where there are none
+  const TokenRange all{0, kKvTile};  // the loader has replaced missing tokens by visible ones
   if constexpr (Layout::kKvWarps == kWarps) {
     widen_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32>(tile, warp.first_token, staged,
                                                                              warp.first_token, ptx::lane_id(), all);
@@ -203,7 +203,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
   const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
-  // Read again where it is needed, to save registers.
+  // Read again at each use, to save registers.
   const auto visibility = [&] {
     return kManyLevels ? params.schedule.header->levels[params.schedule.groups[row_tile.group].level].visibility
                        : first_visibility;
@@ -378,7 +378,7 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   ptx::allow_next_grid();  // blocks of the next grid start as CTAs of this grid exit
   const WorkCursor cursor(params.schedule, blockIdx.x);
   if (cursor.done()) return;
-  // A wider output leaves no register for sinks beside a second path.
+  // A wider output leaves no register for sinks and a second path.
   constexpr bool kHasRoom = !Traits::Variant::kHasSinks || leaves_registers(Traits::Shape::kV);
   if constexpr (Traits::Variant::kReadsRows || !kHasRoom || Traits::kIsOf8Bits) {
     run_interval<Traits, true>(params, cursor);  // one for all schedules: compiled in a third of the time

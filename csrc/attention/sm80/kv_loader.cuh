@@ -7,12 +7,12 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/row_tile.cuh"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
-#include "attention/widened_row.cuh"
-#include "attention/work_cursor.cuh"
-#include "common/ptx/cp_async.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/widened_row.cuh"
+#include "attention/tile/work_cursor.cuh"
+#include "common/ptx/copy.cuh"
 #include "planner/page_table.h"
 
 namespace attn::sm80 {
@@ -21,14 +21,14 @@ namespace attn::sm80 {
 constexpr int kMaxRowBytes = 1152;
 __device__ const uint4 zero_row[kMaxRowBytes / 16] = {};
 
-/// What the lookups need of a level.
+/// A level, as far as lookups need it.
 struct PageTableView {
   const int32_t* indices;
   int64_t num_entries;
   int32_t entry_step;
 };
 
-/// What the lookups need of a row tile.
+/// A row tile, as far as lookups need it.
 struct LoadedTile {
   int64_t table_begin;
   int32_t kv_begin;       // as RowTile's
@@ -173,9 +173,9 @@ struct KvLoader {
           const char* row = reinterpret_cast<const char*>(i % 2 == 0 ? rows[i / 2].x : rows[i / 2].y);
 #pragma unroll
           for (int piece = 0; piece < Pieces::kPieces; ++piece) {
-            const int of_row = chunk + piece * kChunks;
-            const uint32_t to = target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, of_row);
-            copy_chunk<Tile>(to, row + of_row * 16, of_row);
+            const int row_chunk = chunk + piece * kChunks;
+            const uint32_t to = target + Tile::offset(first_row + (pass + i) * Passes<Tile>::kRows, row_chunk);
+            copy_chunk<Tile>(to, row + row_chunk * 16, row_chunk);
           }
         }
       }
@@ -219,9 +219,9 @@ struct KvLoader {
     }
   }
 
-  /// This thread's token. One that no row of the row tile sees is replaced by the nearest token that some row sees:
-  /// what the cache holds there (NaN, or the page of another request) must not reach the output, and what is copied
-  /// instead is masked.
+  /// This thread's token. A token that no row of the row tile sees is replaced by the nearest token that some row sees.
+  /// The cache may hold NaN or the page of another request there, which must not reach the output. The replacement is
+  /// masked.
   __device__ __forceinline__ int32_t token() const {
     const LoadedTile& tile = store.get();
     const int32_t first =

@@ -3,7 +3,7 @@
 //
 // A CTA's shared memory:
 // - Q tile: tile_rows(max_kind) rows; at the end of a work item the warps' outputs on their way to global memory;
-// - KV slots: a ring of KV tiles, K and V of one tile in neighbouring slots;
+// - KV slots: a ring of KV tiles, K and V of one tile in neighboring slots;
 // - row addresses: of two KV tiles, K and V address of each token;
 // - row states: maximum and sum of each warp's 16 rows;
 // - loading: what each warp's KV loader knows of its row tile, where registers are scarce.
@@ -22,10 +22,10 @@ constexpr int32_t kThreads = 32 * kWarps;
 /// Blocks that share a multiprocessor (where its shared memory is large enough); bounds the registers.
 constexpr int32_t kCtasPerMultiprocessor = 2;
 
-/// What follows from the widest head.
+/// Sizes that follow from the widest head.
 struct Tuning {
   int32_t max_columns;  // of a head: the widest that this is for
-  int32_t max_kind;     // largest kind of row tile: what the accumulators of a warp leave room for
+  int32_t max_kind;     // largest kind of row tile that a warp's accumulators leave room for
   int32_t kv_tile;      // tokens of one KV tile
   int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };
@@ -40,9 +40,19 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 }
 
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
-  constexpr Tuning kTunings[] = {{64, 3, 64, 6}, {128, 3, 64, 4}, {256, 2, 64, 2}, {576, 0, 32, 2}};
+  constexpr Tuning kTunings[] = {
+      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_slots = 6},
+      {.max_columns = 128, .max_kind = 3, .kv_tile = 64, .kv_slots = 4},
+      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_slots = 2},
+      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_slots = 2},
+  };
+  // 8-bit caches
   constexpr Tuning kWidenedTunings[] = {
-      {64, 3, 64, 6}, {128, 2, 64, 6}, {256, 2, 64, 2}, {576, 0, 32, 2}};  // of 8-bit caches
+      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_slots = 6},
+      {.max_columns = 128, .max_kind = 2, .kv_tile = 64, .kv_slots = 6},
+      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_slots = 2},
+      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_slots = 2},
+  };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
 
@@ -55,7 +65,7 @@ struct SharedLayout {
   int32_t q;
   int32_t kv;
   int32_t k_slot_bytes;
-  int32_t pair_bytes;     // of neighbouring slots
+  int32_t pair_bytes;     // of neighboring slots
   int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kv_tile]
   int32_t row_states;     // float [2 (maximum, sum)][kWarps][16]
   int32_t loading;        // LoadedTile [kWarps]

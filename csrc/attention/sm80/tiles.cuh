@@ -2,13 +2,13 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/shared_tile.cuh"
 #include "attention/sm80/shape.h"
+#include "attention/tile/shared_tile.cuh"
 #include "common/type_traits.h"
 
 namespace attn::sm80 {
 
-/// What the kernel is launched with.
+/// The kernel's arguments.
 template <class Traits>
 using ParamsOf = typename Conditional<Traits::kIsLatent, LatentAttentionParams, AttentionParams>::Type;
 
@@ -28,7 +28,7 @@ using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;
 template <class Traits>
 using VTile = SharedTile<typename Traits::KvElement, Traits::Shape::kV>;
 
-// K and V tiles that are widened into memory of their own before they are multiplied (Traits::kStages).
+// K and V tiles where they are widened before they are multiplied (Traits::kStages).
 template <class Traits>
 using StagedKTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
 

@@ -9,19 +9,18 @@
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
+#include "attention/sm90/feed/producer.cuh"
+#include "attention/sm90/feed/shared_memory.cuh"
 #include "attention/sm90/float8_consumer.cuh"
 #include "attention/sm90/params.h"
-#include "attention/sm90/producer.cuh"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/wide_consumer.cuh"
+#include "attention/tile/work_cursor.cuh"
 #include "attention/traits.cuh"
-#include "attention/work_cursor.cuh"
 #include "common/kernel_code.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/registers.cuh"
-#include "common/ptx/static_shared.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

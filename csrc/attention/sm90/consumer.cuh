@@ -1,13 +1,13 @@
 // The two consumer warpgroups compute work items from what the producer has loaded.
 //
-// Row tiles of 32 rows and more are multiplied with wgmma. Each warpgroup computes 64 rows of a 128-row tile; row tiles
-// of 32 and 64 rows are computed by the first warpgroup alone. While the tensor cores add P V of one KV tile, the
-// warpgroup computes most of the next tile's exponentials:
+// Row tiles of 32 rows and more are multiplied with wgmma. Each warpgroup computes 64 rows of a 128-row tile; the first
+// warpgroup computes row tiles of 32 and 64 rows. While the tensor cores add P V of one KV tile, the warpgroup computes
+// most of the next tile's exponentials:
 //
 //     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
 //
-// The two warpgroups are not synchronised: the products of one overlap with the softmax of the other.
+// The two warpgroups are not synchronized: the products of one overlap with the softmax of the other.
 #pragma once
 
 #include "attention/sm90/mma_consumer.cuh"
@@ -84,7 +84,7 @@ struct Consumer : MmaConsumer<Traits> {
     return item.kind > 0 && (item.kind == kMaxKind || warpgroup() == 0);
   }
 
-  /// Frees the KV tiles of an item that the other warpgroup computes alone.
+  /// Frees the KV tiles of an item that only the other warpgroup computes.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     if constexpr (kWidens) {
       widen_tiles(item, kv, kv, item.kv_begin, false, true, 0);
@@ -147,8 +147,8 @@ struct Consumer : MmaConsumer<Traits> {
     }
   }
 
-  /// The same for products, masked, where a variant's bias is added now (kAddsBias): two instructions a score instead
-  /// of the one that scales it. `first_token`: of the KV tile.
+  /// The same for products, masked, where a variant's bias is added now (kAddsBias): two instructions a score, instead
+  /// of one to scale it. `first_token`: of the KV tile.
   __device__ __forceinline__ void exponentiate_biased(const WorkItem& item, const State& state,
                                                       float (&s)[1][kTokens / 8][4], float (&added)[2],
                                                       int32_t first_token, const Rows& rows) const {
@@ -159,14 +159,14 @@ struct Consumer : MmaConsumer<Traits> {
       const float maximum = state.maximum[0][half] == minus_infinity() ? 0.0f : state.maximum[0][half];
       // With one rounding: far from all that a row sees, bias and maximum are large, and their difference is not.
       const float first = fmaf(slope, rows.bias_distance(0, half, first_token), -maximum) * kLog2E;
-      const float of_column = slope * kLog2E;
+      const float column_slope = slope * kLog2E;
       added[half] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& score = s[0][n][2 * half + c];
-          score = ptx::ex2(score * score_scale + (of_column * (n * 8 + c) + first));
+          score = ptx::ex2(score * score_scale + (column_slope * (n * 8 + c) + first));
         }
         added[half] += s[0][n][2 * half] + s[0][n][2 * half + 1];
       }
@@ -191,17 +191,17 @@ struct Consumer : MmaConsumer<Traits> {
   /// probabilities of a lane's columns sum to more than this, or to NaN. The limit is far below what an element can
   /// hold, and a maximum that is too small costs no accuracy. From the last KV tile to the first, a row may see but one
   /// token in its first one, and others exceed that by more: there the limit is as high as it may be.
-  static constexpr float kMostAdded = !kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
+  static constexpr float kMaxAdded = !kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {
-    return !(added[half] <= kMostAdded);
+    return !(added[half] <= kMaxAdded);
   }
 
   /// For rows that have outgrown their maxima: computes their scores again (the first ones were overwritten by the
   /// probabilities), finds new maxima, and rescales output and sums. Other rows stay as they are: the bits of a row
   /// depend on no other.
   ///
-  ///     wgmma: Q K(i) --> scores --> exp2(score - maximum) --> sum of a lane's columns <= kMostAdded --> P V(i)
+  ///     wgmma: Q K(i) --> scores --> exp2(score - maximum) --> sum of a lane's columns <= kMaxAdded --> P V(i)
   ///                                                                 | larger, or NaN               ^
   ///                                                                 v                              |
   ///     mma.sync: Q K(i), K(i) is still in the ring --> new maximum --> output, sum rescaled --> exp2(score - maximum)
@@ -283,8 +283,8 @@ struct Consumer : MmaConsumer<Traits> {
     write_rows<Output>(hopper_params, state, target, first_row, shared.q(q_slot));
   }
 
-  /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied alone:
-  /// together with the last P V of the item before they were no faster (ADR 16).
+  /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied by
+  /// themselves: together with the last P V of the item before they were no faster (ADR 16).
   __device__ __forceinline__ void run_wgmma_item(const WorkItem& item, int q_slot) {
     const int first_row = consumer_warp() * 16;
     float s[1][kTokens / 8][4];
@@ -308,7 +308,7 @@ struct Consumer : MmaConsumer<Traits> {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
     // Turns the scores of a KV tile into probabilities, then starts the next tile's scores together with this one's
-    // P V. Maxima are lazy (see kMostAdded): finding every tile's maxima takes a fifth of the softmax
+    // P V. Maxima are lazy (see kMaxAdded): finding every tile's maxima takes a fifth of the softmax
     // (ADR 15).
     int32_t next_token = token;  // of the next KV tile
     for (int left = item.num_kv_tiles;; token = kSkips ? next_token : token + kStep) {

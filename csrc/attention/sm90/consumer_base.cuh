@@ -5,26 +5,26 @@
 // multiplies it, kTransformsEarly). Both warpgroups of the largest row tiles rewrite half of each tile, and wait for
 // the other's half when they need it.
 //
-// K and V of an 8-bit cache are widened into tiles of their own before wgmma takes them: both warpgroups widen half of
-// what is multiplied next, in every item of such row tiles, whether they multiply it or not. They wait for each other
-// before, until no warp reads what was there, and afterwards. Where a variant transforms K or V it does so there, half
-// by half. For mma.sync they are widened in registers, or, for such a variant, in that memory, too.
+// K and V of an 8-bit cache are dequantized into separate tiles before wgmma reads them. Both warpgroups always
+// dequantize half of the next tile, also in items that they do not multiply. They wait for each other before, until no
+// warp reads the previous tile, and afterwards. Where a variant transforms K or V it does so there, half by half. For
+// mma.sync they are widened in registers, or, for such a variant, in that memory, too.
 #pragma once
 
-#include "attention/output.cuh"
-#include "attention/row_tile.cuh"
-#include "attention/scores.cuh"
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/shared_memory.cuh"
 #include "attention/sm90/tiles.cuh"
 #include "attention/sm90/widened_tile.cuh"
-#include "attention/sm90/work_item.cuh"
-#include "attention/transform_tile.cuh"
-#include "attention/warp_state.cuh"
+#include "attention/tile/output.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/scores.cuh"
+#include "attention/tile/transform_tile.cuh"
+#include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/named_barrier.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/wgmma.cuh"
 
 namespace attn::sm90 {
@@ -39,6 +39,7 @@ struct Consumers {
 
   __device__ __forceinline__ static int thread() { return consumer_thread(); }
   __device__ __forceinline__ static void sync() { ptx::barrier_sync<kConsumersBarrier, kConsumerThreads>(); }
+  __device__ __forceinline__ static void fence_outputs() { ptx::fence_async_proxy(); }
 };
 
 __device__ __forceinline__ void sync_warpgroup() {
@@ -55,8 +56,8 @@ __device__ __forceinline__ void sync_consumers() {
     Consumers::sync();
 }
 
-/// Zeroes rows of a V tile that lie outside [first, last): what the ring or the cache holds there (NaN, perhaps) must
-/// not reach the output. `lane` of kLanes threads.
+/// Zeroes rows of a V tile that lie outside [first, last): the ring or the cache may hold NaN there, which must not
+/// reach the output. `lane` of kLanes threads.
 template <class Tile, int kLanes>
 __device__ __forceinline__ void zero_rows(char* tile, int first_row, int end_row, int32_t first, int32_t last,
                                           int lane) {
@@ -91,7 +92,7 @@ struct ConsumerBase {
   static constexpr bool kWidens = Traits::kWidens;
   static constexpr bool kSkips = Variant::kSkipsTiles;
   static constexpr int kTokens = kTuning<Traits>.kv_tile;
-  // Columns that products take: those of the head, and perhaps some more.
+  // Columns that products take: the head's, and perhaps some more.
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kVColumns =  // that this warpgroup makes
       is_wide(Traits::Shape::kDims) ? Traits::Shape::kV / 2 : columns_of_products(Traits::Shape::kVMultiplied);

@@ -70,7 +70,7 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   return context.encode(t, map);
 }
 
-/// Tokens of the boxes of K and V; 0: TMA cannot load them. Half a KV tile, what a warp loads, then consists of whole
+/// Tokens of the boxes of K and V; 0: TMA cannot load them. A warp loads half a KV tile, which then consists of whole
 /// boxes. `is_flat`: rows are all that there is between heads and columns.
 inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
   const int32_t half_tile = params.kv_tile / 2, page_size = params.page_size.divisor;

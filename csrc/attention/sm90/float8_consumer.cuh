@@ -1,24 +1,24 @@
-// The consumers where Q, K and V are e4m3: row tiles of 32 rows and more multiply 8-bit elements with wgmma. Row tiles
-// of 16 rows are those of MmaConsumer.
+// The consumers where Q, K and V are e4m3: row tiles of 32 rows and more multiply 8-bit elements with wgmma.
+// MmaConsumer computes row tiles of 16 rows.
 //
 // Probabilities are rounded to e4m3, after a factor that uses its range; sums are of the values before rounding. Tensor
 // cores add products of 8-bit elements with about 14 bits, which is too few for long sums: each KV tile's P V is
 // computed by itself, and added to the output in float32.
 //
 // Each warpgroup transposes half of V's columns, for both, while the tensor cores multiply its Q K^T. It has registers
-// for a KV tile's scores or for its P V, not for both: what runs beside its softmax are the products of the other
-// warpgroup, and they take turns.
+// for a KV tile's scores or for its P V, not for both: its softmax overlaps with the products of the other warpgroup,
+// and they take turns.
 //
 //     tensor cores  | Q K(0) |        | P V(0) | Q K(1) |        | P V(1) | ...
 //     warpgroup     | V(0)^T | exp(0) |        | V(1)^T | exp(1) |        | ...
 //
-// An instruction scheduler has only two warps here, so what a warp waits for counts. What a product needs (whether K
-// and V have arrived, descriptors) is therefore prepared while another product is under way.
+// An instruction scheduler has only two warps here, so what a warp waits for counts. A product's inputs (whether K and
+// V have arrived, descriptors) are therefore prepared while another product is under way.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/transposed_values.cuh"
-#include "common/ptx/wgmma_float8.cuh"
+#include "common/ptx/wgmma.cuh"
 
 namespace attn::sm90 {
 
@@ -91,7 +91,7 @@ struct Float8Consumer : Consumer<Traits> {
     ptx::barrier_arrive(kTurnBarrier + 1 - warpgroup(), kConsumerThreads);
   }
 
-  /// Frees the KV tiles of an item that the other warpgroup computes alone. It arrives for V tiles as if it had
+  /// Frees the KV tiles of an item that only the other warpgroup computes. It arrives for V tiles as if it had
   /// transposed them, but never ahead of the other warpgroup.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     for (int left = item.num_kv_tiles; left > 0; --left) {
@@ -108,7 +108,7 @@ struct Float8Consumer : Consumer<Traits> {
                                                        ptx::MatrixDescriptor keys) {
 #pragma unroll
     for (int k = 0; k < Traits::Shape::kQk / 32; ++k)
-      ptx::wgmma_float8_shared(s[0], Query::columns(q, k), StoredKeys::columns(keys, k), k > 0);
+      ptx::wgmma_shared<ptx::MmaType::kFloat8E4M3>(s[0], Query::columns(q, k), StoredKeys::columns(keys, k), k > 0);
     ptx::wgmma_commit();
   }
 
@@ -169,7 +169,7 @@ struct Float8Consumer : Consumer<Traits> {
                                                          ptx::MatrixDescriptor values) {
 #pragma unroll
     for (int k = 0; k < kTokens / 32; ++k)
-      ptx::wgmma_float8_registers(partial, p[k], Transposed::columns(values, k), k > 0);
+      ptx::wgmma_registers<ptx::MmaType::kFloat8E4M3>(partial, p[k], Transposed::columns(values, k), k > 0);
     ptx::wgmma_commit();
   }
 

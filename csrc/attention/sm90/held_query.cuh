@@ -2,16 +2,16 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/warp_state.cuh"
+#include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/math.h"
-#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mma.cuh"
 #include "common/type_traits.h"
 
 namespace attn::sm90 {
 
-/// Rows of Q for widened_scores(): in registers, if these have room beside the output. Then they are f16, which numbers
-/// of 8 bits become in a third of the instructions that bf16 takes. Rows of 8 bits are widened here.
+/// Rows of Q for widened_scores(): in registers, if the output leaves room. Then they are f16: fp8 -> f16 takes a third
+/// of the instructions of fp8 -> bf16. Rows of 8 bits are widened here.
 template <class Element, class Query, int kQkColumns, int kVColumns>
 struct HeldQuery {
   static constexpr bool kIsHeld = leaves_registers(max_of(kQkColumns, kVColumns));

@@ -1,13 +1,13 @@
 // Row tiles of 16 rows are multiplied with mma.sync: each warpgroup takes every other part of a KV tile, and its four
 // warps share the part's tokens. The states of all eight warps merge in shared memory at the end.
 //
-// Over an 8-bit cache, a warp widens its tokens in registers. Where a variant transforms them it first widens them into
-// rows of its own in one of the tiles that wgmma reads in larger row tiles, and there transforms and multiplies them.
+// Over an 8-bit cache, a warp widens its tokens in registers. If a variant transforms them, the warp first dequantizes
+// them into its rows of a tile that wgmma reads in larger row tiles. There it transforms and multiplies them.
 #pragma once
 
 #include "attention/sm90/consumer_base.cuh"
 #include "attention/sm90/held_query.cuh"
-#include "attention/widened_tile.cuh"
+#include "attention/tile/widened_tile.cuh"
 
 namespace attn::sm90 {
 
@@ -64,7 +64,7 @@ struct MmaConsumer : ConsumerBase<Traits> {
   template <class Stored, class Wide>
   __device__ __forceinline__ void stage_own(const char* tile, int row, char* staged, int to_row,
                                             const TokenRange& readable) const {
-    __syncwarp();  // all of the warp have multiplied what was there
+    __syncwarp();  // all lanes have multiplied the previous rows
     widen_tile_rows<Stored, Wide, Element, typename Traits::KvElement, kMmaTokens, 32>(tile, row, staged, to_row,
                                                                                        ptx::lane_id(), readable);
     __syncwarp();

@@ -2,13 +2,12 @@
 // the warp has multiplied.
 #pragma once
 
-#include "attention/output.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
-#include "common/ptx/cp_async.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
-#include "common/ptx/tensor_copy.cuh"
+#include "attention/tile/output.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

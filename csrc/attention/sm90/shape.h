@@ -18,7 +18,7 @@ constexpr int32_t kProducerThreads = kWarpgroupThreads;
 constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;  // of heads that are not wide
 constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
 
-/// Of wide heads one warpgroup makes probabilities, and two multiply them (wide_consumer.cuh).
+/// Wide heads: one warpgroup computes P, two compute P·V (wide_consumer.cuh).
 ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) {
   return is_wide(dims) ? 3 * kWarpgroupThreads / 32 : kConsumerWarps;
 }
@@ -31,21 +31,21 @@ constexpr int32_t kMaxKind = 3;
 constexpr int32_t kQRows = tile_rows(kMaxKind);
 constexpr int32_t kWarpRows = 16;  // of a consumer warp
 
-/// What follows from the widths of heads.
+/// Sizes that follow from the widths of heads.
 struct Tuning {
   int32_t max_qk;  // columns of a head of Q and K, and of one of V: the widest that this is for
   int32_t max_v;
   int32_t max_kind;    // largest kind of row tile
-  int32_t kv_tile;     // tokens of one KV tile: what the scores of 64 rows leave registers for
+  int32_t kv_tile;     // tokens of one KV tile: as many as 64 rows of scores leave registers for
   int32_t q_slots;     // Q tiles, of consecutive work items
   int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
-  int32_t slot_parts;  // of a slot, each filled and freed by itself: what a warpgroup takes of a row tile of 16 rows;
-                       // of wide heads the columns that a warpgroup multiplies with probabilities
-  int32_t mma_parts;   // that are filled or being filled while row tiles have 16 rows
-  int32_t producer_registers;  // of a thread; three warpgroups share 504, four 512
-  bool keeps_maxima;           // lazy maxima (consumer.cuh)
-  bool finds_runs;             // consecutive pages of one token are loaded by TMA (RowCopier)
-  int32_t staged_pieces = 0;   // of 16 bytes, of a producer thread, on their way (WideningCopier)
+  int32_t slot_parts;  // of a slot, one mbarrier pair each: the tokens that a warpgroup takes in row tiles of 16 rows;
+                       // wide heads: the columns that a warpgroup multiplies with P
+  int32_t max_parts_in_flight;  // that are filled or being filled while row tiles have 16 rows
+  int32_t producer_registers;   // of a thread; three warpgroups share 504, four 512
+  bool keeps_maxima;            // lazy maxima (consumer.cuh)
+  bool finds_runs;              // consecutive pages of one token are loaded by TMA (RowCopier)
+  int32_t staged_pieces = 0;    // of 16 bytes, of a producer thread, on their way (WideningCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
   ATTN_HD constexpr int32_t scorer_registers() const { return 512 - 2 * kMultiplierRegisters - producer_registers; }
@@ -61,27 +61,153 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// mma_parts: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than others,
-/// and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the producer
-/// would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that the
-/// output of wide heads needs.
+/// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than
+/// others, and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the
+/// producer would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that
+/// the output of wide heads needs.
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
-      {64, 64, kMaxKind, 128, 2, 10, 2, 12, 88, true, true},   //
-      {128, 128, kMaxKind, 128, 2, 5, 2, 6, 88, true, true},   //
-      {192, 128, kMaxKind, 128, 1, 4, 2, 5, 88, true, true},   // MLA that is not absorbed
-      {192, 192, kMaxKind, 64, 1, 7, 1, 4, 72, false, false},  //
-      {256, 256, kMaxKind, 64, 1, 5, 1, 3, 72, false, false},  //
-      {576, 512, 2, 64, 1, 2, 2, 0, 72, false, false},         // wide heads, absorbed MLA
+      {.max_qk = 64,
+       .max_v = 64,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 10,
+       .slot_parts = 2,
+       .max_parts_in_flight = 12,
+       .producer_registers = 88,
+       .keeps_maxima = true,
+       .finds_runs = true},
+      {.max_qk = 128,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 5,
+       .slot_parts = 2,
+       .max_parts_in_flight = 6,
+       .producer_registers = 88,
+       .keeps_maxima = true,
+       .finds_runs = true},
+      // MLA that is not absorbed
+      {.max_qk = 192,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 1,
+       .kv_slots = 4,
+       .slot_parts = 2,
+       .max_parts_in_flight = 5,
+       .producer_registers = 88,
+       .keeps_maxima = true,
+       .finds_runs = true},
+      {.max_qk = 192,
+       .max_v = 192,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 7,
+       .slot_parts = 1,
+       .max_parts_in_flight = 4,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      {.max_qk = 256,
+       .max_v = 256,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 5,
+       .slot_parts = 1,
+       .max_parts_in_flight = 3,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      // wide heads, absorbed MLA
+      {.max_qk = 576,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 2,
+       .slot_parts = 2,
+       .max_parts_in_flight = 0,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
   };
+  // 8-bit caches
   constexpr Tuning kWidenedTunings[] = {
-      // of 8-bit caches
-      {64, 64, kMaxKind, 128, 2, 10, 2, 20, 88, false, true},   //
-      {128, 128, kMaxKind, 128, 2, 6, 2, 12, 88, false, true},  //
-      {256, 128, kMaxKind, 64, 1, 8, 1, 6, 88, false, false},   // MLA that is not absorbed
-      {256, 256, kMaxKind, 64, 1, 6, 1, 4, 72, false, false},   //
-      {512, 512, 2, 64, 1, 2, 2, 0, 104, false, false, 12},     // widened by the producer
-      {576, 512, 2, 64, 1, 2, 2, 0, 112, false, false},         // there is no room to stage them
+      {.max_qk = 64,
+       .max_v = 64,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 10,
+       .slot_parts = 2,
+       .max_parts_in_flight = 20,
+       .producer_registers = 88,
+       .keeps_maxima = false,
+       .finds_runs = true},
+      {.max_qk = 128,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 128,
+       .q_slots = 2,
+       .kv_slots = 6,
+       .slot_parts = 2,
+       .max_parts_in_flight = 12,
+       .producer_registers = 88,
+       .keeps_maxima = false,
+       .finds_runs = true},
+      // MLA that is not absorbed
+      {.max_qk = 256,
+       .max_v = 128,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 8,
+       .slot_parts = 1,
+       .max_parts_in_flight = 6,
+       .producer_registers = 88,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      {.max_qk = 256,
+       .max_v = 256,
+       .max_kind = kMaxKind,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 6,
+       .slot_parts = 1,
+       .max_parts_in_flight = 4,
+       .producer_registers = 72,
+       .keeps_maxima = false,
+       .finds_runs = false},
+      // widened by the producer
+      {.max_qk = 512,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 2,
+       .slot_parts = 2,
+       .max_parts_in_flight = 0,
+       .producer_registers = 104,
+       .keeps_maxima = false,
+       .finds_runs = false,
+       .staged_pieces = 12},
+      // there is no room to stage them
+      {.max_qk = 576,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_slots = 1,
+       .kv_slots = 2,
+       .slot_parts = 2,
+       .max_parts_in_flight = 0,
+       .producer_registers = 112,
+       .keeps_maxima = false,
+       .finds_runs = false},
   };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
@@ -94,13 +220,13 @@ ATTN_HD constexpr int32_t columns_of_products(int32_t columns) {
 /// Those that one product makes: 256 are made by two.
 ATTN_HD constexpr int32_t columns_of_one_product(int32_t columns) { return columns > 192 ? 128 : columns; }
 
-/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_consumer.cuh, ADR 37): those of
+/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_consumer.cuh, ADR 37):
 /// MULTIPLIED_FLOAT8_HEAD_DIMS in manifest.py.
 ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {
   return dims.qk == dims.v && (dims.qk == 64 || dims.qk == 128);
 }
 
-/// Bytes of WorkItem (attention/sm90/work_item.cuh).
+/// Bytes of WorkItem (attention/sm90/feed/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 
 /// Bytes of a row in one block of a tile in shared memory.

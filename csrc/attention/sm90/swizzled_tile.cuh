@@ -2,8 +2,8 @@
 // after another. In a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
 #pragma once
 
-#include "attention/shared_tile.cuh"
 #include "attention/sm90/shape.h"
+#include "attention/tile/shared_tile.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/wgmma.cuh"
 
@@ -13,6 +13,7 @@ namespace attn::sm90 {
 template <class Element_, int kHeadColumns_, int kRows>
 struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>> {
   using Element = Element_;
+  static constexpr bool kIsFilledByTma = true;
   static constexpr int kHeadColumns = kHeadColumns_;
   static constexpr int kRowChunks = tile_row_bytes(kHeadColumns, Element::kBytes) / 16;
   static constexpr int kHeadBytes = kHeadColumns * Element::kBytes;

@@ -1,23 +1,23 @@
-// What follows from a kernel's Traits: its arguments, its tuning, how it treats Q, K and V, and its tiles in shared
-// memory.
+// Everything that follows from a kernel's Traits: its arguments, its tuning, how it treats Q, K and V, and its tiles in
+// shared memory.
 #pragma once
 
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/swizzled_tile.cuh"
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/type_traits.h"
 
 namespace attn::sm90 {
 
-/// What the kernel is launched with.
+/// The kernel's arguments.
 template <class Traits>
 using ParamsOf = typename Conditional<Traits::kIsLatent, LatentHopperParams, HopperParams>::Type;
 
 /// Whether K and V are transformed in the ring while the tiles before them are multiplied (consumer_base.cuh). Not
-/// where the ring may have fewer than four tiles in use (Tuning::mma_parts): this needs two tiles after those that are
-/// multiplied. There registers are scarce, too.
+/// where the ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those
+/// that are multiplied. There registers are scarce, too.
 template <class Traits>
 constexpr bool kTransformsEarly = Traits::kTransformsCache && !Traits::kWidens &&
                                   tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes).slot_parts > 1;

@@ -4,13 +4,12 @@
 
 #include "attention/sm90/swizzled_tile.cuh"
 #include "common/elements.cuh"
-#include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/registers.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 
-/// A row for each column of V. Its tokens are permuted such that a lane's probabilities are four neighbouring ones: of
+/// A row for each column of V. Its tokens are permuted such that a lane's probabilities are four neighboring ones: of
 /// every 16, number 4t + 2h + i is token 8h + 2t + i (t below 4, h and i below 2).
 template <int kTokens, int kVColumns>
 using TransposedValues = SwizzledTile<Float8E4M3, kTokens, kVColumns>;

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
-#include "common/ptx/registers.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 
@@ -39,7 +39,7 @@ struct WideConsumer : Consumer<Traits> {
   using OutElement = typename Traits::OutElement;
   using Half = SwizzledTile<OutElement, kColumns, kRows>;  // of O, where Q was
   static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQSlots == 1);
-  static_assert(!Base::OfQuery::kExists && !Traits::kTransformsCache, "there is no time for transforms of wide rows");
+  static_assert(!Base::OfQuery::kExists && !Traits::kTransformsCache, "transforms are not supported with wide heads");
 
   RingPlace<1> published;  // the next probabilities, or the states at the end of an item
 
@@ -74,8 +74,8 @@ struct WideConsumer : Consumer<Traits> {
   /// The first of this lane's two rows.
   __device__ __forceinline__ static int own_row() { return first_row() + ptx::lane_id() / 4; }
 
-  // Places of the KV tile whose K is at `kv`, and of the next one. A place is that of the left part, the columns that
-  // the first multiplier takes.
+  // Places of the KV tile whose K is at `kv`, and of the next one. A place is where the left part lies, the columns
+  // that the first multiplier takes.
   static_assert(kTuning<Traits>.kv_slots == 2 && Shared::kParts == 2);
   __device__ __forceinline__ bool v_is_k() const {
     return Traits::kWidensOnLoad ? Traits::kLoadsScaled : hopper_params.v_is_k != 0;
@@ -135,7 +135,7 @@ struct WideConsumer : Consumer<Traits> {
     publish_states(state);
   }
 
-  /// Starts s = Q K^T, of the right part first: it comes first.
+  /// Starts s = Q K^T, right part first: it arrives first.
   __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4]) const {
     using Keys = typename Base::Keys;
     using Query = typename Base::Query;

@@ -3,14 +3,14 @@
 
 #include "attention/sm90/shape.h"
 #include "attention/sm90/tiles.cuh"
-#include "attention/variants.h"
+#include "attention/variant/variants.h"
 #include "common/elements.cuh"
-#include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 
 /// Widens half of the rows of a tile, those from `first_row` on, by the four warps of a warpgroup. Rows outside of
-/// `readable` become zeros: what the ring or the cache holds there (NaN, perhaps) must not reach the output.
+/// `readable` become zeros: the ring or the cache may hold NaN there, which must not reach the output.
 template <class Stored, class Wide, class Traits>
 __device__ __forceinline__ void widen_rows(const char* from, char* to, int first_row, const TokenRange& readable) {
   constexpr int kRows = kTuning<Traits>.kv_tile / 2;

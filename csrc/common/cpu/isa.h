@@ -5,7 +5,7 @@ namespace attn::cpu {
 
 /// In ascending order: a machine that has one has those before it.
 enum class Isa {
-  kBaseline = 0,  // what the compiler assumes for the architecture
+  kBaseline = 0,  // the compiler's default for the architecture
   kAvx2 = 1,      // AVX2, FMA, F16C
   kAvx512 = 2,    // AVX-512 F, BW, VL, DQ
   kAmx = 3,       // AMX tiles for bf16, AVX-512 BF16

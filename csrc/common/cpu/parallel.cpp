@@ -16,8 +16,8 @@ namespace {
 
 // ---- The OpenMP runtime of the process ----
 
-/// libgomp's entry point of a parallel region; LLVM's and Intel's runtimes have it too. num_threads 0: what the runtime
-/// would use by default.
+/// libgomp's entry point of a parallel region; LLVM's and Intel's runtimes have it too. num_threads 0: the runtime's
+/// default.
 using GompParallel = void (*)(void (*task)(void*), void* context, unsigned num_threads, unsigned flags);
 
 constexpr char kEntryPoint[] = "GOMP_parallel";
@@ -28,7 +28,7 @@ void* symbol_of_loaded(const char* path) {
   void* handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
   if (handle == nullptr) return nullptr;
   void* symbol = dlsym(handle, kEntryPoint);
-  dlclose(handle);  // the object stays: whoever loaded it holds it
+  dlclose(handle);  // the object stays loaded: another handle holds it
   return symbol;
 }
 
@@ -45,8 +45,8 @@ int visit_object(dl_phdr_info* info, size_t, void* result) {
 }
 
 GompParallel find_openmp() {
-  void* symbol = dlsym(RTLD_DEFAULT, kEntryPoint);  // preloaded, or linked into the program: what torch calls as well
-  if (symbol == nullptr) symbol = symbol_of_loaded("libtorch_cpu.so");  // the one that torch depends on
+  void* symbol = dlsym(RTLD_DEFAULT, kEntryPoint);  // preloaded, or linked into the program: torch calls it as well
+  if (symbol == nullptr) symbol = symbol_of_loaded("libtorch_cpu.so");  // torch's dependency
   if (symbol == nullptr) dl_iterate_phdr(visit_object, &symbol);
   return reinterpret_cast<GompParallel>(symbol);
 }
@@ -136,8 +136,8 @@ ThreadPool& get_own_pool() {
 // ---- fork ----
 
 // libgomp keeps a team for each thread that has opened a parallel region. In a child the team of the thread that called
-// fork() is listed but its workers are gone: the next region would wait for them for ever. Such a child gets a pool of
-// its own.
+// fork() is listed but its workers are gone: the next region would wait for them for ever. Such a child gets its own
+// pool.
 thread_local bool opened_a_region = false;
 std::atomic<bool> openmp_lost_in_fork{false};
 

@@ -2,7 +2,7 @@
 //
 // Tasks run on the OpenMP runtime that the process already has (torch brings one), without linking it: a second pool of
 // threads would compete with that runtime's spinning workers. So torch.set_num_threads and OMP_NUM_THREADS are
-// honoured. A process without such a runtime gets a small pool of its own.
+// honored. A process without such a runtime gets its own small pool.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@ namespace attn::cpu {
 /// be called from several threads at once and in a child after fork(). `task` must not throw.
 void run_on_threads(void (*task)(void*), void* context);
 
-/// Runs body(i) for each i in [0, count): on the caller alone, or with threads taking the next index one after another.
+/// Runs body(i) for each i in [0, count): on the caller only, or with threads taking the next index one after another.
 template <class Body>
 void parallel_for(int32_t count, bool use_threads, Body& body) {
   if (!use_threads || count <= 1) {

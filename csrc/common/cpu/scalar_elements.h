@@ -25,7 +25,7 @@ struct ScalarElements {
   [[gnu::always_inline]] static inline float to_float(Half x) { return half_to_float(x.bits); }
 
   // The product corrects the exponent's bias, for subnormal numbers, too. There are no branches, so that loops are
-  // vectorised.
+  // vectorized.
   [[gnu::always_inline]] static inline float to_float(Float8E4M3 x) {
     const uint32_t magnitude = x.bits & 0x7fu;
     const uint32_t nan = magnitude == 0x7fu ? 0x7fc00000u : 0u;
@@ -37,7 +37,7 @@ struct ScalarElements {
     return bits_float(float_bits(bits_float(magnitude << 21) * 0x1p112f) | special | (x.bits & 0x80u) << 24);
   }
 
-  // Rounds to nearest even; what is too large becomes the largest number, NaN stays NaN.
+  // Rounds to nearest even; larger numbers become the largest one, NaN stays NaN.
   [[gnu::always_inline]] static inline void from_float(float x, Float8E4M3& result) {
     result.bits = static_cast<uint8_t>(e4m3_bits(x));
   }

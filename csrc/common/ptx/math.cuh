@@ -1,9 +1,14 @@
-// Approximate functions of the special function unit, and conversion of pairs.
+// Approximate functions, and conversions.
 #pragma once
 
+#include "common/float8.h"
 #include "common/platform.h"
 
 namespace attn::ptx {
+
+// --- functions and pairs
+//
+// Approximate functions of the special function unit, and conversion of pairs.
 
 /// 2^x; 0 for -inf.
 __device__ __forceinline__ float ex2(float x) {
@@ -19,8 +24,8 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
-/// `low` in the lower half. (volatile: converted where it is written, so that the pair takes one register from there
-/// on, not two.)
+/// `low` in the lower half. (volatile: the conversion stays at its place, so that the pair takes one register from
+/// there on, not two.)
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t d;
   asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
@@ -53,6 +58,51 @@ __device__ __forceinline__ const char* advanced(const char* base, uint32_t count
   const char* pointer;
   asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(pointer) : "r"(count), "r"(bytes), "l"(base));
   return pointer;
+}
+
+// --- 8-bit numbers
+//
+// Conversion of pairs of 8-bit floating-point numbers to f16. All of them are f16 numbers, too.
+
+/// Two e4m3 numbers, the first in the lower byte.
+__device__ __forceinline__ uint32_t f16_of_e4m3(uint16_t pair) {
+  uint32_t d;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
+#else
+  // Moves exponent and mantissa to where an f16 has them. The product corrects the exponent's bias, for subnormal
+  // numbers, too. 0x7f is NaN: all bits below the sign are set.
+  const uint32_t high = __byte_perm(pair, 0, 0x1404);  // each in the upper byte of its half
+  const uint32_t magnitude = high & 0x7f007f00u;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(magnitude >> 1), "r"(0x5c005c00u));  // 2^8
+  const uint32_t nan = (magnitude + 0x01000100u) & 0x80008000u;
+  d |= (nan - (nan >> 15)) | (high & 0x80008000u);
+#endif
+  return d;
+}
+
+/// Two e5m2 numbers: the upper bytes of f16 numbers.
+__device__ __forceinline__ uint32_t f16_of_e5m2(uint16_t pair) { return __byte_perm(pair, 0, 0x1404); }
+
+/// The nearest e4m3 numbers, to even among equals; the largest for what is larger. `low` in the lower byte.
+__device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
+  return d;
+#else
+  return static_cast<uint16_t>(e4m3_bits(high) << 8 | e4m3_bits(low));
+#endif
+}
+
+__device__ __forceinline__ uint16_t pack_e5m2(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t d;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
+  return d;
+#else
+  return static_cast<uint16_t>(e5m2_bits(high) << 8 | e5m2_bits(low));
+#endif
 }
 
 }  // namespace attn::ptx

@@ -1,3 +1,12 @@
+// mma.sync, and the moves between shared memory and its fragments.
+#pragma once
+
+#include "common/platform.h"
+
+namespace attn::ptx {
+
+// --- mma.sync
+//
 // mma.sync m16n8k16, float32 accumulators.
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds
@@ -5,11 +14,6 @@
 //   in a[3] row g + 8, the same columns;
 // - of B (16 x 8): in b0 rows 2t and 2t + 1 of column g; in b1 rows 2t + 8 and 2t + 9 of column g;
 // - of C (16 x 8): in c[0] and c[1] row g, columns 2t and 2t + 1; in c[2] and c[3] row g + 8.
-#pragma once
-
-#include "common/platform.h"
-
-namespace attn::ptx {
 
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -25,6 +29,51 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], u
       "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// --- ldmatrix, stmatrix
+//
+// ldmatrix, stmatrix: four 8x8 matrices of 16-bit elements from shared memory into the fragments of a warp, and back.
+//
+// Lane i gives the address of row i % 8 of matrix i / 8. Lane (g, t) = (i / 4, i % 4) receives elements 2t and 2t+1 of
+// row g of each matrix; of column g if transposed.
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ uint32_t load_word(uint32_t shared) {
+  uint32_t d;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(d) : "r"(shared));
+  return d;
+}
+
+/// Two neighboring words, by each lane for itself.
+__device__ __forceinline__ void load_words(uint32_t (&d)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(shared));
+}
+
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(d[0]), "r"(d[1]),
+               "r"(d[2]), "r"(d[3])
+               : "memory");
+#else
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t row = __shfl_sync(0xffffffffu, shared, i * 8 + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(d[i]) : "memory");
+  }
+#endif
 }
 
 }  // namespace attn::ptx

@@ -1,9 +1,13 @@
-// Reductions and scans of a warp, all lanes taking part.
+// Lanes of a warp, special registers, registers, and static shared memory.
 #pragma once
 
 #include "common/platform.h"
 
 namespace attn::ptx {
+
+// --- reductions and scans
+//
+// Reductions and scans of a warp, all lanes taking part.
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -51,5 +55,85 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
+
+// --- special registers
+//
+// Special registers, read where they are used: a copy of threadIdx.x that lives through a whole kernel costs a
+// register.
+
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+__device__ __forceinline__ int thread_id() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+/// Blocks of a grid of one or two dimensions.
+__device__ __forceinline__ uint32_t num_blocks() {
+  uint32_t blocks;
+  asm volatile("{\n.reg .u32 y;\nmov.u32 y, %%nctaid.y;\nmov.u32 %0, %%nctaid.x;\nmul.lo.u32 %0, %0, y;\n}"
+               : "=r"(blocks));
+  return blocks;
+}
+
+__device__ __forceinline__ uint32_t block_id() {
+  uint32_t block;
+  asm volatile(
+      "{\n.reg .u32 x, y;\nmov.u32 x, %%ctaid.x;\nmov.u32 y, %%ctaid.y;\nmov.u32 %0, %%nctaid.x;\nmad.lo.u32 %0, %0, "
+      "y, x;\n}"
+      : "=r"(block));
+  return block;
+}
+
+// --- global timer
+//
+// The clock that all multiprocessors share.
+
+/// Nanoseconds. It moves in steps, of 32 ns on Hopper, and never back.
+__device__ __forceinline__ uint64_t global_timer() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+/// The longest that a CTA waits for another one: far longer than any launch takes, even under a sanitizer.
+constexpr uint64_t kMaxWait = 4'000'000'000;
+
+// --- registers
+//
+// Registers: setmaxnreg, which moves them between the warpgroups of a CTA; numbers that are to stay in one.
+
+/// Keeps a number that is cheap to compute: otherwise the compiler computes it again wherever it is used.
+__device__ __forceinline__ void keep(uint32_t& number) { asm volatile("" : "+r"(number)); }
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// --- static shared memory
+//
+// Shared memory whose size a kernel knows itself.
+
+/// kBytes of static shared memory, in addition to a launch's dynamic one: every call in a kernel returns the same
+/// bytes.
+template <int kBytes>
+__device__ __forceinline__ char* static_shared() {
+  static __shared__ __align__(1024) char memory[kBytes];
+  return memory;
+}
+
+/// A CTA's own dynamic shared memory. (In tests the CTAs of a cluster share an array.)
+__device__ __forceinline__ char* own_shared(char* memory) { return memory; }
 
 }  // namespace attn::ptx

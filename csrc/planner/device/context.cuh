@@ -1,4 +1,4 @@
-// What the steps of the device planner share: what is known of the plan, and loops and sums over a CTA's threads.
+// Shared by the steps of the device planner: the plan so far, and loops and sums over a CTA's threads.
 #pragma once
 
 #include "common/ptx/warp.cuh"
@@ -8,7 +8,7 @@
 namespace attn {
 
 constexpr int32_t kPlanWarps = kPlanThreads / 32;
-constexpr int32_t kMostSums = 3;  // of running_sums()
+constexpr int32_t kMaxSums = 3;  // of running_sums()
 
 __device__ __forceinline__ int32_t thread_index() { return static_cast<int32_t>(threadIdx.x); }
 __device__ __forceinline__ int32_t lane_index() { return thread_index() % 32; }
@@ -29,9 +29,9 @@ __device__ __forceinline__ void for_each_together(int32_t end, const Body& body)
   for (int32_t first = 0; first < end; first += kPlanThreads) body(first + thread_index());
 }
 
-/// What the threads of the planning CTA share, beside the forest.
+/// Shared by the threads of the planning CTA, besides the forest.
 struct PlanShared {
-  int64_t warp_sums[kMostSums][kPlanWarps];
+  int64_t warp_sums[kMaxSums][kPlanWarps];
   uint32_t launch;  // LaunchNumber
   uint32_t errors;  // ScheduleError bits
   int32_t num_merge_rows;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void shared_max(int32_t* address, int32_t value) {
 }
 
 /// atomicAdd(&(nodes[n].*field), value) for all lanes of a warp with n >= 0. Under one prefix they all have the same
-/// node: then it is one addition, as those of many threads to one address take a long time.
+/// node: then it is one addition, since additions of many threads to one address take a long time.
 template <class Node>
 __device__ __forceinline__ void add_to_node(Node* nodes, int32_t n, int32_t Node::* field, int32_t value) {
   const int32_t any = __reduce_max_sync(ptx::kAllLanes, n);
@@ -81,11 +81,11 @@ __device__ __forceinline__ void add_to_node(Node* nodes, int32_t n, int32_t Node
   }
 }
 
-/// Running sums over the threads, several at once: each of `values` becomes its total so far plus those of all threads
-/// before this one; then the values of all threads are added to `totals`, which are the same in each of them.
+/// Running sums over the threads, several at once: each of `values` becomes its total so far plus the values of all
+/// threads before this one; then the values of all threads are added to `totals`, which are the same in each of them.
 template <class Int, int32_t kCount>
 __device__ __forceinline__ void running_sums(PlanShared& shared, Int (&values)[kCount], Int (&totals)[kCount]) {
-  static_assert(kCount <= kMostSums, "room for the sums of warps");
+  static_assert(kCount <= kMaxSums, "room for the sums of warps");
   Int up_to_lane[kCount];
 #pragma unroll
   for (int32_t k = 0; k < kCount; ++k) up_to_lane[k] = ptx::warp_inclusive_sum(values[k], lane_index());
@@ -95,9 +95,10 @@ __device__ __forceinline__ void running_sums(PlanShared& shared, Int (&values)[k
   __syncthreads();
 #pragma unroll
   for (int32_t k = 0; k < kCount; ++k) {
-    const Int of_warp = lane_index() < kPlanWarps ? static_cast<Int>(shared.warp_sums[k][lane_index()]) : 0;
-    const Int up_to_warp = ptx::warp_inclusive_sum(of_warp, lane_index());
-    values[k] = totals[k] + __shfl_sync(ptx::kAllLanes, up_to_warp - of_warp, warp_index()) + up_to_lane[k] - values[k];
+    const Int warp_sum = lane_index() < kPlanWarps ? static_cast<Int>(shared.warp_sums[k][lane_index()]) : 0;
+    const Int up_to_warp = ptx::warp_inclusive_sum(warp_sum, lane_index());
+    values[k] =
+        totals[k] + __shfl_sync(ptx::kAllLanes, up_to_warp - warp_sum, warp_index()) + up_to_lane[k] - values[k];
     totals[k] += __shfl_sync(ptx::kAllLanes, up_to_warp, 31);
   }
 }

@@ -27,8 +27,8 @@ struct ForestMemory {
   }
 };
 
-/// Whether a request may attach there. If lengths changed between the reads of two CTAs, what one found may contradict
-/// what the other read.
+/// Whether a request may attach there. If lengths changed between the reads of two CTAs, the two CTAs may contradict
+/// each other.
 __device__ __forceinline__ bool may_attach(const Forest& f, int32_t request, Attachment attachment) {
   return attachment.leader >= 0 && attachment.leader < request && attachment.pages > 0 &&
          attachment.pages <= min_of(f.requests[request].shareable, f.requests[attachment.leader].shareable);
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool receive_attachments(PlanContext& c, const Forest
 
 /// Finds the node where each request attaches, and the parents of nodes. Requests that attach to the same leader are on
 /// one path; they go up along it until each has found its node. In a round every request offers itself to the place
-/// that it has come to, at first that of the path's deepest node. The request with the most pages names the node there:
-/// requests with as many pages stay, all others go on to the place above.
+/// that it has come to, at first the place of the path's deepest node. The request with the most pages names the node
+/// there: requests with as many pages stay, all others go on to the place above.
 __device__ __forceinline__ void find_nodes(const ForestMemory& m) {
   const Forest& f = m.forest;
   for_each(f.size, [&](int32_t i) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void decide(PlanContext& c, const Forest& f) {
   }
 }
 
-/// Gives the taken nodes row groups after those of the requests, and cuts what they read from those.
+/// Gives the taken nodes row groups after the requests' row groups, and cuts their pages from the requests' row groups.
 __device__ __forceinline__ void add_row_groups(PlanContext& c, const ForestMemory& m) {
   const Forest& f = m.forest;
   enum Sum { kMergeRows, kGroups, kNodeRows };
@@ -181,8 +181,8 @@ __device__ __forceinline__ void add_row_groups(PlanContext& c, const ForestMemor
   for_each(f.size, [&](int32_t i) { make_groups(c.p, f, i, c.planned.num_merge_rows); });
 }
 
-/// Links rows to the row groups that they are in: to their requests', and, a warp a node, to those of taken nodes,
-/// whose rows are in the order of their requests.
+/// Links rows to the row groups that they are in: first to their requests' row groups, then, a warp a node, to the row
+/// groups of taken nodes. A node's rows are in the order of its requests.
 __device__ __forceinline__ void link_forest(const PlanContext& c, const ForestMemory& m) {
   const Forest& f = m.forest;
   if (c.planned.num_merge_rows == 0) return;

@@ -9,9 +9,9 @@
 //   place   row groups become row tiles, each with its cost, in one list (schedule.h)
 //   cut     the list is cut into an interval for each CTA of the attention kernel (cost_model.h, cuts.h)
 //   write   header, levels, and the links of rows to the row groups of the forest
-// A step is a loop over requests, nodes, row groups, row tiles or CTAs that the threads share; what comes before an
-// element of such a loop is a running sum of the CTA. Row groups and row tiles lie in the schedule itself, in global
-// memory; shared memory holds the forest, the first row tile of each group and the first row tiles' places in the list.
+// A step is a loop over requests, nodes, row groups, row tiles or CTAs that the threads share; the CTA's running sum
+// counts the elements before an element. Row groups and row tiles lie in the schedule itself, in global memory; shared
+// memory holds the forest, the first row tile of each group and the first row tiles' places in the list.
 #include "planner/cuts.h"
 #include "planner/device/context.cuh"
 #include "planner/device/forest.cuh"
@@ -35,7 +35,7 @@ __device__ __forceinline__ void link_rows(PlanContext& c) {
   if (c.p.num_levels > 1) shared_max(&c.shared.num_merge_rows, num_merge_rows);
 }
 
-/// Reads row groups, cuts those of a batch invariant plan into KV chunks, and links their rows.
+/// Reads row groups, cuts the row groups of a batch invariant plan into KV chunks, and links their rows.
 __device__ __forceinline__ void read_groups(PlanContext& c) {
   const PlanParams& p = c.p;
   const int32_t num_requests = count_groups(p);
@@ -122,9 +122,9 @@ __device__ __forceinline__ void place_tiles(PlanContext& c) {
       const RowGroup group = c.p.schedule.groups[g];
       tile = make_row_tile(c.p, group, g, i - group.tile_begin);
       placed = placed_tile(tile, group);
-      const int64_t of_pair = pair_cost(c.p.config, placed.cost_kind, tile.num_kv_tiles);
-      cost = of_pair * c.p.config.num_kv_heads;
-      (tile.kind == c.p.config.max_kind ? longest : longest_small) = narrow_cost(of_pair);
+      const int64_t whole_pair_cost = pair_cost(c.p.config, placed.cost_kind, tile.num_kv_tiles);
+      cost = whole_pair_cost * c.p.config.num_kv_heads;
+      (tile.kind == c.p.config.max_kind ? longest : longest_small) = narrow_cost(whole_pair_cost);
     }
     shared_max(&c.shared.longest_pair, longest);
     shared_max(&c.shared.longest_small_pair, longest_small);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void cut_work(PlanContext& c) {
     return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
   };
   finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, c.total_cost, planned);
-  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles are there
+  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles exist
     const int32_t tile = c.tile_begin[planned.num_groups - 1];
     const SharedPairs pairs{tile, tiles(tile), (planned.num_tiles - tile) * p.config.num_kv_heads};
     align_prefix(p, pairs, best_even_cut(p, pairs), planned);

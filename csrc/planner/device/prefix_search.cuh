@@ -4,9 +4,9 @@
 #pragma once
 
 #include "common/launch_number.cuh"
-#include "common/ptx/global_timer.cuh"
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/message.cuh"
-#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/warp.cuh"
 #include "planner/device/context.cuh"
 #include "planner/forest.h"
 #include "planner/groups.h"
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t
   return message.low == tag;
 }
 
-/// What a searching CTA knows of the requests.
+/// A searching CTA's data about the requests.
 struct SearchContext {
   const PageTable& table;
   int64_t* table_begin;  // of each request, in shared memory
@@ -75,11 +75,11 @@ struct SearchTeam {
   /// The smallest value of all threads.
   __device__ __forceinline__ int32_t minimum(int32_t value) {
     int32_t smallest = __reduce_min_sync(ptx::kAllLanes, value);
-    int32_t* of_warp = minima[uses++ % 2] + index * kWarps;
-    if (lane_index() == 0) of_warp[thread / 32] = smallest;
+    int32_t* warp_minima = minima[uses++ % 2] + index * kWarps;
+    if (lane_index() == 0) warp_minima[thread / 32] = smallest;
     ptx::barrier_sync(1 + index, kThreads);
 #pragma unroll
-    for (int32_t warp = 0; warp < kWarps; ++warp) smallest = min_of(smallest, of_warp[warp]);
+    for (int32_t warp = 0; warp < kWarps; ++warp) smallest = min_of(smallest, warp_minima[warp]);
     return smallest;
   }
 };
@@ -175,7 +175,7 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, char* memor
   }
   if (!__syncthreads_or(is_open)) return;
   const uint64_t tag = shared.tag;
-  // Requests from all over the batch, as later ones are compared with more others; each by a team of its own.
+  // Requests from all over the batch, as later ones are compared with more others; one team for each.
   SearchTeam team{shared.minima};
   const int32_t ctas = static_cast<int32_t>(gridDim.x) - 1;
   const int32_t first = static_cast<int32_t>(blockIdx.x) - 1 + team.index * ctas;

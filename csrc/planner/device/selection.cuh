@@ -38,9 +38,9 @@ __device__ __forceinline__ void pack_selected_slots(const SelectionParams& p, in
       int32_t place = count + up_to - own;
 #pragma unroll
       for (int32_t i = 0; i < kSelectionWarps; ++i) {
-        const int32_t of_warp = shared_counts[i];
-        if (i < warp) place += of_warp;
-        count += of_warp;
+        const int32_t warp_count = shared_counts[i];
+        if (i < warp) place += warp_count;
+        count += warp_count;
       }
 #pragma unroll
       for (int32_t i = 0; i < kEntries; ++i) {

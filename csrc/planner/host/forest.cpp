@@ -38,7 +38,7 @@ struct Tables {
 Attachment attach(const Tables& tables, const std::vector<int32_t>& same, int32_t request) {
   const int32_t own = tables.requests[request].shareable;
   Attachment best{-1, 0};
-  std::vector<int32_t> required;  // pages that all candidates have: each time the one that follows what was shared
+  std::vector<int32_t> required;  // pages that all candidates have: each time the next page after the shared ones
   size_t next = 0;
   for (int32_t comparisons = 0; comparisons < kMaxComparisons && next < same.size(); ++comparisons) {
     const int32_t common = tables.common(request, same[next++]);
@@ -136,8 +136,8 @@ void add_forest_on_host(const PlanParams& p, Planned& planned) {
   const int32_t size = p.levels[0].num_groups;
   const auto count = static_cast<size_t>(size);
   std::vector<ForestRequest> requests(count);
-  std::vector<ForestNode> of_nodes(count);
-  const Forest f{requests.data(), of_nodes.data(), size};
+  std::vector<ForestNode> node_storage(count);
+  const Forest f{requests.data(), node_storage.data(), size};
   Tables tables{p.levels[0].table.indices, p.levels[0].table.entry_step, std::vector<int64_t>(count), f.requests};
   for (int32_t i = 0; i < size; ++i) {
     const RowGroup& group = p.schedule.groups[i];

@@ -65,11 +65,11 @@ void plan_on_host(const PlanParams& p) {
     const int32_t end = min_of(group.tile_begin + count_row_tiles(config, group), planned.num_tiles);
     for (; i < end; ++i) {
       RowTile tile = make_row_tile(p, group, g, i - group.tile_begin);
-      const int64_t of_pair = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles);
+      const int64_t whole_pair_cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles);
       int32_t& longest = tile.kind == config.max_kind ? planned.longest_pair : planned.longest_small_pair;
-      longest = max_of(longest, narrow_cost(of_pair));
+      longest = max_of(longest, narrow_cost(whole_pair_cost));
       tile.cost_begin = total_cost;
-      total_cost += of_pair * config.num_kv_heads;
+      total_cost += whole_pair_cost * config.num_kv_heads;
       p.schedule.tiles[i] = tile;
     }
   }
@@ -78,7 +78,7 @@ void plan_on_host(const PlanParams& p) {
     return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
   };
   finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
-  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles are there
+  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles exist
     const int32_t tile = p.schedule.groups[planned.num_groups - 1].tile_begin;
     const SharedPairs pairs{tile, tiles(tile), (planned.num_tiles - tile) * config.num_kv_heads};
     EvenCut best = cut_evenly(p, pairs, 1);

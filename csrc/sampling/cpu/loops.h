@@ -28,9 +28,9 @@ static void race_halves(int64_t seed, int64_t position, int32_t segment, uint16_
       const int32_t block = begin + i, first = block % 2 * 256 + block / 2 * 4;  // see race_block()
       const uint32_t words[4] = {c0[i], c1[i], c2[i], c3[i]};
       for (int32_t w = 0; w < 4; ++w) {
-        uint16_t* of_word = out + first + w / 2 * 128 + w % 2 * 2;
-        of_word[0] = static_cast<uint16_t>(words[w]);
-        of_word[1] = static_cast<uint16_t>(words[w] >> 16);
+        uint16_t* word_out = out + first + w / 2 * 128 + w % 2 * 2;
+        word_out[0] = static_cast<uint16_t>(words[w]);
+        word_out[1] = static_cast<uint16_t>(words[w] >> 16);
       }
     }
   }

@@ -32,7 +32,7 @@ void weigh(const ProbWeights& weights, const float* values, int32_t count, uint6
 /// A little more than race_gain() of any bits that begin with `half`.
 double most_gain(uint32_t half) { return half == 0 ? 49.1 : __builtin_clz(half) - 16 + 1.1; }
 
-/// What one thread works in; kept for the thread's life.
+/// One thread's buffers; kept for the thread's life.
 struct Scratch {
   std::vector<float> values;
   std::vector<uint32_t> keys;
@@ -116,7 +116,7 @@ class Row {
     for_segments([&](int32_t begin, int32_t count, const uint64_t* weight) {
       for (int32_t i = 0; i < count; ++i) {
         const bool survives = valid_ && order_key(values_[begin + i]) >= lowest;
-        out[begin + i] = survives ? normalised(weights_, values_[begin + i], weight[i], total) : 0.0f;
+        out[begin + i] = survives ? normalized(weights_, values_[begin + i], weight[i], total) : 0.0f;
       }
     });
   }

@@ -19,7 +19,7 @@ struct Candidates {
   __device__ __forceinline__ explicit Candidates(const Row<Source>& row)
       : row(row), shared(row.shared), settings(row.settings) {}
 
-  static constexpr int32_t kMostFinalists = 256;
+  static constexpr int32_t kMaxFinalists = 256;
   static constexpr int32_t kFewFinalists = 128;                  // so few are not reduced any further
   static constexpr int32_t kPairThreads = kSamplingThreads / 2;  // compare; the others have the finalists race
   static constexpr int32_t kPairs = kSamplingThreads / 2;        // of lanes
@@ -28,12 +28,12 @@ struct Candidates {
 
   /// Candidates that are compared with each other. In the place of the bins.
   struct Finalists {
-    uint32_t keys[kMostFinalists];
-    uint64_t weights[kMostFinalists];
-    uint64_t above[kMostFinalists];  // mass
-    int32_t tokens[kMostFinalists];
-    Racer racers[kMostFinalists];
-    uint8_t survives[kMostFinalists];
+    uint32_t keys[kMaxFinalists];
+    uint64_t weights[kMaxFinalists];
+    uint64_t above[kMaxFinalists];  // mass
+    int32_t tokens[kMaxFinalists];
+    Racer racers[kMaxFinalists];
+    uint8_t survives[kMaxFinalists];
   };
   static_assert(sizeof(Finalists) <= sizeof(SamplingShared::bins), "they have that room");
 
@@ -48,7 +48,7 @@ struct Candidates {
   /// Whether the token may be found among the finalists.
   __device__ __forceinline__ bool may_draw() const { return settings.top_k > 0 || settings.min_p > 0.0f; }
   /// Whether the finalists may be enough.
-  __device__ __forceinline__ bool suits() const { return wanted() < kMostFinalists && (may_draw() || wanted() > 0); }
+  __device__ __forceinline__ bool suits() const { return wanted() < kMaxFinalists && (may_draw() || wanted() > 0); }
 
   /// Pairs of lanes of a CTA that make its bound: as many as tokens are wanted, which leaves nothing to chance, if
   /// there is room for what else reaches it (q of 128 pairs are reached by 128 * ln(128 / (128 - q)) tokens).
@@ -112,7 +112,7 @@ struct Candidates {
     }
   }
 
-  /// Min-p alone, whose threshold follows from the largest value: the survivors of each CTA race in it. Returns this
+  /// Only min-p, whose threshold follows from the largest value: the survivors of each CTA race in it. Returns this
   /// thread's best. If there are more than there is room for, the race is invalid.
   __device__ __forceinline__ Racer race_from(uint32_t lane_key, uint32_t bound) const {
     list(lane_key, bound, kMaxCandidates, [&](int32_t at, uint64_t token) { shared.list[at] = token; });
@@ -211,7 +211,7 @@ struct Candidates {
       high -= static_cast<uint32_t>(bin) << shift;
       const uint32_t width = (1u << shift) - 1;
       low = high - low > width ? high - width : low;
-      if (shift == 0 || taken <= clamp(2 * wanted, kFewFinalists, kMostFinalists)) return Cut{low, taken};
+      if (shift == 0 || taken <= clamp(2 * wanted, kFewFinalists, kMaxFinalists)) return Cut{low, taken};
       above = taken - __shfl_sync(ptx::kAllLanes, last, lane);
       __syncthreads();
       shared.counts[threadIdx.x] = 0;
@@ -219,7 +219,7 @@ struct Candidates {
     }
   }
 
-  /// The first CTA's part: sets the decision. Returns how many finalists there are, which it needs.
+  /// The first CTA's part: sets the decision. Returns the finalist count.
   __device__ __forceinline__ int32_t choose_finalists(bool draws, bool all_came) const {
     const CandidateResult own = shared.candidates[min_of(row.lane(), row.num_ctas - 1)];
     const uint32_t best = ptx::warp_max(own.best_key), bound = ptx::warp_max(own.bound);
@@ -229,15 +229,15 @@ struct Candidates {
     const int32_t readers = row.share_of_cta(kSamplingThreads);
     const int32_t cta = static_cast<int32_t>(threadIdx.x) / readers,
                   first = static_cast<int32_t>(threadIdx.x) % readers;
-    const int32_t of_cta = is_valid && fits ? shared.candidates[cta].count : 0;
+    const int32_t cta_count = is_valid && fits ? shared.candidates[cta].count : 0;
     uint64_t candidates[kThreadCandidates];  // 0: none
 #pragma unroll
     for (int32_t i = 0; i < kThreadCandidates; ++i)
-      candidates[i] = first + i * readers < of_cta ? shared.list[cta * room() + first + i * readers] : 0;
+      candidates[i] = first + i * readers < cta_count ? shared.list[cta * room() + first + i * readers] : 0;
     Cut finalists{bound, 0};
     if (is_valid && fits) finalists = cut(candidates, bound, best, wanted() > 0 ? wanted() : kMaxCandidates + 1);
     const int32_t count = finalists.count;
-    const bool has_finalists = is_valid && fits && count <= kMostFinalists && (count >= wanted() || bound == kWholeRow);
+    const bool has_finalists = is_valid && fits && count <= kMaxFinalists && (count >= wanted() || bound == kWholeRow);
     const bool has_all = settings.top_k > 0 || finalists.key == bound;  // min-p may leave more
     if (threadIdx.x == 0)
       shared.decision = Decision{is_valid ? best : 0, !is_valid || (has_finalists && draws && has_all),
@@ -251,7 +251,7 @@ struct Candidates {
   __device__ __forceinline__ void list_finalists(const uint64_t (&candidates)[kThreadCandidates], uint32_t least,
                                                  int32_t count, const Weights& weights) const {
     Finalists& all = finalists();
-    if (static_cast<int32_t>(threadIdx.x) < 4 && count + static_cast<int32_t>(threadIdx.x) < kMostFinalists)
+    if (static_cast<int32_t>(threadIdx.x) < 4 && count + static_cast<int32_t>(threadIdx.x) < kMaxFinalists)
       all.keys[count + threadIdx.x] = 0;  // four are compared at a time
     uint32_t chosen = 0;
 #pragma unroll

@@ -1,16 +1,16 @@
 // Sampling with filters, log-probabilities, or both. The ways to a row's token, all with the same winner:
 //
-//   1. Top-k: the read finds the largest value of each chunk of some tokens. From these follows a bound that the top-k
-//      largest are sure to reach. Their chunks alone are read again, and the few candidates go to the first CTA, which
-//      does the rest (candidates.cuh). Min-p alone needs no bound but its threshold, and no first CTA.
-//   2. Top-p alone, in long rows: a survey of some segments tells which tokens may survive. These race as the row is
+// 1. Top-k: the read finds the largest value of each chunk of some tokens. From these follows a bound that the top-k
+// largest are sure to reach. Only their chunks are read again, and the few candidates go to the first CTA, which does
+// the rest (candidates.cuh). Min-p without other filters needs only its threshold, and no first CTA. 2. Only top-p, in
+// long rows: a survey of some segments tells which tokens may survive. These race as the row is
 //      read, and sums of the same read prove that the winner survives (top_p.cuh).
 //   3. No filter: the whole row races as it is read (race.cuh).
 //   4. The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact selection by
 //      the digits of a radix, a read of the row each, then a race of the survivors (threshold.cuh).
 //
 // The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
-// bound, and nothing that is written depends on the order in which threads run. docs/sampling.md has the whole of it.
+// bound, and nothing that is written depends on the order in which threads run. docs/sampling.md explains it.
 #pragma once
 
 #include "sampling/device/candidates.cuh"
@@ -48,7 +48,7 @@ struct RowSampler : Row<Source> {
     }
   }
 
-  /// Writes shared.token and, if it is asked for, its log-probability.
+  /// Writes shared.token and, if requested, its log-probability.
   __device__ __forceinline__ void write_token(int64_t token_index) const {
     if (rank != 0 || threadIdx.x != 0) return;
     store_token(params, token_index, shared.token);
@@ -94,7 +94,7 @@ struct RowSampler : Row<Source> {
   }
 
   /// Rows with top-k, the usual ones, go by their candidates, if nothing else is needed of the row. That is all the
-  /// code in the kernel's own body: beside the rest (13,000 instructions) the same steps took 17 to 20 us instead of 9
+  /// code in the kernel's own body: next to the rest (13,000 instructions) the same steps took 17 to 20 us instead of 9
   /// to 15 with a cold L2, as they jumped in it and it came from memory (H100, 1 to 32 rows, ADR 32).
   __device__ __forceinline__ void run() const {
     this->begin(0);

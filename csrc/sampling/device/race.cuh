@@ -1,5 +1,5 @@
-// The race that draws (csrc/sampling/sampling.h), on a warp: which tokens could win is told by approximations, only
-// those are evaluated.
+// The race that draws (csrc/sampling/sampling.h), on a warp. Approximations find the tokens that could win; only these
+// are evaluated.
 #pragma once
 
 #include "common/ptx/math.cuh"
@@ -63,8 +63,8 @@ __device__ __forceinline__ Racer best_of_warp(const Racer& own) {
   const uint32_t high = static_cast<uint32_t>(own.order >> 32), low = static_cast<uint32_t>(own.order);
   uint32_t best = __ballot_sync(ptx::kAllLanes, high == ptx::warp_max(high));
   if ((best & (best - 1)) != 0) {
-    const uint32_t of_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
-    const uint32_t token = of_low == ptx::warp_max(of_low) && (best >> ptx::lane_id() & 1) != 0
+    const uint32_t lane_low = (best >> ptx::lane_id() & 1) != 0 ? low : 0;
+    const uint32_t token = lane_low == ptx::warp_max(lane_low) && (best >> ptx::lane_id() & 1) != 0
                                ? static_cast<uint32_t>(own.token)
                                : 0xffffffffu;
     best = __ballot_sync(ptx::kAllLanes, token == ptx::warp_min(token));
@@ -90,7 +90,7 @@ struct ApproximateShare<LogitWeights> {
   /// How many powers of two something of this strength is above the reference.
   __device__ __forceinline__ float above_reference(float strength) const { return strength + offset; }
 
-  /// Powers of two between a value's weight and that of the reference.
+  /// Powers of two between a value's weight and the reference's weight.
   __device__ __forceinline__ static float rise(const LogitWeights& weights, float logit) {
     return (logit - weights.reference) * weights.scale;
   }
@@ -149,7 +149,7 @@ __device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32
   }
 }
 
-/// Has its sign bit set where a token has lost for sure: it needs first bits, a half of `word`, of at most share *
+/// The sign bit is set if a token has lost for sure, that is if its first bits, a half of `word`, are more than share *
 /// most. `magic` is the upper half of 2^23, in whose low bits integers stand: in a register, as PRMT has no room for
 /// two constants.
 template <bool kUpper>
@@ -158,11 +158,11 @@ __device__ __forceinline__ uint32_t has_lost(float share, float most, uint32_t w
   return __float_as_uint(fused_multiply_add(share, most, 8388608.0f) - bits);
 }
 
-/// What the warps of a CTA share of a race.
+/// A race's data that the warps of a CTA share.
 struct RaceBoard {
   uint32_t reached;  // order_key() of what some racer has reached, or a little less
   uint32_t magic;    // 0x4b00, see has_lost()
-  bool is_invalid;   // a value was seen that no row may hold, or a parameter
+  bool is_invalid;   // the row holds an invalid value, or a parameter
 
   __device__ __forceinline__ void reset(bool is_valid) {
     reached = kExcludedKey;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
     const float bound = __double2float_rd(static_cast<double>(key_value(reached)) - level) - (32.0f + kRaceTolerance);
     const bool may_win = most >= bound && most > kMinusInfinity;
     if (__ballot_sync(ptx::kAllLanes, may_win) == 0) break;
-    uint32_t of_lane = kExcludedKey;
+    uint32_t lane_key = kExcludedKey;
     if (may_win) {
       int32_t index = -1;
       float rest = kMinusInfinity;
@@ -223,9 +223,9 @@ __device__ __forceinline__ void race_segment(const Source& source, const typenam
       const int32_t entered = lane_token<Source>(segment, max_of(index, 0));
       const Racer own = enter_race(weights, seed, position, entered, source.one(entered));
       if (own.beats(best)) best = own;
-      of_lane = order_key(__double2float_rd(value_of(own)));
+      lane_key = order_key(__double2float_rd(value_of(own)));
     }
-    reached = max_of(reached, ptx::warp_max(of_lane));
+    reached = max_of(reached, ptx::warp_max(lane_key));
   }
   if (ptx::lane_id() == 0 && reached > known) atomicMax(&board.reached, reached);
 }
@@ -246,7 +246,7 @@ __device__ __forceinline__ void take_largest(int32_t segment, const float (&v)[k
   if (most > kMinusInfinity && own.beats(best)) best = own;
 }
 
-/// What a row is drawn by.
+/// The parameters of a row's draw.
 struct Draw {
   float scale, floor;  // of LogitWeights
   int64_t seed, position;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/cluster_mbarrier.cuh"
 #include "sampling/device/race.cuh"
 
 namespace attn {
@@ -20,7 +19,7 @@ struct BandMasses {
   double all = 0.0, low = 0.0, high = 0.0;
 };
 
-/// What a thread has in a race: in memory, as registers are short.
+/// A thread's data in a race: in memory, as registers are short.
 struct LaneRace {
   Racer best;
   BandMasses masses;
@@ -41,20 +40,20 @@ struct alignas(16) CandidateResult {
   int32_t unused;
 };
 
-/// What the first CTA tells the others.
+/// The first CTA's message to the others.
 struct alignas(8) Decision {
   uint32_t best_key;
   bool has_token;  // the token is found
-  bool has_top;    // the most likely tokens are written, if they are asked for
+  bool has_top;    // the most likely tokens are written, if requested
 };
 
 /// Values about the threshold of top-p (top_p.cuh).
 struct Bands {
   float reference;
-  float low;   // what is at or above it races
-  float high;  // what is at or above it is summed, too
-  float sure;  // what is at or above it survives
-  bool asks;   // whether the winner before survives: `low` is the next value above its
+  float low;                      // values at or above it race
+  float high;                     // values at or above it are summed, too
+  float sure;                     // values at or above it survive
+  bool verifies_previous_winner;  // whether the winner before survives: `low` is the next value above its
 };
 enum class Verdict : int32_t { kKnown, kReadAgain, kUnknown };
 
@@ -65,8 +64,8 @@ struct SamplingShared {
   alignas(8) uint64_t mbarriers[2];  // for candidates, in the first CTA; for its decision, in the others
   uint64_t block_sums[2][kSamplingWarps];
   uint64_t crossing[3];
-  RaceResult of_warps[kSamplingWarps];
-  RaceResult of_cta;
+  RaceResult warp_results[kSamplingWarps];
+  RaceResult cta_result;
   CandidateResult candidates[kMaxClusterCtas];  // in the first CTA
   Decision decision;
   RowSettings settings;
@@ -76,7 +75,7 @@ struct SamplingShared {
   Verdict verdict;
   uint64_t cta_mass[2];
   uint64_t row_mass;                        // at the row's temperature
-  uint64_t logprob_mass;                    // at that of log-probabilities
+  uint64_t logprob_mass;                    // at the temperature of log-probabilities
   alignas(16) uint32_t counts[kCountBins];  // of candidates; or the largest keys of pairs of lanes
   uint32_t best_key;                        // of this CTA
   uint32_t bound;
@@ -200,13 +199,13 @@ struct Row {
       shared.num_listed = 0;
     }
     __syncthreads();
-    if (num_ctas > 1) ptx::cluster_wait();  // the others' shared memory is there; the first segment is on its way
+    if (num_ctas > 1) ptx::cluster_wait();  // the others' shared memory exists; the first segment is on its way
   }
 
   __device__ __forceinline__ uint64_t block_sum(uint64_t x) const {
-    const uint64_t of_warp = ptx::warp_add(x);
+    const uint64_t warp_sum = ptx::warp_add(x);
     __syncthreads();  // the sums before were read
-    if (lane() == 0) shared.block_sums[0][warp()] = of_warp;
+    if (lane() == 0) shared.block_sums[0][warp()] = warp_sum;
     __syncthreads();
     uint64_t sum = 0;
 #pragma unroll
@@ -232,8 +231,8 @@ struct Row {
     return Weights(of, is_tempered(params, settings) ? settings.scale : kLog2E);
   }
 
-  /// After reader.start(): the largest values of lanes, chunks and the CTA, and the segments' masses that are asked
-  /// for. Returns this lane's largest key. No barrier after it.
+  /// After reader.start(): the largest values of lanes, chunks and the CTA, and the requested masses of segments.
+  /// Returns this lane's largest key. No barrier after it.
   __device__ __forceinline__ uint32_t read_values(bool needs_mass, bool needs_logprobs) const {
     const int32_t shift = chunk_shift();
     uint32_t lane_key = 0, chunk_key = 0;
@@ -245,19 +244,19 @@ struct Row {
       shared.chunk_keys()[(round >> shift) * kSamplingThreads + threadIdx.x] = static_cast<uint16_t>(chunk_key >> 16);
       if (needs_mass || needs_logprobs) {
         const uint32_t key = ptx::warp_max(own);
-        const float of_segment = key_value(key);
+        const float segment_max = key_value(key);
         const int32_t at = round * kSamplingWarps + warp();
         if (lane() == 0)
-          shared.segment_reference(rounds() * kSamplingWarps)[at] = is_drawable(key) ? of_segment : kMinusInfinity;
+          shared.segment_reference(rounds() * kSamplingWarps)[at] = is_drawable(key) ? segment_max : kMinusInfinity;
         if (is_drawable(key)) {
-          if (needs_mass) sum_segment(0, at, v, Weights(of_segment, settings.scale, settings.floor));
-          if (needs_logprobs) sum_segment(1, at, v, logprob_weights(of_segment));
+          if (needs_mass) sum_segment(0, at, v, Weights(segment_max, settings.scale, settings.floor));
+          if (needs_logprobs) sum_segment(1, at, v, logprob_weights(segment_max));
         }
       }
       ++round;
     });
-    const uint32_t of_warp = ptx::warp_max(lane_key);
-    if (lane() == 0) atomicMax(&shared.best_key, of_warp);
+    const uint32_t warp_key = ptx::warp_max(lane_key);
+    if (lane() == 0) atomicMax(&shared.best_key, warp_key);
     return lane_key;
   }
 
@@ -270,7 +269,7 @@ struct Row {
     sync();
   }
 
-  __device__ __forceinline__ uint64_t scaled_mass(int32_t which, const Weights& of_row) const {
+  __device__ __forceinline__ uint64_t scaled_mass(int32_t which, const Weights& row_weights) const {
     const int32_t entries = rounds() * kSamplingWarps;
     const uint64_t* masses = shared.segment_mass(which, entries);
     const float* references = shared.segment_reference(entries);
@@ -279,7 +278,7 @@ struct Row {
     for (int32_t at = threadIdx.x; at < entries; at += kSamplingThreads) {
       const int32_t segment = at / kSamplingWarps * reader.step + rank * kSamplingWarps + at % kSamplingWarps;
       if (segment < reader.num_segments() && references[at] > kMinusInfinity)
-        sum += scale_mass(masses[at], segment_factor(of_row, references[at]));
+        sum += scale_mass(masses[at], segment_factor(row_weights, references[at]));
     }
     return block_sum(sum);
   }
@@ -324,14 +323,14 @@ struct Row {
   /// Puts together what the lanes of all CTAs have, in all threads.
   __device__ __forceinline__ RaceResult exchange(const Racer& best, const BandMasses& masses) const {
     RaceResult all = reduce_lanes(true, RaceResult{best, masses, false});
-    if (lane() == 0) shared.of_warps[warp()] = all;
+    if (lane() == 0) shared.warp_results[warp()] = all;
     __syncthreads();
-    all = reduce_lanes(lane() < kSamplingWarps, shared.of_warps[lane() % kSamplingWarps]);
+    all = reduce_lanes(lane() < kSamplingWarps, shared.warp_results[lane() % kSamplingWarps]);
     all.is_invalid = shared.board.is_invalid;
     if (num_ctas > 1) {
-      if (threadIdx.x == 0) shared.of_cta = all;
+      if (threadIdx.x == 0) shared.cta_result = all;
       sync();
-      all = reduce_lanes(lane() < num_ctas, *ptx::cluster_pointer(&shared.of_cta, lane() & (num_ctas - 1)));
+      all = reduce_lanes(lane() < num_ctas, *ptx::cluster_pointer(&shared.cta_result, lane() & (num_ctas - 1)));
     }
     sync();  // all has been read
     return all;

@@ -5,9 +5,8 @@
 // of masks, tails and element types.
 #pragma once
 
-#include "common/ptx/cp_async.cuh"
+#include "common/ptx/copy.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/special_registers.cuh"
 #include "common/ptx/warp.cuh"
 #include "sampling/sampling.h"
 
@@ -99,7 +98,7 @@ struct RowReader {
   }
 };
 
-/// A row of logits, of whose tokens a mask may allow some only.
+/// A row of logits. A mask may allow only some of its tokens.
 template <class Element, bool kMasked>
 struct LogitSource {
   using Weights = LogitWeights;
@@ -115,7 +114,7 @@ struct LogitSource {
       : reader{static_cast<const typename Element::Storage*>(params.values) + row * params.row_stride, params.vocab},
         mask(kMasked ? params.token_mask + row * params.mask_stride : nullptr) {}
 
-  /// What the vector that begins with the token `first` holds.
+  /// The values of the vector that begins with the token `first` holds.
   __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
     uint32_t allowed = 0xffffffffu;
     if constexpr (kMasked) allowed = first < reader.vocab ? __ldg(mask + (first >> 5)) >> (first & 31) : 0;
@@ -150,12 +149,12 @@ struct ProbSource {
 
   __device__ __forceinline__ void values(int32_t first, const uint4& vector, float* v) const {
     const bool has_draft = kMayHaveDraft && draft != nullptr;
-    uint4 of_draft{};
-    if (has_draft) of_draft = Reader{draft, reader.vocab}.load(first);
+    uint4 draft_values{};
+    if (has_draft) draft_values = Reader{draft, reader.vocab}.load(first);
 #pragma unroll
     for (int32_t i = 0; i < kVectorTokens; ++i) {
       const float prob = Reader::value(vector, i);
-      v[i] = prob_value(has_draft ? residual_prob(prob, Reader::value(of_draft, i)) : prob);
+      v[i] = prob_value(has_draft ? residual_prob(prob, Reader::value(draft_values, i)) : prob);
     }
   }
 
@@ -175,7 +174,7 @@ __device__ __forceinline__ int32_t lane_token(int32_t segment, int32_t i) {
   return Source::Reader::vector_token(segment, ptx::lane_id(), i / Source::kVectorTokens) + i % Source::kVectorTokens;
 }
 
-/// What this lane has of a segment, outside of a SegmentReader.
+/// This lane's values of a segment, outside of a SegmentReader.
 template <class Source>
 __device__ __forceinline__ void load_values(const Source& source, int32_t segment, float (&v)[kLaneTokens]) {
   uint4 vectors[Source::kVectors];
@@ -232,7 +231,7 @@ struct SegmentReader {
     for_each([](int32_t) {}, body);
   }
 
-  /// What this lane has of a segment that was read: the last ones are still in shared memory.
+  /// This lane's values of a segment that was read: the last ones are still in shared memory.
   __device__ __forceinline__ void load_again(int32_t round, float (&v)[kLaneTokens]) const {
     const int32_t segment = first + round * step;
     const bool is_there = segment + kAhead * step >= num_segments();
@@ -272,7 +271,7 @@ __device__ __forceinline__ T pick(const T (&v)[kCount], int32_t i) {
   return picked;
 }
 
-/// The key of the largest value. That of a NaN is above all others (max_nan gives the positive one).
+/// The key of the largest value. A NaN's key is above all others (max_nan gives the positive one).
 __device__ __forceinline__ uint32_t lane_max_key(const float (&v)[kLaneTokens]) {
   float most = v[0];
 #pragma unroll

@@ -1,5 +1,5 @@
 // Chain speculative sampling: draft tokens are accepted until the first that is refused; the token after them is drawn
-// from what the target gives beyond the draft, or from the target alone when all were accepted.
+// from the residual of target and draft, or from the target when all were accepted.
 #pragma once
 
 #include "sampling/device/filtered.cuh"

@@ -19,8 +19,8 @@ struct ThresholdSearch {
     uint64_t sum;  // of the weights from there on
   };
 
-  /// The smallest key that survives all filters and, if asked for, the survivors' mass, by reading the row again and
-  /// again. row_mass is there if it is needed.
+  /// The smallest key that survives all filters and, if requested, the survivors' mass, by reading the row repeatedly.
+  /// row_mass is valid if it is needed.
   __device__ __forceinline__ Selected find_threshold(bool needs_mass) const {
     enum Step { kTopK, kMassOfTopK, kTopP, kMass };
     Selected survivors{min_p_key(row.weights(), row.settings), 0};
@@ -67,7 +67,7 @@ struct ThresholdSearch {
   }
 
   /// Where the running sum of the bins reaches `target`: bin (kBins: nowhere), sum before it, sum with it. The last two
-  /// are the same where it is not reached.
+  /// are the same if it is not reached.
   __device__ __forceinline__ void find_crossing(uint64_t target, uint64_t (&found)[3]) const {
     constexpr int32_t kThreadBins = kBins / kSamplingThreads;
     const uint64_t* own = row.shared.bins + threadIdx.x * kThreadBins;
@@ -101,7 +101,7 @@ struct ThresholdSearch {
   /// number; `low` if there is none. It is found digit by digit, with a read of the row for each, and is the same in
   /// all threads.
   __device__ __forceinline__ Selected select(uint32_t low, uint64_t target, bool by_mass) const {
-    const Weights of_row = row.weights();
+    const Weights row_weights = row.weights();
     uint32_t high = row.shared.decision.best_key;
     uint64_t above = 0;
 #pragma unroll 1
@@ -123,7 +123,7 @@ struct ThresholdSearch {
               run_sum = 0;
             }
             run_bin = bin;
-            run_sum += by_mass ? of_row(v[0]) : 1;
+            run_sum += by_mass ? row_weights(v[0]) : 1;
           }
 #pragma unroll
           for (int32_t j = 1; j < kLaneTokens; ++j) v[j - 1] = v[j];

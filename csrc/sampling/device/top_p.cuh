@@ -1,7 +1,7 @@
-// Top-p alone, where thousands of tokens may survive: a survey of some segments tells about where the threshold is, and
-// one read of the row proves what is needed. What is at or above a value a little below the threshold races; two sums
-// say that all survivors were in the race and that its winner is one. They are float sums: what is within their error
-// proves nothing, and the row is selected exactly (threshold.cuh).
+// Only top-p, where thousands of tokens may survive: a survey of some segments estimates the threshold, and one read of
+// the row proves the result. Values at or above a limit a little below the threshold race. Two sums prove that all
+// survivors were in the race and that its winner is one. They are float sums: a sum within their error proves nothing,
+// and the row is selected exactly (threshold.cuh).
 #pragma once
 
 #include "sampling/device/row.cuh"
@@ -26,15 +26,15 @@ struct BandRace {
 
   __device__ __forceinline__ float least() const { return bands.low; }
   __device__ __forceinline__ void look(const float (&v)[kLaneTokens]) const {
-    float of_all = 0.0f, of_low = 0.0f, of_high = 0.0f;
+    float all_mass = 0.0f, low_mass = 0.0f, high_mass = 0.0f;
 #pragma unroll
     for (int32_t i = 0; i < kLaneTokens; ++i) {
       const float part = share(v[i]);
-      of_all += part;
-      if (v[i] >= bands.high) of_high += part;
-      if (v[i] >= bands.low) of_low += part;
+      all_mass += part;
+      if (v[i] >= bands.high) high_mass += part;
+      if (v[i] >= bands.low) low_mass += part;
     }
-    const BandMasses own{of_all, of_low, of_high};
+    const BandMasses own{all_mass, low_mass, high_mass};
     masses.all += own.all;
     masses.low += own.low;
     masses.high += own.high;
@@ -51,10 +51,10 @@ struct TopP {
   __device__ __forceinline__ explicit TopP(const Row<Source>& row) : row(row), shared(row.shared) {}
 
   static constexpr int32_t kSurveyTokens = kSamplingWarps * kSegmentTokens;
-  static constexpr int32_t kDepthBins = kBins / 4;  // what lies deeper is in the last one
+  static constexpr int32_t kDepthBins = kBins / 4;  // deeper values are in the last one
   static constexpr float kOctaveBins = 16.0f;       // to a power of two
   static constexpr float kUnit = 524288.0f;         // 2^19: what the reference weighs
-  static constexpr int32_t kMostReads = 6;
+  static constexpr int32_t kMaxReads = 6;
 
   enum class Found { kNothing, kToken, kInvalid };
 
@@ -67,7 +67,7 @@ struct TopP {
   __device__ __forceinline__ Found run() const {
     if (!survey()) return Found::kNothing;
 #pragma unroll 1
-    for (int32_t read = 0; read < kMostReads; ++read) {
+    for (int32_t read = 0; read < kMaxReads; ++read) {
       const ApproximateShare<Weights> share(Weights(shared.bands.reference, row.settings.scale, row.settings.floor));
       const RaceResult result = row.race(BandRace<Weights>{shared.bands, share, row.lane_race().masses});
       if (result.is_invalid) return Found::kInvalid;
@@ -91,8 +91,8 @@ struct TopP {
     for (int32_t i = threadIdx.x; i < kDepthBins; i += kSamplingThreads) bins[i] = 0;
     float v[kLaneTokens];
     load_values(row.source, row.reader.num_segments() * row.warp() / kSamplingWarps, v);
-    const uint32_t of_warp = ptx::warp_max(lane_max_key(v));
-    if (row.lane() == 0) atomicMax(&shared.bound, of_warp);
+    const uint32_t warp_key = ptx::warp_max(lane_max_key(v));
+    if (row.lane() == 0) atomicMax(&shared.bound, warp_key);
     __syncthreads();
     const uint32_t key = shared.bound;
     const Weights weights(key_value(key), row.settings.scale, row.settings.floor);
@@ -138,8 +138,8 @@ struct TopP {
     const int32_t lane = first_to_reach(through);
     if (lane < 0 || !(target > 0.0f)) return otherwise;
     const uint64_t before = __shfl_sync(ptx::kAllLanes, through - own, lane);
-    const uint64_t of_bin = row.lane() < kLaneBins ? bins[lane * kLaneBins + row.lane()] : 0;
-    const int32_t bin = lane * kLaneBins + first_to_reach(before + ptx::warp_inclusive_sum(of_bin, row.lane()));
+    const uint64_t bin_mass = row.lane() < kLaneBins ? bins[lane * kLaneBins + row.lane()] : 0;
+    const int32_t bin = lane * kLaneBins + first_to_reach(before + ptx::warp_inclusive_sum(bin_mass, row.lane()));
     return value_at(weights, (static_cast<float>(bin) + lower) / kOctaveBins);
   }
 
@@ -162,23 +162,23 @@ struct TopP {
     if (is_under(masses.high)) bands.sure = min_of(bands.sure, bands.high);
     const float value = key_value(winner.key);
     if (!(masses.all < 1e30) || !(covers || misses)) return Verdict::kUnknown;
-    if (bands.asks && misses) return Verdict::kKnown;
+    if (bands.verifies_previous_winner && misses) return Verdict::kKnown;
     shared.token = winner.token;
     if (covers && value >= bands.sure) return Verdict::kKnown;
-    bands.asks = false;
+    bands.verifies_previous_winner = false;
     if (misses) {
       bands.sure = min_of(bands.sure, bands.low);
       bands.low = kMinusInfinity;
     } else if (masses.high > over && value < bands.high) {
       bands.low = bands.high;
-    } else {  // whether the winner survives is told by the mass above it; if not, those above race
+    } else {  // the mass above the winner decides whether it survives; if not, the tokens above race
       bands.low = key_value(winner.key + 1);
-      bands.asks = true;
+      bands.verifies_previous_winner = true;
     }
     return Verdict::kReadAgain;
   }
 
-  /// x rounded, where it is below 2^23; more elsewhere.
+  /// x rounded, if it is below 2^23; more otherwise.
   __device__ __forceinline__ static uint32_t integer_of(float x) {
     return __float_as_uint(x + 8388608.0f) - 0x4b000000u;
   }

@@ -4,16 +4,16 @@
 #pragma once
 
 #include "common/launch_number.cuh"
-#include "common/ptx/global_timer.cuh"
 #include "common/ptx/message.cuh"
+#include "common/ptx/warp.cuh"
 #include "sampling/device/race.cuh"
 
 namespace attn {
 
 struct UnfilteredShared {
   alignas(16) uint4 staged[2][4][kSamplingThreads];
-  Racer of_lanes[kSamplingThreads];  // registers are short
-  Racer of_warps[kSamplingWarps];
+  Racer lane_racers[kSamplingThreads];  // registers are short
+  Racer warp_racers[kSamplingWarps];
   Draw draw;
   RaceBoard board;
 };
@@ -30,7 +30,7 @@ struct UnfilteredRow {
   // A message holds the order of a racer, a tag, and below the tag the token. The tag is the number of the row's launch
   // and the row, so the receiver ignores everything else that the slot may hold.
   static constexpr uint32_t kTokenBits = 20;
-  static constexpr uint32_t kInvalid = 1u << kTokenBits;  // a value that no row may hold was seen
+  static constexpr uint32_t kInvalid = 1u << kTokenBits;  // the row holds an invalid value
   static constexpr uint32_t kArrived = 2u << kTokenBits;
   static constexpr int32_t kRowShift = kTokenBits + 2;
   static_assert(kMaxVocab < 1 << kTokenBits && kMaxSharedRows <= 1 << (32 - kRowShift),
@@ -82,13 +82,13 @@ struct UnfilteredRow {
       shared.board.reset(temperature >= 0.0f);
     }
     __syncthreads();
-    race_row(reader, shared.draw, shared.board, Everything{}, shared.of_lanes[threadIdx.x]);
-    Racer best = best_of_warp(shared.of_lanes[threadIdx.x]);
-    if (lane == 0) shared.of_warps[warp] = best;
+    race_row(reader, shared.draw, shared.board, Everything{}, shared.lane_racers[threadIdx.x]);
+    Racer best = best_of_warp(shared.lane_racers[threadIdx.x]);
+    if (lane == 0) shared.warp_racers[warp] = best;
     __syncthreads();
     if (warp != 0) return;
     bool is_invalid = shared.board.is_invalid;
-    best = best_of_warp(lane < kSamplingWarps ? shared.of_warps[lane] : no_racer());
+    best = best_of_warp(lane < kSamplingWarps ? shared.warp_racers[lane] : no_racer());
     if (rank + 1 < num_ctas) {
       if (lane == 0 && launch().wait_until_open(number))
         ptx::send(messages() + rank, ptx::Message{best.order, tag(number) | (is_invalid ? kInvalid : 0) |

@@ -1,4 +1,4 @@
-// What is written for every token of a row: softmax, renormalised survivors of top-k or top-p, logits that top-k masks.
+// Writes a value for every token of a row: softmax, renormalized survivors of top-k or top-p, logits that top-k masks.
 #pragma once
 
 #include "sampling/device/threshold.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void write_rows(const SamplingParams& params, const S
       if (masks)
         out[token] = survives || !is_valid ? v[i] : kMinusInfinity;
       else
-        out[token] = survives ? normalised(weights, v[i], weights(v[i]), mass) : 0.0f;
+        out[token] = survives ? normalized(weights, v[i], weights(v[i]), mass) : 0.0f;
     }
   });
 }

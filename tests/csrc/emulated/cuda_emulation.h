@@ -32,7 +32,7 @@ namespace emulation {
 extern char* const shared_memory;
 extern const size_t shared_bytes;
 
-/// Of them the last, which a kernel has as static shared memory (static_shared.cuh).
+/// Of them the last, which a kernel has as static shared memory (csrc/common/ptx/warp.cuh).
 inline size_t static_bytes = 0;
 
 /// The calling thread has written this, in shared memory.

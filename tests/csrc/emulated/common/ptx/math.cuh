@@ -1,11 +1,16 @@
-// As csrc/common/ptx/math.cuh, exact where that is approximate.
+// As csrc/common/ptx/math.cuh.
 #pragma once
 
 #include <cmath>
 
+#include "common/cpu/scalar_elements.h"
 #include "cuda_emulation.h"
 
 namespace attn::ptx {
+
+// --- functions and pairs
+//
+// exact where that is approximate.
 
 inline float ex2(float x) { return std::exp2(x); }
 inline float lg2(float x) { return std::log2(x); }
@@ -27,6 +32,26 @@ inline float float_of_f16(uint16_t bits) { return emulation::from_bits<_Float16>
 
 inline const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
   return base + static_cast<uint64_t>(count) * bytes;
+}
+
+// --- 8-bit numbers
+
+template <class Float8>
+uint32_t f16_of_pair(uint16_t pair) {
+  const auto wide = [](uint32_t byte) {
+    return f16_of(cpu::ScalarElements::to_float(Float8{static_cast<uint8_t>(byte)}));
+  };
+  return wide(pair & 0xff) | wide(pair >> 8) << 16;
+}
+
+inline uint32_t f16_of_e4m3(uint16_t pair) { return f16_of_pair<cpu::Float8E4M3>(pair); }
+inline uint32_t f16_of_e5m2(uint16_t pair) { return f16_of_pair<cpu::Float8E5M2>(pair); }
+
+inline uint16_t pack_e4m3(float low, float high) {
+  return static_cast<uint16_t>(e4m3_bits(high) << 8 | e4m3_bits(low));
+}
+inline uint16_t pack_e5m2(float low, float high) {
+  return static_cast<uint16_t>(e5m2_bits(high) << 8 | e5m2_bits(low));
 }
 
 }  // namespace attn::ptx

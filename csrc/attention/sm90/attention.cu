@@ -1,0 +1,12 @@
+// The entry of the Hopper attention kernel. The source that includes this file defines attn::KernelTraits (Traits) and
+// attn::KernelCopier (sm90::BoxCopier, RowCopier or WideningCopier).
+
+#include "attention/sm90/attention.cuh"
+#include "common/kernel_code.cuh"
+
+extern "C" __global__ void __launch_bounds__(attn::sm90::cta_threads(attn::KernelTraits::Shape::kDims), 1)
+    attention_kernel(const __grid_constant__ attn::sm90::ParamsOf<attn::KernelTraits> params) {
+  attn::sm90::attention<attn::KernelTraits, attn::KernelCopier>(params);
+}
+
+extern "C" __device__ attn::KernelCode attention_kernel_code{&attn::unknown_code, 0};

@@ -1,0 +1,245 @@
+// How a warp of the producer loads its share of a KV tile. There are two ways, and a kernel for each, because a launch
+// costs more the more code a kernel has, whether it runs or not (ADR 19):
+// - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
+// - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
+//   no multiple of 16 bytes (RowCopier).
+// look_up() starts to read the page table. found() has what was read, and copy() is called when the ring has room.
+#pragma once
+
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
+#include "attention/sm90/params.h"
+#include "attention/sm90/tiles.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/math.cuh"
+#include "common/ptx/warp.cuh"
+
+namespace attn::sm90 {
+
+/// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V.
+template <class Traits>
+struct KvShare {
+  using Shared = SharedMemory<Traits>;
+  static constexpr int kTokens = kTuning<Traits>.kv_tile / 2;
+  static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
+  /// With wide heads: the blocks in the first part of a slot.
+  static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
+
+  bool is_v;
+  int first_token;  // of the tile
+  int part;         // counted from the tile's K
+
+  __device__ __forceinline__ explicit KvShare(int warp)
+      : is_v(warp % 2 == 1),
+        first_token(warp / 2 * kTokens),
+        part(Traits::kWidensOnLoad ? 0
+                                   : warp % 2 * Shared::kParts +
+                                         (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {}
+
+  /// Blocks of columns of a row.
+  __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
+  /// Bytes that TMA writes for blocks [first, end) of a row. It fills columns after the head's with zeros.
+  __device__ __forceinline__ int row_bytes(int first, int end) const {
+    return (min_of(end, blocks()) - first) * kBlockRowBytes;
+  }
+};
+
+/// Loads a warp's share of a KV tile by TMA; lane i knows box i.
+template <class Traits>
+struct BoxCopier {
+  static constexpr bool kGathers = false;
+  using Shared = SharedMemory<Traits>;
+  using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
+  const HopperParams& params;
+  const KvShare<Traits>& share;
+  int32_t token = 0;  // first token of the lane's box
+  int32_t entry = 0;
+  bool wanted = false;
+
+  __device__ __forceinline__ BoxCopier(const HopperParams& params_, const KvShare<Traits>& share_)
+      : params(params_), share(share_) {}
+
+  /// Starts to look up the boxes of the tile from `tile_token` on.
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+    const int32_t box_token = ptx::lane_id() * params.box_tokens;
+    token = tile_token + share.first_token + box_token;
+    wanted = box_token < KvShare<Traits>::kTokens && token < tile.readable.end &&
+             token > tile.readable.begin - params.box_tokens;
+    if (wanted) entry = tile.entry(params.attention, token);
+  }
+
+  // Where the box that was looked up is.
+  struct Box {
+    int32_t row, page;
+    bool wanted;
+  };
+
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
+    Box box{0, 0, wanted};
+    if (!wanted) return box;
+    if (tile.indices == nullptr) {
+      box.row = entry;  // TMA fills rows beyond the end of the tensor with zeros
+      const AttentionParams& attention = params.attention;
+      if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))
+        atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
+    } else {
+      box.page = tile.page(params.attention, entry);
+      box.row = params.attention.page_size.modulo(token);
+    }
+    return box;
+  }
+
+  /// Blocks [kFirst, kEnd) of columns.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
+                                       ptx::CachePolicy policy) const {
+    const int lane = ptx::lane_id();
+    const uint32_t full = shared.kv_full(part);
+    const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
+    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes(kFirst, kEnd));
+    __syncwarp();
+    if (!box.wanted) return;
+    const uint32_t target =
+        ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
+    const TensorMap& map = share.is_v ? params.v : params.k;
+#pragma unroll
+    for (int block = kFirst; block < kEnd; ++block) {
+      if (block >= share.blocks()) break;
+      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * Tile::kBoxColumns, box.row, head, box.page,
+                    policy);
+    }
+  }
+};
+
+/// Gathers a warp's share of a KV tile; lane i knows tokens i and i + 32.
+template <class Traits>
+struct RowCopier {
+  static constexpr bool kGathers = true;
+  using Shared = SharedMemory<Traits>;
+  using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
+  static constexpr int kLaneTokens = KvShare<Traits>::kTokens / 32;
+  static constexpr bool kFindsRuns = kTuning<Traits>.finds_runs;
+  const HopperParams& params;
+  const KvShare<Traits>& share;
+  int32_t token = 0;  // first token of the lane
+  int32_t entry[kLaneTokens] = {};
+  bool wanted[kLaneTokens] = {};
+
+  __device__ __forceinline__ RowCopier(const HopperParams& params_, const KvShare<Traits>& share_)
+      : params(params_), share(share_) {}
+
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+    token = tile_token + share.first_token + ptx::lane_id();
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      wanted[i] = token + 32 * i >= tile.readable.begin && token + 32 * i < tile.readable.end;
+      if (wanted[i]) entry[i] = tile.entry(params.attention, token + 32 * i);
+    }
+  }
+
+  /// The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token are
+  /// often consecutive, as a prompt's tokens are: TMA can load such a run.
+  struct Rows {
+    uint32_t begin[kLaneTokens];
+    int32_t first;  // of the run
+    bool is_run;
+  };
+  static constexpr uint32_t kNotWanted = 0xffffffff;
+
+  __device__ __forceinline__ Rows found(const LoadedRowTile& tile) const {
+    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    const int lane = ptx::lane_id();
+    Rows rows;
+    const uint32_t some = __ballot_sync(0xffffffffu, wanted[0]);
+    rows.first = 0;
+    bool is_apart = !kFindsRuns || params.run_tokens == 0 || some == 0;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      rows.begin[i] = kNotWanted;
+      const int32_t page = wanted[i] ? tile.page(params.attention, entry[i]) : 0;
+      if (i == 0) rows.first = __shfl_sync(0xffffffffu, page - lane, some == 0 ? 0 : __ffs(some) - 1);
+      is_apart |= wanted[i] && page - lane - 32 * i != rows.first;
+      if (!wanted[i]) continue;
+      const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
+      rows.begin[i] =
+          static_cast<uint32_t>((page * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
+    }
+    rows.is_run = kFindsRuns && !__any_sync(0xffffffffu, is_apart);
+    return rows;
+  }
+
+  /// Blocks [kFirst, kEnd) of columns.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void copy(const Shared& shared, const Rows& rows, int32_t head, int part,
+                                       ptx::CachePolicy policy) const {
+    if (rows.is_run) {
+      copy_run<kFirst, kEnd>(shared, rows, head, part, policy);
+    } else {
+      if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
+        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
+      } else if (share.is_v) {
+        gather<VTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
+      } else {
+        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
+      }
+    }
+    // wgmma reads what cp.async has written, ordered only by the barrier (ADR 17).
+    ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
+  }
+
+ private:
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void copy_run(const Shared& shared, const Rows& rows, int32_t head, int part,
+                                           ptx::CachePolicy policy) const {
+    if (ptx::lane_id() != 0) return;
+    const uint32_t full = shared.kv_full(part);
+    ptx::mbarrier_expect(full, KvShare<Traits>::kTokens * share.row_bytes(kFirst, kEnd));
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
+#pragma unroll
+    for (int block = kFirst; block < kEnd; ++block) {
+      if (block >= share.blocks()) break;
+      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full,
+                    block * Tile::kBoxColumns, rows.first, head, 0, policy);
+    }
+  }
+
+  template <class Tile, int kFirst, int kEnd>
+  __device__ __forceinline__ void gather(const Shared& shared, const Rows& rows, int32_t head, int part) const {
+    using Pieces = RowPieces<Tile, 32>;
+    constexpr int kRowsPerPass = Pieces::kRows;
+    constexpr int kBatch = 8;  // passes whose row offsets are shuffled together, so that the lanes wait once
+    const int lane = ptx::lane_id();
+    const int chunk = lane % Pieces::kChunks;
+    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    const char* base =
+        static_cast<const char*>(tensor.data) + head * tensor.head_stride * Traits::KvElement::kBytes + chunk * 16;
+    const uint32_t unit_bytes = static_cast<uint32_t>(Traits::KvElement::kBytes) << params.unit_shift;
+    const uint32_t target =
+        ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Pieces::kChunks, chunk);
+#pragma unroll
+    for (int batch = 0; batch < KvShare<Traits>::kTokens; batch += kBatch * kRowsPerPass) {
+      uint32_t from[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        from[i] = __shfl_sync(0xffffffffu, rows.begin[first / 32], first % 32 + lane / Pieces::kChunks);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int first = batch + i * kRowsPerPass;
+        if (from[i] == kNotWanted) continue;
+        const char* const row = ptx::advanced(base, from[i], unit_bytes);
+#pragma unroll
+        for (int piece = 0; piece < Pieces::kPieces; ++piece) {
+          const int offset = piece * Pieces::kChunks;
+          if (offset < kFirst * 8 || offset >= kEnd * 8) continue;
+          copy_chunk<Tile>(Tile::below(target, first) + offset / 8 * Tile::kBlockBytes, row + offset * 16,
+                           chunk + offset);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace attn::sm90

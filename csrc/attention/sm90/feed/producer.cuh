@@ -1,0 +1,166 @@
+// The producer warpgroup loads Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as
+// there is room. Only the producer reads the schedule. It describes work items to the consumers (work_item.cuh).
+//
+// Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh). With wide heads over
+// an 8-bit cache all four widen tokens on the way (widening_copier.cuh). The warps that load V also load Q
+// (query_loader.cuh).
+#pragma once
+
+#include "attention/sm90/feed/kv_copiers.cuh"
+#include "attention/sm90/feed/query_loader.cuh"
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/widening_copier.cuh"
+#include "attention/sm90/feed/work_item.cuh"
+#include "attention/sm90/feed/work_queue.cuh"
+#include "attention/sm90/params.h"
+#include "attention/sm90/shape.h"
+#include "attention/sm90/tiles.cuh"
+#include "attention/tile/scores.cuh"
+#include "attention/tile/work_cursor.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/warp.cuh"
+
+namespace attn::sm90 {
+
+/// Publishes a work item and loads its Q. Called by the warps that load V: the warps that load K must never wait for
+/// room for Q, because consumers need K first.
+template <class Traits>
+__device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
+                                             const WorkItem& item, typename SharedMemory<Traits>::QPlace& place) {
+  shared.wait_q_free(place);
+  const uint32_t full = shared.q_full(place.slot);
+  if (item.num_kv_tiles > 0) load_q<Traits>(hopper_params, item, shared.q(place.slot), full);
+  if constexpr (kWidensQuery<Traits>) {
+    ptx::fence_async_proxy();  // before wgmma reads it
+    ptx::mbarrier_arrive(full);
+  } else {
+    ptx::mbarrier_arrive_after_cp_async(full);
+  }
+  if constexpr (Traits::Variant::kHasScales) {
+    if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstQueryThread + 32) {
+      int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.slot)));
+      write_requests<typename Traits::Variant, kQRows, 32>(hopper_params.attention, item.rows, item.group, item.kv_head,
+                                                           ptx::lane_id(), requests);
+    }
+    __syncwarp();  // the thread that publishes the item publishes them, too
+  }
+  if (ptx::thread_id() == kFirstQueryThread) {
+    if constexpr (Traits::Variant::kHasScales) {
+      using Variant = typename Traits::Variant;
+      const AttentionParams& params = hopper_params.attention;
+      const_cast<float&>(shared.score_scale(shared.item(place.slot))) =
+          score_scale(Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
+    }
+    shared.item(place.slot) = item;
+    ptx::mbarrier_arrive(full);
+  }
+  place.next();
+}
+
+/// Waits until a part of a KV tile may be filled; if `limited`, until no more than max_parts_in_flight would be in use.
+template <class Traits>
+__device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared,
+                                              const typename SharedMemory<Traits>::KvPlace& place, bool limited) {
+  using Shared = SharedMemory<Traits>;
+  if (limited) shared.wait_kv_free(place.ahead(Shared::kKvParts - kTuning<Traits>.max_parts_in_flight));
+  shared.wait_kv_free(place);
+}
+
+template <class Traits, class Copier>
+__device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
+                                        WorkCursor cursor) {
+  using Shared = SharedMemory<Traits>;
+  constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
+  static_assert(kIsWide || Shared::kParts > 1 || kTuning<Traits>.max_parts_in_flight + 2 <= Shared::kKvParts,
+                "what tiles_after_mma relies on");
+  const AttentionParams& params = hopper_params.attention;
+  const KvShare<Traits> share(ptx::thread_id() / 32);
+  typename Shared::QPlace q_place;
+  typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
+  const int32_t flags = cursor.now.flags;
+  WorkQueue<Traits> queue(params, shared);
+  if (flags & kUsesQueue) queue.begin(cursor);
+  LoadedRowTile tile(params, cursor.now.tile);
+  Copier copier(hopper_params, share);
+
+  // K and V are one tile, which the warps that load K load.
+  const bool is_one_tile = kIsWide && hopper_params.v_is_k;
+  const bool copies = !(is_one_tile && share.is_v);
+  constexpr bool kSkips = Traits::Variant::kSkipsTiles;
+  int32_t item_begin = cursor.now.kv_tile;  // the item's first KV tile
+  const auto look_up = [&](int ahead = 0) {
+    const int32_t kv_tile = cursor.now.kv_tile + ahead;
+    copier.look_up(
+        tile, kv_tile_start<kSkips>(
+                  params.schedule, tile.group, tile.kv_begin,
+                  kTakesLastFirst<Traits> ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
+                  kTuning<Traits>.kv_tile)
+                  .token);
+  };
+  look_up();
+  ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
+  int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `limited` still applies
+  while (!cursor.done()) {
+    if (share.is_v) {
+      const int32_t kv_begin = kv_begin_after<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
+      WorkItem item(tile, cursor, kv_begin);
+      if constexpr (Traits::kIsLatent) item.keep_half(static_cast<int32_t>(blockIdx.y), kTuning<Traits>.max_kind);
+      produce_item<Traits>(hopper_params, shared, item, q_place);
+    }
+    const int32_t head = cursor.now.head;
+    const bool for_mma = !kIsWide && tile.kind == 0;
+    // Tokens of small row tiles are read once: they must not evict those that several of the largest share. The
+    // shuffle tells the compiler that the policy is uniform.
+    const ptx::CachePolicy policy =
+        __shfl_sync(0xffffffffu, tile.kind < kTuning<Traits>.max_kind && (flags & kHasLargestTiles), 0)
+            ? ptx::kEvictFirst
+            : ptx::kKeepNormally;
+    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
+    if constexpr (Traits::kWidensOnLoad) {
+      copier.widen(shared, tile, head, end - cursor.now.kv_tile, look_up, place);
+      cursor.now.kv_tile = end;
+    } else {
+      if (!copies) cursor.now.kv_tile = end;
+      while (copies) {
+        const auto found = copier.found(tile);
+        const bool last = ++cursor.now.kv_tile == end;
+        // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
+        // issued first, because they have few entries to wait for.
+        if (Copier::kGathers && !last) look_up();
+        if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
+        // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
+        // its barrier. That one must observe the phase before the slot is refilled. While few parts are in flight,
+        // refilling it requires freed parts of the next item, which no consumer reaches before all have synchronized at
+        // the end of this one.
+        if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
+        constexpr int kBlocks = KvShare<Traits>::kMaxBlocks, kLeftBlocks = KvShare<Traits>::kLeftBlocks;
+        if constexpr (kIsWide) {
+          const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
+          shared.wait_kv_free(right);
+          copier.template copy<kLeftBlocks, kBlocks>(shared, found, head, right.slot, policy);
+          shared.wait_kv_free(place);
+          copier.template copy<0, kLeftBlocks>(shared, found, head, place.slot, policy);
+        } else {
+          copier.template copy<0, kBlocks>(shared, found, head, place.slot, policy);
+        }
+        place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
+        if (last) break;
+        if (!Copier::kGathers) look_up();
+      }
+    }
+    cursor.next_pair(params.num_kv_heads);
+    if (flags & kUsesQueue) queue.next(cursor);
+    if (cursor.done()) break;
+    // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it.
+    if (Copier::kGathers || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
+    item_begin = cursor.now.kv_tile;
+    look_up();
+  }
+  if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem{}, q_place);
+  if constexpr (kMayBeCluster<Traits>) copier.wait_for_other(shared, place);
+  ptx::cp_async_wait<0>();
+}
+
+}  // namespace attn::sm90

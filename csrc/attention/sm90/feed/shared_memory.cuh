@@ -1,0 +1,174 @@
+// A CTA's shared memory and the barriers in it: Q tiles and their work items, and the ring of K and V tiles, each
+// filled by the producer and freed by the consumers.
+#pragma once
+
+#include "attention/sm90/feed/work_item.cuh"
+#include "attention/sm90/shape.h"
+#include "attention/sm90/tiles.cuh"
+#include "attention/variant/variants.h"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/copy.cuh"
+#include "common/ptx/warp.cuh"
+
+namespace attn::sm90 {
+
+/// Named barriers.
+enum Barrier : int {
+  kConsumersBarrier = 1,
+  kWarpgroupBarrier = 2,  // and 3
+  kProducerBarrier = 4,
+  kTurnBarrier = 5  // and 6
+};
+
+/// A place in a ring of slots, and the parity of the phase that the ring is in.
+template <int kSlots>
+struct RingPlace {
+  int32_t slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ RingPlace ahead(int slots) const {
+    if constexpr (kSlots == 1) return RingPlace{0, parity ^ 1};
+    RingPlace place{slot + slots, parity};
+    if (place.slot >= kSlots) {
+      place.slot -= kSlots;
+      place.parity ^= 1;
+    }
+    return place;
+  }
+
+  __device__ __forceinline__ void next() { *this = ahead(1); }
+};
+
+template <class Traits>
+struct SharedMemory {
+  static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
+  static constexpr int kTileRows = kTuning<Traits>.q_rows();  // of a Q tile
+  static constexpr int kQSlots = kTuning<Traits>.q_slots;
+  static constexpr int kParts = kTuning<Traits>.slot_parts;
+  static constexpr int kKvParts = kTuning<Traits>.kv_slots * kParts;
+  static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
+  static constexpr int kPartTokens = kTuning<Traits>.kv_tile / kParts;
+  using QPlace = RingPlace<kQSlots>;
+  using KvPlace = RingPlace<kKvParts>;  // counts parts
+
+  char* base;
+  uint32_t address;
+
+  __device__ __forceinline__ explicit SharedMemory(char* base_) : base(base_), address(ptx::shared_address(base_)) {}
+
+  __device__ __forceinline__ char* q(int slot) const { return base + kLayout.q + slot * kLayout.q_slot_bytes; }
+  /// The tile that part number `part` of the ring belongs to.
+  __device__ __forceinline__ char* kv(int part) const {
+    const int slot = part / kParts;
+    if constexpr (kLayout.k_slot_bytes == kLayout.v_slot_bytes) return base + kLayout.kv + slot * kLayout.k_slot_bytes;
+    return base + kLayout.kv + slot / 2 * (kLayout.k_slot_bytes + kLayout.v_slot_bytes) +
+           slot % 2 * kLayout.k_slot_bytes;
+  }
+  /// With an 8-bit cache: the K tile that is multiplied next, or the V tile if `is_v`.
+  __device__ __forceinline__ char* widened(int is_v) const {
+    return base + kLayout.widened + is_v * kLayout.widened_bytes;
+  }
+  __device__ __forceinline__ WorkItem& item(int slot) const {
+    return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kLayout.item_bytes);
+  }
+  /// With an 8-bit cache: the requests of an item's rows, as write_requests() leaves them.
+  __device__ __forceinline__ static const int32_t* requests(const WorkItem& item) {
+    return reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(&item) + kWorkItemBytes);
+  }
+  /// What score_scale() is for the item: in shared memory, because consumers have no register to keep it.
+  __device__ __forceinline__ static const float& score_scale(const WorkItem& item) {
+    return *reinterpret_cast<const float*>(requests(item) + kQRows);
+  }
+  __device__ __forceinline__ int32_t& queued_pair(int number) const {
+    return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];
+  }
+  __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(base + kLayout.row_states); }
+
+  __device__ __forceinline__ uint32_t q_full(int slot) const { return address + kLayout.barriers + slot * 8; }
+  __device__ __forceinline__ uint32_t q_free(int slot) const { return q_full(kQSlots + slot); }
+  __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
+  __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
+
+  /// The barrier of variants that transform K or V, and of 8-bit V, which is transposed.
+  __device__ __forceinline__ uint32_t transformed() const { return q_full(2 * (kQSlots + kKvParts)); }
+
+  /// With wide heads: the probabilities of a KV tile and the corrections of their rows; at the end of an item the
+  /// states of its rows.
+  __device__ __forceinline__ char* probabilities() const { return base + kLayout.probabilities; }
+  __device__ __forceinline__ uint32_t p_full() const { return q_full(2 * (kQSlots + kKvParts) + 1); }
+  __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQSlots + kKvParts) + 2); }
+
+  /// Where piece number `piece` of a producer thread arrives.
+  __device__ __forceinline__ char* staged(int piece) const {
+    return base + kLayout.staged + (piece * kProducerThreads + ptx::thread_id()) * 16;
+  }
+
+  /// CTAs that widen KV tiles for each other.
+  __device__ __forceinline__ static uint32_t cluster_ctas() {
+    if constexpr (kMayBeCluster<Traits>) return ptx::cluster_size();
+    return 1;
+  }
+
+  /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
+  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once. A part of wide
+  /// heads is freed by the warpgroup that reads it last. In a cluster, one warpgroup of every CTA arrives.
+  __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
+    for (int slot = 0; slot < kQSlots; ++slot) {
+      ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
+      ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims));
+    }
+    for (int part = 0; part < kKvParts; ++part) {
+      ptx::mbarrier_init(kv_full(part),
+                         Traits::kWidensOnLoad ? kProducerThreads / 32 : (kIsWide ? 2 : 2 / kParts) * lanes);
+      ptx::mbarrier_init(kv_free(part), (kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps) * cluster_ctas());
+    }
+    using Hooks = VariantHooks<typename Traits::Variant>;
+    if constexpr (Hooks::kKey || Hooks::kValue || kMultipliesFloat8<Traits>)
+      ptx::mbarrier_init(transformed(), kConsumerWarps);
+    if constexpr (kIsWide) {
+      ptx::mbarrier_init(p_full(), kWarpgroupThreads / 32);
+      ptx::mbarrier_init(p_free(), 2 * kWarpgroupThreads / 32);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  // The producer waits until the consumers have freed a slot; at first every slot is free.
+  __device__ __forceinline__ void wait_q_free(const QPlace& place) const {
+    ptx::mbarrier_wait(q_free(place.slot), place.parity ^ 1);
+  }
+  __device__ __forceinline__ void wait_kv_free(const KvPlace& place) const {
+    ptx::mbarrier_wait(kv_free(place.slot), place.parity ^ 1);
+  }
+
+  __device__ __forceinline__ void wait_q_full(const QPlace& place) const {
+    ptx::mbarrier_wait(q_full(place.slot), place.parity);
+  }
+  __device__ __forceinline__ bool is_kv_full(const KvPlace& place) const {
+    return ptx::mbarrier_test(kv_full(place.slot), place.parity);
+  }
+  __device__ __forceinline__ void wait_kv_full(const KvPlace& place) const {
+    ptx::mbarrier_wait(kv_full(place.slot), place.parity);
+  }
+
+  /// Called by a consumer warp whose share of the next tiles is transformed or transposed, and by all that wait for the
+  /// others'.
+  __device__ __forceinline__ void arrive_transformed() const { arrive_as_warp(transformed(), 1); }
+  __device__ __forceinline__ void wait_transformed(uint32_t parity) const { ptx::mbarrier_wait(transformed(), parity); }
+
+  /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps. In a cluster, which only wide
+  /// heads form, each warp arrives for itself, at all CTAs.
+  __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }
+  __device__ __forceinline__ void free_kv(const KvPlace& place, uint32_t warps) const {
+    if (cluster_ctas() == 1) return arrive_as_warp(kv_free(place.slot), warps);
+    __syncwarp();
+    if (ptx::lane_id() < 2) ptx::cluster_mbarrier_arrive(ptx::cluster_address(kv_free(place.slot), ptx::lane_id()));
+  }
+
+  __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier, uint32_t warps) {
+    __syncwarp();
+    if (ptx::lane_id() == 0) ptx::mbarrier_arrive(barrier, warps);
+  }
+};
+
+}  // namespace attn::sm90

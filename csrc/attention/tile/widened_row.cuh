@@ -1,0 +1,87 @@
+// Rows of an 8-bit cache that are dequantized on their way from global to shared memory. Wide heads need this: their
+// tiles in shared memory leave no room for a second form.
+#pragma once
+
+#include "cache/scaled_latent.h"
+#include "common/elements.cuh"
+#include "common/math.h"
+#include "common/platform.h"
+
+namespace attn {
+
+/// Widens sixteen stored numbers to two chunks of Element, times `scale`.
+template <class Element, class Stored>
+__device__ __forceinline__ void widen_sixteen(const uint4& bytes, float scale, uint4 (&wide)[2]) {
+  const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t pairs[2][2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t pair = Stored::to_f16(static_cast<uint16_t>(words[2 * i + w] >> 16 * half));
+        pairs[w][half] = Element::pack(Float16::unpack(pair) * scale, Float16::unpack(pair >> 16) * scale);
+      }
+    }
+    wide[i] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+  }
+}
+
+/// A row in global memory, which four lanes load piece by piece: of each block of 64 columns a lane loads the 16 of its
+/// `quarter`. The block of the rotated part may be stored in the type that is multiplied; it then has two pieces.
+template <class Element, class Stored, int kBlocks_>
+struct StoredRow {
+  using Latent = ScaledLatentRow;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kBlockColumns = 64;
+  static constexpr int kNarrowBlocks =
+      Stored::kRowsHaveScales ? min_of(kBlocks, Latent::kLatentColumns / kBlockColumns) : kBlocks;
+  static constexpr int kPieces = kNarrowBlocks + 2 * (kBlocks - kNarrowBlocks);
+  static constexpr int block_of(int piece) {
+    return piece < kNarrowBlocks ? piece : kNarrowBlocks + (piece - kNarrowBlocks) / 2;
+  }
+
+  static constexpr int kBytes = Stored::kRowsHaveScales ? Latent::kBytes : kBlocks * kBlockColumns;
+
+  const char* data;  // nullptr: zeros
+  int quarter;
+
+  __device__ __forceinline__ int byte_of(int piece) const {
+    return piece < kNarrowBlocks ? piece * kBlockColumns + quarter * 16
+                                 : Latent::kRopeAt + quarter * 32 + (piece - kNarrowBlocks) * 16;
+  }
+
+  __device__ __forceinline__ uint4 load(int piece) const {
+    if (data == nullptr) return make_uint4(0, 0, 0, 0);
+    return __ldg(reinterpret_cast<const uint4*>(data + byte_of(piece)));
+  }
+
+  /// Which scale a piece has. Pieces of the same 128 columns have the same scale. Pieces of the rotated part have none.
+  static constexpr int scale_of(int piece) { return piece * kBlockColumns / Latent::kColumnsOfScale; }
+  static constexpr bool is_first_of_scale(int piece) {
+    return piece < kNarrowBlocks && piece % (Latent::kColumnsOfScale / kBlockColumns) == 0;
+  }
+
+  /// The scale of a piece of a row that has scales.
+  __device__ __forceinline__ float scale(int piece) const {
+    if (data == nullptr) return 0.0f;
+    return __ldg(reinterpret_cast<const float*>(data + Latent::kScalesAt) + scale_of(piece));
+  }
+
+  /// Writes a piece to row number `row` of a tile of layout Wide.
+  template <class Wide>
+  __device__ __forceinline__ void store(char* tile, int row, int piece, const uint4& bytes, float scale) const {
+    const uint32_t target = Wide::offset(row, block_of(piece) * 8 + quarter * 2);
+    if (piece >= kNarrowBlocks) {
+      *reinterpret_cast<uint4*>(tile + (target ^ (piece - kNarrowBlocks) * 16)) = bytes;
+      return;
+    }
+    uint4 wide[2];
+    widen_sixteen<Element, Stored>(bytes, scale, wide);
+    *reinterpret_cast<uint4*>(tile + target) = wide[0];
+    *reinterpret_cast<uint4*>(tile + (target ^ 16)) = wide[1];
+  }
+};
+
+}  // namespace attn

@@ -1,0 +1,167 @@
+// The tokens that a variant's mask lets each row of a view see. A kernel asks the mask about every token (of the
+// variant's range(), if it has one). Plans then skip the KV tiles that no row of a row tile sees. Attention kernels do
+// not ask again where all rows of a warp see all tokens.
+#pragma once
+
+#include "attention/variant/score_row.h"
+#include "attention/variant/variants.h"
+#include "planner/groups.h"
+
+namespace attn {
+
+constexpr int kRowRangeThreads = 256;  // of a CTA of row_ranges_kernel
+
+/// The arguments of row_ranges_kernel.
+struct RowRangeParams {
+  PlanParams plan;
+  int32_t level;  // whose rows the kernel asks about
+  VariantParams variant;
+  RowRange* row_ranges;  // [rows of the level]
+  int32_t num_kv_heads;
+  KvTileList* kv_tile_lists;  // of a variant that skips KV tiles
+  int32_t num_kv_tile_lists;
+};
+
+/// A row of a level, and the tokens of its row group that it may see.
+struct RangedRow {
+  RowGroup group;
+  int32_t index;  // of the row in it
+  int32_t row;    // of Q
+  TokenRange tokens;
+
+  /// `row_of_level`: below the last element of qo_indptr. Empty if metadata is wrong there.
+  ATTN_HD RangedRow(const PlanParams& p, int32_t level_number, int32_t row_of_level) {
+    const PlanLevel& level = p.levels[level_number];
+    int32_t low = 0;  // the last row group that begins at or before the row
+    for (int32_t high = level.num_groups; high - low > 1;) {
+      const int32_t middle = low + (high - low) / 2;
+      if (level.qo_indptr.narrow(level.qo_indptr.words(middle)) <= row_of_level)
+        low = middle;
+      else
+        high = middle;
+    }
+    uint32_t errors = 0;  // the planner reports them
+    group = read_row_group(p, GroupPlace{level_number, low}, errors);
+    index = row_of_level - group.qo_begin;
+    find_tokens(level, row_of_level);
+  }
+
+  /// Row number `index_` of a row group.
+  ATTN_HD RangedRow(const PlanParams& p, const RowGroup& group_, int32_t index_) : group(group_), index(index_) {
+    find_tokens(p.levels[group.level], group.qo_begin + index);
+  }
+
+ private:
+  ATTN_HD void find_tokens(const PlanLevel& level, int32_t row_of_level) {
+    row = level.rows != nullptr ? level.rows[row_of_level] : row_of_level;
+    const int32_t position = group.kv_len - group.qo_len + index;
+    tokens = level.visibility.seen_by_any(position, position, TokenRange{0, group.kv_len});
+    tokens.begin = max_of(tokens.begin, 0);
+    if (index < 0 || index >= group.qo_len) tokens = TokenRange{0, 0};
+  }
+};
+
+/// What mask() says of some tokens, added up.
+struct RangeSum {
+  int32_t begin;  // first that any head sees
+  int32_t end;    // after the last one
+  int32_t full;   // how many all heads see
+};
+
+/// Heads whose masks may differ.
+template <class Variant>
+ATTN_HD int32_t heads_of_mask(const RowRangeParams& params) {
+  return Variant::kMaskReadsHead ? params.num_kv_heads * params.plan.config.group_size : 1;
+}
+
+/// The mask of one head of a row.
+template <class Variant>
+struct HeadOfRow {
+  Variant variant;
+  ScoreRow row;
+  int32_t kv_offset;
+
+  ATTN_HD HeadOfRow(const RowRangeParams& params, const RangedRow& ranged, int32_t head)
+      : variant(params.variant.as<typename Variant::Params>(), head / params.plan.config.group_size),
+        row(score_row(ranged.group, params.plan.levels[params.level].positions, ranged.index, ranged.row, head)),
+        kv_offset(ranged.group.kv_offset) {}
+
+  ATTN_HD bool sees(int32_t token) const { return variant.mask(row, kv_offset + token); }
+
+  /// Those of `tokens` that the variant's range() leaves.
+  ATTN_HD TokenRange narrowed(TokenRange tokens) const {
+    if constexpr (VariantHooks<Variant>::kRange) {
+      const TokenRange range = variant.range(row);
+      const auto inside = [&](int32_t token) {  // 64 bits: a user's bounds may be the limits of int32
+        return static_cast<int32_t>(clamp<int64_t>(int64_t{token} - kv_offset, tokens.begin, tokens.end));
+      };
+      return TokenRange{inside(range.begin), inside(range.end)};
+    }
+    return tokens;
+  }
+};
+
+/// Asks the mask about tokens first, first + step, ... of a row.
+template <class Variant>
+ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, int32_t first, int32_t step) {
+  const int32_t num_heads = heads_of_mask<Variant>(params);
+  RangeSum sum{static_cast<int32_t>(kMaxInt32), -1, 0};
+  for (int32_t head = 0; head < num_heads; ++head) {
+    const HeadOfRow<Variant> head_row(params, row, head);
+    const TokenRange tokens = head_row.narrowed(row.tokens);
+    for (int32_t token = tokens.begin + first; token < tokens.end; token += step) {
+      if (!head_row.sees(token)) continue;
+      sum.begin = min_of(sum.begin, token);
+      sum.end = max_of(sum.end, token + 1);
+      ++sum.full;
+    }
+  }
+  return sum;
+}
+
+/// The first and the last hole: tokens between the first and the last that any head sees, but that some head does not
+/// see. first > last: there is none.
+struct Holes {
+  int32_t first;
+  int32_t last;
+};
+
+/// Finds the holes among tokens first, first + step, ... after the first visible one. `sum`: over all tokens.
+template <class Variant>
+ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum, int32_t first,
+                         int32_t step) {
+  const int32_t num_heads = heads_of_mask<Variant>(params);
+  Holes holes{static_cast<int32_t>(kMaxInt32), -1};
+  if (sum.full == 0) return holes;  // all tokens are hidden: sum.begin is no token
+  if (static_cast<int64_t>(sum.end - sum.begin) * num_heads == sum.full) return holes;
+  for (int32_t head = 0; head < num_heads; ++head) {
+    const HeadOfRow<Variant> head_row(params, row, head);
+    for (int32_t token = sum.begin + first; token < sum.end; token += step) {
+      if (head_row.sees(token)) continue;
+      holes.first = min_of(holes.first, token);
+      holes.last = max_of(holes.last, token);
+    }
+  }
+  return holes;
+}
+
+/// The range of a row. Its full part is what lies before its first hole or after its last one, whichever is longer.
+ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const Holes& holes) {
+  if (sum.end < 0) return RowRange{0, 0, 0, 0};
+  const int32_t offset = row.group.kv_offset;
+  TokenRange full{sum.begin, sum.end};
+  if (holes.first <= holes.last) {
+    const bool begins_full = holes.first - sum.begin >= sum.end - 1 - holes.last;
+    full = begins_full ? TokenRange{sum.begin, holes.first} : TokenRange{holes.last + 1, sum.end};
+  }
+  return RowRange{sum.begin + offset, sum.end + offset, full.begin + offset, full.end + offset};
+}
+
+/// Rows of the level, as far as there is room for them.
+ATTN_HD int32_t rows_of_level(const PlanLevel& level) {
+  if (level.num_groups == 0) return 0;  // whatever the one element of qo_indptr says: there is no row group to ask
+  const int32_t end = level.qo_indptr.narrow(level.qo_indptr.words(level.num_groups));
+  return clamp(end, 0, level.max_rows);
+}
+
+}  // namespace attn

@@ -1,8 +1,0 @@
-// The types that tensor cores multiply.
-#pragma once
-
-namespace attn::ptx {
-
-enum class MmaType { kFloat16, kBFloat16 };
-
-}  // namespace attn::ptx
