@@ -185,7 +185,7 @@ def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in foreign]
 
 
-@pytest.mark.parametrize("path", [path for path in TESTS if "adapters" not in path.parts], ids=ids)
+@pytest.mark.parametrize("path", TESTS, ids=ids)
 def test_tests_share_helpers_only(path: Path) -> None:
     """No test imports another test, nor changes what a helper has: other tests of the process read it."""
     tests = {path.stem for path in TESTS if path.name.startswith("test_")}

@@ -5,9 +5,10 @@ attention in float64 to compare with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -16,6 +17,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor, nn
+
+from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 MAX_TOKENS = 192
 MAX_REQUESTS = 6
@@ -76,6 +79,11 @@ def model_config(**changes: object) -> SimpleNamespace:
     }
     config["hf_config"] = SimpleNamespace(architectures=["LlamaForCausalLM"])
     return SimpleNamespace(**{**config, **changes})
+
+
+def plans_of(backend: SGLangAttentionBackend) -> Mapping[Any, Any]:
+    """The plans of an SGLangAttentionBackend, by what their layers have in common."""
+    return backend._plans
 
 
 class FakeEngine:

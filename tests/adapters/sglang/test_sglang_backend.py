@@ -10,70 +10,16 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape, capture, model_config
+from fake_engine import FakeEngine, LayerShape, capture, model_config, plans_of
 from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_steps import CASES, WINDOWED, check, serve, serve_shared_prefix, step
 from torch import Tensor
 
 from attn_backend import Attention
-from attn_backend.adapters import layers
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-WINDOWED = (LayerShape(window=20), LayerShape(), LayerShape(window=20), LayerShape(window=7, logit_cap=5.0))
-
-
-def step(
-    engine: FakeEngine,
-    backend: SGLangAttentionBackend,
-    mode: ForwardMode,
-    requests: list[int],
-    new_lens: list[int],
-    spec_info: object = None,
-) -> list[Tensor]:
-    """One step through all layers, compared with the reference; returns the outputs."""
-    batch = engine.batch(mode, requests, new_lens, spec_info)
-    backend.init_forward_metadata(batch)
-    outputs = []
-    for layer_id, layer in enumerate(engine.model):
-        q, k, v = engine.tensors(batch, layer_id)
-        engine.remember(requests, new_lens, layer_id, k, v)
-        out = backend.forward(q, k, v, layer, batch)
-        expected = engine.reference(requests, new_lens, layer_id, q)
-        assert out.shape == expected.shape
-        check(out, expected)
-        outputs.append(out)
-    engine.advance(requests, new_lens)
-    return outputs
-
-
-def check(out: Tensor, expected: Tensor) -> None:
-    assert (out.cpu().double() - expected).norm() / expected.norm() <= TOLERANCE[out.dtype]
-
-
-def serve(engine: FakeEngine, **runner: object) -> None:
-    """Prompts, later chunks of some, decode steps, and a mixed step."""
-    backend = SGLangAttentionBackend(engine.runner(**runner))
-    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
-    step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])  # 0 and 1 have a prefix in the cache
-    step(engine, backend, ForwardMode.EXTEND, [2], [9])  # alone, and beside another again
-    step(engine, backend, ForwardMode.EXTEND, [1, 2], [4, 3])
-    for _ in range(3):
-        step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
-    step(engine, backend, ForwardMode.MIXED, [4, 0, 2], [50, 1, 1])
-    step(engine, backend, ForwardMode.DECODE, [4], [1])
-
-
-CASES = [
-    *(pytest.param("cpu", dtype, id=f"cpu-{dtype}".replace("torch.", "")) for dtype in TOLERANCE),
-    *(
-        pytest.param("cuda", dtype, id=f"cuda-{dtype}".replace("torch.", ""), marks=pytest.mark.gpu)
-        for dtype in (torch.bfloat16, torch.float16)
-    ),
-]
-
 
 pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 
@@ -147,31 +93,6 @@ def test_alibi_of_the_module_around() -> None:
         check(out[rows], expected.reshape(-1, 384))
 
 
-def serve_shared_prefix(
-    engine: FakeEngine, cascade: bool | str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[Tensor], list[list[int]]]:
-    """Five requests that begin with the same 128 tokens.
-
-    Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node
-    has.
-    """
-    monkeypatch.setattr(layers, "use_cascade", lambda: cascade)
-    backend = SGLangAttentionBackend(engine.runner())
-    outputs = step(engine, backend, ForwardMode.EXTEND, [0], [128])
-    engine.share_prefix(0, [1, 2, 3, 4])
-    taken = []
-    for mode, requests, new_lens in [
-        (ForwardMode.EXTEND, [0, 1, 2, 3], [2, 2, 1, 3]),
-        (ForwardMode.DECODE, [3, 0, 2, 4, 1], [1] * 5),
-        (ForwardMode.MIXED, [4, 0, 2], [20, 1, 1]),
-        (ForwardMode.DECODE, [0, 4, 2, 1], [1] * 4),
-    ]:
-        outputs += step(engine, backend, mode, requests, new_lens)
-        forests = [plan.attention.schedule().forest for plan in backend._plans.values()]
-        taken.append([sum(node.num_requests for node in forest if node.group >= 0) for forest in forests])
-    return outputs, taken
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     ("device", "dtype", "cascade"),
@@ -220,7 +141,7 @@ def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_layers_of_one_kind_share_a_plan() -> None:
     backend = SGLangAttentionBackend(FakeEngine(WINDOWED).runner())
-    assert len(backend._plans) == 3
+    assert len(plans_of(backend)) == 3
 
 
 def test_chain_verification() -> None:

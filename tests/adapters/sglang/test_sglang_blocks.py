@@ -13,15 +13,15 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape
+from fake_engine import FakeEngine, LayerShape, capture
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative import draft_worker_common
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from test_sglang_backend import CASES, WINDOWED, check, step
-from test_sglang_trees import capture, clear_padding, fill_static, static_batch
+from sglang_steps import CASES, WINDOWED, check, step
+from sglang_trees import clear_padding, fill_static, static_batch
 from torch import Tensor
 
 from attn_backend.adapters.sglang import compat, register

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, plans_of
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_sglang_backend import step
+from sglang_steps import step
 
 from attn_backend.adapters.sglang import backend as sglang_backend
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
@@ -35,18 +35,18 @@ def test_a_batch_beyond_the_bounds(
 ) -> None:
     engine = FakeEngine()
     backend = small_backend(engine, monkeypatch)
-    kept = next(iter(backend._plans.values())).attention
+    kept = next(iter(plans_of(backend).values())).attention
     step(engine, backend, ForwardMode.EXTEND, requests, new_lens)
-    assert next(iter(backend._plans.values())).current is not kept
+    assert next(iter(plans_of(backend).values())).current is not kept
     step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
-    assert next(iter(backend._plans.values())).current is kept  # captured graphs may hold it
+    assert next(iter(plans_of(backend).values())).current is kept  # captured graphs may hold it
 
 
 def test_batches_up_to_the_bounds_take_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     backend = small_backend(engine, monkeypatch)
     step(engine, backend, ForwardMode.EXTEND, [0, 1], [19, 1])
-    plan = next(iter(backend._plans.values()))
+    plan = next(iter(plans_of(backend).values()))
     assert plan.current is plan.attention
 
 

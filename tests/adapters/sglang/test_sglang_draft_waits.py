@@ -13,8 +13,8 @@ pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 from fake_engine import FakeEngine, LayerShape
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
-from test_sglang_backend import step
-from test_sglang_trees import Draft
+from sglang_steps import step
+from sglang_trees import Draft
 
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend

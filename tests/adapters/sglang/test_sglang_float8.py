@@ -13,42 +13,18 @@ from fake_engine import FakeEngine, LayerShape
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_sglang_backend import WINDOWED, check, serve, serve_shared_prefix, step
+from sglang_float8 import E4M3, E5M2, engine_of
+from sglang_steps import WINDOWED, check, serve, serve_shared_prefix, step
 from torch import Tensor
 
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import LayerCache, SGLangAttentionBackend, quantize
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TWO_LAYERS = (LayerShape(), LayerShape(logit_cap=30.0))
 
 
 @pytest.fixture(autouse=True)
 def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here does not depend on the release."""
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
-
-
-def engine_of(
-    kv_dtype: torch.dtype = E4M3,
-    layers: tuple[LayerShape, ...] = TWO_LAYERS,
-    scales: str = "tensor",
-    **options: object,
-) -> FakeEngine:
-    """scales: "tensor", as of checkpoints; "number", as of --quantization-param-path; "none". Each layer has
-    its own, others for K than for V.
-    """
-    engine = FakeEngine(layers, kv_dtype=kv_dtype, **options)  # type: ignore[arg-type]
-    for layer_id, layer in enumerate(engine.model):
-        values = (0.05 * (layer_id + 1), 0.4 / (layer_id + 1))
-        if scales == "tensor":
-            layer.k_scale, layer.v_scale = (
-                torch.nn.Parameter(torch.tensor(value, device=engine.device), requires_grad=False)
-                for value in values
-            )
-        elif scales == "number":
-            layer.k_scale, layer.v_scale = values
-    return engine
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape, capture
+from fake_engine import FakeEngine, LayerShape, capture, plans_of
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_sglang_backend import TOLERANCE, WINDOWED
-from test_sglang_float8 import E4M3, E5M2, engine_of
+from sglang_float8 import E4M3, E5M2, engine_of
+from sglang_steps import TOLERANCE, WINDOWED
 from torch import Tensor
 
 from attn_backend.adapters.layers import multiplies_float8
@@ -116,7 +116,7 @@ def serve(engine: FakeEngine) -> SGLangAttentionBackend:
 
 
 def extends_in_8_bits(backend: SGLangAttentionBackend) -> list[bool]:
-    return [plan.of_extends is not None for plan in backend._plans.values()]
+    return [plan.of_extends is not None for plan in plans_of(backend).values()]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -269,7 +269,7 @@ def test_batches_beyond_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_backend, "longest_extend", lambda _: 18)
     engine = engine_of(layers=(LayerShape(),))
     backend = SGLangAttentionBackend(engine.runner())
-    (plan,) = backend._plans.values()
+    (plan,) = plans_of(backend).values()
     kept = plan.of_extends.attention
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     assert plan.current is not kept

@@ -15,7 +15,7 @@ pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_sglang_backend import check, step
+from sglang_steps import check, step
 
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend

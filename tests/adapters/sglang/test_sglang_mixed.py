@@ -9,12 +9,11 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-import test_sglang_backend
-import test_sglang_mla
-from fake_engine import FakeEngine, LayerShape
+import sglang_latents
+from fake_engine import FakeEngine, LayerShape, plans_of
 from mixed_cases import MIXTURES
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_sglang_backend import WINDOWED, serve
+from sglang_steps import WINDOWED, serve
 
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
@@ -24,9 +23,6 @@ from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here does not depend on the release."""
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
-    tolerance = test_sglang_backend.TOLERANCE[torch.bfloat16]  # Q is rounded to it
-    for module in (test_sglang_backend, test_sglang_mla):
-        monkeypatch.setattr(module, "TOLERANCE", dict.fromkeys(test_sglang_backend.TOLERANCE, tolerance))
 
 
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
@@ -43,9 +39,12 @@ def test_serving(
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_latents(dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
-    engine = test_sglang_mla.Engine(16, dtypes[0], device, dtypes[1])
+    engine = sglang_latents.Engine(16, dtypes[0], device, dtypes[1])
     backend = SGLangAttentionBackend(engine.runner())
-    assert {(key.of_this_step, key.kv_dtype) for key in backend._plans} == {(False, dtypes[1]), (True, None)}
-    test_sglang_mla.step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
-    test_sglang_mla.step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])
-    test_sglang_mla.step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
+    assert {(key.of_this_step, key.kv_dtype) for key in plans_of(backend)} == {
+        (False, dtypes[1]),
+        (True, None),
+    }
+    sglang_latents.step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    sglang_latents.step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])
+    sglang_latents.step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])

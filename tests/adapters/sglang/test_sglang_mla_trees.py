@@ -15,8 +15,8 @@ from fake_engine import MAX_REQUESTS, MAX_TOKENS, FakeEngine, LayerShape, model_
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_sglang_backend import CASES, step
-from test_sglang_trees import STEPS, TOPK, TREES, draft, eagle, random_tree, verify, without_prefixes
+from sglang_steps import CASES, step
+from sglang_trees import STEPS, TOPK, TREES, draft, eagle, random_tree, verify, without_prefixes
 from torch import Tensor
 
 from attn_backend.adapters.sglang import compat

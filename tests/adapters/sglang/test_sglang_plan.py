@@ -14,7 +14,7 @@ pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import MAX_TOKENS, FakeEngine, LayerShape, model_config
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_sglang_backend import check
+from sglang_steps import check
 
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 from attn_backend.adapters.sglang.plan import _decoder_page_table, window_page_table

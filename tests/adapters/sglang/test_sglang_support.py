@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from fake_engine import FakeEngine, LayerShape, model_config
+from fake_engine import FakeEngine, LayerShape, model_config, plans_of
 from sglang.srt import runtime_context, server_args
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -258,7 +258,7 @@ def test_images_of_gemma_4(sees_both_sides: str | None) -> None:
         engine.runner(model=Gemma4ForConditionalGeneration(engine.model), model_config=config)
     )
     has_spans = sees_both_sides is not None
-    assert {(key.window_left, key.has_spans, key.cuts_spans) for key in made._plans} == {
+    assert {(key.window_left, key.has_spans, key.cuts_spans) for key in plans_of(made)} == {
         (9, has_spans, has_spans),
         (-1, False, False),
     }

@@ -12,8 +12,8 @@ from waits import NoHostReads, traced
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from test_vllm_float8 import layer_of
-from test_vllm_mla import Problem
+from vllm_float8 import layer_of
+from vllm_latents import Problem
 from vllm_layer import make_batch, make_builder, make_cache, make_impl, make_spec
 
 from attn_backend.adapters.vllm.compat import FLOAT8_CACHES

@@ -11,10 +11,10 @@ from torch import Tensor
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from float8_outputs import check_like_unfused
-from test_vllm_attention import MIXED, fill_cache
-from test_vllm_float8 import builder_of, cache_of, fill, layer_of
 from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm_float8 import builder_of, cache_of, fill, layer_of
 from vllm_layer import make_batch, make_builder, make_cache, make_impl, make_spec
+from vllm_steps import MIXED, fill_cache
 
 from attn_backend.adapters.vllm import attention as vllm_attention
 from attn_backend.adapters.vllm import compat

@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from test_vllm_attention import check, fill_cache, run_layer
 from vllm.v1.attention.backend import AttentionCGSupport, subclass_attention_backend
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm_layer import (
@@ -25,6 +24,7 @@ from vllm_layer import (
     make_impl,
     make_spec,
 )
+from vllm_steps import check, fill_cache, run_layer
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.backend import CpuAttnBackend

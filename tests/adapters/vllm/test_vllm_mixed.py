@@ -11,21 +11,14 @@ import torch
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-import test_vllm_attention
 from mixed_cases import MIXTURES
-from test_vllm_attention import check
 from vllm_layer import NUM_PAGES, PAGE, make_batch, make_builder, make_cache, make_impl, make_spec
+from vllm_steps import check
 
 
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 @pytest.mark.parametrize("memory", ["NHD", "padded"])
-def test_mixed_batch(
-    dtypes: tuple[torch.dtype, torch.dtype], memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tolerance = test_vllm_attention.TOLERANCE[torch.bfloat16]  # Q is rounded to it
-    monkeypatch.setattr(
-        test_vllm_attention, "TOLERANCE", dict.fromkeys(test_vllm_attention.TOLERANCE, tolerance)
-    )
+def test_mixed_batch(dtypes: tuple[torch.dtype, torch.dtype], memory: str) -> None:
     dtype, kv_dtype = dtypes
     impl = make_impl(kv_cache_dtype=str(kv_dtype).removeprefix("torch."))
     batch, cache = make_batch([1, 1, 7, 40, 3], [33, 64, 23, 40, 100]), make_cache(memory, dtype=kv_dtype)
@@ -42,4 +35,4 @@ def test_mixed_batch(
     query = torch.randn(sum(batch.query_lens), 6, 64).to(dtype)
     output = torch.full_like(query, torch.nan)
     impl.forward(None, query, None, None, cache, builder.build(0, batch.metadata), output)
-    check(output, query, batch, k.to(kv_dtype).double(), v.to(kv_dtype).double())
+    check(output, query, batch, k.to(kv_dtype).double(), v.to(kv_dtype).double(), dtype=torch.bfloat16)

@@ -1,0 +1,73 @@
+"""Layers, caches and builders of 8 bits, as vLLM makes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm.v1", reason="needs vLLM")
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm_layer import (
+    NUM_PAGES,
+    PAGE,
+    Batch,
+    make_builder,
+    make_cache,
+    make_spec,
+)
+
+from attn_backend.adapters.vllm.attention import AttnImpl
+from attn_backend.adapters.vllm.compat import FLOAT8_CACHES
+from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+
+
+def layer_of(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> torch.nn.Module:
+    """The part of vLLM's `Attention` that has scales.
+
+    A list: one for each KV head, as compressed-tensors brings them.
+    """
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    for name, value in (("_k_scale", k_scale), ("_v_scale", v_scale)):
+        if isinstance(value, list):
+            layer.register_buffer(name, torch.tensor(value))
+        else:
+            getattr(layer, name).fill_(value)
+    return layer
+
+
+def cache_of(kv_cache_dtype: str, memory: str = "NHD", num_kv_heads: int = 2, head_size: int = 64) -> Tensor:
+    """As vLLM hands it over: uint8. Full of NaN."""
+    return make_cache(memory, num_kv_heads, head_size, FLOAT8_CACHES[kv_cache_dtype]).view(torch.uint8)
+
+
+def builder_of(impls: list[AttnImpl], dtype: torch.dtype = torch.float32, **spec: Any) -> AttnMetadataBuilder:
+    model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
+    return make_builder(list(impls), make_spec(dtype=torch.uint8, **spec), model_config=model)
+
+
+def held(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
+    """float64, what the cache holds of K or V [tokens, heads, head_size]."""
+    dtype = FLOAT8_CACHES[kv_cache_dtype]
+    largest, factor = torch.finfo(dtype).max, scale.reshape(-1, 1)
+    return (x.float() / factor).clamp(-largest, largest).to(dtype).double() * factor.double()
+
+
+def fill(
+    impl: AttnImpl, layer: torch.nn.Module, cache: Tensor, batch: Batch, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Writes random K and V of all tokens of the batch as vLLM does.
+
+    Returns what the cache then holds, as slots.
+    """
+    k, v = torch.randn(2, NUM_PAGES * PAGE, impl.num_kv_heads, impl.head_size).to(dtype)
+    for slots in (
+        torch.cat([slots[: len(slots) - n] for n, slots in zip(batch.query_lens, batch.slots, strict=True)]),
+        batch.metadata.slot_mapping,
+    ):
+        impl.do_kv_cache_update(layer, k[slots], v[slots], cache, slots)
+    return held(k, layer._k_scale, impl.kv_cache_dtype), held(v, layer._v_scale, impl.kv_cache_dtype)
