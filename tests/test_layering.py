@@ -141,25 +141,6 @@ def test_engines_are_imported_by_their_adapter_only(path: Path) -> None:
     )
 
 
-def test_adapters_have_no_import_cycle() -> None:
-    """Also none through imports inside functions: each file can be read after the files that it imports."""
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-        for path in sorted((PACKAGE / "adapters").rglob("*.py"))
-    }
-    imports = {}
-    for module, path in files.items():
-        names = {name for _, name in imported(path)}
-        of_packages = {f"{name.rpartition('.')[0]}.__init__" for name in names if name not in files}
-        imports[module] = (names | of_packages) & set(files)
-    assert imports["attn_backend.adapters.sglang.sparse"] >= {"attn_backend.adapters.sglang.backend"}
-    read: set[str] = set()
-    while len(read) < len(files):
-        ready = {module for module in files if module not in read and imports[module] <= read | {module}}
-        assert ready, f"in or behind a cycle: {sorted(set(files) - read)}"
-        read |= ready
-
-
 @pytest.mark.parametrize("path", sorted((PACKAGE / "adapters").rglob("*.py")), ids=ids)
 def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
     if path.name == "compat.py":
