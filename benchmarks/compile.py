@@ -27,11 +27,11 @@ from pathlib import Path
 
 from benchmarks.report import number, options, save, table, wanted
 
-HIDDEN = {"nvcc": "cuda_compiler._candidates = lambda: []", "NVRTC": "nvrtc.nvrtc = lambda: None"}
+HIDDEN = {"nvcc": "compilers._nvcc_candidates = lambda: []", "NVRTC": "compilers.nvrtc = lambda: None"}
 CHILD = """
 import json, os, sys, time
 import elftools.elf.elffile
-from attn_backend.kernels import cuda_compiler, manifest, nvrtc, variant_kernels
+from attn_backend.jit import compilers, cubins, manifest
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.native import library
 from attn_backend.variants import builtin
@@ -47,9 +47,9 @@ if {as_nobody}:
 begin = time.perf_counter()
 try:
     if {on_cpu}:
-        found = str(variant_kernels.find_library(variant, isa, "bfloat16", 128))
+        found = str(cubins.find_library(variant, isa, "bfloat16", 128))
     else:
-        found = str(variant_kernels.find_cubin(variant, kernel, "sm_90a"))
+        found = str(cubins.find_cubin(variant, kernel, "sm_90a"))
 except RuntimeError as error:
     found = f"RuntimeError: {{error}}"
 print(json.dumps([time.perf_counter() - begin, found]))

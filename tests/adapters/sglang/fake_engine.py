@@ -100,14 +100,16 @@ class FakeEngine:
         hybrid: bool = False,
         device: str = "cpu",
         kv_dtype: torch.dtype | None = None,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
+        self.max_tokens = max_tokens
         self.generator = torch.Generator().manual_seed(0)
         self.device = device
         self.page_size, self.dtype, self.shapes = page_size, dtype, layers
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
         self.model = nn.ModuleList(shape.build(i) for i, shape in enumerate(layers))
         heads, head_dim, v_head_dim = layers[0].num_kv_heads, layers[0].head_dim, layers[0].v_head_dim
-        size = MAX_REQUESTS * MAX_TOKENS
+        size = MAX_REQUESTS * max_tokens
         if hybrid:
             windowed = [i for i, shape in enumerate(layers) if shape.is_local]
             full = [i for i, shape in enumerate(layers) if not shape.is_local]
@@ -132,10 +134,10 @@ class FakeEngine:
             for buffer in pool.get_kv_buffer(layer_id):
                 buffer.fill_(float("nan"))  # what no request wrote must not be seen
         self.pool = pool
-        self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, MAX_TOKENS, device, enable_memory_saver=False)
+        self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, max_tokens, device, enable_memory_saver=False)
         pages = torch.randperm(size // page_size, generator=self.generator) + 1
         slots = (
-            (pages[:, None] * page_size + torch.arange(page_size)).flatten().view(MAX_REQUESTS, MAX_TOKENS)
+            (pages[:, None] * page_size + torch.arange(page_size)).flatten().view(MAX_REQUESTS, max_tokens)
         )
         self.req_to_token_pool.req_to_token[1:] = slots
         self.requests = [
@@ -161,7 +163,7 @@ class FakeEngine:
             page_size=self.page_size,
             is_draft_worker=False,
             model=self.model,
-            model_config=model_config(),
+            model_config=model_config(context_len=self.max_tokens),
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool=self.pool,
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import fake_engine
 import pytest
 import torch
 
@@ -151,13 +150,14 @@ def test_pools_that_write_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.gpu
-def test_full_size(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_size(page_size: int) -> None:
     """The heads of an 8B model: prompts that fill the largest row tiles, a chunk after one, and short ones,
     whose row tiles widen Q.
     """
-    monkeypatch.setattr(fake_engine, "MAX_TOKENS", 2048)
     layers = (LayerShape(32, 8, 128, v_head_dim=128), LayerShape(32, 8, 128, v_head_dim=128, window=300))
-    engine = engine_of(layers=layers, page_size=page_size, dtype=torch.bfloat16, device="cuda")
+    engine = engine_of(
+        layers=layers, page_size=page_size, dtype=torch.bfloat16, device="cuda", max_tokens=2048
+    )
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0], [1500])
     step(engine, backend, ForwardMode.EXTEND, [1, 0, 2], [700, 300, 3])
