@@ -26,7 +26,7 @@ GIB = 1 << 30
 LIMITED = """
 import contextlib, io, json, resource, sys
 memory, batches = int(sys.argv[1]), json.loads(sys.argv[2])
-from attn_backend.cli import plan_picture, planned
+from attn_backend.cli import picture, planned
 from attn_backend.cli.main import main
 memory += resource.getpagesize() * int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
