@@ -129,6 +129,7 @@ OF_ONE_FORM = {
 }
 WITHOUT_A_ROW = {
     "... has the fields ...; got ...": "a mistake in this package",
+    "... has the arguments ...; got ...": "a mistake in this package",
     "....... cannot be ...": "a mistake in this package",
     "....apply": "a mistake in this package",
     "append's kernel is not loaded on ...": "a mistake in this package",
