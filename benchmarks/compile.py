@@ -1,14 +1,16 @@
-"""Seconds until a variant's kernel is there: compiled with nvcc, NVRTC or the host's C++ compiler, found in
-the cache, in races and after accidents. No GPU.
+"""Seconds until a variant's kernel is ready: compiled with nvcc, NVRTC or the host's C++ compiler, found in
+the cache, in races and after accidents. Needs no GPU.
 
     python -m benchmarks.compile [--case TEXT ...] [--repeats N] [--nvrtc FOLDER] \\
         [--json FILE] [--markdown FILE]
 
-The variant is a soft cap, its kernel attention over heads of 128 in bfloat16: Hopper's, or the CPU's own.
-Each measurement is a process of its own with a cache of its own; seconds are those of the call that finds the
-kernel, without the start of Python and its imports; the smallest of all repeats, since others on the machine
-only add. --nvrtc: a folder with NVIDIA's wheel (`pip install --no-deps --target FOLDER nvidia-cuda-nvrtc`),
-where torch has not brought it.
+The variant is a soft cap for heads of 128 in bfloat16, with the Hopper kernel or the CPU kernel. Each
+measurement starts a new process with an empty cache. It times only the call that finds the kernel, not the
+start of Python and its imports. The table shows the smallest of all repeats, because other load can only add
+time.
+
+If torch did not install NVRTC, pass --nvrtc with a folder that holds NVIDIA's wheel
+(`pip install --no-deps --target FOLDER nvidia-cuda-nvrtc`).
 """
 
 from __future__ import annotations

@@ -21,9 +21,12 @@ CHECKED_ROWS = 16
 class ShapeCase:
     """One line: bf16, causal, lengths in tokens.
 
-    v_in_k: V is the first columns of K, in the same memory. kv: what the cache holds, of KV_BYTES. shared: so
-    many leading tokens, of whole pages, are the same for all requests. selects_from: each row attends to
-    kv_len tokens of its own, anywhere among so many (sparse MLA); 0: to those of its request.
+    Attributes:
+        v_in_k: V is the first columns of K, in the same memory.
+        kv: the cache format, a key of KV_BYTES.
+        shared: leading tokens that all requests share, in whole pages.
+        selects_from: each row selects kv_len tokens from this many (sparse MLA). 0: each row attends to the
+            tokens of its request.
     """
 
     kind: str

@@ -5,11 +5,12 @@
 Generates greedily with transformers' own attention and with this package's, and compares the tokens. Without
 --model: a small random Llama.
 
-Two functions are registered with transformers. Under the name "attn_backend" that of a model's ordinary
-forward pass, whose cache is a tensor for each layer: each request is one page of it. And one that reads the
-paged cache of `generate_batch` where it lies, instead of copying each request's tokens out of it for every
-layer; transformers lets only names of its own into continuous batching, so this one takes the place of
-"paged|eager".
+The example registers two functions with transformers:
+
+- "attn_backend" serves the ordinary forward pass. The cache is one tensor for each layer, and each request is
+  one page of it.
+- "paged|eager" is replaced for `generate_batch`. The function reads the paged cache in place, instead of
+  copying each request's tokens for every layer. Continuous batching accepts only transformers' own names.
 """
 
 from __future__ import annotations

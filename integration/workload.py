@@ -8,17 +8,20 @@ A data set is named on the command line as
     prefix:PREFIX+SUFFIX    every prompt is the same PREFIX tokens, then SUFFIX tokens of its own
     lengths:FILE.csv        prompt and output lengths: the first two numeric columns of a file with a header
 
-Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times, the copies one right
-after another. That is what both engines make of `n` themselves: vLLM 0.26.0 turns such a request into n
-requests with the same prompt (v1/engine/parallel_sampling.py), SGLang 0.5.17 too, after a first one that only
-fills the cache (managers/tokenizer_manager.py), and the n share the prompt's pages through prefix caching,
-which is on in both. `n` itself cannot be measured with their clients: the answers come interleaved in one
-stream, and neither client looks at whose token a piece is. vLLM's would report the gaps between any two
-answers' tokens as ITL, about 1/n of it; SGLang's compares the number of tokens of one answer with that of
-another, and counts only one answer's tokens as throughput. With copies every answer has its own stream, its
-own TTFT and its own ITL. What is different from `n`: the copies arrive one by one (at `samples` times the
-prompts' rate) instead of together, and copies that SGLang prefills in one step each compute the prompt before
-its radix tree folds them into the same pages; both hold for every backend alike.
+Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times in a row. Both engines
+treat the `n` of a request the same way. vLLM 0.26.0 turns the request into n requests with the same prompt
+(v1/engine/parallel_sampling.py). SGLang 0.5.17 does so too, after a first request that only fills the cache
+(managers/tokenizer_manager.py). The n requests share the prompt's pages through prefix caching, which is on
+in both engines.
+
+The engines' clients cannot measure `n` itself, because they mix up the interleaved answers of one stream.
+vLLM's client would report the gaps between tokens of different answers, about 1/n of the ITL. SGLang's client
+compares token counts of different answers, and counts the tokens of only one answer as throughput. With
+copies, every answer has its own stream, TTFT and ITL.
+
+Copies differ from `n` in two ways, for every backend. They arrive one by one, at `samples` times the prompts'
+rate. And if SGLang prefills several copies in one step, each computes the prompt before the radix tree merges
+their pages.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""What FlashInfer has and this package has not: refused by name, never computed wrongly."""
+"""FlashInfer's features that this package lacks. Each is refused by name."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any, NoReturn
 
-# Names that `import flashinfer` always has, and that have no counterpart here: quantised products, mixtures
-# of experts, norms, activations, linear attention, other libraries. Those that it has only beside other
-# packages (`CuteDslMoEWrapper`), or from some release on and asks scripts to look for
-# (`gdn_fused_decode_step`), do not exist: code that finds none does without.
+# Names that every `import flashinfer` has and this package lacks: quantized products, mixtures of experts,
+# norms, activations, linear attention, other libraries.
+#
+# Some FlashInfer names are optional: they need another package (`CuteDslMoEWrapper`) or a newer release
+# (`gdn_fused_decode_step`). Scripts check for them, so they are not listed and do not exist here.
 _MISSING = """
 ActivationType RecurrentKDAPrefillWorkspace RecurrentKDAPrefillWrapper RoutingMethodType SegmentGEMMWrapper
 SfLayout TopKTieBreak autotune block_scale_interleave bmm_bf16 bmm_fp8 bmm_mxfp8 cutlass_fused_moe

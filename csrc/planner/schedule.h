@@ -244,14 +244,14 @@ struct ScheduleConfig {
   int32_t max_states;       // row states
   int32_t max_merge_rows;   // rows that are in several row groups
   int32_t max_links;        // row groups of one row
-  int32_t max_nodes;        // requests that a prefix forest is sought in; 0: never
+  int32_t max_nodes;        // requests in which plan looks for a prefix forest; 0: never
   int32_t cascade;          // CascadeMode
   int32_t batch_invariant;  // parts and their order depend only on the request
   int32_t min_queue_pairs;  // a work queue is used if a CTA's share holds at least this number of the longest pairs; 0:
                             // never
-  int32_t min_share;  // smallest cost worth a CTA of its own; >= every weight, so that no part of a split tile is empty
+  int32_t min_share;  // smallest cost that is worth a CTA; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
-  int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair beside its KV tiles: loading Q, writing O
+  int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair without its KV tiles: load Q, write O
   int32_t state_cost;                   // cost of a row state of one KV head, in 64ths
   int32_t cascade_cost;                 // what a forest must save over all KV heads before any of it is taken
 };

@@ -15,12 +15,17 @@ that limit:
     python -m integration.flashinfer_suite ../flashinfer --sample 300 --jobs 4 --gpu-memory 3 \\
         --pytest='-n 3' --time-limit 600 --json cases.json
 
-The table has a line for each file, and one for the references of FlashInfer's traces: cases that passed,
-failed, need what attn_backend.flashinfer refuses by name (not supported), expect a refusal where
-attn_backend.flashinfer has no such limit, were skipped by their own conditions (on a CPU also for want of
-memory), or did not run: before the time limit, or since the GPU has too little memory. A case that catches an
-error and skips itself counts by that error. With --markdown it is the table of docs/flashinfer.md. Reports
-are written whenever a line has ended.
+The table has a line for each file, and one for the references of FlashInfer's traces. Its columns count the
+cases that
+
+- passed or failed,
+- need a feature that attn_backend.flashinfer refuses by name (not supported),
+- expect a refusal, but attn_backend.flashinfer has no such limit,
+- skipped themselves (on a CPU also if memory is too small),
+- did not run: the time limit ended, or the GPU's memory is too small.
+
+If a case catches an error and skips itself, the error decides. --markdown writes the table of
+docs/flashinfer.md. Reports are written after every line.
 """
 
 from __future__ import annotations

@@ -81,9 +81,11 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
 
 
 def as_served(family: Family, folder: Path, made: Path) -> Path:
-    """Makes a checkpoint as SGLang's models on a GPU expect one: in bfloat16 (gpt-oss makes its weights in
-    the type that the configuration names), and of Llama 4 with queries and keys in the order in which it
-    rotates (its class with images permutes them itself, that of text alone does not).
+    """Makes a checkpoint in the form that SGLang's models on a GPU expect.
+
+    The dtype is bfloat16: gpt-oss creates its weights in the dtype of the configuration. For Llama 4, queries
+    and keys are permuted to the order of SGLang's RoPE: the class with images does this itself, the text-only
+    class does not.
     """
     for file in folder.iterdir():
         if file.name == "config.json":
