@@ -41,7 +41,7 @@ def demo_settings(engine: str, model: str, device: str, num_prompts: int | None,
     """A load for two CPU cores, which finish it in minutes, or for a GPU."""
     dtype = default_dtype(device)
     if device == "cpu":
-        load = Load(num_prompts=num_prompts or 32, output_len="48")
+        load = Load(num_prompts=num_prompts or 16, output_len="48")
         return Settings(
             engine, [OURS, STOCK], model, results, [load], max_concurrency=4, device=device, dtype=dtype
         )
@@ -62,7 +62,7 @@ def demo_settings(engine: str, model: str, device: str, num_prompts: int | None,
 def what_to_expect(settings: Settings) -> str:
     """The demo's phases, and how long they take."""
     machine, start, measured = (
-        ("a CPU", "1 minute", "1 to 2 minutes")
+        ("a CPU", "1 minute", "1 minute")
         if settings.device == "cpu"
         else ("a GPU", "1 to 3 minutes", "half a minute")
     )

@@ -21,6 +21,7 @@ struct KernelCosts {
   int32_t kv_tile[kNumCostKinds];
   int32_t pair[kNumCostKinds];
   int32_t min_queue_pairs;  // as in ScheduleConfig; 0: the kernel has no work queue
+  int32_t section_bytes;    // K and V of the KV heads that the work queue hands out together: a part of L2
   int32_t min_share;        // shares smaller than this are not worth a CTA
   int32_t state;            // of a row state of one KV head, in 64ths of the above (benchmarks/cascade_costs.py)
   int32_t forest;           // what a forest must save over all KV heads

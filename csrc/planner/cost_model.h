@@ -82,15 +82,24 @@ ATTN_HD bool has_one_prefix(const PlanParams& p, const Planned& planned) {
 /// KV tiles of a large row tile that a CTA computes in about the time of a merge.
 constexpr int32_t kMergeKvTiles = 5;
 
+/// Row groups with at least this many row tiles read K and V from L2 if their pairs come from the queue. That saves
+/// more than a sixteenth of a share, so CTAs may end that far apart (ADR 48).
+constexpr int32_t kSharingRowTiles = 4;
+constexpr int32_t kSharingSlack = 16;
+
+/// Longest pairs in a share from which on pairs of unequal cost come from the queue: the short ones are taken last and
+/// fill the gaps.
+constexpr int32_t kUnequalQueuePairs = 3;
+
 /// How pairs are distributed to CTAs.
 struct PairDistribution {
   bool whole;  // no (row tile, head) is cut
   bool uses_queue;
 };
 
-/// Pairs of the largest row tiles stay whole where CTAs then end no further apart than what cutting costs: a merge, and
-/// what comes before a pair's KV tiles once more. If there are more of them than CTAs, they go to the work queue; row
-/// groups must then have several row tiles, or a CTA would wait longer for its next pair than it computes.
+/// Pairs of the largest row tiles stay whole if CTAs then end no further apart than what cutting costs. That is a
+/// merge, and what comes before a pair's KV tiles once more. If there are more pairs than CTAs, they go to the work
+/// queue. Row groups must then have several row tiles, or a CTA would wait longer for its next pair than it computes.
 /// `most_pairs`: of a CTA, of EqualShares.
 ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& planned, int64_t total_cost,
                                           int64_t most_pairs) {
@@ -100,13 +109,18 @@ ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& pl
   PairDistribution distribution{config.batch_invariant != 0, false};
   if (config.min_queue_pairs == 0 || longest < planned.longest_small_pair) return distribution;
   const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads;
-  const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind];
+  const bool shares_kv = planned.num_tiles >= kSharingRowTiles * planned.num_groups && most_pairs > 1;
+  const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind] +
+                        (shares_kv ? planned.share / kSharingSlack : 0);
   const bool is_even = longest <= slack && most_pairs * total_cost <= slack * num_pairs;
   const bool is_uncut =
       longest <= planned.share &&
       longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];  // is_uncut(), of the longest
   const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
-  const bool has_many = longest * config.min_queue_pairs <= planned.share;
+  const bool is_unequal = 4 * total_cost <= 3 * longest * num_pairs;
+  const bool has_many =
+      longest * (is_unequal ? min_of(kUnequalQueuePairs, config.min_queue_pairs) : config.min_queue_pairs) <=
+      planned.share;
   distribution.uses_queue =
       planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
   distribution.whole |= distribution.uses_queue || (stays_whole && most_pairs == 1);

@@ -4,8 +4,8 @@
 // interval therefore starts and ends inside at most two (row tile, head) pairs, and a pair that several CTAs share
 // belongs to consecutive CTAs: nothing else has to be stored to run it or to merge it.
 // Where CTAs have many pairs each, the intervals consist of whole pairs, and a GPU may ignore them: its CTAs take one
-// pair after another from a work queue. Pairs of a row group are then computed at about the same time, by as many CTAs,
-// and find their K and V in L2 (ADR 7).
+// pair after another from a work queue. Pairs that read the same K and V are then computed at about the same time, and
+// find them in L2 (ADR 7, ADR 48).
 //
 // A row may be in several row groups: one for each level of a composition, each shared prefix that `plan` finds
 // (forest.h), or each KV chunk of a request in a batch invariant plan. Then it leaves a state in each of them, and
@@ -180,6 +180,7 @@ struct ScheduleHeader {
   int32_t aligned_cta;     // the first CTA that runs them
   int32_t aligned_parts;   // CTAs of each of their pairs
   uint32_t second_queue_head;           // as queue_head, of the CTAs that take second halves of row tiles
+  int32_t section_tokens;               // as in ScheduleConfig
   int64_t share;                        // cost that each CTA gets, of what lies before them
   int32_t kv_tile_cost[kNumCostKinds];  // as in ScheduleConfig
   int32_t pair_cost[kNumCostKinds];
@@ -248,7 +249,8 @@ struct ScheduleConfig {
   int32_t cascade;          // CascadeMode
   int32_t batch_invariant;  // parts and their order depend only on the request
   int32_t min_queue_pairs;  // a work queue is used if a CTA's share holds at least this number of the longest pairs; 0:
-                            // never
+                            // never (distribute_pairs() in cost_model.h has further cases)
+  int32_t section_tokens;   // of one KV head whose K and V fill a section of L2 (queued_pair() in schedule_reader.h)
   int32_t min_share;  // smallest cost that is worth a CTA; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
   int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair without its KV tiles: load Q, write O

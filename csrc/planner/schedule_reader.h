@@ -27,15 +27,30 @@ ATTN_HD int32_t kv_begin_after(int32_t kv_begin, int32_t number, int32_t kv_tile
   return kv_begin + number * kv_tile;
 }
 
-/// Pair number `pair` of the work queue: group by group, in a group starting with the row tile that sees most tokens,
-/// and there head by head. A group has as many pairs as row tiles, times the number of heads.
+/// KV heads that make a section of a row group: as many as have their K and V in a part of L2 together, at least one.
+/// The sections of a row group differ by at most one head.
+ATTN_HD int32_t section_heads(int32_t section_tokens, int32_t kv_len, int32_t num_kv_heads) {
+  const int32_t most = clamp(section_tokens / max_of(kv_len, 1), 1, num_kv_heads);
+  return ceil_div(num_kv_heads, ceil_div(num_kv_heads, most));
+}
+
+/// Pair number `pair` of the work queue. Row groups follow one another, and so do the sections of a row group. Inside a
+/// section, the row tile that sees most tokens comes first, with all heads of the section. CTAs that run at the same
+/// time then read the K and V of few heads, which stay in L2 (ADR 48).
 ATTN_HD Position queued_pair(const Schedule& schedule, const FastDivisor& group_size, int32_t num_kv_heads,
                              int32_t num_tiles, int32_t pair) {
   const int32_t tile = pair / num_kv_heads;
   const RowGroup& group = schedule.groups[schedule.tiles[tile].group];
   const int32_t num_rows = group.qo_len * group_size.divisor;
   const int32_t group_tiles = min_of(row_tiles_of(num_rows, group.kind), num_tiles - group.tile_begin);
-  return Position{2 * group.tile_begin + group_tiles - 1 - tile, pair - tile * num_kv_heads, 0, 0};
+  const int32_t heads = section_heads(schedule.header->section_tokens, group.kv_len, num_kv_heads);
+  const int32_t number = pair - group.tile_begin * num_kv_heads;  // in the row group
+  const int32_t section = number / (group_tiles * heads);
+  const int32_t in_section = number - section * group_tiles * heads;
+  const int32_t first_head = section * heads;
+  const int32_t width = min_of(heads, num_kv_heads - first_head);  // the last section may have fewer heads
+  const int32_t row_tile = in_section / width;
+  return Position{group.tile_begin + group_tiles - 1 - row_tile, first_head + in_section - row_tile * width, 0, 0};
 }
 
 /// Partial states. A CTA writes at most two: one of the (row tile, head) inside which its interval starts, one of that

@@ -28,6 +28,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.aligned_cta = planned.aligned_cta;
   header.aligned_parts = planned.aligned_parts;
   header.share = planned.share;
+  header.section_tokens = p.config.section_tokens;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];
     header.pair_cost[kind] = p.config.pair_cost[kind];

@@ -78,6 +78,8 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
                               max_row_tiles(schedule.max_groups, group_rows, schedule.group_size, schedule.max_kind));
   const KernelCosts& costs = config.batch_invariant ? design.invariant_costs : design.costs;
   schedule.min_queue_pairs = costs.min_queue_pairs;
+  const HeadDims dims = config.dims();
+  schedule.section_tokens = costs.section_bytes / ((dims.qk + dims.v) * bytes_of(config.kv_dtype));
   schedule.min_share = costs.min_share;
   // Costs are times of an interval, in which two CTAs do twice as much as one. Two halves take as long as one of them.
   schedule.state_cost = costs.state / ctas;

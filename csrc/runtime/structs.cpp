@@ -25,8 +25,8 @@ ATTN_STRUCT(Level, ATTN_FIELD(indices), ATTN_FIELD(rows), ATTN_FIELD(positions),
 ATTN_STRUCT(ScheduleHeader, ATTN_FIELD(num_groups), ATTN_FIELD(num_tiles), ATTN_FIELD(errors), ATTN_FIELD(num_levels),
             ATTN_FIELD(num_merge_rows), ATTN_FIELD(num_links), ATTN_FIELD(flags), ATTN_FIELD(whole_pairs),
             ATTN_FIELD(num_requests), ATTN_FIELD(queue_head), ATTN_FIELD(aligned_tile), ATTN_FIELD(aligned_cta),
-            ATTN_FIELD(aligned_parts), ATTN_FIELD(second_queue_head), ATTN_FIELD(share), ATTN_FIELD(kv_tile_cost),
-            ATTN_FIELD(pair_cost), ATTN_FIELD(levels));
+            ATTN_FIELD(aligned_parts), ATTN_FIELD(second_queue_head), ATTN_FIELD(section_tokens), padding(4),
+            ATTN_FIELD(share), ATTN_FIELD(kv_tile_cost), ATTN_FIELD(pair_cost), ATTN_FIELD(levels));
 
 ATTN_STRUCT(RowGroup, ATTN_FIELD(table_begin), ATTN_FIELD(qo_begin), ATTN_FIELD(qo_len), ATTN_FIELD(kv_len),
             ATTN_FIELD(tile_begin), ATTN_FIELD(level), ATTN_FIELD(kind), ATTN_FIELD(state_begin), ATTN_FIELD(kv_offset),
@@ -46,8 +46,9 @@ ATTN_STRUCT(PrefixNode, ATTN_FIELD(leader), ATTN_FIELD(parent), ATTN_FIELD(begin
 ATTN_STRUCT(ScheduleConfig, ATTN_FIELD(num_kv_heads), ATTN_FIELD(group_size), ATTN_FIELD(kv_tile), ATTN_FIELD(max_kind),
             ATTN_FIELD(num_ctas), ATTN_FIELD(max_groups), ATTN_FIELD(max_rows), ATTN_FIELD(max_tiles),
             ATTN_FIELD(max_states), ATTN_FIELD(max_merge_rows), ATTN_FIELD(max_links), ATTN_FIELD(max_nodes),
-            ATTN_FIELD(cascade), ATTN_FIELD(batch_invariant), ATTN_FIELD(min_queue_pairs), ATTN_FIELD(min_share),
-            ATTN_FIELD(kv_tile_cost), ATTN_FIELD(pair_cost), ATTN_FIELD(state_cost), ATTN_FIELD(cascade_cost));
+            ATTN_FIELD(cascade), ATTN_FIELD(batch_invariant), ATTN_FIELD(min_queue_pairs), ATTN_FIELD(section_tokens),
+            ATTN_FIELD(min_share), ATTN_FIELD(kv_tile_cost), ATTN_FIELD(pair_cost), ATTN_FIELD(state_cost),
+            ATTN_FIELD(cascade_cost));
 
 ATTN_STRUCT(ScheduleLayout, ATTN_FIELD(groups), ATTN_FIELD(tiles), ATTN_FIELD(positions), ATTN_FIELD(links),
             ATTN_FIELD(rows), ATTN_FIELD(row_requests), ATTN_FIELD(nodes), ATTN_FIELD(attachments), ATTN_FIELD(bytes));

@@ -108,6 +108,9 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
         ((300,), (300,), False),  # fewer pairs than CTAs
         ((256,), (4096,), False),  # too few, too long
         ((600,), (1700,), False),  # 152 pairs of about the same cost
+        ((1024,), (4096,), True),  # 256: each CTA gets two, or nearly
+        ((1100,), (4096,), False),  # 280: three, where a share is a little more than two
+        ((3300,), (3300,), True),  # of unequal costs; a share holds more than three of the longest
         ((220,) * 16, (220,) * 16, True),  # nothing would be cut, but there are many
         ((1,) * 256, (1024,) * 256, False),  # decode
         ((2048, *(1,) * 255), (4000, *(2000,) * 255), False),
@@ -143,7 +146,7 @@ def test_pairs_of_a_window_come_from_the_work_queue(device: torch.device) -> Non
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU that runs the Hopper kernel")
     attention = Attention(
-        32, 8, 128, device=device, num_ctas=132, max_rows=40000, max_batch=2, kernel="hopper"
+        32, 8, 128, device=device, num_ctas=140, max_rows=40000, max_batch=2, kernel="hopper"
     )
     table = PageTable.block_table(
         torch.arange(1024, dtype=torch.int32, device=device).view(1, -1),

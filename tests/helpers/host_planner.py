@@ -27,6 +27,7 @@ __all__ = [
     "plan",
     "plan_and_lists_rows",
     "plan_with_kind",
+    "queue",
     "random_mask",
     "workspace_bytes",
 ]
@@ -122,6 +123,27 @@ def random_mask(rng: numpy.random.Generator, attention: Attention) -> tuple[Tens
 def workspace_bytes(library: ctypes.CDLL, attention: Attention) -> int:
     """Bytes of the workspace of a schedule."""
     return int(_config_and_layout(library, attention)[1]["bytes"])
+
+
+def queue(library: ctypes.CDLL, attention: Attention, view: BSRView) -> tuple[Schedule, Tensor, Tensor]:
+    """Plans `view` with the host planner and reads its work queue.
+
+    Returns:
+        The schedule; the pairs in their order, int32 [pairs, 2]: row tile, KV head; and for each pair the
+        number of heads in a section of its row group, int32 [pairs].
+    """
+    config, layout = _config_and_layout(library, attention)
+    workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)
+    address = ctypes.c_void_p(workspace.data_ptr())
+    library.host_planner_plan(config.tobytes(), address, Levels((view,), attention.max_rows).data, 1)
+    schedule = Schedule.read(workspace, config, layout)
+    room = len(schedule.tiles) * attention.num_kv_heads
+    pairs, heads = torch.zeros(room, 2, dtype=torch.int32), torch.zeros(room, dtype=torch.int32)
+    count = library.host_planner_queue(
+        config.tobytes(), address, room, ctypes.c_void_p(pairs.data_ptr()), ctypes.c_void_p(heads.data_ptr())
+    )
+    assert count == room
+    return schedule, pairs, heads
 
 
 def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, kind: int) -> None:

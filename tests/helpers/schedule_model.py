@@ -191,10 +191,14 @@ def _positions(
             return False, False
         own, weight, pairs = config.pair_cost[kind], config.kv_tile_cost[kind], len(tiles) * num_kv_heads
         most, slack = -(-pairs // config.num_ctas), share + own + 5 * weight
+        if len(tiles) >= 4 * len(groups) and most > 1:
+            slack += share // 16
         even, uncut = cost <= slack and most * total <= slack * pairs, cost <= min(share, 2 * own + weight)
+        unequal = 4 * total <= 3 * cost * pairs
         whole = not merges and even and (not uncut or 2 * cost <= share)
         uses_queue = len(tiles) >= 2 * len(groups) and (
-            cost * config.min_queue_pairs <= share or (whole and most > 1)
+            cost * (min(config.min_queue_pairs, 3) if unequal else config.min_queue_pairs) <= share
+            or (whole and most > 1)
         )
         return uses_queue or (whole and most == 1), uses_queue
 

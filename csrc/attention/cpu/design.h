@@ -14,6 +14,7 @@ constexpr KernelCosts kCosts{
     .kv_tile = {2, 4, 8, 16, 2, 4, 8, 16},
     .pair = {0, 1, 2, 4, 0, 1, 2, 4},
     .min_queue_pairs = 0,
+    .section_bytes = 0,
     .min_share = 64,
     .state = 16,
     .forest = 0,

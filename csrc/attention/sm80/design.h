@@ -10,6 +10,7 @@ constexpr KernelCosts kCosts{
     .kv_tile = {4, 4, 5, 7, 4, 4, 5, 7},
     .pair = {2, 2, 8, 18, 2, 2, 8, 18},
     .min_queue_pairs = 0,
+    .section_bytes = 0,
     .min_share = 8,
     .state = 470,
     .forest = 5250,

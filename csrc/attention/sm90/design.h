@@ -16,6 +16,7 @@ constexpr KernelCosts kCosts{
     .kv_tile = {6, 6, 7, 9, 6, 6, 8, 9},
     .pair = {11, 11, 14, 20, 10, 10, 25, 50},
     .min_queue_pairs = 8,
+    .section_bytes = 16 << 20,
     .min_share = 12,
     .state = 136,
     .forest = 1000,
