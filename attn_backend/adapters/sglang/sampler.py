@@ -33,7 +33,7 @@ class AttnSampler(engine_sampler.Sampler):
         give_seeds_to_requests()
         self._batch: tuple[SamplingBatchInfo, Tensor] | None = None  # while SGLang's own forward runs
         self._token_ids: Tensor | None = None
-        self._workspace: Tensor | None = None
+        self._workspaces: dict[int, Tensor] = {}  # by CUDA stream
 
     def forward(
         self,
@@ -83,9 +83,7 @@ class AttnSampler(engine_sampler.Sampler):
         return logits
 
     def _draw(self, logits: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor) -> Tensor:
-        if self._workspace is None:  # one is enough: a worker's batches are sampled one after another
-            self._workspace = sampling_workspace(logits.device)
-        return draw(logits, sampling_info, positions, self._workspace)
+        return draw(logits, sampling_info, positions, stream_workspace(self._workspaces, logits.device))
 
     def _sample_from_probs(
         self, probs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor, simple_sampling_case: bool
@@ -99,6 +97,17 @@ class AttnSampler(engine_sampler.Sampler):
         self, logprobs: Tensor, sampling_info: SamplingBatchInfo, positions: Tensor
     ) -> Any:
         return self._token_ids
+
+
+def stream_workspace(workspaces: dict[int, Tensor], device: torch.device) -> Tensor:
+    """The workspace of the current stream: --enable-pdmux samples prefills and decodes on two streams at the
+    same time.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    workspace = workspaces.get(stream)
+    if workspace is None:
+        workspace = workspaces[stream] = sampling_workspace(device)
+    return workspace
 
 
 def draw(

@@ -241,7 +241,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         else:
             kv = self._view(layer, kv_cache)
             # when vLLM calls do_kv_cache_update
-            appended = key is not None and self.kv_sharing_target_layer_name is None
+            appended = key is not None and not self._shares_cache(layer)
         if self.sinks is not None and self._float_sinks is None:
             self.process_weights_after_loading(query.dtype)
         arguments = plan.arguments
@@ -287,8 +287,16 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
         return kv_cache_view(
-            kv_cache, self.head_size, self.float8, layer, writes=self.kv_sharing_target_layer_name is None
+            kv_cache, self.head_size, self.float8, layer, writes=not self._shares_cache(layer)
         )
+
+    def _shares_cache(self, layer: Any) -> bool:
+        """Whether the layer reads the cache of another one.
+
+        For some drafts (Gemma 4's MTP) vLLM only sets this on the layer, after it has made the impl.
+        """
+        of_layer = getattr(layer, "kv_sharing_target_layer_name", None)
+        return of_layer is not None or self.kv_sharing_target_layer_name is not None
 
 
 class CpuAttnImpl(AttnImpl):

@@ -208,7 +208,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         cm = common_attn_metadata
         if not isinstance(cm.causal, bool):
             refuse("batches that mix causal and bidirectional requests")
-        if not cm.causal and all(spec.window_left >= 0 and spec.window_right < 0 for spec in self.plans):
+        if not cm.causal and any(spec.window_left >= 0 and spec.window_right < 0 for spec in self.plans):
             way_out = "set use_non_causal in --attention-config, or choose another --attention-backend"
             refuse(
                 "a sliding window to the left and right in layers that were made for causal steps", way_out

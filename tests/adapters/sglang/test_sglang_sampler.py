@@ -286,6 +286,20 @@ def test_custom_logit_processors_are_applied_once(logprobs: bool, monkeypatch: p
         assert run(sampler, logits, info, torch.full((2,), position), logprobs)[0].tolist() == [9, 9]
 
 
+def test_each_stream_has_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that run at the same time must not exchange messages in the same memory."""
+    streams = iter((7, 9, 7))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams))
+    )
+    monkeypatch.setattr(our_sampler, "sampling_workspace", lambda device: torch.zeros(4))
+    workspaces: dict[int, Tensor] = {}
+    first, second, third = (our_sampler.stream_workspace(workspaces, torch.device("cuda")) for _ in range(3))
+    assert first is third
+    assert first is not second
+    assert sorted(workspaces) == [7, 9]
+
+
 def test_empty_batches_and_batches_without_seeds(generator: torch.Generator) -> None:
     sampler = AttnSampler()
     info = make_info([request(0, temperature=1.0)] * 64)

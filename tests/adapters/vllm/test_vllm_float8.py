@@ -149,15 +149,21 @@ def test_scales_in_other_tensors(names: tuple[str, ...]) -> None:
     serve(impl, layer, cache, make_batch(*MIXED, seed=1))
 
 
-def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales() -> None:
+@pytest.mark.parametrize("set_later", [False, True], ids=["constructor", "layer"])
+def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales(set_later: bool) -> None:
+    """Gemma 4's MTP drafts: vLLM sets it on the layer, once its impl exists."""
+    target = "layer.0"
     writer, reader = (
         make_impl(kv_cache_dtype="fp8"),
-        make_impl(kv_cache_dtype="fp8", kv_sharing_target_layer_name="layer.0"),
+        make_impl(kv_cache_dtype="fp8", kv_sharing_target_layer_name=None if set_later else target),
     )
     cache, batch, layer = cache_of("fp8"), make_batch(*MIXED), layer_of(0.05, 0.3)
     metadata = builder_of([writer, reader]).build(0, batch.metadata)
     k, v = fill(writer, layer, cache, batch, torch.float32)
-    query, output = attend(reader, layer_of(7.0, 9.0), cache, metadata, batch, torch.float32)
+    reading_layer = layer_of(7.0, 9.0)
+    if set_later:
+        reading_layer.kv_sharing_target_layer_name = target
+    query, output = attend(reader, reading_layer, cache, metadata, batch, torch.float32)
     check(output, query, batch, k, v)
 
 

@@ -179,6 +179,15 @@ def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> No
         make_builder([make_impl(sliding_window=9)]).build(0, make_batch([4], [20], causal=False).metadata)
 
 
+def test_one_causal_window_in_a_group_is_enough_to_refuse_a_step_that_is_not_causal() -> None:
+    """A group has layers with and without a window if vLLM's hybrid KV cache manager is off."""
+    builder = make_builder([make_impl(), make_impl(sliding_window=9)])
+    assert len(builder.plans) == 2
+    with pytest.raises(NotImplementedError, match="layers that were made for causal steps"):
+        builder.build(0, make_batch([4], [20], causal=False).metadata)
+    builder.build(0, make_batch([4], [20]).metadata)
+
+
 def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
     """As vLLM makes it for Llama 4: a class derived from ours that cuts requests."""
 
