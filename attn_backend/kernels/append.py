@@ -428,7 +428,7 @@ _SOURCE_DTYPES = {
 
 @cache
 def _latent_kernel(device: torch.device) -> str:
-    """The kernel that quantizes to rows with scales of their own; "" on a CPU."""
+    """The kernel that quantizes to rows with one scale per 128 columns; "" on a CPU."""
     return kernel_file("append_latent", device)
 
 

@@ -76,7 +76,7 @@ CASCADE_MODES: dict[bool | str, str] = {
     "always": "kCascadeAlways",
 }
 LOG2_E = math.log2(math.e)
-# Argument order of the library's run, as _run_raw() passes them; those of SelectedTokens follow.
+# Argument order of the library's run, as _run_raw() passes them; SelectedTokens' arguments follow.
 _RUN_ARGUMENTS = (
     "handle",
     "q",

@@ -184,7 +184,7 @@ def arch_on(device: torch.device) -> str:
     """The arch whose build serves a CUDA device.
 
     Raises:
-        ValueError: a GPU older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
+        ValueError: the GPU is older than Ampere, or cannot run ATTN_BACKEND_ARCH.
     """
     return arch_of(torch.cuda.get_device_capability(device))
 
@@ -193,7 +193,7 @@ def kernel_file(name: str, device: torch.device) -> str:
     """Path of the cubin of a kernel in the manifest; "" on a CPU, which has none.
 
     Raises:
-        ValueError: a GPU older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
+        ValueError: the GPU is older than Ampere, or cannot run ATTN_BACKEND_ARCH.
         RuntimeError: the cubin was not found and cannot be compiled.
     """
     return str(find_kernel(name, arch_on(device))) if device.type == "cuda" else ""

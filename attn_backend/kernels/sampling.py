@@ -284,16 +284,16 @@ def sample(
     on the batch, the row's place in it, the launch's shape or the GPU; a CPU gives the same token.
     docs/sampling.md defines every edge case.
 
-    Each parameter is one value for all rows, or a tensor with one value per row. temperature, top_p and min_p
-    are float32 [batch]; top_k, seed and position are int32 or int64 [batch].
+    Each parameter is one value for all rows, or a tensor [batch] with one value per row. These are float32 for
+    temperature, top_p and min_p, and int32 or int64 for top_k, seed and position.
 
     Args:
         logits: float32, float16 or bfloat16 [batch, vocab], any row stride, vocab contiguous, at most 2^19;
             penalties already applied.
         temperature: 0: the most likely token (the lowest id among equals), whatever the filters.
         top_k: keeps the k largest logits, and all that equal the k-th. <= 0, or >= vocab: off.
-        top_p: keeps the smallest set of most likely tokens with at least this probability, and tokens that
-            tie with the least likely of them. >= 1: off; <= 0: only the most likely tokens.
+        top_p: keeps the smallest set of most likely tokens with at least this probability. Ties with the
+            least likely of them are kept, too. >= 1: off; <= 0: only the most likely tokens.
         min_p: keeps tokens at least this times as likely as the most likely one. <= 0: off; >= 1: only the
             most likely tokens.
         seed, position: the request's seed and this token's position in its sequence, any int64. They are the

@@ -608,8 +608,8 @@ class AttentionVariant:
             if given != planned:
                 self._bound = None
                 raise ValueError(
-                    f"variant_args[{name!r}] is not what plan() was given, must be: what a mask hides is "
-                    f"left out of the plan"
+                    f"variant_args[{name!r}] is not what plan() was given, must be: the plan leaves "
+                    f"out what the mask hides"
                 )
 
     def _of_mask(self, args: VariantArgs) -> dict[str, object]:
