@@ -45,6 +45,7 @@ class Rotary:
             rotary_dim: a multiple of 8 up to head_dim; the elements after them are left alone.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and
             Llama.
+
     Raises:
         ValueError: `table` is not such a tensor.
     """

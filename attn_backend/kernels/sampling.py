@@ -284,7 +284,7 @@ def sample(
     on the batch, the row's place in it, the launch's shape or the GPU; a CPU gives the same token.
     docs/sampling.md defines every edge case.
 
-    Each parameter is one value for all rows, or a tensor [batch] with one value per row. These are float32 for
+    Each parameter is one value for all rows, or a tensor [batch] with one value per row: float32 for
     temperature, top_p and min_p, and int32 or int64 for top_k, seed and position.
 
     Args:
@@ -483,6 +483,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
     """The probabilities that top-k keeps, renormalized; all others are 0. Returns the dtype of probs:
     float32, bfloat16 or float16 [batch, vocab]; 16-bit inputs are copied to float32. A row that cannot be
     sampled gets zeros.
+
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
@@ -493,6 +494,7 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
     """The probabilities that top-p keeps, renormalized; all others are 0. Returns the dtype of probs:
     float32, bfloat16 or float16 [batch, vocab]; 16-bit inputs are copied to float32. A row that cannot be
     sampled gets zeros.
+
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
     """
