@@ -49,7 +49,7 @@ class Settings(BaseModel):
         Literal["baseline", "avx2", "avx512", "amx"] | None, BeforeValidator(_none_if_empty)
     ] = Field(
         None,
-        description="highest CPU instruction set to use: baseline, avx2, avx512 or amx (default: the highest)",
+        description="highest CPU instruction set to use: baseline, avx2, avx512 or amx (default: all)",
     )
     cuda_compiler: Annotated[Literal["nvcc", "nvrtc"] | None, BeforeValidator(_none_if_empty)] = Field(
         None, description="compiler of a variant's kernels: nvcc or nvrtc (default: nvcc if it is installed)"

@@ -89,7 +89,7 @@ _PANEL = (_WIDTH - _LEFT - _RIGHT - 48) / 2  # width of the view and of the fore
 _LISTED = 8  # nodes of the forest that are described in text
 _LEGEND = (
     (DECODE[1], "own row group of a request with one row"),
-    (PREFILL[1], "row group of a request with more rows"),
+    (PREFILL[1], "of a request with more rows"),
     (TAKEN[0], "shared prefix, taken: one row group reads it for all its rows (alternating colors)"),
     (NOT_TAKEN, "shared prefix, not taken: the nodes below read it"),
 )

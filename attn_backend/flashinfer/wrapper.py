@@ -231,7 +231,7 @@ class PlannedAttention:
         before = self._attention
         if before is not None and self._is_fixed and made_for != self._made_for:
             raise ValueError(
-                "heads, dtype, masks and positions of a wrapper with use_cuda_graph=True must match "
+                "heads, dtype, masks and positions of a wrapper with use_cuda_graph=True must be those of "
                 "its first plan"
             )
         if before is not None and self._is_fixed:
