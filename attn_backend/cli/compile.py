@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
             if not arguments.arch and not arguments.out and _are_shipped():
                 print(
-                    "The package has all standard kernels: nothing to compile. --arch compiles those of an "
-                    "arch again."
+                    "The package has all standard kernels: nothing to compile. --arch compiles them "
+                    "again for an arch."
                 )
                 return 0
             return build.run(arguments)

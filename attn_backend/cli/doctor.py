@@ -262,7 +262,9 @@ def _cache() -> tuple[Finding, Path]:
     entry, reason = kernel_cache.place(wanted / manifest.ARCHS[0] / "any.cubin")
     folder = entry.parents[1]
     if reason:
-        advice = "make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is"
+        advice = (
+            "make yourself the only writer (chown, chmod go-w), or set ATTN_BACKEND_CACHE to such a folder"
+        )
         return Finding("!!", "cache", f"{folder}, since {reason}", advice), folder
     problem = preflight.cache_problem(wanted)
     if problem:

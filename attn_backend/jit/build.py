@@ -20,7 +20,7 @@ from .cubins import compile_kernel, nvcc, nvcc_version
 from .manifest import ARCHS
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
-# ptxas waits for each wgmma, because other code touches registers of wgmmas in flight
+# ptxas inserts a wait after each wgmma, because other code touches registers of wgmmas in flight
 _SERIALIZED = "instructions are serialized"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 

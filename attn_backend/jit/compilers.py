@@ -243,7 +243,7 @@ class Nvrtc:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
 
     def compile(self, source: str, options: Sequence[str], what: str) -> tuple[bytes, str]:
-        """Returns the compiler's output, and the cubin, or PTX if the options name a virtual architecture.
+        """Returns the cubin (PTX if the options name a virtual architecture) and the compiler's output.
         `what`: the source, for messages.
 
         Raises:

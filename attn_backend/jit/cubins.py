@@ -150,7 +150,7 @@ def shipped_kernel(name: str, arch: str) -> Path:
 def shipped_fault(cubin: Path) -> str:
     """Why a cubin of the package cannot be used; "" if it can.
 
-    Only checks that it is complete: the installer compared its hash with the wheel's.
+    Only checks that it is complete: the installer has compared it with the wheel.
     """
     try:
         damage = compilers.damage(cubin.read_bytes())
@@ -197,7 +197,7 @@ def warn_of_private_folder(target: Path, reason: str) -> None:
     advice = (
         ""
         if "ATTN_BACKEND_CACHE" in reason
-        else " Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
+        else " Make yourself the only writer (chown, chmod go-w), or set ATTN_BACKEND_CACHE to such a folder."
     )
     _warn_once(
         f"{reason}.{advice} Until then compiled kernels are kept in a private folder instead: "

@@ -98,8 +98,8 @@ def append_qkv(
     A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) and is then rotated. This is
     per-head RMSNorm (arXiv 1910.07467), as in Qwen 3 and Gemma 3. All steps run in float32 and round once, to
     the dtype of out or of the cache. For a float8 cache, K and V are first divided by the cache's scales.
-    Float8 and float16 caches clamp values to their largest finite number. Capturable in a CUDA graph; never
-    synchronizes. `Attention.run(after_append=True)` may follow.
+    Float8 caches, and float16 caches under bfloat16 heads, clamp values to their largest finite number.
+    Capturable in a CUDA graph; never synchronizes. `Attention.run(after_append=True)` may follow.
 
     Args:
         q: [tokens, num_qo_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to
@@ -362,8 +362,8 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
     `slots[i] % page_size` in that page.
 
     Capturable in a CUDA graph; never synchronizes. If the cache has another dtype, values are rounded to
-    nearest even. For a float8 cache they are first divided by its scales. Float8 and float16 caches clamp
-    values to their largest finite number.
+    nearest even, and clamped to the largest finite number of float8 or float16. For a float8 cache they are
+    first divided by its scales.
 
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.

@@ -69,7 +69,7 @@ from .variant import AttentionVariant, VariantArgs, window_of_level
 FLOAT8_Q_DTYPES = SCALED_DTYPES  # dtypes that Q may have if the cache has the same
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
-MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 per request in shared memory
 CASCADE_MODES: dict[bool | str, str] = {
     False: "kCascadeOff",
     True: "kCascadeByCost",
@@ -492,8 +492,8 @@ class Attention:
         num_kv_heads: KV heads; divides num_qo_heads.
         head_dim: columns of a head of Q and K: a multiple of 8, on CUDA up to 256, or 512, or 576 (MLA), on a
             CPU up to 576.
-        head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA, head_dim
-            512 and 576 require head_dim_v 512.
+        head_dim_v: columns of a head of V and of the output, limited like head_dim; None: head_dim. On CUDA,
+            head_dim 512 and 576 require head_dim_v 512.
         dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
         q_dtype: of Q: dtype (None), or kv_dtype, if that is a float8. The Hopper kernel multiplies
             float8_e4m3fn directly, for heads of 64 and 128, under softmax, in row tiles of 32 rows or more.
@@ -513,7 +513,7 @@ class Attention:
         cascade: whether `plan` finds leading pages that requests of a view share, and reads them once if its
             cost model predicts a gain. It searches views of 2 to 1024 requests that have a page table and no
             row list (736 requests on GPUs with 99 KB of shared memory per block). Requests whose rows fill
-            the largest row tile are not grouped. "always": ignore the cost model, for tests. Off under a
+            the largest row tile are not grouped. "always": group everything that fits, for tests. Off under a
             variant that transforms K or V by the request or its kv_len.
         batch_invariant: make a request's output bitwise independent of the rest of the batch and of its place
             in it. The output then depends only on the request's query length, its KV and the head
@@ -523,8 +523,8 @@ class Attention:
             that kernel's row tiles and costs, to inspect its schedules.
         variant: the attention to compute instead of softmax(Q K^T) V. Its kernels come from the cache, or are
             compiled now, which takes seconds (with ATTN_BACKEND_JIT=0 they are not compiled).
-        sinks: whether runs may be given sinks: one logit per query head that is added to the sum of a row's
-            exponentials (gpt-oss).
+        sinks: whether runs may be given sinks: one logit per query head, whose exponential is added to a
+            row's sum of exponentials (gpt-oss).
         float8_out: whether runs may be given an out_scale, which makes their output float8_e4m3fn. On CUDA
             such runs need additional kernels, which are also loaded.
 
@@ -831,9 +831,8 @@ class Attention:
 
         Args:
             q: [rows, num_qo_heads, head_dim], of q_dtype. Rows beyond the plan's are padding, which engines
-                add to replay a CUDA graph of a fixed size. No kernel writes out and lse for padding rows, so
-                a new out may hold anything there, including NaN. Rows of the plan beyond q's are not
-                computed.
+                add to replay a CUDA graph of a fixed size. Kernels do not write their out and lse, so a new
+                out may hold anything there, including NaN. Rows of the plan beyond q's are not computed.
             q_rope: only for MLA latents, whose V is the first columns of K: the last columns of q, [rows,
                 num_qo_heads, head_dim - head_dim_v], with its own strides. q is then [rows, num_qo_heads,
                 head_dim_v]. On CUDA only for head_dim 576 and head_dim_v 512. None: q has all columns.
@@ -854,8 +853,8 @@ class Attention:
             variant_args: the variant's parameters by name, tensors on this device or numbers. A captured CUDA
                 graph keeps the numbers and the tensors' addresses. To change an argument, write into the
                 tensor.
-            sinks: float32 [num_qo_heads]: exp(sink) is added once to the sum of exponentials of each row, and
-                to lse. Leave sinks out of states that are to be merged with others.
+            sinks: float32 [num_qo_heads]: exp(sink) is added once to each row's sum of exponentials; lse
+                includes it. Leave sinks out of states that are to be merged with others.
             q_scale: for a float8 q: the true q is q * q_scale; None: 1. A number above 0, or a float32 tensor
                 of such numbers, [], [1] or [num_kv_heads], read when the kernel runs.
             out_scale: the output is divided by it, rounded to the nearest float8_e4m3fn number, and limited

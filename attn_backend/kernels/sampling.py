@@ -284,8 +284,8 @@ def sample(
     on the batch, the row's place in it, the launch's shape or the GPU; a CPU gives the same token.
     docs/sampling.md defines every edge case.
 
-    Each parameter is one value for all rows, or a tensor [batch] with one value per row: float32 for
-    temperature, top_p and min_p, and int32 or int64 for top_k, seed and position.
+    Each parameter is one value for all rows, or a tensor [batch] with one value per row. Tensors of
+    temperature, top_p and min_p are float32; tensors of top_k, seed and position are int32 or int64.
 
     Args:
         logits: float32, float16 or bfloat16 [batch, vocab], any row stride, vocab contiguous, at most 2^19;

@@ -490,8 +490,8 @@ def is_interval(mask: Node) -> bool:
 
 
 class Shape(enum.Flag):
-    """Possible shapes of the set of tokens that a query sees: closed under earlier tokens, closed under later
-    tokens, or one run of tokens.
+    """Possible shapes of the set of tokens that a query sees: a prefix of all tokens, a suffix, or one run of
+    tokens.
     """
 
     BEGINNING = enum.auto()
