@@ -336,7 +336,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`run` with options that replace the plan's, which plans again.
+        """`run` with options that replace the plan's; plans again.
 
         For code that predates `run`.
         """
@@ -415,7 +415,7 @@ def fast_decode_plan(
             self._paged_kv_indices_buf,
             self._paged_kv_last_page_len_buf,
         )
-    BatchDecodeWithPagedKVCacheWrapper.plan(  # engines replace the wrapper's own plan by this function
+    BatchDecodeWithPagedKVCacheWrapper.plan(  # engines replace the wrapper's plan with this function
         self,
         indptr,
         indices,

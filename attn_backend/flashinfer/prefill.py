@@ -493,7 +493,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`run` with options that replace the plan's, which plans again.
+        """`run` with options that replace the plan's; plans again.
 
         For code that predates `run`.
         """
@@ -727,7 +727,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`run` with options that replace the plan's, which plans again.
+        """`run` with options that replace the plan's; plans again.
 
         For code that predates `run`.
         """

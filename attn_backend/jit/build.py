@@ -92,10 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[st
     """
     others = "" if archs else "; of variants also cpu, and such as sm_100"
     parser.add_argument(
-        "--arch",
-        action="append",
-        choices=archs,
-        help=f"{', '.join(ARCHS)}{others}; repeatable (default: all)",
+        "--arch", action="append", choices=archs, help=f"{', '.join(ARCHS)}{others}; repeatable; default: all"
     )
     parser.add_argument(
         "--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)"

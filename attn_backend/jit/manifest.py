@@ -143,11 +143,7 @@ STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Elements of caches with scales, narrower than Q's (or the same under float8_q). latent: MLA, scales per row.
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
-KV_ELEMENT_NAMES = {
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "uint8": "latent",
-}  # keys are torch's names
+KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output

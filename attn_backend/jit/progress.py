@@ -39,7 +39,7 @@ def shown(text: str) -> Iterator[None]:
 
 
 def _replace_line(text: str) -> None:
-    """Replaces the terminal's current line by the text."""
+    """Replaces the terminal's current line with the text."""
     sys.stdout.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
     sys.stdout.flush()
 

@@ -557,7 +557,7 @@ def _type_of(argument: str) -> str:
 
 
 def _without_comments(cpp: str) -> str:
-    """Replaces comments, strings and preprocessor lines by spaces, so that all else keeps its position."""
+    """Replaces comments, strings and preprocessor lines with spaces, so that all else keeps its position."""
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match.group())
@@ -571,7 +571,7 @@ def _without_comments(cpp: str) -> str:
 
 
 def _outside_of_braces(text: str, name: str) -> str:
-    """Also replaces text inside braces by spaces."""
+    """Also replaces text inside braces with spaces."""
     depth = 0
     characters = []
     for character in text:
