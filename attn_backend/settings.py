@@ -30,7 +30,7 @@ Switch = Annotated[bool, BeforeValidator(_false_if_empty)]
 
 
 class Settings(BaseModel):
-    """Field NAME is set by the variable ATTN_BACKEND_NAME."""
+    """Each field is set by the variable ATTN_BACKEND_FIELD."""
 
     model_config = ConfigDict(frozen=True)
 
