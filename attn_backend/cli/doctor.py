@@ -325,7 +325,9 @@ def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: st
             load()()
     except Exception as error:  # show the engine's error, of any type
         sys.stderr.write(said.getvalue())
-        advice = "a package that it names does not fit this torch; docs/formats.md lists supported versions"
+        advice = (
+            "a package that it names does not fit this torch, or see docs/formats.md for what is supported"
+        )
         return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
     return Finding("ok", subject, success)
 
