@@ -1,4 +1,4 @@
-"""Attention for serving engines: planned on the device, the same schedule on GPU and CPU."""
+"""Attention for serving engines, planned on the device, with the same schedule on GPU and CPU."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when first used, so that `attn-backend doctor` can run, and say so, where
-    torch is missing.
+    """Imports public names on first use, so that `attn-backend doctor` runs, and reports it, if torch is
+    missing.
     """
     if name == "__version__":
         with suppress(PackageNotFoundError):  # a checkout

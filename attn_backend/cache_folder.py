@@ -1,6 +1,6 @@
 """The folder of compiled kernels and downloads.
 
-Needs only the standard library: the checks before an installation ask for it.
+Needs only the standard library, because the pre-installation checks use it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ VARIABLE = "ATTN_BACKEND_CACHE"
 
 
 def cache_folder(given: str | Path | None) -> Path:
-    """The folder that ATTN_BACKEND_CACHE gives, or attn_backend/ in the user's cache folder.
+    """The folder in ATTN_BACKEND_CACHE, or attn_backend/ in the user's cache folder.
 
     Raises:
-        RuntimeError: there is no home directory, and nothing says where.
+        RuntimeError: the variable is not set, and there is no home directory.
     """
     if given:
         return Path(given).expanduser()

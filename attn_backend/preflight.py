@@ -1,4 +1,4 @@
-"""Checks of the machine before anything is downloaded or compiled. Needs only the standard library.
+"""Checks the machine before anything is downloaded or compiled. Needs only the standard library.
 
     python3.11 -m attn_backend.preflight --environment .venv-release --disk-gb 1.5 \\
         --packages build,auditwheel --nvcc
@@ -26,11 +26,11 @@ from .jit import compilers
 
 CPUINFO = Path("/proc/cpuinfo")
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
-FIGURES_OF_A_CPU = "The figures are a CPU's: they show that both backends work, not how fast a GPU is."
+FIGURES_OF_A_CPU = "These are CPU figures: they show that both backends work, not how fast a GPU is."
 
 
 def cpu_flags() -> frozenset[str]:
-    """The flags of the first core, named as in /proc/cpuinfo; empty where the operating system does not list
+    """The flags of the first core, named as in /proc/cpuinfo; empty if the operating system does not list
     them.
     """
     try:
@@ -41,16 +41,16 @@ def cpu_flags() -> frozenset[str]:
 
 
 def serving_dtype() -> str:
-    """The `--dtype` for an engine on this CPU: "auto", the model's own, or float32, which is several times
-    faster on CPUs without bf16 instructions.
+    """The `--dtype` for an engine on this CPU: "auto" (the model's own), or "float32" on CPUs without bf16
+    instructions, which run it several times faster.
     """
     return "auto" if cpu_flags().intersection(BF16_FLAGS) else "float32"
 
 
 def serving_choice(dtype: str) -> str:
-    """One sentence for the user: the dtype and the mode that servers on this CPU run in.
+    """One sentence for the user: the dtype and the mode of servers on this CPU.
 
-    The engines run eagerly: compiling delays the first answer.
+    The engines run in eager mode, because compiling delays the first answer.
     """
     reason = (
         f" (this CPU has neither {' nor '.join(BF16_FLAGS)})" if dtype == serving_dtype() == "float32" else ""
@@ -62,7 +62,7 @@ def serving_choice(dtype: str) -> str:
     )
 
 
-PYTHONS = ((3, 11), (3, 12), (3, 13))  # the engines' CPU packages exist for these
+PYTHONS = ((3, 11), (3, 12), (3, 13))  # the engines provide CPU packages for these
 GB = 10**9
 PROBE_TIMEOUT_S = 120.0
 # `pip` retries a request five times, for minutes
@@ -70,7 +70,7 @@ PROBE_OPTIONS = ["--disable-pip-version-check", "--no-input", "--retries", "1", 
 
 
 class NotReadyError(RuntimeError):
-    """The machine lacks something; the message lists all problems with their remedies."""
+    """The machine lacks something; the message lists all problems and their remedies."""
 
 
 class Problem(NamedTuple):
@@ -83,7 +83,7 @@ class Problem(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Disk space that a folder needs."""
+    """Disk space needed in a folder."""
 
     folder: Path
     num_bytes: int
@@ -140,7 +140,7 @@ def nvcc_problem() -> Problem | None:
 
 
 def path_problem(folders: Iterable[Path]) -> Problem | None:
-    """Whether make, shells, compilers and PATH can handle the folders' names."""
+    """Checks that make, shells, compilers and PATH can handle the folders' names."""
     for folder in folders:
         unusable = "".join(
             sorted(
@@ -162,7 +162,7 @@ def path_problem(folders: Iterable[Path]) -> Problem | None:
 
 
 def folder_problem(folder: Path) -> str:
-    """Why nothing can be written to a folder, which need not exist yet; "" if it can."""
+    """Why a folder, which need not exist yet, cannot be written to; "" if it can."""
     parent = existing_parent(folder)
     if not parent.is_dir():
         return f"{parent} is not a folder"
@@ -170,7 +170,7 @@ def folder_problem(folder: Path) -> str:
 
 
 def cache_problem(folder: Path | None = None) -> Problem | None:
-    """folder: the cache; None: where the environment variables put it."""
+    """folder: the cache; None: the folder from the environment variables."""
     advice = f"set {VARIABLE} to a folder that you can write to"
     try:
         folder = folder or cache_folder(os.environ.get(VARIABLE))
@@ -187,7 +187,7 @@ def cache_problem(folder: Path | None = None) -> Problem | None:
 
 
 def disk_problems(needs: Sequence[Space]) -> list[Problem]:
-    """One problem for each file system that has too little room for all that goes there."""
+    """One problem for each file system with too little room for all data that goes there."""
     by_device: dict[int, list[Space]] = {}
     for need in needs:
         by_device.setdefault(existing_parent(need.folder).stat().st_dev, []).append(need)
@@ -211,8 +211,8 @@ def disk_problems(needs: Sequence[Space]) -> list[Problem]:
 
 
 def pip_of_base() -> tuple[list[str], dict[str, str]] | None:
-    """A command that runs pip before there is an environment, and the environment variables for it; None:
-    this Python has no pip.
+    """A command that runs pip before the environment exists, and the environment variables for it. None: this
+    Python has no pip.
     """
     command = [sys.executable, "-m", "pip"]
     if importlib.util.find_spec("pip") is not None:
@@ -229,7 +229,7 @@ def pip_of_base() -> tuple[list[str], dict[str, str]] | None:
 
 
 def ask_pip(*arguments: str) -> tuple[int, str]:
-    """Exit status and output of a pip command; 0 where there is no pip to ask."""
+    """Exit status and output of a pip command; 0 if there is no pip."""
     pip = pip_of_base()
     if pip is None:
         return 0, ""
@@ -253,10 +253,10 @@ def ask_pip(*arguments: str) -> tuple[int, str]:
 def network_problem(
     requirements: Iterable[str], ask: Callable[..., tuple[int, str]] = ask_pip
 ) -> Problem | None:
-    """Whether pip finds the requirements with the user's own settings: an index, a mirror or a folder.
+    """Whether pip finds the requirements with the user's settings: an index, a mirror or a folder.
 
-    If one is found and every index answers, the others are not looked up: pip itself names a missing one.
-    Otherwise all must be at hand.
+    If one is found and every index answers, the others are not looked up, because pip itself reports a
+    missing one. Otherwise all must be available.
     """
     remedy = "check the network, and pip's index settings (`pip config list`, PIP_INDEX_URL)"
     for requirement in requirements:
@@ -273,7 +273,7 @@ def network_problem(
             return Problem("network", f"pip does not find {requirement} ({reason})", remedy)
         if broken is None:
             return None
-        # PyTorch's own index may have a version such as 2.13.0+cpu
+        # PyTorch's index may have a version such as 2.13.0+cpu
         if (
             version
             and "+" not in version
@@ -286,11 +286,11 @@ def network_problem(
 
 
 def pip_spaces(download_bytes: int, largest_step_bytes: int) -> list[Space]:
-    """Disk space that pip needs besides the environment."""
+    """Disk space that pip needs in addition to the environment."""
     temporary = Path(tempfile.gettempdir())
     spaces = [Space(temporary, largest_step_bytes, "pip's temporary files", "set TMPDIR to another disk")]
     status, output = ask_pip("cache", "dir")
-    if status == 0 and output.strip():  # fails if the cache is off
+    if status == 0 and output.strip():  # this fails if the cache is off
         folder = Path(output.strip().splitlines()[-1])
         spaces.append(
             Space(
@@ -314,9 +314,9 @@ def check(
     """Checks everything, then reports all problems together.
 
     Args:
-        environment: folder of a virtual environment that is made with this Python; None: no environment is
+        environment: folder of a virtual environment to be made with this Python; None: no environment is
             made.
-        requirements: pip must find them; empty: nothing is downloaded.
+        requirements: packages that pip must find; empty: nothing is downloaded.
         compiles: whether the host library is compiled.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Settings from environment variables, and the message that names a value that is refused."""
+"""Settings from environment variables, and the message for a refused value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from reprlib import repr as shown  # of a long value: only so much is shown
+from reprlib import repr as shown  # shortens long values
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -30,14 +30,14 @@ Switch = Annotated[bool, BeforeValidator(_false_if_empty)]
 
 
 class Settings(BaseModel):
-    """Each field is the variable ATTN_BACKEND_FIELD."""
+    """Each field is set by the variable ATTN_BACKEND_FIELD."""
 
     model_config = ConfigDict(frozen=True)
 
     arch: Annotated[Literal["sm_90a", "sm_80"] | None, BeforeValidator(_none_if_empty)] = Field(
         None,
-        description="whose kernels a GPU runs: sm_90a or sm_80 (default: those made for it); sm_80 tries the "
-        "other build on a Hopper",
+        description="kernel build that a GPU uses: sm_90a or sm_80 (default: the build made for it); sm_80 "
+        "tests the generic build on Hopper",
     )
     cache: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
         None,
@@ -48,42 +48,40 @@ class Settings(BaseModel):
     cpu_isa: Annotated[
         Literal["baseline", "avx2", "avx512", "amx"] | None, BeforeValidator(_none_if_empty)
     ] = Field(
-        None, description="most that is used of a CPU: baseline, avx2, avx512 or amx (default: what it has)"
+        None,
+        description="highest CPU instruction set to use: baseline, avx2, avx512 or amx (default: all)",
     )
     cuda_compiler: Annotated[Literal["nvcc", "nvrtc"] | None, BeforeValidator(_none_if_empty)] = Field(
-        None, description="what compiles a variant's kernels: nvcc or nvrtc (default: nvcc if there is one)"
+        None, description="compiler of a variant's kernels: nvcc or nvrtc (default: nvcc if it is installed)"
     )
     debug: Switch = Field(
         False,
-        description="report metadata that only the device can see to be wrong, and refuse a second thread; "
+        description="report metadata errors that only the device can detect, and refuse a second thread; "
         "synchronizes",
     )
     jit: Switch = Field(
         True,
-        description="compile kernels that are missing when they are needed; 0: only `attn-backend compile` "
-        "does",
+        description="compile missing kernels on first use; 0: only `attn-backend compile` does",
     )
-    prefetch_code: Switch = Field(
-        True, description="bring the code of attention kernels to the L2 cache ahead of their execution"
-    )
+    prefetch_code: Switch = Field(True, description="prefetch the code of attention kernels to the L2 cache")
     sampler: Switch | None = Field(
         None,
-        description="0: the engine samples; 1: this package does, also in the place of SGLang's `pytorch` "
-        "(default: in vLLM yes, else if asked)",
+        description="0: the engine samples; 1: this package does, also instead of SGLang's `pytorch` "
+        "(default: in vLLM yes, else on request)",
     )
     sglang_fp8_queries: Switch = Field(
         True,
-        description="in SGLang, over an e4m3 cache, round the queries of prompts to e4m3 where a GPU "
-        "multiplies them as they are",
+        description="in SGLang, with an e4m3 cache, round the queries of prompts to e4m3 on GPUs that "
+        "multiply e4m3 directly",
     )
-    vllm_cpu: Switch = Field(False, description="take the place of vLLM's CPU attention backend")
+    vllm_cpu: Switch = Field(False, description="replace vLLM's CPU attention backend")
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Reads the environment variables. Warns of unknown ones, once in a process.
+        """Reads the environment variables. Warns of unknown ones, once per process.
 
         Raises:
-            ValueError: names the variable, its value and what it must be.
+            ValueError: the message gives the variable, its value and the requirement.
         """
         if environment is os.environ:
             _warn_of_unknown_variables()
@@ -103,14 +101,14 @@ class Settings(BaseModel):
         """The folder of compiled kernels and downloads.
 
         Raises:
-            RuntimeError: there is no home directory, and nothing says where.
+            RuntimeError: the variable is not set, and there is no home directory.
         """
         return cache_folder(self.cache)
 
 
 def unknown_variables() -> dict[str, str]:
-    """Environment variables with our prefix that are no settings, each with the nearest setting, or "" if
-    none is near.
+    """Environment variables with our prefix that are not settings, each with the most similar setting, or ""
+    if none is similar.
     """
     unknown = {}
     for variable in os.environ:
@@ -125,7 +123,7 @@ def unknown_variables() -> dict[str, str]:
 
 @cache
 def _warn_of_unknown_variables() -> None:
-    """Once in a process."""
+    """Warns once per process."""
     for variable, nearest in unknown_variables().items():
         hint = f"did you mean {nearest}?" if nearest else "`attn-backend doctor` lists the settings"
         logging.getLogger("attn_backend").warning(
@@ -134,7 +132,8 @@ def _warn_of_unknown_variables() -> None:
 
 
 def refusal(error: ValidationError, known: Iterable[str] = ()) -> str:
-    """A validation error, worded like all our errors: the field, its value and what it must be.
+    """The message for a validation error, worded like all other errors: the field, its value and the
+    requirement.
 
     Unknown fields come first; `known`: the fields that exist.
     """
@@ -146,7 +145,7 @@ def refusal(error: ValidationError, known: Iterable[str] = ()) -> str:
             return f"{name} is missing"
         case "extra_forbidden":
             return f"{name!r} is unknown; known are {', '.join(known)}"
-        case "value_error":  # raised by a validator of ours, which named everything
+        case "value_error":  # raised by one of our validators, with a complete message
             return str(fault["ctx"]["error"])
         case "too_long":
             return (

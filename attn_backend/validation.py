@@ -1,8 +1,9 @@
-"""Checks of what a tensor's handle tells: type, dtype, dimensions, strides, device.
+"""Checks the properties in a tensor's handle: type, dtype, dimensions, strides, device.
 
-None of them reads the tensor, so none waits for a GPU.
+The checks do not read the tensor's data, so they do not wait for a GPU.
 
-The `..._tensor` functions return their argument, so that a caller checks and narrows its type in one step.
+The `..._tensor` functions return their argument, so that a caller can check it and narrow its type in one
+step.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ def refuse(name: str, value: object, must_be: str) -> NoReturn:
 
 
 def check_types(wanted: type | tuple[type, ...], must_be: str, **arguments: object) -> None:
-    """Refuses arguments of another type than `wanted`, or than each of them."""
+    """Refuses arguments whose type is not `wanted`, or not one of `wanted`."""
     for name, value in arguments.items():
         if not isinstance(value, wanted):
             refuse(name, value, must_be)
 
 
 def describe(value: object) -> str:
-    """A tensor by its handle; a string as it is; anything else by its repr, or by its type where that is
-    long.
+    """A tensor by the properties in its handle; a string unchanged; anything else by its repr, or by its type
+    if the repr is long.
     """
     if not isinstance(value, Tensor):
         try:
             text = repr(value)
-        except Exception:  # a repr of the caller's, or an int of too many digits
+        except Exception:  # from a user's __repr__, or an int with too many digits
             return _article(type(value).__name__)
         return (
             text
@@ -56,7 +57,7 @@ def describe(value: object) -> str:
 
 
 def short_repr(made: Any, **more: object) -> str:
-    """repr() of a dataclass that shows tensors by dtype, shape and device: it reads no element, so it neither
+    """repr() of a dataclass that shows tensors by dtype, shape and device. It reads no element, so it neither
     copies nor waits for a GPU.
 
     more: shown after the fields.
@@ -82,7 +83,7 @@ def _article(noun: str) -> str:
 
 
 def check_int(name: str, value: object, least: int, most: int = MAX_INT32) -> int:
-    """Refuses anything but an int in [least, most]; True and False are refused, too."""
+    """Refuses anything but an int in [least, most]; True and False are also refused."""
     if type(value) is int and least <= value <= most:
         return value
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
@@ -110,12 +111,12 @@ def check_device(device: object) -> torch.device:
 
 
 def check_plain(name: str, tensor: object) -> Tensor:
-    """Refuses a tensor whose elements do not lie in memory as its handle says, and one that requires a
-    gradient, which is not computed.
+    """Refuses a tensor whose elements are not in memory as its handle describes, or that requires a gradient,
+    which is not computed.
     """
     if not isinstance(tensor, Tensor):
         refuse(name, tensor, "a tensor")
-    # else `tensor` stands for tensors that the library looks at when it runs
+    # else `tensor` is a placeholder; the library checks the real tensor when it runs
     if not torch.compiler.is_compiling():
         _check_memory(name, tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -127,7 +128,7 @@ def check_plain(name: str, tensor: object) -> Tensor:
 
 
 def _check_memory(name: str, tensor: Tensor) -> None:
-    """Refuses a tensor whose elements do not lie in memory as its handle says."""
+    """Refuses a tensor whose elements are not in memory as its handle describes."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         refuse(name, tensor, "a dense tensor: strided, not quantized, not nested")
     if tensor.is_neg() or tensor.is_conj():
@@ -140,16 +141,16 @@ def _check_memory(name: str, tensor: Tensor) -> None:
 
 
 def check_handle(name: str, tensor: Tensor) -> None:
-    """check_plain() where the handle hides from the library what it refuses: a pending change of sign, or a
-    gradient that is required.
+    """Calls check_plain() if the tensor has a property that its handle hides from the library: a pending
+    negation, or a required gradient.
     """
     if tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled()):
         check_plain(name, tensor)
 
 
 def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
-    """Called when a call has failed without naming the tensor: refuses the first one that is not plain, or is
-    of a subclass.
+    """Refuses the first tensor that is not plain, or is of a subclass. Called when an error message did not
+    name the tensor.
     """
     for name, tensor in tensors:
         if type(check_plain(name, tensor)) not in (Tensor, torch.nn.Parameter):
@@ -157,7 +158,7 @@ def explain_failure(tensors: Iterable[tuple[str, object]]) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether the storage reaches as far as the tensor: not where it was freed or resized."""
+    """Whether the storage holds all of the tensor; false if it was freed or resized."""
     if tensor.numel() == 0:
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -165,7 +166,7 @@ def _has_memory(tensor: Tensor) -> bool:
         return (
             tensor.storage_offset() + last + 1
         ) * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    except RuntimeError:  # a tensor of torch.func, which has none of its own
+    except RuntimeError:  # a torch.func tensor, which has no storage
         return False
 
 
@@ -176,9 +177,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def index_tensor(
     name: str, tensor: object, dtypes: tuple[torch.dtype, ...], shape: str, size: int | None = None
 ) -> Tensor:
-    """Refuses what is not a contiguous vector of one of `dtypes` with `size` elements (None: any number).
+    """Refuses anything but a contiguous vector of one of `dtypes` with `size` elements (None: any number).
 
-    `shape` is how the docstrings write its shape.
+    `shape`: the shape as docstrings write it.
     """
     if (
         not isinstance(tensor, Tensor)
@@ -191,12 +192,12 @@ def index_tensor(
     ):
         dtype = " or ".join(map(dtype_name, dtypes))
         refuse(name, tensor, f"a contiguous {dtype} tensor {shape}{'' if size is None else f' = [{size}]'}")
-    # Attention.plan checks what else may be wrong, once it has failed
+    # Attention.plan checks the rest after a failure
     return check_plain(name, tensor) if tensor.is_neg() else tensor
 
 
 def indptr_tensor(name: str, tensor: object) -> Tensor:
-    """Refuses what is not a contiguous int32 or int64 vector [batch + 1]."""
+    """Refuses anything but a contiguous int32 or int64 vector [batch + 1]."""
     indptr = index_tensor(name, tensor, INT32_OR_INT64, "[batch + 1]")
     if indptr.numel() == 0:
         refuse(name, tensor, "of at least one element: [batch + 1]")
@@ -204,9 +205,7 @@ def indptr_tensor(name: str, tensor: object) -> Tensor:
 
 
 def table_tensor(name: str, tensor: object, shape: str) -> Tensor:
-    """Refuses what is not an int32 matrix whose rows are contiguous (they may lie further apart than they are
-    wide).
-    """
+    """Refuses anything but an int32 matrix with contiguous rows, whose stride may exceed their width."""
     if (
         not isinstance(tensor, Tensor)
         or tensor.dtype != torch.int32

@@ -1,4 +1,4 @@
-"""The batches that `attn-backend plan` draws: from JSON, from a trace, or of a named distribution."""
+"""The batches of `attn-backend plan`: from JSON, from a trace, or drawn from a named distribution."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..metadata import BSRView, PageTable
 from ..settings import refusal
 from ..validation import refuse
 
-TRACE_BLOCK = 512  # tokens that one hash id of a trace stands for
-_MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # of a batch
-_MAX_PREFIXES = 64  # of --shared-prefix, one after another
-_MAX_HASH_IDS = 1 << 24  # of a trace
-_MAX_TEXT = 1 << 28  # characters of a batch, or of a line of a trace
+TRACE_BLOCK = 512  # tokens per hash id of a trace
+_MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # per batch
+_MAX_PREFIXES = 64  # nested prefixes in --shared-prefix
+_MAX_HASH_IDS = 1 << 24  # per trace
+_MAX_TEXT = 1 << 28  # characters in a batch, or in a line of a trace
 _MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
 
-# GPUs' kernels by the names that Attention(kernel=...) has for them
+# GPU kernels, by their names in Attention(kernel=...), and the CPU
 Costs = Literal["hopper", "generic", "cpu"]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Counts = Annotated[list[Count], Field(fail_fast=True)]
@@ -43,8 +43,8 @@ def _check_heads(text: str) -> str:
 
 
 class PlanOptions(BaseModel):
-    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one for each SM of an
-    H100; with the costs of a CPU 32.
+    """Options of a plan, from the command line or a batch file. num_ctas None: 132, one per SM of an H100;
+    with a CPU's costs 32.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -67,7 +67,7 @@ class BatchFile(PlanOptions):
 
 
 class TraceLine(BaseModel):
-    """A line of a trace; a pair [first, count] stands for a run of ids."""
+    """A line of a trace; a pair [first, count] is a run of ids."""
 
     model_config = ConfigDict(strict=True)
 
@@ -82,12 +82,12 @@ class Batch:
     """The requests of one step.
 
     Attributes:
-        title: where they come from.
+        title: the source of the batch.
         qo_lens: rows of Q of each request.
         kv_lens: tokens of each request.
         block_table: int32, page ids of each request, as many as its tokens need; equal ids are the same page.
         page_size: tokens.
-        settings: what the file says of PlanOptions besides page_size.
+        settings: the file's PlanOptions, except page_size.
     """
 
     title: str
@@ -104,7 +104,7 @@ class Batch:
                     refuse(f"{name}[{i}]", length, "below 2^31")
 
     def view(self, causal: bool = True, window_left: int = -1) -> BSRView:
-        """The batch as tensors on the CPU."""
+        """Converts the batch to tensors on the CPU."""
         pages = torch.cat(self.block_table)
         last_page_len = torch.tensor(
             [(kv_len - 1) % self.page_size + 1 for kv_len in self.kv_lens], dtype=torch.int32
@@ -114,10 +114,10 @@ class Batch:
 
 
 def read_batch(arguments: argparse.Namespace) -> Batch:
-    """The batch that the arguments name.
+    """The batch that the arguments select.
 
     Raises:
-        ValueError, OSError: what is wrong, with the name of the option or field.
+        ValueError, OSError: an error, with the name of the option or field.
     """
     if arguments.page_size is not None and arguments.page_size < 1:
         refuse("--page-size", arguments.page_size, "at least 1 token")
@@ -126,9 +126,7 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
     if arguments.file is None or arguments.file.suffix != ".jsonl":
         for option, value in (("--batch", arguments.batch), ("--at", arguments.at)):
             if value is not None:
-                refuse(
-                    option, value, "left out: it says what is taken from a trace (.jsonl), and there is none"
-                )
+                refuse(option, value, "left out: it selects requests of a trace (.jsonl), and there is none")
     page_size = arguments.page_size or 16
     if arguments.decode is not None:
         return decode(arguments.decode, page_size, arguments.seed)
@@ -144,7 +142,7 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
 
 
 def from_json(path: Path, page_size: int | None = None) -> Batch:
-    """A batch written down. Without block_table no page is shared. `page_size` takes precedence."""
+    """A batch from a file. Without block_table no page is shared. `page_size` overrides the file's."""
     with path.open(encoding="utf-8", errors="replace") as file:
         content = _parse(BatchFile, _text(file.read(_MAX_TEXT + 1), str(path)), str(path))
     qo_lens, kv_lens, table = content.qo_lens, content.kv_lens, content.block_table
@@ -177,13 +175,13 @@ def from_json(path: Path, page_size: int | None = None) -> Batch:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One line of a trace in Mooncake's form.
+    """One line of a trace in Mooncake's format.
 
     Attributes:
         arrival: seconds.
         input_length, output_length: tokens.
-        hash_ids: one for every TRACE_BLOCK tokens of the input, the last ones may be fewer; equal ids stand
-            for equal tokens after equal prefixes.
+        hash_ids: one for every TRACE_BLOCK tokens of the input; the last one may cover fewer. Equal ids mean
+            equal tokens after equal prefixes.
     """
 
     arrival: float
@@ -202,8 +200,9 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Reads JSON lines of timestamp (ms), input_length, output_length and hash_ids; in hash_ids a pair
-    [first, count] stands for a run of ids.
+    """Reads JSON lines with timestamp (ms), input_length, output_length and hash_ids. In hash_ids, a pair
+    [first, count] is a run of ids.
+
 
     Raises:
         ValueError: names the line and the field.
@@ -241,8 +240,8 @@ def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
 
 
 def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
-    """The `batch` requests that arrive at or after `at` seconds, each decoding in the middle of its output,
-    with the pages of equal inputs shared.
+    """The first `batch` requests that arrive at or after `at` seconds, each decoding in the middle of its
+    output. Pages of equal inputs are shared.
     """
     if TRACE_BLOCK % page_size:
         refuse("page_size", page_size, f"a divisor of {TRACE_BLOCK}, the tokens of a trace's hash id")
@@ -251,8 +250,8 @@ def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
         refuse("--at", at, f"the time of a request in {path} or before it, in seconds")
     kv_lens = [request.input_length + -(-request.output_length // 2) for request in requests]
     _check_size("--batch", batch, len(requests), sum(kv_lens), page_size)
-    # A full page of a block has the block's number times the pages of a block, and its place in the block.
-    # What an input does not fill is the request's own.
+    # The id of a full page is its block's number times the pages per block, plus its index in the block.
+    # Pages that the input does not fill are private.
     ids = torch.tensor([id for request in requests for id in request.hash_ids], dtype=torch.int64)
     blocks, numbers = ids.unique(return_inverse=True)
     in_block = TRACE_BLOCK // page_size
@@ -276,7 +275,7 @@ def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
 
 
 def decode(text: str, page_size: int, seed: int = 0) -> Batch:
-    """`64xzipf:4096`: requests that decode one token, tokens of KV of that distribution and mean."""
+    """`64xzipf:4096`: requests that decode one token, with KV lengths of that distribution and mean."""
     kv_lens = _distributed("--decode", text, page_size, seed)
     return Batch(f"decode {text}", [1] * len(kv_lens), kv_lens, _own_pages(kv_lens, page_size), page_size)
 
@@ -288,7 +287,7 @@ def prefill(text: str, page_size: int, seed: int = 0) -> Batch:
 
 
 def mixed(text: str, page_size: int) -> Batch:
-    """`1x2048@6144+63x4096`: terms of requests x rows of Q @ tokens of KV; without @, one row."""
+    """`1x2048@6144+63x4096`: terms of requests x rows of Q @ tokens of KV; without @, one row of Q."""
     qo_lens: list[int] = []
     kv_lens: list[int] = []
     for term in text.split("+"):
@@ -303,9 +302,9 @@ def mixed(text: str, page_size: int) -> Batch:
 
 
 def shared_prefix(text: str, page_size: int) -> Batch:
-    """`128x8192+256`: decodes with a common prefix of 8192 tokens and 256 of their own.
+    """`128x8192+256`: decodes with a common prefix of 8192 tokens and 256 private tokens each.
 
-    `16x8x4096+1024+256`: all share 4096, every 8 another 1024.
+    `16x8x4096+1024+256`: all share 4096, every 8 share another 1024.
     """
     match = re.fullmatch(r"((?:\d{1,18}x)+)(\d{1,18}(?:\+\d{1,18})+)", text)
     counts = [int(count) for count in match[1].split("x")[:-1]] if match else []
@@ -319,7 +318,7 @@ def shared_prefix(text: str, page_size: int) -> Batch:
     used = tokens = 0
     for depth, length in enumerate(lens):
         tokens += length
-        # Only full pages are shared: what is left over is at the head of the next page of each branch.
+        # Only full pages are shared: the remainder starts the next page of each branch.
         end = tokens // page_size if depth < len(counts) else -(-tokens // page_size)
         for i, row in enumerate(block_table):
             pages = end - len(row)
@@ -333,8 +332,8 @@ def shared_prefix(text: str, page_size: int) -> Batch:
 
 
 def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> list[int]:
-    """`batch` lengths: const; uniform from half of `mean` to `mean`; zipf: of that mean, a few very long
-    ones.
+    """`batch` lengths. const: all equal; uniform: from half of `mean` to `mean`; zipf: with that mean, a few
+    very long.
     """
     if distribution == "const":
         return [mean] * batch

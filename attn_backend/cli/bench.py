@@ -1,4 +1,4 @@
-"""`attn-backend bench`: attention of this machine's GPU or CPU, beside the peers that are installed."""
+"""`attn-backend bench`: measures attention on this machine's GPU or CPU, next to the installed peers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """shared_pages: leading pages that all requests have in common."""
+    """shared_pages: leading pages that all requests share."""
 
     name: str
     q_lens: tuple[int, ...]
@@ -62,7 +62,7 @@ ON_CPU = (
 
 
 class Batch:
-    """The tensors of a case: bfloat16 on a GPU, float32 on a CPU. Pages lie anywhere in the cache."""
+    """The tensors of a case: bfloat16 on a GPU, float32 on a CPU. Pages are in random order in the cache."""
 
     def __init__(self, case: Case, device: str) -> None:
         import torch
@@ -108,7 +108,7 @@ def ours(batch: Batch) -> tuple[Launch, Launch]:
 
 
 def flash_attention_3(batch: Batch) -> Launch:
-    """With its scheduler's metadata computed beforehand where it is vLLM's."""
+    """With vLLM's build, its scheduler metadata is computed beforehand."""
     from ..adapters.vllm.flash_attention import flash_attention_3 as launch
 
     return launch(
@@ -148,7 +148,7 @@ def flashinfer(batch: Batch) -> Launch:
 
 
 def torch_sdpa(batch: Batch) -> Launch:
-    """Request after request, over K and V that were gathered beforehand."""
+    """One request after another, over K and V gathered beforehand."""
     import torch
 
     requests = []
@@ -182,7 +182,7 @@ PEERS: dict[str, dict[str, Callable[[Batch], Launch]]] = {
 
 
 def times(launches: list[Launch], device: str, repeats: int) -> list[float]:
-    """Median µs of each; they take turns."""
+    """Median µs of each launch; launches take turns."""
     import torch
 
     clear: torch.Tensor | None = None
@@ -221,8 +221,8 @@ def _replay_of(launch: Launch) -> Launch:
 
 
 def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
-    """A line of the table: name, µs of the plan, of ours and of each peer that is installed; the largest
-    difference from a peer is checked.
+    """A row of the table: name, µs of the plan, of this package and of each installed peer. Also checks the
+    largest difference from a peer.
     """
     batch = Batch(case, device)
     plan, run = ours(batch)
@@ -319,7 +319,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def draw(lines: list[dict[str, Any]], columns: list[str], where: str, path: Path) -> None:
-    """Bars: how many times as fast as ours each peer is; ours is 1."""
+    """Draws bars of each peer's speed relative to this package, which is 1."""
     from .picture import new_figure, write
 
     figure = new_figure(760, 120 + 26 * len(lines) * len(columns))

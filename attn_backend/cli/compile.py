@@ -1,4 +1,4 @@
-"""`attn-backend compile`: the standard kernels, or those of a variant, into the cache, ahead of time."""
+"""`attn-backend compile`: compiles the standard kernels, or a variant's, into the cache ahead of time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _EPILOG = """examples:
   attn-backend compile                                     # standard kernels, if the wheel has none (nvcc)
   attn-backend compile --arch sm_90a --head-dim 80         # another head_dim
-  attn-backend compile --arch sm_90a --dtype float16 --kv-dtype bfloat16   # a cache of another dtype than Q
+  attn-backend compile --arch sm_90a --dtype float16 --kv-dtype bfloat16   # Q and cache of different dtypes
   attn-backend compile --variant my_module:variant --arch sm_90a --dtype bfloat16 --head-dim 128
   attn-backend compile --variant attn_backend.variants.builtin:alibi --arch cpu --dtype float32
 """
@@ -48,37 +48,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--variant",
         action="append",
         metavar="MODULE:OBJECT",
-        help="repeatable: a Variant that a module has when it is imported, or a function without arguments "
-        "that makes one",
+        help="repeatable: a Variant in a module, or a function without arguments that returns one",
     )
     variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
     variant.add_argument(
         "--kv-dtype",
         choices=manifest.CACHE_ELEMENT_NAMES,
-        help="of the cache; default: dtype. Also without --variant",
+        help="dtype of the cache (default: dtype). Also without --variant",
     )
     variant.add_argument(
-        "--float8-q", action="store_true", help="Q has the dtype of the cache, too. Also without --variant"
+        "--float8-q", action="store_true", help="Q also has the cache's dtype. Also without --variant"
     )
     variant.add_argument(
         "--float8-out",
         action="store_true",
-        help="also the kernels of an Attention with float8_out=True. Also without --variant",
+        help="also compile the kernels of Attention(float8_out=True). Also without --variant",
     )
     what = (
         "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without "
         "--variant: the standard kernels for these heads"
     )
     variant.add_argument("--head-dim", action="append", type=HeadDims.parse, metavar="N[_N]", help=what)
-    variant.add_argument("--sinks", action="store_true", help="of an Attention with sinks=True")
+    variant.add_argument("--sinks", action="store_true", help="for an Attention with sinks=True")
     variant.add_argument(
         "--levels",
         action="store_true",
-        help="of an Attention with max_levels above 1: a window is a part of the mask",
+        help="for an Attention with max_levels above 1: windows become part of the mask",
     )
-    variant.add_argument(
-        "--kernel", choices=manifest.DESIGNS, help="default: the one that the GPU uses by default"
-    )
+    variant.add_argument("--kernel", choices=manifest.DESIGNS, help="default: the GPU's default kernel")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
             if not arguments.arch and not arguments.out and _are_shipped():
                 print(
-                    "The package has all standard kernels: nothing to compile. --arch compiles those of an "
-                    "arch again."
+                    "The package has all standard kernels: nothing to compile. --arch compiles them "
+                    "again for an arch."
                 )
                 return 0
             return build.run(arguments)
@@ -119,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_combinations(arguments: argparse.Namespace) -> None:
-    """Refuses an option that would have no effect, or nothing to work on.
+    """Refuses options that would have no effect, or that lack something they need.
 
     Raises:
         ValueError: such an option.
@@ -153,7 +150,7 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
 
 
 def _check_cpu(arguments: argparse.Namespace) -> None:
-    """Refuses what no standard kernel of the CPU serves.
+    """Refuses options that no standard CPU kernel supports.
 
     Raises:
         ValueError: such an option.
@@ -197,7 +194,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
 
 
 def _compile_head_dims(arguments: argparse.Namespace) -> None:
-    """The standard kernels for other head dims, or caches, than those in the package."""
+    """Compiles the standard kernels for head dims, or caches, that the package lacks."""
     head_dims = arguments.head_dim or (
         manifest.SHIPPED_FLOAT8_HEAD_DIMS if arguments.kv_dtype else manifest.SHIPPED_FLOAT8_OUT_HEAD_DIMS
     )
@@ -214,7 +211,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype or manifest.ELEMENT_NAMES
         if dtype in manifest.ELEMENT_NAMES
     ]
-    elements = [element for element in elements if element != kv_element]  # a cache of another type than Q's
+    elements = [element for element in elements if element != kv_element]  # the cache's type differs from Q's
     if not elements:
         others = " or ".join(
             name for name, element in manifest.ELEMENT_NAMES.items() if element != kv_element
@@ -240,7 +237,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
 
 
 def _own_arch() -> str:
-    """The arch of this machine's GPU."""
+    """The arch for this machine's GPU."""
     import torch
 
     from ..jit.cubins import target_of
@@ -260,7 +257,7 @@ def _check_archs(archs: list[str], known: Sequence[str], must_be: str) -> None:
 
 
 def _imported(place: str) -> Variant:
-    """What MODULE:OBJECT names; modules of the working folder are found, too."""
+    """Imports MODULE:OBJECT; the working folder is searched as well."""
     from ..variants import Variant
 
     module_name, _, name = place.partition(":")

@@ -1,4 +1,4 @@
-"""`attn-backend completion`: a shell then completes the commands, their options and values."""
+"""`attn-backend completion`: shell completion of the commands, their options and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EPILOG = """examples:
   attn-backend completion fish > ~/.config/fish/completions/attn-backend.fish
 """
 SHELLS = ("bash", "zsh", "fish")
-_VALUES = {"--arch": ("cpu", *ARCHS)}  # of options that take other values, too
+_VALUES = {"--arch": ("cpu", *ARCHS)}  # for options that also accept other values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Words:
-    """What follows a command.
+    """The words that may follow a command.
 
-    values: by option that takes one; empty: a file, a number or another text.
+    values: by option that takes one; empty: a file, a number or other text.
     """
 
     options: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ def words_of(parser: argparse.ArgumentParser) -> dict[str, Words]:
 
 
 def script(shell: str, words: dict[str, Words]) -> str:
-    """The script for one of SHELLS. Where nothing of ours fits, files are completed."""
+    """The script for one of SHELLS. If none of the words fits, it completes file names."""
     if shell == "fish":
         return _fish(words)
     return _bash(words) if shell == "bash" else f"autoload -Uz bashcompinit && bashcompinit\n{_bash(words)}"

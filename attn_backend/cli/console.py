@@ -1,4 +1,4 @@
-"""Tables on the command line, through rich on a terminal, as plain text elsewhere; and the text of errors."""
+"""Tables on the command line, through rich on a terminal and as plain text elsewhere; and error texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLORS = {"[ok]": "green", "[--]": "yellow", "[!!]": "bold red"}  # of the doct
 def print_table(
     rows: Sequence[Sequence[str]], columns: Sequence[str] = (), right: Sequence[int] = ()
 ) -> None:
-    """Prints rows of equal length, with the numbers of the columns that are aligned to the right."""
+    """Prints rows of equal length. Columns with the given numbers are right-aligned."""
     if not rows:
         return
     if sys.stdout.isatty():
@@ -44,7 +44,7 @@ def print_table(
 
 
 def explained(error: Exception) -> str:
-    """An error's text; of what cannot be imported also who knows more."""
+    """An error's text; for failed imports, with a hint to run the doctor."""
     return (
         f"{error}; attn-backend doctor says what to do about it"
         if isinstance(error, ImportError)

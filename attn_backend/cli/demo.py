@@ -1,5 +1,5 @@
-"""`attn-backend demo`: the installed engine serves a small model with this backend and with its own; one
-answer, and a table of latencies.
+"""`attn-backend demo`: the installed engine serves a small model with this backend and with its own. Prints
+an answer and a table of latencies.
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ from .console import print_table
 
 
 def split_arguments(text: str) -> list[str]:
-    """As a shell does outside of quotes: a line that ends with a backslash, which quotes keep, goes on with
-    the next one.
-    """
+    """Splits text like a shell. A trailing backslash, which quotes would preserve, joins lines."""
     return shlex.split(text.replace("\\\n", ""))
 
 
 class Connections:
     """The sockets of requests.
 
-    `cancel()` makes the requests in flight fail at once, and those that are sent later.
+    `cancel()` makes the requests in flight, and all later ones, fail at once.
     """
 
     def __init__(self) -> None:
         self._sockets: WeakSet[socket.socket] = WeakSet()
-        self._lock = threading.RLock()  # reentrant: a signal handler, which may interrupt add(), cancels
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt add() and cancel
         self._is_cancelled = False
 
     def add(self, connected: socket.socket) -> None:
@@ -63,8 +61,8 @@ class Connections:
 
 
 def _hang_up(connected: socket.socket) -> None:
-    with suppress(OSError):  # closed already
-        connected.shutdown(socket.SHUT_RDWR)  # unlike close(), this wakes a thread that reads
+    with suppress(OSError):  # already closed
+        connected.shutdown(socket.SHUT_RDWR)  # unlike close(), this wakes a blocked reader
 
 
 _EPILOG = """examples:
@@ -72,9 +70,9 @@ _EPILOG = """examples:
   attn-backend demo --engine sglang --model ./llama-3.1-8b   # a folder, or a name on the hub
   attn-backend demo --requests 8 --output-len 32 --svg demo.svg
 
-Each server is started, asked, warmed up by a load that does not count, measured and stopped, one after
-another. The load's requests begin alike, and the engine's prefix caching shares what they have in common.
-The engine downloads the model if it is not a folder. For serious measurements see docs/benchmarks.md.
+Each server is started, asked one question, warmed up, measured and stopped, one after another. The requests
+share a prefix, which the engine's prefix caching reuses. The engine downloads the model unless it is a
+folder. For serious measurements see docs/benchmarks.md.
 """
 
 QUESTION = "What is the capital of Japan?"
@@ -89,7 +87,7 @@ STOP_GRACE_S = 30
 
 @dataclass
 class Answers:
-    """Seconds, of all requests of a load."""
+    """Times in seconds of all requests of a load."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
@@ -100,7 +98,7 @@ class Answers:
 def server_command(
     engine: str, model: str, backend: str, port: int, device: str, dtype: str, arguments: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """(command, environment variables) of a server with this backend, or with the engine's choice."""
+    """(command, environment variables) of a server with this backend, or with the engine's default."""
     ours = backend == OURS
     if engine == "vllm":
         command = [
@@ -139,11 +137,11 @@ def server_command(
 
 
 def check_model(model: str) -> None:
-    """Sees that a model is a folder or file, or can be had from the hub, before an engine says so in a
+    """Checks that a model is a folder or file, or is available on the hub, before an engine fails with a
     traceback.
 
     Raises:
-        RuntimeError: neither; names the ways without the hub.
+        RuntimeError: it is neither; the message lists the ways without the hub.
     """
     is_elsewhere = "://" in model or any(
         os.environ.get(f"{engine}_USE_MODELSCOPE", "").lower() in ("1", "true")
@@ -155,14 +153,14 @@ def check_model(model: str) -> None:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    logging.set_verbosity_error()  # each of its attempts would have a line
+    logging.set_verbosity_error()  # else it prints a line per attempt
     disable_progress_bars()
     try:
         print(f"asking the hub for {model}", flush=True)
         hf_hub_download(model, "config.json")
-    except Exception as error:  # of the network, the hub, or its library
+    except Exception as error:  # from the network, the hub, or its library
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return  # the hub has the model; what is in it is the engine's matter
+            return  # the hub has the model; the engine checks its contents
         raise RuntimeError(_without_hub(model, error)) from error
 
 
@@ -191,12 +189,12 @@ def _without_hub(model: str, error: Exception) -> str:
 def serving(
     command: list[str], environment: dict[str, str], port: int, log: Path, timeout: float
 ) -> Iterator[None]:
-    """A server that answers, and is stopped afterwards.
+    """Starts a server, waits until it answers, and stops it afterwards.
 
     Raises:
-        RuntimeError: it ended, or did not answer in time; says where its log is.
+        RuntimeError: it exited, or did not answer in time; the message gives its log.
     """
-    # engines leave files in theirs
+    # engines leave files in their temporary folders
     scratch = tempfile.TemporaryDirectory(prefix="attn_backend-", ignore_cleanup_errors=True)
     environment = os.environ | environment | {"TMPDIR": scratch.name}
     with scratch, log.open("w") as file:
@@ -230,7 +228,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, ti
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """TERM to a server, then KILL to what is left of its session; at once on a second Ctrl-C."""
+    """Sends TERM to a server, then KILL to the rest of its session; at once on a second Ctrl-C."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -268,7 +266,7 @@ def _post(
 
 
 def ask(port: int) -> str:
-    """The answer to one question."""
+    """Sends one question and returns the answer."""
     with closing(_connection(port)) as connection:
         response = _post(
             connection,
@@ -283,7 +281,7 @@ def _connection(port: int) -> http.client.HTTPConnection:
 
 
 def _stream(port: int, prompt: str, output_len: int, answers: Answers, connections: Connections) -> None:
-    """One request; its times go to `answers`."""
+    """Sends one request; its times go to `answers`."""
     try:
         with closing(_connection(port)) as connection:
             last = start = time.perf_counter()
@@ -308,11 +306,11 @@ def _stream(port: int, prompt: str, output_len: int, answers: Answers, connectio
 def load(
     port: int, requests: int, at_a_time: int, output_len: int, tell: Callable[[str], None], first: int = 0
 ) -> Answers:
-    """Sends `requests` requests with a common beginning, `at_a_time` of them at once.
+    """Sends `requests` requests with a common prefix, `at_a_time` of them concurrently.
 
     Args:
-        tell: hears how many have been answered.
-        first: number of the first; each number has a question of its own.
+        tell: called with the number of answered requests.
+        first: number of the first request; each number has a different question.
     """
     answers, waiting, done, lock = (
         Answers(),
@@ -351,7 +349,7 @@ def load(
 
 
 def row(backend: str, answers: Answers) -> list[str]:
-    """A line of the table."""
+    """A row of the table."""
     if not answers.between:
         raise RuntimeError(f"{backend}: no request was answered ({answers.failed} failed)")
     times = [f"{statistics.median(values) * 1e3:.1f}" for values in (answers.first, answers.between)]
@@ -366,7 +364,7 @@ COLUMNS = ("backend", "requests", "failed", "TTFT p50, ms", "ITL p50, ms", "ITL 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("--engine", choices=("vllm", "sglang"), help="default: the one that is installed")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), help="default: the installed one")
     parser.add_argument(
         "--model",
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -435,7 +433,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ):
                     if backend == OURS:
                         print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
-                    # as long as the measured load, or the first requests would pay for the engine's warm-up
+                    # as long as the measured load, or the first requests would include the engine's warm-up
                     print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
                     load(port, requests, at_a_time, output_len, tell, first=requests)
                     print(f"{backend}: {requests} requests are measured", flush=True)
@@ -468,7 +466,7 @@ def _free_port() -> int:
 
 
 def draw(rows: list[list[str]], path: Path) -> None:
-    """Bars of the latencies."""
+    """Draws bars of the latencies."""
     from .picture import new_figure, write
 
     figure = new_figure(720, 240)

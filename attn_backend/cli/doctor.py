@@ -1,4 +1,4 @@
-"""`attn-backend doctor`: what it finds, and what to do about what is missing."""
+"""`attn-backend doctor`: reports what is installed and works, and how to fix what does not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Finding:
 
 
 def version(distribution: str) -> str | None:
-    """The version of an installed distribution; None: it is not installed."""
+    """The version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def version(distribution: str) -> str | None:
 def _host() -> list[Finding]:
     findings = [Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")]
     try:
-        # imports torch, which no other command's --help should wait for
+        # imports torch, which would slow down every other command's --help
         from ..kernels.native import library, library_path
 
         library()
@@ -219,7 +219,7 @@ def _cached(folder: Path) -> list[Finding]:
 
 
 def _variants() -> Finding:
-    """What a variant's kernels are compiled with for this machine's CPU; those of GPUs need nvcc or NVRTC."""
+    """The compiler of variants for this machine's CPU; GPUs need nvcc or NVRTC."""
     command = compilers.cpp_compiler()
     if command is None:
         instead = "Python functions and built-ins are interpreted on the CPU, slowly"
@@ -241,7 +241,7 @@ def _nvrtc() -> Finding:
 
 
 def _count(files: list[Path], fault: Callable[[Path], str]) -> tuple[int, list[str]]:
-    """How many of the existing files are whole, and what is wrong with the others."""
+    """The number of undamaged files among those that exist, and the faults of the others."""
     faults = [fault(path) for path in files if os.path.lexists(path)]
     return faults.count(""), [text for text in faults if text]
 
@@ -257,12 +257,14 @@ def _compiler(path: str | None) -> Finding:
 
 
 def _cache() -> tuple[Finding, Path]:
-    """A finding about the cache, and the folder that is used."""
+    """A finding about the cache, and the folder in use."""
     wanted = cubins.cache_dir()
     entry, reason = kernel_cache.place(wanted / manifest.ARCHS[0] / "any.cubin")
     folder = entry.parents[1]
     if reason:
-        advice = "make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is"
+        advice = (
+            "make yourself the only writer (chown, chmod go-w), or set ATTN_BACKEND_CACHE to such a folder"
+        )
         return Finding("!!", "cache", f"{folder}, since {reason}", advice), folder
     problem = preflight.cache_problem(wanted)
     if problem:
@@ -302,7 +304,7 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
 
 
 def _release(engine: str, found: str) -> Finding:
-    """Whether the adapter was compared with this release's interfaces."""
+    """Whether the adapter was checked against this release's interfaces."""
     checked = (
         f"checked against {RELEASES[engine][0]} to {RELEASES[engine][-1]} ({len(RELEASES[engine])} releases)"
     )
@@ -317,19 +319,21 @@ def _release(engine: str, found: str) -> Finding:
 
 
 def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:
-    said = io.StringIO()  # engines warn of much when they are imported, nothing of which is a finding
+    said = io.StringIO()  # engines print many warnings on import, none of which is a finding
     try:
         with redirect_stdout(said), redirect_stderr(said):
             load()()
-    except Exception as error:  # the user must see the engine's error, of whatever type it is
+    except Exception as error:  # show the engine's error, of any type
         sys.stderr.write(said.getvalue())
-        advice = "a package that it names does not fit this torch, or see docs/formats.md, what is supported"
+        advice = (
+            "a package that it names does not fit this torch, or see docs/formats.md for what is supported"
+        )
         return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
     return Finding("ok", subject, success)
 
 
 def _wrong_settings() -> dict[str, str]:
-    """What is wrong with environment variables of this package, by their names."""
+    """Errors in this package's environment variables, by name."""
     wrong = {}
     for variable, value in os.environ.items():
         try:
@@ -340,7 +344,7 @@ def _wrong_settings() -> dict[str, str]:
 
 
 def _settings(wrong: dict[str, str], unknown: dict[str, str]) -> list[Finding]:
-    """Faults of the environment variables of this package."""
+    """Findings about this package's environment variables."""
     findings = []
     for name, nearest in unknown.items():
         advice = f"did you mean {nearest}?" if nearest else "see the list of settings below"
@@ -371,11 +375,11 @@ def settings() -> list[tuple[str, str, str]]:
 
 
 def findings() -> list[Finding]:
-    """Everything that the doctor looks at, in the order of the report."""
+    """All findings of the doctor, in the order of the report."""
     importlib.invalidate_caches()
     wrong = _wrong_settings()
     unknown = unknown_variables()
-    # else each reader of the settings would report the same again, not what it finds
+    # otherwise each check that reads the settings would report the same error instead of its finding
     with _unset({**wrong, **unknown}):
         report = [*_host(), *_gpu(), *_kernels(), *_settings(wrong, unknown)]
         for name, group, usage in _ENGINES:
@@ -387,7 +391,7 @@ _EPILOG = """examples:
   attn-backend doctor
   attn-backend doctor --json | python -m json.tool      # for a bug report, or a check before serving
 
-[ok]: there. [--]: absent, and not needed for everything. [!!]: broken; the exit status is then 1.
+[ok]: works. [--]: absent, and not always needed. [!!]: broken; the exit status is then 1.
 """
 
 

@@ -11,25 +11,25 @@ from . import bench, completion, demo, doctor, plan
 from . import compile as compile_command
 
 _EPILOG = """examples:
-  attn-backend doctor                                # is everything there? what to do if not
+  attn-backend doctor                                # check the installation
   attn-backend demo                                  # serve a small model with the installed engine
   attn-backend bench                                 # attention on this machine, next to installed peers
-  attn-backend plan --shared-prefix 128x8192+256     # show what would be planned for a batch
+  attn-backend plan --shared-prefix 128x8192+256     # show the plan of a batch
 
 `attn-backend COMMAND --help` has examples of each.
 """
 
 COMMANDS: dict[str, tuple[ModuleType, str]] = {
-    "doctor": (doctor, "what is installed, what works, and what to do about what is missing"),
+    "doctor": (doctor, "report what is installed and works, and how to fix the rest"),
     "demo": (
         demo,
-        "serve a small model with the installed engine: one answer, and latencies beside the engine's own "
+        "serve a small model with the installed engine: one answer, and latencies next to the engine's own "
         "backend",
     ),
-    "bench": (bench, "measure attention on this GPU or CPU beside the peers that are installed"),
+    "bench": (bench, "measure attention on this GPU or CPU next to the installed peers"),
     "plan": (plan, "plan a batch on the host and show it: row groups, shared prefixes, the CTAs' balance"),
     "compile": (compile_command, "compile the standard kernels, or a variant's, into the cache"),
-    "completion": (completion, "print what makes bash, zsh or fish complete these commands"),
+    "completion": (completion, "print the script that makes bash, zsh or fish complete these commands"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Pictures of matplotlib: what all share, and that of a plan."""
+"""Matplotlib pictures: shared helpers, and the picture of a plan."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .planned import Planned, count, decision
 
 INK = "#222222"
 FAINT = "#9a9a9a"
-DPI = 100  # of the pixels that sizes and places are given in
+DPI = 100  # pixels, in which sizes and places are given
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many pixels."""
+    """A figure of this size in pixels."""
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
     FigureCanvasAgg(figure)
     return figure
 
 
 def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes at a place in pixels from the upper left corner."""
+    """Axes at a position in pixels from the upper left corner."""
     full_width, full_height = figure.get_size_inches() * DPI
     axes = figure.add_axes(
         (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
@@ -46,7 +46,7 @@ def add_axes(figure: Figure, left: float, top: float, width: float, height: floa
 
 
 def write(figure: Figure, path: Path, form: str = "") -> None:
-    """`form`: svg, png or another that matplotlib knows; without it the path's suffix says which.
+    """Writes the figure. `form`: svg, png or another matplotlib format; default: the path's suffix.
 
     Text in an SVG stays text.
     """
@@ -56,10 +56,10 @@ def write(figure: Figure, path: Path, form: str = "") -> None:
 
 
 class Rectangles:
-    """Rectangles of one color become one shape: a picture of thousands stays small."""
+    """Merges rectangles of one color into one shape, so that a picture of thousands stays small."""
 
     def __init__(self, axes: Axes, **style: Any) -> None:
-        """style: of matplotlib's patches."""
+        """style: arguments of matplotlib's patches."""
         self.axes, self.style = axes, {"linewidth": 0, "snap": False, **style}
         self._corners: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
 
@@ -77,28 +77,28 @@ class Rectangles:
             )
 
 
-DECODE = ("#9ecae1", "#5b9bd0")  # row groups of requests with one row, by turns
-PREFILL = ("#a8d5a2", "#6fb56a")  # and with more
-# row groups of shared prefixes, by turns
+DECODE = ("#9ecae1", "#5b9bd0")  # alternating colors of row groups of requests with one row
+PREFILL = ("#a8d5a2", "#6fb56a")  # and with more rows
+# alternating colors of row groups of shared prefixes
 TAKEN = ("#e6550d", "#c2457f", "#d4a017", "#7b3294", "#8c564b", "#f2795c")
 NOT_TAKEN = "#e4e4e4"
 
 _WIDTH = 1280
-_LEFT, _RIGHT = 96, 24  # margins; the left one holds the names of the rows
+_LEFT, _RIGHT = 96, 24  # margins; the left one holds the row names
 _PANEL = (_WIDTH - _LEFT - _RIGHT - 48) / 2  # width of the view and of the forest
-_LISTED = 8  # nodes of the forest in words
+_LISTED = 8  # nodes of the forest that are described in text
 _LEGEND = (
     (DECODE[1], "own row group of a request with one row"),
-    (PREFILL[1], "of a request with more"),
-    (TAKEN[0], "shared prefix, taken: one row group reads it for all its rows (colors by turns)"),
-    (NOT_TAKEN, "shared prefix, not taken: what is below it reads it"),
+    (PREFILL[1], "of a request with more rows"),
+    (TAKEN[0], "shared prefix, taken: one row group reads it for all its rows (alternating colors)"),
+    (NOT_TAKEN, "shared prefix, not taken: the nodes below read it"),
 )
 
 Slots = list[tuple[float, float]]
 
 
 def draw_plan(planned: Planned) -> Figure:
-    """Draws it: 1280 pixels wide, as high as the batch needs."""
+    """Draws the plan, 1280 pixels wide, as high as the batch needs."""
     nodes = planned.ranked_forest()
     listed = [
         f"{_extent(node)}, {count(node.num_requests, 'request')}: {decision(node)}; saves {node.saved}, adds "
@@ -147,8 +147,8 @@ def draw_plan(planned: Planned) -> Figure:
 
 
 def _slots(planned: Planned) -> Slots:
-    """(top, bottom) in pixels of the place of each request in planned.order(): higher for many rows of Q, but
-    not in proportion.
+    """(top, bottom) in pixels of each request in planned.order(). Requests with many rows of Q are higher,
+    but not proportionally.
     """
     weights = [1 + math.log2(max(planned.batch.qo_lens[request], 1)) / 3 for request in planned.order()]
     unit = min(max(420 / sum(weights), 2.0), 26.0)
@@ -171,7 +171,7 @@ def _extent(node: PrefixNode) -> str:
 
 
 def _set_up(axes: Axes, title: str, name: str, width: float, height: float) -> None:
-    """Titles, and limits of x from 0 and of y from the top."""
+    """Sets titles, and limits of x from 0 and of y from the top."""
     axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, parse_math=False)
     axes.set_xlabel(name, fontsize=7, color=FAINT)
     axes.set_xlim(0, max(width, 1))
@@ -179,8 +179,8 @@ def _set_up(axes: Axes, title: str, name: str, width: float, height: float) -> N
 
 
 def _draw_view(axes: Axes, planned: Planned, slots: Slots) -> None:
-    """Rows of Q x pages, in the order in which the rows drawn first use them: what several rows share stands
-    in the same columns.
+    """Rows of Q x pages. Pages are in the order in which the drawn rows first use them, so shared pages line
+    up in columns.
     """
     order = planned.order()
     columns = _columns([planned.batch.block_table[request] for request in order])
@@ -203,7 +203,7 @@ def _draw_view(axes: Axes, planned: Planned, slots: Slots) -> None:
                 own_begin = node.end_page
         _add_pages(rectangles, _own_color(planned, request), row[own_begin:], top, bottom, num_pages)
     rectangles.draw()
-    # every row, or every k-th where there is no room
+    # every row, or every k-th if there is not enough room
     named = range(0, len(order), math.ceil(11 * len(slots) / slots[-1][1]))
     names = [f"{order[place]}: {count(planned.batch.qo_lens[order[place]], 'row')}" for place in named]
     axes.set_yticks([sum(slots[place]) / 2 for place in named], names, color=INK)
@@ -212,7 +212,7 @@ def _draw_view(axes: Axes, planned: Planned, slots: Slots) -> None:
 def _add_pages(
     rectangles: Rectangles, color: str, columns: torch.Tensor, top: float, bottom: float, num_pages: int
 ) -> None:
-    """Runs of neighboring columns as one rectangle each; never too thin to be seen."""
+    """Draws runs of neighboring columns as one rectangle each, never too thin to be seen."""
     if not len(columns):
         return
     begins = [0, *((columns.diff() != 1).nonzero().flatten() + 1).tolist()]
@@ -223,7 +223,7 @@ def _add_pages(
 
 
 def _columns(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Page ids renumbered by first use."""
+    """Renumbers page ids by first use."""
     pages = torch.cat(list(rows))
     ids, inverse = pages.unique(return_inverse=True)
     first = torch.full_like(ids, len(pages), dtype=torch.int64).scatter_reduce(
@@ -233,7 +233,7 @@ def _columns(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _draw_forest(axes: Axes, planned: Planned, slots: Slots) -> None:
-    """Each node over its requests' places and its pages; after the nodes what each request has for itself."""
+    """Draws each node at its requests and pages; after the nodes, each request's private pages."""
     order, forest = planned.order(), planned.schedule.forest
     place = {request: i for i, request in enumerate(order)}
     longest = max(map(planned.pages, order))
@@ -280,9 +280,7 @@ def _draw_forest(axes: Axes, planned: Planned, slots: Slots) -> None:
 
 
 def _draw_ctas(axes: Axes, planned: Planned) -> None:
-    """One line for each CTA: its row groups one after another, against the cost that a perfect split would
-    give it.
-    """
+    """Draws one line per CTA: its row groups one after another, next to the cost of a perfect split."""
     costs, requests = planned.costs, len(planned.batch.kv_lens)
     ctas = costs.ctas.tolist()
     longest, ideal = max(ctas), sum(ctas) / len(ctas)

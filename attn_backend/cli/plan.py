@@ -1,4 +1,4 @@
-"""`attn-backend plan`: plans a batch on the host and shows the plan: as text, as a picture."""
+"""`attn-backend plan`: plans a batch on the host and shows the plan as text or as a picture."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _EPILOG = """examples:
 a batch (.json): one object, for instance
   {"qo_lens": [1, 1], "kv_lens": [64, 70], "block_table": [[0, 1, 2, 3], [0, 1, 2, 3, 4]]}
   qo_lens       rows of Q of each request
-  kv_lens       tokens of KV of each request, those of its rows included
-  block_table   page ids of each request, at least those that its tokens need; equal ids are the same page
+  kv_lens       tokens of KV of each request, including its own rows
+  block_table   page ids of each request, at least as many as its tokens need; equal ids are the same page
                 (without it no page is shared)
   page_size     tokens (16)
   heads         "QO/KV", query and KV heads ("32/8")
   head_dim      (128)
-  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads take one after another, the same
+  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads run one after another, the same
                 number on every CPU)
-  costs         whose tiles and costs: of a kernel for GPUs, "hopper" or "generic", or of a "cpu" ("hopper")
+  costs         tiles and costs to use: GPU kernel "hopper" or "generic", or "cpu" ("hopper")
   causal        true: a row sees the tokens up to its position; false: all (true)
-  window_left   tokens before its position that a row sees at most; -1: no limit (-1)
+  window_left   most tokens before its position that a row sees; -1: no limit (-1)
   Options take precedence over the file's page_size, heads, head_dim, num_ctas and costs.
 
-a trace (.jsonl), in Mooncake's form: one object a line, in the order of arrival
+a trace (.jsonl), in Mooncake's format: one object per line, in order of arrival
   timestamp       ms
   input_length    tokens of the prompt
-  output_length   tokens of the answer; a request is drawn in the middle of it
+  output_length   tokens of the answer; a request is planned in the middle of it
   hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens after equal
-                  tokens; [first, count] is a run of ids
+                  prefixes; [first, count] is a run of ids
 
 at most: 8192 requests; 2^24 pages; 2^27 rows of Q times query heads; 256 heads
 
-what is printed: the batch, its row groups and row tiles, the KV tokens that are read for each KV head (a
-  row group's once), the cost of all and of the busiest CTA (in the planner's units, which are not times),
-  and the forest of shared prefixes: what each node saves and adds, and what became of it; a node lies below
-  the one above it.
+output: the batch, its row groups and row tiles, and the KV tokens read for each KV head. Each row group reads
+  its tokens once. Then the total cost and the cost of the busiest CTA, in the planner's units, not times.
+  Last the forest of shared prefixes: the savings, the costs and the decision for each node. Nodes are listed
+  below their parents.
 """
 
 
@@ -59,10 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--decode",
         metavar="NxDIST:TOKENS",
-        help="N decodes; tokens of KV: const; uniform: half of TOKENS to TOKENS; zipf: of that mean",
+        help="N decodes; tokens of KV: const; uniform: half of TOKENS to TOKENS; zipf: with that mean",
     )
     source.add_argument(
-        "--prefill", metavar="NxDIST:TOKENS", help="N requests prefill their whole prompts, of such lengths"
+        "--prefill",
+        metavar="NxDIST:TOKENS",
+        help="N requests that prefill their whole prompts, with lengths as for --decode",
     )
     source.add_argument(
         "--shared-prefix",
@@ -76,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, help="requests taken from a trace (32)")
     parser.add_argument(
-        "--at", type=float, metavar="SECONDS", help="time of the trace from which they are taken (0)"
+        "--at", type=float, metavar="SECONDS", help="time in the trace from which requests are taken (0)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of uniform and zipf")
     parser.add_argument("--heads", metavar="QO/KV", help="query and KV heads (32/8)")
@@ -90,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--costs",
         choices=(*DESIGNS, "cpu"),
-        help="whose tiles and costs: of a kernel for GPUs, or of a CPU (hopper)",
+        help="use the tiles and costs of this GPU kernel, or of a CPU (hopper)",
     )
     parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
@@ -98,11 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan and draws it where that is asked for; returns the exit status: 2 for a fault in the
-    arguments or the files.
+    """Prints the plan, and draws it if requested. Returns the exit status: 2 for an error in the arguments or
+    files.
     """
     try:
-        # Here, so that `attn-backend doctor` can run where torch is missing.
+        # Imported here, so that `attn-backend doctor` runs without torch.
         from .batches import read_batch
         from .planned import FOREST_COLUMNS, Planned, Target
 
@@ -128,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RecursionError:
         return _refused(f"{arguments.file} is nested too deeply")
     except (MemoryError, RuntimeError) as error:
-        # torch and C++ say it when memory is short
+        # torch and C++ raise it when memory is short
         if isinstance(error, RuntimeError) and "alloc" not in str(error):
             raise
         return _refused("there is not enough memory for this batch")
@@ -141,7 +143,7 @@ def _refused(text: str) -> int:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuses pictures that could not be written, before the plan is made."""
+    """Refuses pictures that cannot be written, before planning."""
     from ..validation import refuse
 
     for option, path in (("--svg", arguments.svg), ("--png", arguments.png)):
@@ -152,7 +154,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def check_matplotlib(option: str) -> None:
-    """Refuses an option that draws where matplotlib is missing."""
+    """Refuses a drawing option if matplotlib is missing."""
     try:
         import_module("matplotlib.backends.backend_agg")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A batch and its schedule, and what there is to say about them."""
+"""A batch with its schedule, and its summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .batches import Batch, Costs, PlanOptions
 
 @dataclass(frozen=True)
 class Part:
-    """The work of one CTA in one row group; begin and end in cost units from the start of the CTA."""
+    """The work of one CTA in one row group; begin and end in cost units from the CTA's start."""
 
     cta: int
     group: int
@@ -30,15 +30,14 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleCosts:
-    """Costs in the schedule's own units (Schedule.kv_tile_cost says how many a KV tile has).
+    """Costs in the schedule's own units (Schedule.kv_tile_cost has the units of a KV tile).
 
     Attributes:
-        total: cost of all the work, without what is done again.
-        parts: what each CTA does, in order. Where its interval starts inside a (row tile, head) it pays for
-            that Q again. Pairs that are taken in turn go to CTAs as they would come for them, if all did what
-            they cost.
-        ctas: int64 [num_ctas]: cost of what each CTA does.
-        kv_tokens: tokens of KV that the row groups read, each group its tokens once.
+        total: cost of all the work, without repeated work.
+        parts: the work of each CTA, in order. If its interval starts inside a (row tile, head), the CTA pays
+            for that Q again. With a work queue, pairs are assigned as if each took exactly its cost.
+        ctas: int64 [num_ctas]: cost of each CTA's work.
+        kv_tokens: tokens of KV that the row groups read; each group reads its tokens once.
     """
 
     total: int
@@ -71,15 +70,16 @@ class ScheduleCosts:
 
     @property
     def balance(self) -> float:
-        """Cost of the busiest CTA over the mean of all: 1 is a perfect split; 1 if there is no work."""
+        """Cost of the busiest CTA over the mean: 1 is a perfect split; 1 if there is no work."""
         return float(self.ctas.max() / self.ctas.double().mean()) if self.ctas.any() else 1.0
 
 
 def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) -> list[Part]:
-    """The parts of CTAs that take (row tile, head) pairs from a queue: group by group, in a group the last
-    row tile first, in a row tile head by head. The first pairs go to the CTAs in order, the next ones in
-    reverse order; then each CTA asks for the next pair when it begins one (WorkQueue in
-    csrc/attention/sm90/feed/work_queue.cuh).
+    """The parts of CTAs that take (row tile, head) pairs from a queue.
+
+    Pairs are ordered by group; in a group the last row tile comes first; in a row tile by head. The CTAs take
+    the first pairs in order, the next ones in reverse order. Then each CTA requests its next pair when it
+    starts one (WorkQueue in csrc/attention/sm90/feed/work_queue.cuh).
     """
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.of_tiles("group").tolist()):
@@ -116,7 +116,7 @@ def _intervals(
     pair_cost: torch.Tensor,
     kv_tile_cost: torch.Tensor,
 ) -> list[Part]:
-    # Positions after the last row tile are those of CTAs without work: an entry of its own for them.
+    # Positions after the last row tile belong to CTAs without work: a separate entry for them.
     zero = torch.zeros(1, dtype=torch.int64)
     tile_begins = torch.cat([schedule.cost_begin, (head_cost * num_kv_heads).sum(0, keepdim=True)])
     head_cost, pair_cost, kv_tile_cost = (
@@ -137,7 +137,7 @@ def _intervals(
     ):
         on_line, at = begin, 0
         while on_line < end:
-            while group_begins[group + 1] <= on_line:  # also steps over groups without rows
+            while group_begins[group + 1] <= on_line:  # also skips groups without rows
                 group += 1
             until = min(end, group_begins[group + 1])
             cost = until - on_line + (reload if at == 0 else 0)
@@ -147,19 +147,19 @@ def _intervals(
 
 
 FOREST_COLUMNS = ("pages", "requests", "rows", "saves", "adds", "decision (cost units for each KV head)")
-_MOST_NODES = 40  # of the forest, in the text
+_MOST_NODES = 40  # nodes of the forest in the text
 _MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/planner/forest.h
 _MOST_HEAD_ROWS = 1 << 27  # the text and the picture of a plan grow with its (row tile, head) pairs
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan is for: the model's heads and head_dim, the device's CTAs and costs, the view's mask."""
+    """The target of a plan: the model's heads and head_dim, the device's CTAs and costs, the view's mask."""
 
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    # one for each of an H100's SMs; None: of a CPU, kCtas in csrc/attention/cpu/design.h
+    # one per SM of an H100; None: for a CPU, kCtas in csrc/attention/cpu/design.h
     num_ctas: int | None = 132
     costs: Costs = "hopper"
     cascade: bool = True
@@ -168,10 +168,10 @@ class Target:
 
     @classmethod
     def read(cls, arguments: argparse.Namespace, batch: Batch) -> Target:
-        """Options take precedence over the batch's file, and that over the defaults.
+        """Options take precedence over the batch's file, which takes precedence over the defaults.
 
         Raises:
-            ValueError: names what is wrong.
+            ValueError: an error, with the name of the option or field.
         """
         given = {
             name: value
@@ -210,8 +210,8 @@ class Planned:
 
     Attributes:
         batch: the requests.
-        target: what the schedule was made for.
-        schedule: as Attention.schedule() gives it.
+        target: the target of the schedule.
+        schedule: from Attention.schedule().
         costs: of the schedule.
         without: costs of the schedule without cascade.
         members: requests of each node of the forest, ascending.
@@ -229,7 +229,7 @@ class Planned:
         """Plans on the host.
 
         Raises:
-            ValueError: names what is wrong in the batch or the target.
+            ValueError: an error in the batch or the target, by name.
         """
         schedule = _schedule(batch, target, target.cascade)
         costs = ScheduleCosts.of(schedule, target.num_kv_heads)
@@ -241,7 +241,7 @@ class Planned:
         return cls(batch, target, schedule, costs, without, _members(batch, target, schedule))
 
     def path(self, request: int) -> list[PrefixNode]:
-        """Nodes that a request is in, from the root on."""
+        """The nodes that contain a request, from the root down."""
         nodes = [
             node
             for node, members in zip(self.schedule.forest, self.members, strict=True)
@@ -253,7 +253,7 @@ class Planned:
         return -(-self.batch.kv_lens[request] // self.batch.page_size)
 
     def order(self) -> list[int]:
-        """The requests, those of a node beside each other."""
+        """The requests, with the members of each node adjacent."""
         first = {
             id(node): members[0] for node, members in zip(self.schedule.forest, self.members, strict=True)
         }
@@ -263,7 +263,7 @@ class Planned:
         )
 
     def summary(self) -> list[tuple[str, str]]:
-        """Lines, each with its name: the batch, the row groups and what they read, the CTAs."""
+        """Named lines: the batch, the row groups and the KV that they read, the CTAs."""
         batch, target, schedule, costs = self.batch, self.target, self.schedule, self.costs
         requests, taken = len(batch.kv_lens), sum(node.group >= 0 for node in schedule.forest)
         kinds = Counter(schedule.of_tiles("kind").tolist())
@@ -308,16 +308,16 @@ class Planned:
         ]
 
     def ranked_forest(self) -> list[PrefixNode]:
-        """The nodes: those that were taken first, and what saves most first."""
+        """The nodes: taken ones first, then by savings, largest first."""
         return sorted(self.schedule.forest, key=lambda node: (node.group < 0, node.added - node.saved))
 
     def forest_rows(self) -> list[tuple[str, ...]]:
-        """The cells of FOREST_COLUMNS for each node, each below the node above it and further in; of a large
-        forest the first of `ranked_forest`.
+        """The cells of FOREST_COLUMNS for each node, each below its parent and indented. For a large forest,
+        only the first nodes of `ranked_forest`.
         """
         forest, ranked = self.schedule.forest, self.ranked_forest()
         rank = {id(node): place for place, node in enumerate(ranked)}
-        # ranks of the listed nodes from a root to each listed node: in this order a node follows its parent
+        # ranks of the listed nodes on the path from a root to each listed node: sorting puts parents first
         paths = []
         for node in ranked[:_MOST_NODES]:
             path, above = [rank[id(node)]], node.parent
@@ -372,15 +372,15 @@ def _schedule(batch: Batch, target: Target, cascade: bool) -> Schedule:
 
 
 def _members(batch: Batch, target: Target, schedule: Schedule) -> list[list[int]]:
-    """A request is in a node if it has the node's pages, all its rows see them, and, where the node was
-    taken, it leaves them to the node's row group.
+    """A request is in a node if it has the node's pages and all its rows see them. If the node was taken, the
+    request must also leave the pages to the node's row group.
     """
     kv_lens = torch.tensor(batch.kv_lens)
     seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if target.causal else kv_lens
     shareable = (seen.clamp(min=0) // batch.page_size).tolist()
     covered = ((kv_lens - schedule.of_groups("kv_len")[: len(kv_lens)]) // batch.page_size).tolist()
     rows = [row.numpy() for row in batch.block_table]
-    # of each node the requests that have its pages, and whose rows see them: some of its parent's
+    # for each node, the requests that have its pages, and whose rows see them: a subset of its parent's
     have: dict[int, list[int]] = {-1: list(range(len(rows)))}
     for i in sorted(range(len(schedule.forest)), key=lambda i: schedule.forest[i].end_page):
         node = schedule.forest[i]

@@ -1,7 +1,7 @@
 """FlashInfer's Python API on the kernels of this package: `import attn_backend.flashinfer as flashinfer`.
 
-docs/flashinfer.md says what maps to what, what differs, and what is not there. What is not there raises
-NotImplementedError with its name.
+docs/flashinfer.md lists supported features, differences and missing features. Missing features raise
+NotImplementedError with their name.
 """
 
 from __future__ import annotations
@@ -162,12 +162,12 @@ __all__ = [
 ]
 
 
-# of FlashInfer whose API this is; flashinfer_alias/pyproject.toml has it, too
+# version of FlashInfer whose API this is; flashinfer_alias/pyproject.toml has it, too
 __version__ = "0.6.18+attn.backend"
 
 
 def __getattr__(name: str) -> Any:
-    """A name of FlashInfer's that is not there is found, and refuses calls."""
+    """Finds FlashInfer names that this package lacks; calling them raises NotImplementedError."""
     if name in MISSING:
         return missing(name)
     raise AttributeError(

@@ -1,4 +1,4 @@
-"""FlashInfer's arguments as this package has them: element types, layouts of K and V, scales, indptrs."""
+"""Converts FlashInfer's arguments to this package's: element types, layouts of K and V, scales, indptrs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
 
 def dtype_of(name: str, value: DType) -> torch.dtype:
-    """The torch dtype of a name such as "float16", or of a dtype."""
+    """The torch dtype for a name such as "float16", or for a dtype."""
     if isinstance(value, torch.dtype):
         return value
     found = getattr(torch, value, None) if isinstance(value, str) else None
@@ -39,23 +39,23 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
 
 
 class ElementTypes(NamedTuple):
-    """The types of a plan. dtype: of those of Q, K and V, and the output that have 16 bits or more. kv_dtype:
-    of K and V where it is another one, else None.
+    """The types of a plan. dtype: of all of Q, K, V and the output that have at least 16 bits. kv_dtype: of K
+    and V if it differs, else None.
     """
 
     dtype: torch.dtype
     kv_dtype: torch.dtype | None = None
-    float8_q: bool = False  # Q has kv_dtype, too
+    float8_q: bool = False  # Q also has kv_dtype
     float8_out: bool = False  # the output is float8_e4m3fn
 
 
 def element_types(
     q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None
 ) -> ElementTypes:
-    """What a plan says of element types.
+    """The element types of a plan.
 
     Raises:
-        NotImplementedError: other types that differ, or one that the kernels do not have.
+        NotImplementedError: an unsupported type, or an unsupported combination of types.
     """
     q_type = dtype_of("q_data_type", q_data_type)
     kv_type = q_type if kv_data_type is None else dtype_of("kv_data_type", kv_data_type)
@@ -83,8 +83,8 @@ def check_kv_layout(kv_layout: object) -> str:
 
 
 class PosEncoding(NamedTuple):
-    """How positions count. rope: (scale, theta) of a rotary embedding of Q and K, whose cache holds keys that
-    were not rotated.
+    """How positions are encoded. rope: (scale, theta) of a rotary embedding of Q and K, for a cache with
+    unrotated keys.
     """
 
     alibi: bool = False
@@ -113,8 +113,8 @@ def pos_encoding(
 
 def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
     """paged_kv_cache: (k, v), each NHD [pages, page_size, num_kv_heads, head_dim] or HND [pages,
-    num_kv_heads, page_size, head_dim]; or both in one tensor, along its second dimension. Without page_size:
-    pages of one token.
+    num_kv_heads, page_size, head_dim]; or both in one tensor, stacked in its second dimension. Tensors
+    without page_size have one token per page.
     """
     if not isinstance(paged_kv_cache, tuple):
         first, second = paged_kv_cache, None
@@ -141,7 +141,7 @@ def paged_cache(paged_kv_cache: PagedKV, kv_layout: str) -> KVCache:
 
 
 def _cache_of(first: Tensor, second: Tensor | None, kv_layout: str) -> KVCache:
-    # Detached: the views must not keep the caller's tensors alive, as they are kept until these end.
+    # Detached: the cached views must not keep the caller's tensors alive.
     if second is not None:
         for i, tensor in enumerate((first, second)):
             if not isinstance(tensor, Tensor):
@@ -166,9 +166,9 @@ def _cache_of(first: Tensor, second: Tensor | None, kv_layout: str) -> KVCache:
 
 
 class _Views(NamedTuple):
-    """K and V as kernels take them, of (k, v) or of one tensor that holds both.
+    """K and V in the form that kernels take, made from (k, v) or from one tensor with both.
 
-    Layers come again every step, and making views takes longer than all else in a run.
+    Cached, because layers recur every step, and making views takes longer than the rest of a run.
     """
 
     layout: str
@@ -177,9 +177,9 @@ class _Views(NamedTuple):
     cache: KVCache
 
 
-# A tensor, and what may change of it in place: where it lies, and how.
+# A weak reference to a tensor, and properties that can change in place: address, shape, strides, dtype.
 _Seen = tuple[weakref.ref[Tensor], int, torch.Size, tuple[int, ...], torch.dtype]
-_views: dict[int, _Views] = {}  # by the first tensor's id; an entry ends with either of its tensors
+_views: dict[int, _Views] = {}  # by the first tensor's id; removed when either tensor is freed
 
 
 def _seen(tensor: Tensor, end: Callable[[object], None]) -> _Seen:
@@ -187,7 +187,7 @@ def _seen(tensor: Tensor, end: Callable[[object], None]) -> _Seen:
 
 
 def _is(tensor: Tensor | None, seen: _Seen | None) -> bool:
-    """Whether it is the same tensor, which lies where and as it lay."""
+    """Whether this is the same tensor, with unchanged address, shape and strides."""
     if tensor is None or seen is None:
         return False
     known, address, shape, strides, dtype = seen
@@ -201,8 +201,8 @@ def _is(tensor: Tensor | None, seen: _Seen | None) -> bool:
 
 
 def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD", num_kv_heads: int | None = None) -> KVCache:
-    """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]. num_kv_heads: that
-    there must be.
+    """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]. num_kv_heads: the
+    required number.
     """
     if k.element_size() == 1 and k.dtype not in SCALED_DTYPES:
         not_supported(f"K and V of {k.dtype}")
@@ -212,7 +212,7 @@ def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD", num_kv_heads: int
 
 
 def _pages_of_one(name: str, tensor: Tensor, kv_layout: str, num_kv_heads: int | None) -> Tensor:
-    """K or V, one request after another, as pages [tokens, 1, num_kv_heads, head_dim] of one token."""
+    """K or V of all requests, concatenated, as pages [tokens, 1, num_kv_heads, head_dim] of one token."""
     if tensor.ndim != 3:
         refuse(name, tensor, "a tensor of 3 dimensions")
     if num_kv_heads not in (None, tensor.shape[0 if kv_layout == "HND" else 1]):
@@ -233,18 +233,18 @@ def _pages_of_one(name: str, tensor: Tensor, kv_layout: str, num_kv_heads: int |
 
 
 def is_number(scale: object) -> bool:
-    """Whether a scale is known to the host: a number, or a tensor of one element on the host."""
+    """Whether the host knows the scale: a number, or a host tensor with one element."""
     return type(scale) is float or not isinstance(scale, Tensor) or (scale.is_cpu and scale.numel() == 1)
 
 
 @lru_cache(maxsize=1024)
 def indptr_of_equal(batch_size: int, length: int, device: torch.device) -> Tensor:
-    """int32 [batch_size + 1]: requests of `length` each. Kept: steps of the same batch size share one."""
+    """int32 [batch_size + 1] for requests of `length` each. Cached by batch size."""
     return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * length
 
 
 def indptr_of(lengths: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-    """[len(lengths) + 1]: their prefix sum."""
+    """[len(lengths) + 1]: the prefix sum of lengths."""
     indptr = torch.zeros(len(lengths) + 1, dtype=dtype, device=lengths.device)
     torch.cumsum(lengths, 0, out=indptr[1:])
     return indptr
@@ -256,8 +256,8 @@ def alibi_slopes_on(num_heads: int, device: torch.device) -> Tensor:
 
 
 def rows_of(qo_indptr: Tensor) -> int | None:
-    """Where qo_indptr ends; None if that would wait for a device."""
-    return qo_indptr.numpy().item(-1) if qo_indptr.is_cpu else None  # by numpy, in a third of the time
+    """The end of qo_indptr; None if reading it would wait for a device."""
+    return qo_indptr.numpy().item(-1) if qo_indptr.is_cpu else None  # numpy takes a third of the time
 
 
 def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
@@ -265,16 +265,16 @@ def on_device(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tenso
 
 
 def from_zero(indptr: Tensor) -> tuple[int, Tensor]:
-    """Where an indptr on the host starts, and the same from 0.
+    """The first element of a host indptr, and the indptr shifted to start at 0.
 
-    One on a device is taken to start at 0: nothing waits for it.
+    A device indptr is assumed to start at 0, to avoid waiting for the device.
     """
     first = indptr.numpy().item(0) if indptr.is_cpu else 0
     return first, indptr - first if first else indptr
 
 
 def pages_from_zero(kv_indptr: Tensor, kv_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """kv_indptr from 0, and the page ids that it counts."""
+    """kv_indptr shifted to start at 0, and the page ids in its range."""
     first, kv_indptr = from_zero(kv_indptr)
     return kv_indptr, kv_indices[first:] if first else kv_indices
 
@@ -294,13 +294,13 @@ def check_fits(name: str, tensor: Tensor, buffer_name: str, buffer: Tensor) -> N
 
 
 def copy_if_other(buffer: Tensor, tensor: Tensor, non_blocking: bool) -> None:
-    """Copies what is not the buffer itself."""
+    """Copies the tensor to the buffer, unless it is the buffer itself."""
     if buffer.data_ptr() != tensor.data_ptr() or buffer.device != tensor.device:
         buffer.copy_(tensor, non_blocking=non_blocking)
 
 
 def buffer_length(name: str, buffer: object) -> int:
-    """Of a buffer that is needed with CUDA graphs."""
+    """The length of a buffer, which is required with CUDA graphs."""
     if not isinstance(buffer, Tensor):
         refuse(name, buffer, "a tensor with use_cuda_graph=True")
     return len(buffer)
@@ -314,19 +314,19 @@ def csr_on_device(
     device: torch.device,
     non_blocking: bool = True,
 ) -> PageTable:
-    """A page table whose tensors may lie on the host."""
+    """A page table from tensors that may be on the host."""
     indptr, indices = pages_on_device(kv_indptr, kv_indices, device, non_blocking)
     return PageTable.csr(indptr, indices, on_device(kv_last_page_len, device, non_blocking), page_size)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What an Attention is made for."""
+    """The head configuration of an Attention."""
 
     num_qo_heads: int
     num_kv_heads: int
     head_dims: HeadDims
-    dtype: torch.dtype  # this and what follows: ElementTypes
+    dtype: torch.dtype  # this and the following: ElementTypes
     kv_dtype: torch.dtype | None = None
     float8_q: bool = False
     float8_out: bool = False
@@ -346,7 +346,7 @@ class Heads:
 
     @cached_property
     def default_scale(self) -> float:
-        """sm_scale where none is given."""
+        """The default sm_scale."""
         return float(self.head_dims.qk**-0.5)
 
 
@@ -361,10 +361,11 @@ def heads_of(
     kv_data_type: DType | None = None,
     o_data_type: DType | None = None,
 ) -> Heads:
-    """What a plan says of heads. Kept: plans say the same from step to step.
+    """The head configuration of a plan. Cached, as plans rarely differ between steps.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: there are no kernels for them.
+        ValueError: a wrong argument.
+        NotImplementedError: there are no kernels for these heads.
     """
     dims, types = (
         check_head_dims(head_dim_qk, head_dim_vo, device),
@@ -381,14 +382,14 @@ def heads_of(
 
 
 def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:
-    """Columns of K and of V, which are those of K if head_dim_vo is None.
+    """Columns of K and of V; head_dim_vo None: V has as many as K.
 
     Raises:
         NotImplementedError: there are no kernels for them.
     """
     dims = HeadDims(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
     if device.type == "cuda" and not dims.runs_on_cuda:
-        not_supported(f"head_dim = {dims} on CUDA, where it is {CUDA_HEAD_DIMS_TEXT}")
+        not_supported(f"head_dim = {dims} on CUDA (must be {CUDA_HEAD_DIMS_TEXT})")
     if device.type != "cuda" and not dims.runs_on_cpu:
         not_supported(f"head_dim = {dims} on a CPU, must be {CPU_HEAD_DIMS_TEXT}")
     return dims
@@ -402,14 +403,14 @@ def pack_custom_mask(
     device: torch.device,
     non_blocking: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The bits of a mask, and where the bytes of each request begin (int32 [batch_size + 1]), on `device`;
-    None, None without a mask.
+    """The bits of a mask, and the byte offset of each request (int32 [batch_size + 1]), on `device`; None,
+    None without a mask.
 
     Args:
-        custom_mask: bool, q_len x kv_len of each request, flattened, one after another. Packing waits for the
+        custom_mask: bool, q_len x kv_len of each request, flattened and concatenated. Packing waits for the
             device.
-        packed_custom_mask: uint8, each request from a byte of its own, the first value in the lowest bit. It
-            goes before custom_mask.
+        packed_custom_mask: uint8, each request starting at a new byte, the first value in the lowest bit. It
+            takes precedence over custom_mask.
         kv_lens: [batch_size].
     """
     if custom_mask is None and packed_custom_mask is None:
@@ -432,7 +433,7 @@ def pack_custom_mask(
 def pack_single_mask(
     custom_mask: Tensor | None, packed_custom_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same for the mask [q_len, kv_len] of one request."""
+    """Like pack_custom_mask, for the mask [q_len, kv_len] of one request."""
     if custom_mask is None and packed_custom_mask is None:
         return None, None
     if packed_custom_mask is None:
@@ -444,8 +445,8 @@ def pack_single_mask(
 def items_of(
     prefix_len_ptr: Tensor | None, token_pos_in_items_ptr: Tensor | None, token_pos_in_items_len: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """prefix_len int32 [batch_size], token_pos_in_items uint16 [batch_size, token_pos_in_items_len]: of
-    multi-item scoring; None, None without.
+    """prefix_len int32 [batch_size] and token_pos_in_items uint16 [batch_size, token_pos_in_items_len] for
+    multi-item scoring; None, None without it.
     """
     if prefix_len_ptr is None:
         if token_pos_in_items_ptr is not None:
@@ -470,12 +471,12 @@ def items_of(
 
 
 class Scales(NamedTuple):
-    """What logits are multiplied by."""
+    """Factors of the logits."""
 
     number: float
     of_requests: Tensor | None = None  # float32 [batch] or [1]
     of_query_heads: Tensor | None = None  # float32 [num_qo_heads]
-    # Of 8-bit queries and keys, read by the kernel: float32 [1] or [num_kv_heads].
+    # For 8-bit queries and keys, read by the kernel: float32 [1] or [num_kv_heads].
     q: Tensor | None = None
     k: Tensor | None = None
 
@@ -492,8 +493,8 @@ _NO_PARAMS: dict[str, Tensor] = {}
 
 
 def check_scale_of_requests(sm_scale: Tensor, batch_size: int) -> None:
-    """Refuses a tensor that has neither one element nor one for each request: kernels would read past its
-    end, or take elements that are of nothing.
+    """Checks that the tensor has one element, or one for each request. Otherwise kernels would read past its
+    end, or use elements of no request.
     """
     if sm_scale.numel() not in (1, batch_size):
         refuse(
@@ -510,12 +511,13 @@ def scaled(
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
 ) -> Scales:
-    """sm_scale, which may be a tensor of one element for each request (None: the default), times q_scale and
-    k_scale. Tensors on a device are read when a kernel runs; of 8-bit Q they may have an element for each
-    query head or KV head, of 8-bit K for each KV head.
+    """sm_scale times q_scale and k_scale. sm_scale may be a tensor with one element per request (None: the
+    default). Device tensors are read when a kernel runs. For 8-bit Q they may have one element per query or
+    KV head, for 8-bit K one per KV head.
 
     Raises:
-        ValueError: sm_scale of another number of elements. NotImplementedError: a tensor of other elements.
+        ValueError: sm_scale has another number of elements.
+        NotImplementedError: another scale has.
     """
     number, of_requests, of_query_heads, q, k = 1.0, None, None, None, None
     for name, scale in (
@@ -546,12 +548,12 @@ def scaled(
 
 
 def scale_of_v(v_scale: Scale, is_float8: bool, num_kv_heads: int) -> tuple[Scale | None, Scale | None]:
-    """V's scale as kernels take it, of a float8 cache; and what is left for the output to be multiplied by.
+    """(V's scale for kernels, with a float8 cache; the remaining factor of the output).
 
-    None for 1.
+    None means 1.
 
     Raises:
-        NotImplementedError: a tensor of other elements.
+        NotImplementedError: a tensor with another number of elements.
     """
     if is_number(v_scale):
         v_scale = float(v_scale)
@@ -565,17 +567,17 @@ def scale_of_v(v_scale: Scale, is_float8: bool, num_kv_heads: int) -> tuple[Scal
 
 
 def flat(scale: Tensor) -> Tensor:
-    """float32 [elements]; the tensor itself if it is that, as kernels know again which tensors they were
-    given.
+    """float32 [elements]. Returns the tensor itself if possible, because kernels recognize tensors they were
+    given before.
     """
     return scale if scale.ndim == 1 and scale.dtype == torch.float32 else scale.reshape(-1).to(torch.float32)
 
 
 def one_of(**scales: Scale | None) -> Scale | None:
-    """The one that is given, of two names for the same scale.
+    """The scale that is given, under either of its two names.
 
     Raises:
-        ValueError: both are.
+        ValueError: both are given.
     """
     given = [(name, scale) for name, scale in scales.items() if scale is not None]
     if len(given) > 1:
@@ -592,6 +594,6 @@ def _query_head_scale() -> Variant:
 
 
 def scale_variants(params: frozenset[str]) -> list[Variant]:
-    """The variants that multiply scores by what runs are given under these names."""
+    """The variants that multiply scores by runs' arguments of these names."""
     of_requests = [builtin.request_scale()] if "sm_scales" in params else []
     return of_requests + ([_query_head_scale()] if "q_scales" in params else [])

@@ -1,4 +1,4 @@
-"""flashinfer.attention: any batch in one plan, and attention sinks. Every wrapper does the first here."""
+"""flashinfer.attention: any batch in one plan (as all wrappers here can do), and attention sinks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 
 
 class BatchAttention(Wrapper):
-    """Decodes, chunks and prompts of a batch over a paged cache; `plan` once a step, `run` once a layer.
+    """Decodes, chunks and prompts of a batch over a paged cache; call `plan` once a step, `run` once a layer.
 
     Args:
         kv_layout: "NHD" or "HND".
-        device: not needed: that of the plan's tensors is used, and of a plan on the host this one.
+        device: only used for plans whose tensors are on the host; otherwise the tensors' device is used.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
         self._device = torch.device(device)
-        super().__init__(torch.empty(0, dtype=torch.uint8), kv_layout)  # on which device, plans say
+        super().__init__(torch.empty(0, dtype=torch.uint8), kv_layout)  # plans set the device
 
     def plan(
         self,
@@ -55,8 +56,8 @@ class BatchAttention(Wrapper):
                 [batch_size], tokens.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         refuse_given(use_profiler=use_profiler)
         device = (
@@ -98,14 +99,14 @@ class BatchAttention(Wrapper):
         Args:
             q: [rows, num_qo_heads, head_dim].
             kv_cache: (k, v), or both in one tensor, in kv_layout.
-            logits_soft_cap: 0, or that of the plan.
+            logits_soft_cap: 0, or the plan's value.
 
         Returns:
-            The output in q's shape, and float32 [rows, num_qo_heads], to base 2.
+            The output in q's shape, and the base-2 lse, float32 [rows, num_qo_heads].
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
-                supported, by its name.
+            ValueError: an argument is wrong, or there is no plan yet.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         if profiler_buffer is not None or kv_cache_sf is not None:
             refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
@@ -121,15 +122,16 @@ class BatchAttention(Wrapper):
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """BatchPrefillWithPagedKVCacheWrapper whose runs are given sinks: `run(q, paged_kv_cache, sinks,
-    sm_scale)`, sinks float32 [num_qo_heads].
+    """BatchPrefillWithPagedKVCacheWrapper whose runs take sinks: `run(q, paged_kv_cache, sinks, sm_scale)`,
+    sinks float32 [num_qo_heads].
 
     Args:
-        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode, window_left: not used: those
-        of the plan count.
+        q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode, window_left: not used; the
+            plan's values apply.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""flashinfer.autotuner, which engines enter before they serve: there is nothing to tune, kernels are shipped
-and plans are made on the device.
+"""flashinfer.autotuner, which engines call before serving. It does nothing here: kernels are precompiled, and
+plans are made on the device.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def autotune(*_arguments: Any, **_options: Any) -> AbstractContextManager[None]:
-    """A context in which nothing happens; every argument of FlashInfer's is taken."""
+    """A context manager that does nothing; accepts all of FlashInfer's arguments."""
     return nullcontext()
 
 
 class AutoTuner:
-    """Has nothing to remember."""
+    """Stores nothing."""
 
     _dirty = False  # read by vLLM
 
@@ -24,7 +24,7 @@ class AutoTuner:
         return cls()
 
     def load_configs(self, _path: str) -> bool:
-        """Whether the file fits: every one does."""
+        """Whether the file fits: always true."""
         return True
 
     def save_configs(self, path: str) -> None:
@@ -35,8 +35,8 @@ class AutoTuner:
 
 
 def set_autotune_process_group(_group: Any) -> None:
-    """Of ranks that would choose together."""
+    """Does nothing."""
 
 
 def get_autotune_process_group() -> None:
-    """None: nothing is chosen."""
+    """Returns None: there is no group."""

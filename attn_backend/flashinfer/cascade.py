@@ -1,4 +1,4 @@
-"""flashinfer.cascade: shared prefixes, and attention states that merge."""
+"""flashinfer.cascade: shared prefixes, and merging of attention states."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ __all__ = [
 ]
 
 
-# of a cascade's plan
+# arguments of a cascade's plan
 _ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of each row over the tokens of both: v [rows, heads, head_dim], s float32 [rows, heads], to
-    base 2.
+    """Merges two states of each row: v [rows, heads, head_dim], s float32 [rows, heads], base 2.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -57,7 +56,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 def merge_state_in_place(
     v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
 ) -> None:
-    """merge_state into v and s; rows whose mask (bool [rows]) is False are left alone.
+    """merge_state into v and s; rows whose mask (bool [rows]) is False are left unchanged.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -66,8 +65,8 @@ def merge_state_in_place(
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of each row over the tokens of all: v [rows, states, heads, head_dim], s float32 [rows,
-    states, heads], to base 2.
+    """Merges all states of each row: v [rows, states, heads, head_dim], s float32 [rows, states, heads], base
+    2.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -76,23 +75,24 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MultiLevelCascadeAttentionWrapper(Wrapper):
-    """Prefixes shared by runs of consecutive rows: a page table for each level, the most shared first.
+    """Prefixes shared by runs of consecutive rows: one page table per level, the most shared level first.
 
     One launch for all levels.
 
-    `plan` once a step, `run` once a layer. Prefixes that page tables share need no levels here: the other
-    wrappers find them by themselves.
+    Call `plan` once a step, `run` once a layer. Prefixes that page tables share need no levels here: the
+    other wrappers find them automatically.
 
     Args:
         num_levels: at most 8.
         float_workspace_buffer: any tensor on the device.
         kv_layout: "NHD" or "HND".
-        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is.
+        use_cuda_graph: copies plans to the buffers, and keeps the workspace in place.
         qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr:
-        a buffer for each level.
+            one buffer per level.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
 
         Args:
             qo_indptr_arr: for each level int32 [batch_size of the level + 1]: the rows that see each of its
-                prefixes. All start and end at the same rows. paged_kv_indptr_arr, paged_kv_indices_arr,
-                paged_kv_last_page_len: for each level its page tables.
-            causal: of the last level, what each request has for itself.
-            sm_scale: a number or a tensor of one element; with one level also of one for each request.
-            window_left: of each level by itself, as in FlashInfer: tokens before a query's place among those
-                of the level.
+                prefixes. All levels start and end at the same rows. paged_kv_indptr_arr,
+                paged_kv_indices_arr, paged_kv_last_page_len: the page tables of each level.
+            causal: for the last level, which holds each request's own tokens.
+            sm_scale: a number, or a tensor with one element; with one level also one element per request.
+            window_left: applied to each level separately, as in FlashInfer: tokens before a query's place
+                among the level's tokens.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         for name, array in zip(_ARRAYS, arrays, strict=True):
@@ -193,8 +193,8 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     begin_forward = plan
 
     def _from_zero(self, level: int, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors of a level, whose indptrs start at 0; refused if they do not fit those of the last
-        level or their buffers.
+        """A level's tensors, with indptrs that start at 0. Refuses tensors that do not fit the last level or
+        their buffers.
         """
         qo_indptr, kv_indptr, kv_indices, last_page_len = parts
         first_row, qo_indptr = from_zero(qo_indptr)
@@ -215,7 +215,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         return parts
 
     def _on_device(self, level: int, parts: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """The tensors of a level: its buffers, filled, if there are CUDA graphs."""
+        """The tensors of a level; with CUDA graphs its buffers, filled."""
         if not self._use_cuda_graph:
             return [on_device(part, self.device, True) for part in parts]
         for buffer, part in zip(self._buffers[level], parts, strict=True):
@@ -240,11 +240,12 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
-    """One query of each request, whose prefix lies in tensors of its own; for code that was written before
+    """Decode with one query per request and a shared prefix in separate tensors. For code that predates
     MultiLevelCascadeAttentionWrapper.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -265,7 +266,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         page_size: int,
         data_type: DType = "float16",
     ) -> None:
-        """Plans what each request has for itself, as BatchDecodeWithPagedKVCacheWrapper.plan."""
+        """Plans each request's own tokens, like BatchDecodeWithPagedKVCacheWrapper.plan."""
         self._unique.plan(
             unique_kv_indptr,
             unique_kv_indices,
@@ -279,8 +280,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         )
 
     def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedKV) -> Tensor:
-        """q [batch_size, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in
-        kv_layout: attention over both, in q's shape.
+        """Attention over the shared prefix and each request's own tokens. q [batch_size, num_qo_heads,
+        head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in kv_layout. Returns q's shape.
         """
         return _merged(
             single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True),
@@ -292,11 +293,12 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
-    """Queries of each request, whose prefix lies in tensors of its own; for code that was written before
+    """Prefill with a shared prefix in separate tensors. For code that predates
     MultiLevelCascadeAttentionWrapper.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -318,8 +320,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         page_size: int,
         q_data_type: DType = "float16",
     ) -> None:
-        """Plans what each request has for itself, as BatchPrefillWithPagedKVCacheWrapper.plan. q_data_type:
-        FlashInfer has float16 only.
+        """Plans each request's own tokens, like BatchPrefillWithPagedKVCacheWrapper.plan. q_data_type:
+        FlashInfer supports only float16.
         """
         self._unique.plan(
             qo_indptr,
@@ -345,13 +347,14 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor:
-        """q [rows, num_qo_heads, head_dim], k_shared and v_shared [tokens, num_kv_heads, head_dim] in
-        kv_layout: attention over both, in q's shape. causal: in what each request has for itself. rope_scale,
-        rope_theta: None or their defaults, as Q and K are not rotated.
+        """Attention over the shared prefix and each request's own tokens. q [rows, num_qo_heads, head_dim],
+        k_shared and v_shared [tokens, num_kv_heads, head_dim] in kv_layout. Returns q's shape. causal: only
+        for each request's own tokens. rope_scale, rope_theta: None or their defaults, as Q and K are not
+        rotated.
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
-                supported, by its name.
+            ValueError: an argument is wrong, or there is no plan yet.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         for name, value, default in (("rope_scale", rope_scale, 1.0), ("rope_theta", rope_theta, 1e4)):
             if value is not None and value != default:

@@ -1,4 +1,4 @@
-"""flashinfer.decode: one query, or a few, for each request."""
+"""flashinfer.decode: one or a few queries per request."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from .wrapper import Logits, Wrapper, keeps_splits, plain_logits
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    """q_len_per_req queries of each request over a paged cache; `plan` once a step, `run` once a layer.
+    """q_len_per_req queries of each request over a paged cache; call `plan` once a step, `run` once a layer.
 
-    The workspace buffer says which device is used, and nothing more: this package allocates what it needs,
-    once. `plan` neither copies tensors that are on the device nor waits for it; they must stay as they are
-    until the runs have ended.
+    The workspace buffer only selects the device: this package allocates its own memory, once. `plan` neither
+    copies device tensors nor waits for the device; leave the tensors unchanged until the runs have ended.
 
     Args:
         float_workspace_buffer: any tensor on the device.
         kv_layout: "NHD" or "HND".
-        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is, so that captured
-            runs serve every later plan.
-        use_tensor_cores: every kernel does.
+        use_cuda_graph: copies plans to the buffers and keeps the workspace in place, so that captured runs
+            work with every later plan.
+        use_tensor_cores: no effect, as every kernel uses them.
         paged_kv_indptr_buffer: int32 [batch_size + 1], paged_kv_indices_buffer: int32 [most pages],
-            paged_kv_last_page_len_buffer: int32 [batch_size]: where plans are copied to if use_cuda_graph.
-        backend: "auto", "fa2" or "fa3": all the same here.
+            paged_kv_last_page_len_buffer: int32 [batch_size]: buffers for plans if use_cuda_graph.
+        backend: "auto", "fa2" or "fa3": equivalent here.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._use_tensor_cores = use_tensor_cores
-        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
+        # The last plan's tensors, or the buffers of CUDA graphs. Any, as they are None only before a plan.
         self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
         self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer
@@ -94,7 +94,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     def use_tensor_cores(self) -> bool:
         return self._use_tensor_cores
 
-    # What engines compare with what they planned.
+    # Properties that engines compare with their own values.
     @property
     def _window_left(self) -> int:
         return self._logits_options[1]
@@ -137,19 +137,18 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
                 page table of each request, on the device or on the host.
             window_left: tokens that a query sees before its own; -1: all.
             logits_soft_cap: cap * tanh(logit / cap) if above 0.
-            sm_scale: default head_dim ** -0.5. A tensor of one element, or of one for each request, is read
-                when a run's kernel runs.
-            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then.
-            o_data_type: that of Q (None), or float8_e4m3fn; under float8 Q also one of 16 bits.
+            sm_scale: default head_dim ** -0.5. A tensor with one element, or one per request, is read when
+                the run's kernel runs.
+            q_data_type: a 16-bit type, or float8_e4m3fn or float8_e5m2 if kv_data_type is the same.
+            o_data_type: Q's type (None), or float8_e4m3fn; under float8 Q also a 16-bit type.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
                 fixed_split_size -1: none, as None.
-            q_len_per_req: queries of each request, its last tokens; they see each other as causal attention
-                does.
+            q_len_per_req: queries of each request, which are its last tokens. Causal among each other.
             block_tables, seq_lens: not used.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         if window_right != 0:
             not_supported(f"window_right = {window_right}")
@@ -197,7 +196,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     begin_forward = plan
 
     def _plan_logits(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
-        """Plans the batch that is known."""
+        """Plans the current batch."""
         self._logits_options = (pos, window_left, logits_soft_cap)
         qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)
         view = BSRView(qo_indptr, self._table, causal=True, window_left=max(window_left, -1))
@@ -216,7 +215,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             refuse(
                 "q_len_per_req",
                 q_len,
-                f"{self._q_len_per_req}, that of the first plan: it is frozen with use_cuda_graph=True",
+                f"{self._q_len_per_req}, as in the first plan: it is frozen with use_cuda_graph=True",
             )
         self._check_batch_size(batch_size)
         indptr, indices = pages_from_zero(indptr, indices)
@@ -226,8 +225,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         copy_if_other(self._paged_kv_indices_buf[: len(indices)], indices, non_blocking)
 
     def _check_kv_lens(self, indptr: Tensor, last_page_len: Tensor, page_size: int, q_len: int) -> None:
-        """Requests of fewer tokens than queries are refused where the host can see them; on a device their
-        first rows see nothing.
+        """Refuses requests with fewer tokens than queries if the host can read them. On a device, their first
+        rows see nothing.
         """
         if indptr.device.type != "cpu" or last_page_len.device.type != "cpu" or len(last_page_len) == 0:
             return
@@ -264,19 +263,19 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Args:
             q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
             paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
-            window_left: None, or that of the plan.
-            sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
+            window_left: None, or the plan's value.
+            sinks: float32 [num_qo_heads]: exp(sink) is added to the sum of each row's exponentials.
             q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
                 [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
             enable_pdl: not used.
 
         Returns:
-            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to
-            base 2.
+            The output in q's shape, of o_data_type; with return_lse also the base-2 lse, float32 [rows,
+            num_qo_heads].
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
-                supported, by its name.
+            ValueError: an argument is wrong, or there is no plan yet.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
             refuse_given(
@@ -316,11 +315,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             must_be = f"batch_size * q_len_per_req = {self._batch_size} * {self._q_len_per_req}, as planned"
             refuse("q.shape[0]", q.shape[0], must_be)
         if window_left is not None and window_left != self._logits_options[1]:
-            refuse("window_left", window_left, f"{self._logits_options[1]}, that of the plan")
+            refuse("window_left", window_left, f"{self._logits_options[1]}, as in the plan")
         if q_len_per_req is not None:
             warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=3)
             if q_len_per_req != self._q_len_per_req:
-                refuse("q_len_per_req", q_len_per_req, f"{self._q_len_per_req}, that of the plan")
+                refuse("q_len_per_req", q_len_per_req, f"{self._q_len_per_req}, as in the plan")
 
     def forward(
         self,
@@ -337,9 +336,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`run` with other options than the plan's, which is then made again.
+        """`run` with options that replace the plan's; plans again.
 
-        For code that was written before `run`.
+        For code that predates `run`.
         """
         pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
         if self._is_planned and (pos, window_left, logits_soft_cap) != self._logits_options:
@@ -399,11 +398,12 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
-    """`plan` that reads the wrapper's buffers as they are if there are some (use_cuda_graph): the caller has
-    filled them. global_override_indptr_cpu is not needed.
+    """`plan`, but uses the wrapper's buffers as they are if it has them (use_cuda_graph): the caller has
+    filled them. global_override_indptr_cpu is not used.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
     if q_len_per_req > 1 and self._q_len_per_req is None:
         refuse("q_len_per_req", q_len_per_req, "1 without a prior plan() of the wrapper, as in FlashInfer")
@@ -415,7 +415,7 @@ def fast_decode_plan(
             self._paged_kv_indices_buf,
             self._paged_kv_last_page_len_buf,
         )
-    BatchDecodeWithPagedKVCacheWrapper.plan(  # engines put this function in the place of the wrapper's own
+    BatchDecodeWithPagedKVCacheWrapper.plan(  # engines replace the wrapper's plan with this function
         self,
         indptr,
         indices,
@@ -471,17 +471,18 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One query of one request.
+    """Attention of one query of one request.
 
     Args:
         q: [num_qo_heads, head_dim].
         k, v: NHD [kv_len, num_kv_heads, head_dim], HND [num_kv_heads, kv_len, head_dim].
 
     Returns:
-        [num_qo_heads, head_dim]; with return_lse also float32 [num_qo_heads], to base 2.
+        [num_qo_heads, head_dim]; with return_lse also the base-2 lse, float32 [num_qo_heads].
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
     check_kv_layout(kv_layout)
     logits = Logits(logits_soft_cap or 0.0, pos_encoding(pos_encoding_mode, rope_scale, rope_theta))
@@ -504,10 +505,11 @@ def single_decode_with_kv_cache_with_jit_module(
     window_left: int = -1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """single_decode_with_kv_cache under a variant of one's own; args: what its jit_args name, tensors first.
+    """single_decode_with_kv_cache under a custom variant; args: the values for jit_args, tensors first.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
     masked = MaskMode.CAUSAL.value
     result = single_prefill_with_kv_cache_with_jit_module(
@@ -532,5 +534,5 @@ xqa_batch_decode_with_kv_cache = missing("xqa_batch_decode_with_kv_cache")
 
 
 def _grouped_size_compiled_for_decode_kernels(num_qo_heads: int, num_kv_heads: int) -> bool:
-    """Engines choose use_tensor_cores by this, which makes no difference here."""
+    """Engines use this to choose use_tensor_cores, which has no effect here."""
     return num_qo_heads // num_kv_heads in (1, 2, 4, 8)

@@ -1,4 +1,4 @@
-"""FlashInfer's features that this package lacks. Each is refused by name."""
+"""FlashInfer features that this package lacks. Using one raises an error with its name."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def refuse_given(**arguments: object) -> None:
 
 
 class _Missing(type):
-    """Of classes that are not there.
+    """The metaclass of missing classes.
 
-    An enumeration's members are not there either: whoever reads one is told so, and `hasattr` is False.
+    An enumeration's members are missing as well: reading one raises, and `hasattr` is False.
     """
 
     def __getattr__(cls, member: str) -> NoReturn:
@@ -62,8 +62,8 @@ class _Missing(type):
 
 @cache
 def missing(name: str) -> Any:
-    """A function of FlashInfer's that refuses every call, or, where the name is a class's, a class that
-    refuses to be made: it can be imported, named in annotations, asked for by isinstance and derived from.
+    """A FlashInfer function that refuses every call, or, if the name is a class's, a class that cannot be
+    instantiated. The class can be imported, used in annotations and isinstance, and derived from.
     """
 
     def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
@@ -78,7 +78,7 @@ def missing(name: str) -> Any:
     return refuse
 
 
-# module -> what engines import of it, unconditionally, where flashinfer is installed (vLLM 0.26 to 0.33,
+# module -> names that engines import from it unconditionally if flashinfer is installed (vLLM 0.26 to 0.33,
 # SGLang 0.5.17 to 0.5.23)
 NAMES = {
     "comm.mnnvl": ("CommBackend",),
@@ -95,5 +95,5 @@ NAMES = {
 
 
 def names_of(module: str) -> dict[str, Any]:
-    """What the alias's module `flashinfer.<module>` has."""
+    """The contents of the alias's module `flashinfer.<module>`."""
     return {name: missing(f"{module}.{name}") for name in NAMES[module]}

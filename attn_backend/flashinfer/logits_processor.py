@@ -1,5 +1,5 @@
-"""flashinfer.logits_processor: what happens to logits, as a list of steps; those in front of a draw become
-one launch with it.
+"""flashinfer.logits_processor: a list of processing steps for logits. Steps before a draw are fused with it
+into one launch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class TensorType(Enum):
-    """What a tensor of a pipe is: scores, probabilities, or tokens."""
+    """The contents of a tensor in a pipe: scores, probabilities, or tokens."""
 
     LOGITS = auto()
     PROBS = auto()
@@ -40,7 +40,7 @@ class TensorType(Enum):
 
 @dataclass(frozen=True)
 class TaggedTensor:
-    """A tensor that says what it is."""
+    """A tensor with its TensorType."""
 
     data: Tensor
     type: TensorType
@@ -59,16 +59,16 @@ class TaggedTensor:
 
 
 class LogitsProcessor:
-    """A step of a pipe. `makes`: the type that it makes of each type that it takes."""
+    """A step of a pipe. `makes`: maps each input type that it accepts to its output type."""
 
     makes: ClassVar[dict[TensorType, TensorType]] = {}
-    letter: ClassVar[str] = "?"  # in the patterns of what goes together with a draw
+    letter: ClassVar[str] = "?"  # in the patterns of steps that are fused with a draw
 
     def __init__(self, **params: Any) -> None:
         self.params = params
 
     def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
-        """The step alone. options: those of the call."""
+        """Runs only this step. options: the options of the call."""
         raise NotImplementedError(f"{type(self).__name__}.apply")
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class LogitsProcessor:
 
 
 class Temperature(LogitsProcessor):
-    """logits / temperature: of the call, one above 0, or float32 [batch]."""
+    """logits / temperature, an option of the call: a number above 0, or float32 [batch]."""
 
     makes: ClassVar = {TensorType.LOGITS: TensorType.LOGITS}
     letter = "T"
@@ -100,8 +100,8 @@ class Softmax(LogitsProcessor):
 
 
 class TopK(LogitsProcessor):
-    """The top_k (of the call) most likely tokens. joint_topk_topp: a TopP that follows counts all tokens, not
-    what TopK leaves.
+    """Keeps the top_k (an option of the call) most likely tokens. joint_topk_topp: a following TopP applies
+    to all tokens, not to those that TopK leaves.
     """
 
     makes: ClassVar = {TensorType.LOGITS: TensorType.LOGITS, TensorType.PROBS: TensorType.PROBS}
@@ -120,7 +120,7 @@ class TopK(LogitsProcessor):
 
 
 class TopP(LogitsProcessor):
-    """The most likely tokens that together have the probability top_p, of the call."""
+    """Keeps the most likely tokens whose total probability is top_p, an option of the call."""
 
     makes: ClassVar = {TensorType.PROBS: TensorType.PROBS}
     letter = "P"
@@ -130,7 +130,7 @@ class TopP(LogitsProcessor):
 
 
 class MinP(LogitsProcessor):
-    """The tokens that are at least min_p (of the call) times as likely as the most likely one."""
+    """Keeps tokens at least min_p (an option of the call) times as likely as the most likely one."""
 
     makes: ClassVar = {TensorType.PROBS: TensorType.PROBS}
     letter = "M"
@@ -143,8 +143,8 @@ class MinP(LogitsProcessor):
 
 
 class Sample(LogitsProcessor):
-    """A token of each row. indices, generator, seed, offset: of the call, as in flashinfer.sampling.
-    deterministic: always.
+    """Draws a token for each row. indices, generator, seed, offset: options of the call, as in
+    flashinfer.sampling. deterministic: always true.
     """
 
     makes: ClassVar = {TensorType.LOGITS: TensorType.INDICES, TensorType.PROBS: TensorType.INDICES}
@@ -161,24 +161,24 @@ class Sample(LogitsProcessor):
         return tokens
 
 
-# Steps in front of a draw that are one launch with it, by their letters.
+# Sequences of steps that are fused with a following draw, by their letters.
 _TOGETHER = {TensorType.LOGITS: re.compile(r"T?(K?|S(K?P?|M)|KSP?)"), TensorType.PROBS: re.compile(r"K?P?|M")}
 
 _FILTERS = {"K": "top_k", "P": "top_p", "M": "min_p"}
 
 
 class LogitsPipe:
-    """Steps one after another: `LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])(logits,
+    """Runs steps in sequence: `LogitsPipe([Temperature(), Softmax(), TopP(), Sample()])(logits,
     temperature=0.8, top_p=0.9)`.
 
     Args:
         processors: at least one.
-        compile: whether steps in front of a draw become one launch with it.
-        input_type: what the first step is given; needed if that takes logits and probabilities.
+        compile: whether steps before a draw are fused with it into one launch.
+        input_type: the first step's input; needed if that step takes both logits and probabilities.
 
     Raises:
-        ValueError: steps that do not follow on each other, or no input_type. NotImplementedError: custom
-            rules.
+        ValueError: a step does not accept the previous step's output, or input_type is missing.
+        NotImplementedError: custom rules.
     """
 
     def __init__(
@@ -197,18 +197,18 @@ class LogitsPipe:
             if len(self.processors[0].makes) != 1:
                 refuse("input_type", None, f"given: {self.processors[0]} takes logits and probabilities")
             input_type = next(iter(self.processors[0].makes))
-        self.initial_type = input_type  # what the first step is given
+        self.initial_type = input_type  # the first step's input
         self._types = [input_type]
         for i, processor in enumerate(self.processors):
             if self._types[-1] not in processor.makes:
                 refuse(f"processors[{i}]", processor, f"a step that takes {self._types[-1].name}")
             self._types.append(processor.makes[self._types[-1]])
-        self._drawn_from = len(self.processors)  # from this step on all is one launch
+        self._drawn_from = len(self.processors)  # the steps from this one on are one launch
         if compile:
             self.compile()
 
     def compile(self, custom_fusion_rules: Any = None, custom_validity_checks: Any = None) -> None:
-        """Puts the steps in front of a draw together with it."""
+        """Fuses the steps before the draw with it."""
         refuse_given(custom_fusion_rules=custom_fusion_rules, custom_validity_checks=custom_validity_checks)
         if not isinstance(self.processors[-1], Sample):
             return
@@ -225,7 +225,7 @@ class LogitsPipe:
 
         Args:
             x: [batch, vocab].
-            options: what the steps need: temperature, top_k, top_p, min_p, indices, generator, seed, offset.
+            options: used by the steps: temperature, top_k, top_p, min_p, indices, generator, seed, offset.
 
         Raises:
             ValueError: an option that is missing or wrong.
@@ -238,8 +238,8 @@ class LogitsPipe:
         return self._draw(tensor, options) if self._drawn_from < len(self.processors) else tensor
 
     def _draw(self, tensor: Tensor, options: dict[str, Any]) -> Tensor:
-        """The last steps in one launch (after another one, if there is a temperature, or rows are named by
-        indices).
+        """Runs the last steps in one launch. A temperature, or rows selected by indices, need another launch
+        before.
         """
         steps = {processor.letter: processor for processor in self.processors[self._drawn_from : -1]}
         if "T" in steps:
@@ -261,7 +261,7 @@ class LogitsPipe:
 
 
 def _option(options: dict[str, Any], name: str) -> Any:
-    """An option of the call, which must be above 0 if it is a number."""
+    """An option of the call, checked to be above 0 if it is a number."""
     value = options.get(name)
     if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value > 0):
         refuse(name, value, "a number above 0 or a tensor [batch]")

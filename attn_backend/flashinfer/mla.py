@@ -1,5 +1,5 @@
-"""flashinfer.mla: attention over the latents of MLA (DeepSeek-V2, arXiv 2405.04434), with the up-projections
-absorbed into Q and the output.
+"""flashinfer.mla: attention over MLA latents (DeepSeek-V2, arXiv 2405.04434), with up-projections absorbed
+into Q and the output.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ __all__ = [
 
 
 class BatchMLAPagedAttentionWrapper(Wrapper):
-    """Queries of a batch over paged latents; `plan` once a step, `run` once a layer.
+    """Queries of a batch over paged latents; call `plan` once a step, `run` once a layer.
 
-    Prefills that are not absorbed: BatchPrefillWithRaggedKVCacheWrapper.
+    For prefills without absorption, use BatchPrefillWithRaggedKVCacheWrapper.
 
-    The workspace buffer says which device is used, and nothing more. `plan` does not wait for the device.
+    The workspace buffer only selects the device. `plan` does not wait for the device.
 
     Args:
         float_workspace_buffer: any tensor on the device.
-        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is, so that captured
-            runs serve every later plan.
+        use_cuda_graph: copies plans to the buffers and keeps the workspace in place, so that captured runs
+            work with every later plan.
         qo_indptr, kv_indptr: int32 [batch_size + 1], kv_indices: int32 [most pages], kv_len_arr: int32
-            [batch_size]: where plans are copied to if use_cuda_graph.
-        backend: "auto", "fa2" or "fa3": all the same here.
+            [batch_size]: buffers for plans if use_cuda_graph.
+        backend: "auto", "fa2" or "fa3": equivalent here.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, use_cuda_graph=use_cuda_graph, backend=backend)
-        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
+        # The last plan's tensors, or the buffers of CUDA graphs. Any, as they are None only before a plan.
         self._qo_indptr_buf: Any = qo_indptr
         self._kv_indptr_buf: Any = kv_indptr
         self._kv_indices_buf: Any = kv_indices
@@ -91,7 +92,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
     @property
     def _cached_module(self) -> Kernels | None:
-        """What engines call in the place of `plan`; None before the first one."""
+        """Engines call its plan instead of `plan`; None before the first plan."""
         return Kernels(self) if self._is_planned else None
 
     def plan(
@@ -113,18 +114,18 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """Plans a batch.
 
         Args:
-            qo_indptr: int32 [batch_size + 1], where the queries of each request begin.
-            kv_indptr: int32 [at least batch_size + 1], where the pages of each request begin in kv_indices,
-                int32 [pages].
+            qo_indptr: int32 [batch_size + 1], offsets of each request's queries.
+            kv_indptr: int32 [at least batch_size + 1], offsets of each request's pages in kv_indices, int32
+                [pages].
             kv_len_arr: int32 [batch_size], tokens of each request.
             head_dim_ckv, head_dim_kpe: columns of the latent, and of the rotated part: 512 and 64, or 0.
-            causal: the queries of a request are its last tokens, and see those before and themselves.
-            sm_scale: that of the heads before the absorption: (128 + 64) ** -0.5 in DeepSeek's models.
-            kv_data_type: q_data_type, or float8_e4m3fn or float8_e5m2, of both caches.
+            causal: the queries of a request are its last tokens; each sees the tokens up to itself.
+            sm_scale: the scale of the heads before absorption: (128 + 64) ** -0.5 in DeepSeek's models.
+            kv_data_type: q_data_type, or float8_e4m3fn or float8_e5m2, for both caches.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         refuse_given(use_profiler=use_profiler)
         heads = heads_of(
@@ -183,22 +184,22 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
         Args:
             q_nope: [qo_indptr[-1], num_heads, head_dim_ckv], q_pe: [qo_indptr[-1], num_heads, head_dim_kpe].
-                Read where they are.
+                They are not copied.
             ckv_cache: [pages, page_size, head_dim_ckv], kpe_cache: [pages, page_size, head_dim_kpe]: the two
-                parts of one tensor, `cache[..., :512]` and `cache[..., 512:]`. Caches that lie apart are
-                copied into one by each run, all of their pages, with a warning: the kernels read a token's
-                latent and rotated part as one row.
+                parts of one tensor, `cache[..., :512]` and `cache[..., 512:]`. The kernels read a token's
+                latent and rotated part as one row. Separate caches are therefore copied into one by each
+                run, all of their pages, with a warning.
             out: [rows, num_heads, head_dim_ckv], lse: float32 [rows, num_heads], written.
-            kv_len, page_table: of FlashInfer's backend "cutlass"; not used.
-            ckv_scale, kpe_scale: what the numbers of float8 caches are multiplied by; both must be given over
-                them. Where they differ, q_pe is multiplied by the second over the first, and rounded.
+            kv_len, page_table: for FlashInfer's backend "cutlass"; not used.
+            ckv_scale, kpe_scale: factors of the numbers in float8 caches, which require both. If they differ,
+                q_pe is multiplied by kpe_scale / ckv_scale, and rounded.
 
         Returns:
-            out; with return_lse also lse, to base 2, or e with return_lse_base_on_e.
+            out; with return_lse also lse, base 2, or base e with return_lse_base_on_e.
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
-                supported, by its name.
+            ValueError: an argument is wrong, or there is no plan yet.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         if profiler_buffer is not None or o_scale is not None:
             refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale)
@@ -220,7 +221,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             )
         try:
             if self._has_rope:
-                # Without pages both addresses are 0. Other parts than planned may pass; run refuses them.
+                # Without pages both addresses are 0. Wrong parts may pass; run refuses them.
                 q_rope, is_one = q_pe, kpe_cache.data_ptr() - ckv_cache.data_ptr() == self._latent_bytes
             else:
                 self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)
@@ -252,8 +253,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     def _with_one_scale(
         self, q_pe: Tensor, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None
     ) -> tuple[Tensor, float]:
-        """q_pe and the scale of a whole row of the cache: what the scale of kpe differs by multiplies q_pe,
-        whose products are the same then.
+        """q_pe, and one scale for a whole row of the cache. q_pe is multiplied by the ratio of the scales, so
+        its products stay the same.
         """
         if (ckv_scale is None) == (ckv_scale_arr is None):
             raise ValueError(
@@ -277,13 +278,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return q_pe * (of_kpe / of_ckv), of_ckv
 
     def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as pages [pages, page_size, 1, columns]: views of the caches, or of a copy where these lie
-        apart.
+        """K and V as pages [pages, page_size, 1, columns]: views of the caches, or of a copy if they are
+        separate.
         """
         self._refuse_columns(ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         dims = self._heads.head_dims
         cache = _joined(ckv_cache, kpe_cache)
-        if ckv_cache.shape[0] == 0:  # two tensors without memory never lie side by side
+        if ckv_cache.shape[0] == 0:  # two tensors without memory are never adjacent
             cache = ckv_cache.new_empty(0, ckv_cache.shape[1], 1, dims.qk)
         if cache is None:
             if not self._has_warned:
@@ -300,7 +301,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return cache, cache.as_strided((*cache.shape[:3], dims.v), cache.stride())
 
     def _refuse_columns(self, **tensors: Tensor) -> None:
-        """Refuses parts of Q and of the cache that are not as planned."""
+        """Refuses parts of Q or the cache that differ from the plan."""
         dims = self._heads.head_dims
         for name, tensor in tensors.items():
             columns = dims.v if name in ("q_nope", "ckv_cache") else dims.qk - dims.v
@@ -312,7 +313,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
 
 class Kernels:
-    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the
+    """FlashInfer's compiled kernels, for engines that call their `plan` with host arrays, which saves the
     wrapper's copies to the host.
     """
 
@@ -332,13 +333,13 @@ class Kernels:
         causal: bool,
         *_options: int,
     ) -> list[int]:
-        """Plans what lies in the wrapper's buffers, which the caller has filled.
+        """Plans the contents of the wrapper's buffers, which the caller has filled.
 
         Returns:
-            What engines keep as the plan's description: nothing.
+            An empty plan description, which engines keep.
 
         Raises:
-            ValueError: other heads than those of the wrapper's first plan.
+            ValueError: the heads differ from the wrapper's first plan.
         """
         wrapper = self._wrapper
         heads = wrapper._heads
@@ -346,7 +347,7 @@ class Kernels:
             refuse(
                 "(num_heads, head_dim_ckv)",
                 (num_heads, head_dim_ckv),
-                f"{(heads.num_qo_heads, heads.head_dims.v)}, those of the first plan",
+                f"{(heads.num_qo_heads, heads.head_dims.v)}, as in the first plan",
             )
         wrapper._rows, wrapper._causal = rows_of(qo_indptr_host), bool(causal)
         wrapper._plan_buffers()
@@ -354,7 +355,7 @@ class Kernels:
 
 
 def _joined(left: Tensor, right: Tensor) -> Tensor | None:
-    """The cache [pages, page_size, 1, width] of which these are the two parts; None where they are not."""
+    """The cache [pages, page_size, 1, width] that consists of these two parts; None if there is none."""
     (pages, page_size, width), (page_step, step, element_step) = left.shape, left.stride()
     right_pages, right_page_size, more = right.shape
     if element_step != 1:
@@ -375,7 +376,7 @@ def _joined(left: Tensor, right: Tensor) -> Tensor | None:
         return left.as_strided(
             (pages, page_size, 1, width), (page_step if pages > 1 else page_size * step, step, width, 1)
         )
-    except RuntimeError:  # left's memory ends: another tensor's lies right after it
+    except RuntimeError:  # left's memory ends before right: they are two adjacent tensors
         return None
 
 

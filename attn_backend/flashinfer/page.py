@@ -1,4 +1,4 @@
-"""flashinfer.page: page tables, and new tokens into the paged cache."""
+"""flashinfer.page: page tables, and appending new tokens to the paged cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """[batch_size]: tokens of each request of a page table.
 
-    On the device of its arguments; nothing waits for it.
+    On the arguments' device, without waiting for it.
     """
     full_pages = kv_indptr.diff().sub_(1).clamp_(min=0)
     return torch.add(kv_last_page_len, full_pages, alpha=page_size)
@@ -37,14 +37,14 @@ def get_batch_indices_positions(
     batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which request each new token is of, and where it stands in it: the new tokens of a request are its last
-    ones.
+    """The request of each new token, and the token's position in it. New tokens are the last ones of their
+    request.
 
     Args:
         append_indptr: int32 or int64 [batch_size + 1], prefix sum of the numbers of new tokens.
-        seq_lens: [batch_size], tokens of each request, the new ones among them.
-        nnz: elements of what is returned; those after the last new token are request -1, position 0.
-        batch_indices, positions: int32 [nnz], written; made if None.
+        seq_lens: [batch_size], tokens of each request, including the new ones.
+        nnz: length of the results; elements after the last new token are request -1, position 0.
+        batch_indices, positions: int32 [nnz], written; allocated if None.
 
     Raises:
         ValueError: batch_indices or positions of another shape, dtype or device.
@@ -80,15 +80,14 @@ def append_paged_kv_cache(
     kv_last_page_len: Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Writes token i of append_key and append_value to where position positions[i] of request
-    batch_indices[i] is. Nothing waits for the device.
+    """Writes token i of append_key and append_value to position positions[i] of request batch_indices[i].
+    Does not wait for the device.
 
     Args:
         append_key, append_value: [tokens, num_kv_heads, head_dim].
-        batch_indices, positions: int32 [tokens]; a request below 0 is skipped.
+        batch_indices, positions: int32 [tokens]; negative requests are skipped.
         paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
-        kv_indices, kv_indptr: the page table, which has room for the new tokens. kv_last_page_len is not
-            needed.
+        kv_indices, kv_indptr: the page table, with room for the new tokens. kv_last_page_len is not used.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -114,13 +113,13 @@ def append_paged_mla_kv_cache(
     kv_indptr: Tensor,
     kv_last_page_len: Tensor,
 ) -> None:
-    """Writes token i of append_ckv and append_kpe to where position positions[i] of request batch_indices[i]
-    is. Nothing waits for the device.
+    """Writes token i of append_ckv and append_kpe to position positions[i] of request batch_indices[i]. Does
+    not wait for the device.
 
     Args:
         append_ckv: [tokens, columns of the latent], append_kpe: [tokens, columns of the rotated part].
         ckv_cache: [pages, page_size, columns of the latent], kpe_cache: [pages, page_size, columns of the
-            rotated part]: parts of one tensor or not. The rest as in append_paged_kv_cache.
+            rotated part]: parts of one tensor or separate. All others are as in append_paged_kv_cache.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
@@ -139,7 +138,7 @@ def append_paged_mla_kv_cache(
 def slots_of(
     batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int
 ) -> Tensor:
-    """int64 [tokens]: where tokens lie in the cache; -1 for a request below 0."""
+    """int64 [tokens]: the cache slots of tokens; -1 for negative requests."""
     page = positions // page_size
     entry = (kv_indptr[batch_indices.clamp(min=0).long()] + page).clamp_(0, max(kv_indices.shape[0] - 1, 0))
     slots = kv_indices[entry.long()].long() * page_size + (positions - page * page_size)

@@ -1,6 +1,6 @@
 """flashinfer.pod: a prefill and a batch of decodes in one call.
 
-Here they are two runs; a mixed batch in one plan (BatchAttention) shares one.
+Here these are two runs. BatchAttention runs a mixed batch in one plan.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
 class PODWithPagedKVCacheWrapper:
-    """The prefill of one request over K and V of its own, and decodes over a paged cache.
+    """The prefill of one request over its own K and V, and decodes over a paged cache.
 
-    Args: those of BatchDecodeWithPagedKVCacheWrapper.
+    Args: as in BatchDecodeWithPagedKVCacheWrapper.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class PODWithPagedKVCacheWrapper:
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Plans the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan."""
+        """Plans the decodes, like BatchDecodeWithPagedKVCacheWrapper.plan."""
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         options: dict[str, Any] = {
             "q_data_type": q_data_type,
@@ -121,9 +122,9 @@ class PODWithPagedKVCacheWrapper:
         enable_pdl: bool | None = None,
         *args: Any,
     ) -> tuple[Tensor, Tensor]:
-        """The prefill (arguments ..._p, as of single_prefill_with_kv_cache) and the decodes (..._d).
+        """Runs the prefill (arguments ..._p, as in single_prefill_with_kv_cache) and the decodes (..._d).
 
-        As in FlashInfer, the plan's layout, positions, window and scale count for the decodes, and no lse is
+        As in FlashInfer, the plan's layout, positions, window and scale apply to the decodes, and no lse is
         returned.
 
         Returns:
@@ -159,7 +160,8 @@ class BatchPODWithPagedKVCacheWrapper:
     """Prefills and decodes over paged caches.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -196,7 +198,7 @@ class BatchPODWithPagedKVCacheWrapper:
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Plans the prefills (arguments ..._p, as of BatchPrefillWithPagedKVCacheWrapper.plan) and the
+        """Plans the prefills (arguments ..._p, as in BatchPrefillWithPagedKVCacheWrapper.plan) and the
         decodes (..._d).
         """
         options: dict[str, Any] = {
@@ -238,13 +240,13 @@ class BatchPODWithPagedKVCacheWrapper:
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
     ) -> tuple[Any, Any]:
-        """The prefills and the decodes; causal_p and the masks are the prefills'.
+        """Runs the prefills and the decodes. causal_p and the masks apply to the prefills.
 
-        A run with a mask, and the first one with another causal_p than before, plans them again.
+        A run with a mask, or with a new causal_p, plans the prefills again.
 
         Returns:
-            (output of the prefills, output of the decodes); with return_lse ((outputs), (lse of both, float32
-            [rows, num_qo_heads], to base 2)).
+            (output of the prefills, output of the decodes); with return_lse ((outputs), (base-2 lse of both,
+            float32 [rows, num_qo_heads])).
         """
         has_mask = custom_mask_p is not None or packed_custom_mask_p is not None
         if has_mask or self._has_mask:

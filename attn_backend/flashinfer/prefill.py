@@ -1,4 +1,4 @@
-"""flashinfer.prefill: many queries of a request, or of each request of a batch."""
+"""flashinfer.prefill: many queries of one request, or of each request of a batch."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from .wrapper import BACKENDS, Logits, Wrapper, attention_of_call, keeps_splits,
 
 
 class BatchPrefill(Wrapper):
-    """What the wrappers over paged and over ragged K and V have in common: a page table that `plan` makes,
-    and the options that `forward` may change.
+    """Base of the wrappers over paged and over ragged K and V: a page table that `plan` makes, and options
+    that `forward` may change.
     """
 
     # Of the last plan.
@@ -65,22 +65,22 @@ class BatchPrefill(Wrapper):
         mask_indptr_buf: Tensor | None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        # The last plan's, or the buffers of CUDA graphs. (Any: nothing below sees the None before a plan.)
+        # The last plan's tensors, or the buffers of CUDA graphs. Any, as they are None only before a plan.
         self._qo_indptr_buf: Any = qo_indptr_buf
         self._custom_mask_buf: Any = custom_mask_buf
         self._mask_indptr_buf: Any = mask_indptr_buf
         if use_cuda_graph:
             self._fixed_batch_size = buffer_length("qo_indptr_buf", qo_indptr_buf) - 1
         self._rows = None
-        # with which CUDA graphs were captured; engines read and write it
+        # for captured CUDA graphs; engines read and write it
         self._max_total_num_rows: int | None = None
 
     @property
     def _cached_module(self) -> Kernels | None:
-        """What engines call in the place of `plan`; None before the first one."""
+        """Engines call its plan instead of `plan`; None before the first plan."""
         return Kernels(self) if self._is_planned else None
 
-    # What engines compare with what they planned.
+    # Properties that engines compare with their own values.
     @property
     def _causal(self) -> bool:
         return self._options[0]
@@ -94,8 +94,8 @@ class BatchPrefill(Wrapper):
         return self._options[3] or 0.0
 
     def _check_fixed(self, batch_size: int) -> None:
-        """With CUDA graphs: the batch size is that of the buffers, and the rows are at most those of the
-        first plan.
+        """With CUDA graphs: checks that the batch size equals the buffers', and that there are at most as
+        many rows as in the first plan.
         """
         self._check_batch_size(batch_size)
         room = self._planned.max_rows
@@ -107,7 +107,7 @@ class BatchPrefill(Wrapper):
             )
 
     def _keep_mask(self, packed: Tensor | None, mask_indptr: Tensor | None, non_blocking: bool) -> None:
-        """The mask, in the buffers if there are CUDA graphs."""
+        """Keeps the mask; with CUDA graphs in the buffers."""
         if packed is None or not self._use_cuda_graph:
             if not self._use_cuda_graph:
                 self._custom_mask_buf, self._mask_indptr_buf = packed, mask_indptr
@@ -133,7 +133,7 @@ class BatchPrefill(Wrapper):
     def _plan_logits(
         self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None
     ) -> None:
-        """Plans the batch that is known."""
+        """Plans the current batch."""
         self._options = (causal, pos, window_left, logits_soft_cap)
         packed, mask_indptr = self._mask
         prefix_len, token_pos_in_items = self._items
@@ -161,10 +161,10 @@ class BatchPrefill(Wrapper):
         if self._rows is not None and q.shape[0] != self._first_row + self._rows:
             refuse("q.shape[0]", q.shape[0], f"qo_indptr[-1] = {self._first_row + self._rows}, as planned")
         if window_left is not None and window_left != self._options[2]:
-            refuse("window_left", window_left, f"{self._options[2]}, that of the plan")
+            refuse("window_left", window_left, f"{self._options[2]}, as in the plan")
 
     def set_causal(self, causal: bool) -> None:
-        """Plans again if the plan has another one."""
+        """Plans again if the plan's value differs."""
         if self._is_planned and causal != self._options[0]:
             self._plan_logits(causal, *self._options[1:])
 
@@ -176,14 +176,14 @@ class BatchPrefill(Wrapper):
         logits_soft_cap: float | None,
         sm_scale: Scale | None,
     ) -> None:
-        """For `forward`, whose options replace the plan's."""
+        """Plans with the options of `forward`, which replace the plan's."""
         if self._is_planned and (causal, pos, window_left, logits_soft_cap) != self._options:
             self._plan_logits(causal, pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
 
 
 class Kernels:
-    """FlashInfer's compiled kernels, as engines see them that call their `plan` with host arrays, to save the
+    """FlashInfer's compiled kernels, for engines that call their `plan` with host arrays, which saves the
     wrapper's copies to the host.
     """
 
@@ -210,13 +210,13 @@ class Kernels:
         window_left: int,
         *_options: int,
     ) -> list[int]:
-        """Plans what lies in the wrapper's buffers, which the caller has filled; nothing is copied.
+        """Plans the contents of the wrapper's buffers, which the caller has filled; copies nothing.
 
         Returns:
-            What engines keep as the plan's description: nothing.
+            An empty plan description, which engines keep.
 
         Raises:
-            ValueError: another batch size, page size or shape of heads than that of the wrapper's first plan.
+            ValueError: batch size, page size or heads differ from the wrapper's first plan.
         """
         wrapper = self._wrapper
         heads = wrapper._heads
@@ -232,7 +232,7 @@ class Kernels:
             refuse(
                 "(batch_size, page_size, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)",
                 given,
-                f"{planned}, those of the first plan",
+                f"{planned}, as in the first plan",
             )
         wrapper._rows = int(qo_indptr_host[-1])
         wrapper._plan_logits(causal, wrapper._options[1], window_left, wrapper._options[3])
@@ -240,24 +240,25 @@ class Kernels:
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
-    """Queries of a batch over a paged cache; `plan` once a step, `run` once a layer.
+    """Queries of a batch over a paged cache; call `plan` once a step, `run` once a layer.
 
-    The workspace buffer says which device is used, and nothing more. `plan` neither copies tensors that are
-    on the device nor waits for it; they must stay as they are until the runs have ended. qo_indptr on the
-    host lets `plan` check it, and make exactly the room that it needs.
+    The workspace buffer only selects the device. `plan` neither copies device tensors nor waits for the
+    device; leave the tensors unchanged until the runs have ended. If qo_indptr is on the host, `plan` can
+    check it, and allocates exactly the memory needed.
 
     Args:
         float_workspace_buffer: any tensor on the device.
         kv_layout: "NHD" or "HND".
-        use_cuda_graph: plans are copied to the buffers, and the workspace stays where it is, so that captured
-            runs serve every later plan.
+        use_cuda_graph: copies plans to the buffers and keeps the workspace in place, so that captured runs
+            work with every later plan.
         qo_indptr_buf, paged_kv_indptr_buf: int32 [batch_size + 1], paged_kv_indices_buf: int32 [most pages],
             paged_kv_last_page_len_buf: int32 [batch_size], custom_mask_buf: uint8, mask_indptr_buf: int32
-            [batch_size + 1]: where plans are copied to if use_cuda_graph.
-        backend: "auto", "fa2" or "fa3": all the same here.
+            [batch_size + 1]: buffers for plans if use_cuda_graph.
+        backend: "auto", "fa2" or "fa3": equivalent here.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
                 refuse(
                     "len(paged_kv_indptr_buf)",
                     lengths[0],
-                    f"{self._fixed_batch_size + 1}, that of qo_indptr_buf",
+                    f"{self._fixed_batch_size + 1}, as for qo_indptr_buf",
                 )
             if lengths[1] != self._fixed_batch_size:
                 refuse(
@@ -347,21 +348,21 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         """Plans a batch.
 
         Args:
-            qo_indptr: int32 [batch_size + 1], where the queries of each request begin.
+            qo_indptr: int32 [batch_size + 1], offsets of each request's queries.
             paged_kv_indptr: int32 [batch_size + 1], paged_kv_indices: int32 [pages], paged_kv_last_page_len:
                 int32 [batch_size]: the page tables.
-            custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request from a byte of
-                its own. With a mask `causal` does not count. prefix_len_ptr, token_pos_in_items_ptr,
-                token_pos_in_items_len: of multi-item scoring; max_item_len_ptr is not needed.
-            q_data_type: of 16 bits; or float8_e4m3fn or float8_e5m2, as kv_data_type is then.
-            o_data_type: that of Q (None), or float8_e4m3fn; under float8 Q also one of 16 bits.
+            custom_mask: bool [sum of q_len * kv_len]; packed_custom_mask: uint8, each request starting at a
+                new byte. A mask overrides `causal`. prefix_len_ptr, token_pos_in_items_ptr,
+                token_pos_in_items_len: for multi-item scoring; max_item_len_ptr is not used.
+            q_data_type: a 16-bit type, or float8_e4m3fn or float8_e5m2 if kv_data_type is the same.
+            o_data_type: Q's type (None), or float8_e4m3fn; under float8 Q also a 16-bit type.
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
                 fixed_split_size -1: none, as None. seq_lens, seq_lens_q, block_tables,
                 max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         self._heads = heads_of(
             self.device,
@@ -434,20 +435,20 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             paged_kv_cache: (k, v), or both in one tensor, in kv_layout.
-            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
-            window_left: None, or that of the plan.
-            sinks: float32 [num_qo_heads]: exp(sink) joins the sum of each row's exponentials.
+            args: the values for jit_args: tensors, then scalars; (sinks, sm_scale) for attention sinks.
+            window_left: None, or the plan's value.
+            sinks: float32 [num_qo_heads]: exp(sink) is added to the sum of each row's exponentials.
             q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
                 [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
             enable_pdl, use_fp16_softmax: not used.
 
         Returns:
-            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to
-            base 2.
+            The output in q's shape, of o_data_type; with return_lse also the base-2 lse, float32 [rows,
+            num_qo_heads].
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
-                supported, by its name.
+            ValueError: an argument is wrong, or there is no plan yet.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
             refuse_given(
@@ -492,9 +493,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`run` with other options than the plan's, which is then made again.
+        """`run` with options that replace the plan's; plans again.
 
-        For code that was written before `run`.
+        For code that predates `run`.
         """
         self._plan_as(
             causal,
@@ -509,16 +510,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
-    """Queries of a batch over K and V that lie one request after another in tensors [tokens, num_kv_heads,
+    """Queries of a batch over ragged K and V: the requests concatenated in tensors [tokens, num_kv_heads,
     head_dim], in kv_layout HND [num_kv_heads, tokens, head_dim].
 
     Args:
         qo_indptr_buf, kv_indptr_buf: int32 [batch_size + 1], custom_mask_buf: uint8, mask_indptr_buf: int32
-            [batch_size + 1]: where plans are copied to if use_cuda_graph. The rest as in
+            [batch_size + 1]: buffers for plans if use_cuda_graph. All others are as in
             BatchPrefillWithPagedKVCacheWrapper.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def __init__(
@@ -548,7 +550,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         if use_cuda_graph:
             length = buffer_length("kv_indptr_buf", kv_indptr_buf)
             if length != self._fixed_batch_size + 1:
-                refuse("len(kv_indptr_buf)", length, f"{self._fixed_batch_size + 1}, that of qo_indptr_buf")
+                refuse("len(kv_indptr_buf)", length, f"{self._fixed_batch_size + 1}, as for qo_indptr_buf")
         self._is_hnd = self._kv_layout == "HND"
 
     def plan(
@@ -589,12 +591,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         """Plans a batch.
 
         Args:
-            qo_indptr, kv_indptr: int32 [batch_size + 1], where the queries, and the keys and values, of each
-                request begin. The rest as in BatchPrefillWithPagedKVCacheWrapper.plan.
+            qo_indptr, kv_indptr: int32 [batch_size + 1], offsets of each request's queries, and of its keys
+                and values. All others are as in BatchPrefillWithPagedKVCacheWrapper.plan.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         refuse_given(v_indptr=v_indptr, o_indptr=o_indptr)
         self._heads = heads_of(
@@ -609,7 +611,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         )
         batch_size = qo_indptr.shape[0] - 1
         if kv_indptr.shape[0] != batch_size + 1:
-            refuse("len(kv_indptr)", len(kv_indptr), f"{batch_size + 1}, that of qo_indptr")
+            refuse("len(kv_indptr)", len(kv_indptr), f"{batch_size + 1}, as for qo_indptr")
         qo_indptr = self._start_rows(qo_indptr)
         self._first_token, kv_indptr = from_zero(kv_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
@@ -660,19 +662,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
             q: [qo_indptr[-1], num_qo_heads, head_dim].
             k, v: in kv_layout NHD [kv_indptr[-1], num_kv_heads, head_dim], HND [num_kv_heads, kv_indptr[-1],
                 head_dim].
-            args: what jit_args name: tensors, then scalars; (sinks, sm_scale) of attention sinks.
+            args: the values for jit_args: tensors, then scalars; (sinks, sm_scale) for attention sinks.
             q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
                 [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
-            o_scale: a number by which outputs of 16 bits are multiplied, as by v_scale.
+            o_scale: a number by which 16-bit outputs are multiplied, like v_scale.
             enable_pdl: not used.
 
         Returns:
-            The output in q's shape, of o_data_type; with return_lse also float32 [rows, num_qo_heads], to
-            base 2.
+            The output in q's shape, of o_data_type; with return_lse also the base-2 lse, float32 [rows,
+            num_qo_heads].
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
-                supported, by its name.
+            ValueError: an argument is wrong, or there is no plan yet.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         if kv_cache_sf is not None:
             refuse_given(kv_cache_sf=kv_cache_sf)
@@ -681,7 +683,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         if args or self._jit is not None:
             own, sinks, q_scale, k_scale, v_scale = self._take(args, None, q_scale, k_scale, v_scale)
         if o_scale is not None and o_scale != 1.0:
-            if self._heads.float8_out:  # FlashInfer has none here, and divides by it elsewhere
+            if self._heads.float8_out:  # FlashInfer has no o_scale here, and divides by it elsewhere
                 not_supported(f"o_scale with o_data_type = {self._heads.o_dtype}")
             v_scale = o_scale if v_scale is None else v_scale * o_scale
         if self._first_token:
@@ -725,9 +727,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`run` with other options than the plan's, which is then made again.
+        """`run` with options that replace the plan's; plans again.
 
-        For code that was written before `run`.
+        For code that predates `run`.
         """
         self._plan_as(
             causal,
@@ -780,23 +782,24 @@ def single_prefill_with_kv_cache(
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """All queries of one request.
+    """Attention of all queries of one request.
 
     Args:
         q: [qo_len, num_qo_heads, head_dim].
         k, v: NHD [kv_len, num_kv_heads, head_dim], HND [num_kv_heads, kv_len, head_dim].
-        scale_q, scale_k, scale_v: what numbers of float8 are multiplied by: float32 [1] or [heads]. k_scale,
-            v_scale: the same under other names.
-        o_dtype: of the output: q's (None), or float8_e4m3fn; of float8 Q also float16 or bfloat16.
-        custom_mask: bool [qo_len, kv_len]; packed_custom_mask: uint8, its bits, the first the lowest. With a
-            mask `causal` does not count.
+        scale_q, scale_k, scale_v: factors of float8 numbers: float32 [1] or [heads]. k_scale, v_scale: the
+            same under other names.
+        o_dtype: of the output: q's (None), or float8_e4m3fn; for float8 Q also float16 or bfloat16.
+        custom_mask: bool [qo_len, kv_len]; packed_custom_mask: uint8, its bits, the first value in the lowest
+            bit. A mask overrides `causal`.
         use_fp16_qk_reduction: not used: sums are float32.
 
     Returns:
-        q's shape; with return_lse also float32 [qo_len, num_qo_heads], to base 2.
+        q's shape; with return_lse also the base-2 lse, float32 [qo_len, num_qo_heads].
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
     refuse_given(kv_cache_sf=kv_cache_sf)
     k_scale, v_scale = one_of(scale_k=scale_k, k_scale=k_scale), one_of(scale_v=scale_v, v_scale=v_scale)
@@ -831,11 +834,12 @@ def single_prefill_with_kv_cache_with_jit_module(
     window_left: int = -1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """single_prefill_with_kv_cache under a variant of one's own; args: what its jit_args name, tensors first.
-    mask_mode: MaskMode.CAUSAL.value, or others, which leave it to the variant.
+    """single_prefill_with_kv_cache under a custom variant; args: the values for jit_args, tensors first.
+    mask_mode: MaskMode.CAUSAL.value, or any other to leave masking to the variant.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
     own = jit_module.variant
     kv = ragged_cache(k, v, check_kv_layout(kv_layout))

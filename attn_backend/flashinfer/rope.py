@@ -1,4 +1,4 @@
-"""flashinfer.rope: rotary embedding of Q and K that lie in tensors."""
+"""flashinfer.rope: rotary embedding of Q and K in tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .arguments import check_kv_layout, is_number, paged_cache
 from .features import not_supported
 from .page import slots_of
 
-_COLUMNS = 8  # what an append moves at a time
+_COLUMNS = 8  # columns that an append moves at a time
 
 
 def rope_quantize_fp8(
@@ -38,26 +38,26 @@ def rope_quantize_fp8(
     enable_pdl: bool = False,
     backend: str = "cuda",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first columns of Q and K rotated; all of them multiplied by a scale, limited to the largest float8
-    number, and rounded. Nothing waits for the device.
+    """Rotates the first columns of Q and K. Then multiplies all columns by a scale, limits them to the
+    largest float8 number, and rounds them. Does not wait for the device.
 
     Args:
         q_rope: float16 or bfloat16 [rows, num_qo_heads, rotary_dim]; k_rope: [rows, num_kv_heads,
-            rotary_dim], or [rows, rotary_dim] of MLA. Widths are multiples of 8.
+            rotary_dim], or [rows, rotary_dim] for MLA. Widths are multiples of 8.
         q_nope, k_nope: the columns that are not rotated, of the same rows and heads; None: none.
         cos_sin_cache: float32 [positions, rotary_dim]: cosines, then sines.
         pos_ids: int32 or int64 [rows].
         is_neox: pairs are columns i and i + rotary_dim / 2; else 2i and 2i + 1.
-        quantize_dtype: float8_e4m3fn or float8_e5m2; None: that of the outputs, or float8_e4m3fn.
-        q_rope_out, ...: written; made if None.
+        quantize_dtype: float8_e4m3fn or float8_e5m2; None: the outputs' dtype, or float8_e4m3fn.
+        q_rope_out, ...: written; allocated if None.
         enable_pdl: not used.
 
     Returns:
         q_rope_out, k_rope_out, q_nope_out, k_nope_out.
 
     Raises:
-        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError:
-            one that is not supported, by its name.
+        ValueError: an argument is wrong in type, shape, dtype, device or stride.
+        NotImplementedError: an argument is not supported; the message names it.
     """
     if backend != "cuda":
         not_supported(f"backend = {backend!r}")
@@ -114,22 +114,22 @@ def rope_quantize_fp8_append_paged_kv_cache(
     q_nope_out: Tensor | None = None,
     enable_pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `rope_quantize_fp8`, with K and V written to a paged cache of float8: where position positions[i] of
-    request batch_indices[i] is.
+    """Like `rope_quantize_fp8`, but writes K and V to a paged float8 cache, at position positions[i] of
+    request batch_indices[i].
 
     Args:
         v: [rows, num_kv_heads, head_dim]; None for MLA, whose k_rope and k_nope are [rows, columns].
-        paged_kv_cache: (k, v) in kv_layout, whose rows of K are k_rope, then k_nope; of MLA (latents [pages,
-            page_size, columns of k_nope], rotated parts [pages, page_size, rotary_dim]).
-        kv_indices, kv_indptr, batch_indices, positions: as in `append_paged_kv_cache`; a request below 0 is
+        paged_kv_cache: (k, v) in kv_layout; each row of K consists of k_rope, then k_nope. For MLA (latents
+            [pages, page_size, columns of k_nope], rotated parts [pages, page_size, rotary_dim]).
+        kv_indices, kv_indptr, batch_indices, positions: as in `append_paged_kv_cache`; negative requests are
             skipped.
 
     Returns:
         q_rope_out, q_nope_out.
 
     Raises:
-        ValueError: an argument that is wrong in type, shape, dtype, device or stride. NotImplementedError:
-            one that is not supported, by its name.
+        ValueError: an argument is wrong in type, shape, dtype, device or stride.
+        NotImplementedError: an argument is not supported; the message names it.
     """
     is_mla = v is None
     if is_mla and k_nope is None:
@@ -185,19 +185,19 @@ def rope_quantize_fp8_append_paged_kv_cache(
 
 
 def _part_of(rope: Tensor, nope: Tensor | None) -> Tensor:
-    """The columns that are not rotated: none of them where there is no tensor."""
+    """The columns that are not rotated; zero columns if there is no tensor."""
     return rope[..., :0] if nope is None else nope
 
 
 def _in_heads(part: Tensor) -> Tensor:
-    """[rows, heads, columns] of itself, or of [rows, columns]."""
+    """[rows, heads, columns] from itself, or from [rows, columns]."""
     return part.unsqueeze(1) if part.ndim == 2 else part
 
 
 def _append(
     rotated: Tensor, rest: Tensor, kv: KVCache, slots: Tensor, rotary: Rotary, positions: Tensor
 ) -> None:
-    """Rotates the columns that go to kv.k, and appends the rest, if there is any, to kv.v."""
+    """Rotates the columns for kv.k, and appends the rest, if any, to kv.v."""
     append_rounded(
         _in_heads(rotated), _in_heads(rest) if rest.shape[-1] else None, kv, slots, rotary, positions
     )
@@ -210,7 +210,7 @@ def rotary_of_table(cos_sin_cache: Tensor, is_neox: bool) -> Rotary:
 
 
 def _float8_type(quantize_dtype: torch.dtype | None, outs: dict[str, Tensor | None]) -> torch.dtype:
-    """quantize_dtype, or that of the first output."""
+    """quantize_dtype, or the dtype of the first output."""
     given = {name: out.dtype for name, out in outs.items() if out is not None}
     dtype = quantize_dtype or next(iter(given.values()), torch.float8_e4m3fn)
     if dtype not in SCALED_DTYPES:
@@ -230,7 +230,7 @@ def _output(name: str, out: Tensor | None, part: Tensor, dtype: torch.dtype) -> 
 
 
 def _divisor(name: str, scale: object) -> float:
-    """What a cache's scale must be for its elements to be multiplied by this one."""
+    """The cache's scale that makes an append multiply elements by this one."""
     if isinstance(scale, Tensor) and not is_number(scale):
         not_supported(f"{name} as a tensor")
     value = float(scale)  # type: ignore[arg-type]
@@ -274,11 +274,11 @@ def apply_rope(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> _Pair:
-    """Q and K, rotated, in new tensors. Nothing waits for the device.
+    """Q and K, rotated, in new tensors. Does not wait for the device.
 
     Args:
         q: float16 or bfloat16 [rows, num_qo_heads, head_dim], k: [rows, num_kv_heads, head_dim].
-        indptr: int32 or int64 [batch_size + 1]: rows indptr[i]:indptr[i + 1] are those of request i.
+        indptr: int32 or int64 [batch_size + 1]: rows indptr[i]:indptr[i + 1] belong to request i.
         offsets: [batch_size]: the position of each request's first row.
         rotary_dim: columns that are rotated; None: all.
         interleave: pairs are columns 2i and 2i + 1; else i and i + rotary_dim / 2.
@@ -302,7 +302,7 @@ def apply_rope_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """As `apply_rope`, in Q and K themselves."""
+    """Like `apply_rope`, but modifies Q and K in place."""
     apply_rope_pos_ids_inplace(
         q, k, _positions(q, indptr, offsets), rotary_dim, interleave, rope_scale, rope_theta
     )
@@ -317,7 +317,7 @@ def apply_rope_pos_ids(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> _Pair:
-    """As `apply_rope`, at the positions pos_ids: int32 or int64 [rows]."""
+    """Like `apply_rope`, at the positions pos_ids: int32 or int64 [rows]."""
     return _rotated(q, k, pos_ids, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta))
 
 
@@ -330,7 +330,7 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """As `apply_rope_pos_ids`, in Q and K themselves."""
+    """Like `apply_rope_pos_ids`, but modifies Q and K in place."""
     rotate_qk(q, k, _rotary(q, rotary_dim, interleave, rope_scale, rope_theta), pos_ids)
 
 
@@ -347,7 +347,7 @@ def apply_llama31_rope(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> _Pair:
-    """As `apply_rope`, with the frequencies of Llama 3.1."""
+    """Like `apply_rope`, with the frequencies of Llama 3.1."""
     positions, llama31 = _positions(q, indptr, offsets), (low_freq_factor, high_freq_factor, old_context_len)
     return apply_llama31_rope_pos_ids(
         q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, *llama31
@@ -367,7 +367,7 @@ def apply_llama31_rope_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """As `apply_llama31_rope`, in Q and K themselves."""
+    """Like `apply_llama31_rope`, but modifies Q and K in place."""
     positions, llama31 = _positions(q, indptr, offsets), (low_freq_factor, high_freq_factor, old_context_len)
     apply_llama31_rope_pos_ids_inplace(
         q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, *llama31
@@ -386,7 +386,7 @@ def apply_llama31_rope_pos_ids(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> _Pair:
-    """As `apply_llama31_rope`, at the positions pos_ids: int32 or int64 [rows]."""
+    """Like `apply_llama31_rope`, at the positions pos_ids: int32 or int64 [rows]."""
     return _rotated(
         q,
         k,
@@ -414,7 +414,7 @@ def apply_llama31_rope_pos_ids_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """As `apply_llama31_rope_pos_ids`, in Q and K themselves."""
+    """Like `apply_llama31_rope_pos_ids`, but modifies Q and K in place."""
     rotate_qk(
         q,
         k,
@@ -433,7 +433,7 @@ def apply_llama31_rope_pos_ids_inplace(
 def apply_rope_with_cos_sin_cache(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
 ) -> _Pair:
-    """Q and K, rotated by cosines and sines of a table, in new tensors.
+    """Q and K, rotated by the cosines and sines in a table, in new tensors.
 
     Args:
         positions: int32 or int64 [rows].
@@ -451,7 +451,7 @@ def apply_rope_with_cos_sin_cache(
 def apply_rope_with_cos_sin_cache_inplace(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
 ) -> None:
-    """As `apply_rope_with_cos_sin_cache`, in query and key themselves."""
+    """Like `apply_rope_with_cos_sin_cache`, but modifies query and key in place."""
     rotate_qk(*_heads_of(query, key, head_size), rotary_of_table(cos_sin_cache, is_neox), positions)
 
 

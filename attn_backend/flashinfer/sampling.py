@@ -1,4 +1,4 @@
-"""flashinfer.sampling. Everything is deterministic here, and nothing rejects and draws again."""
+"""flashinfer.sampling. Every function is deterministic here; none uses rejection sampling."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 
 Seed = int | Tensor
 Samples = Tensor | tuple[Tensor, Tensor]
-_MAX_ROW_BITS = 26  # of a row's number, in a position whose other bits are the offset
-_MAX_DRAFT_BITS = 10  # positions that a row takes in chain_speculative_sampling: one for each draft
+_MAX_ROW_BITS = 26  # bits for a row's number in a position; the other bits are the offset
+_MAX_DRAFT_BITS = 10  # bits for a row's positions in chain_speculative_sampling: one for each draft
 
 
 def softmax(
     logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
-    """softmax(logits / temperature): float32 [batch, vocab]. temperature: one, or float32 [batch].
+    """softmax(logits / temperature): float32 [batch, vocab]. temperature: a number, or float32 [batch].
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
@@ -54,14 +54,15 @@ def sampling_from_logits(
     seed: Seed | None = None,
     offset: Seed | None = None,
 ) -> Tensor:
-    """A token of softmax(logits) for each row, or for each element of `indices` from the row that it names.
+    """Draws a token from softmax(logits) for each row, or for each element of `indices` from the row that it
+    selects.
 
     Args:
         logits: float32, float16 or bfloat16 [batch, vocab].
         indices: int32 or int64 [tokens], rows of logits.
-        generator: torch's default one if None. seed, offset: instead of it, numbers, or tensors int64 [1] or
-            [tokens].
-        check_nan: refuses a NaN, waiting for the device.
+        generator: None: torch's default one. seed, offset: used instead of it; numbers, or tensors int64 [1]
+            or [tokens].
+        check_nan: refuses a NaN, which waits for the device.
 
     Returns:
         int32, or indices' dtype, [tokens].
@@ -84,8 +85,8 @@ def sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """A token of each row of `probs` (float32 [batch, vocab]), or for each element of `indices` from the row
-    that it names.
+    """Draws a token for each row of `probs` (float32 [batch, vocab]), or for each element of `indices` from
+    the row that it selects.
 
     Returns:
         int32, or indices' dtype, [tokens]; with return_valid also bool [tokens]: False for a row that cannot
@@ -108,8 +109,8 @@ def top_p_sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """sampling_from_probs among the most likely tokens that together have the probability top_p: one, or
-    float32 [batch].
+    """sampling_from_probs from the most likely tokens whose total probability is top_p: a number, or float32
+    [batch].
     """
     return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
 
@@ -125,7 +126,7 @@ def top_k_sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """sampling_from_probs among the top_k most likely tokens: one number, or integers [batch]."""
+    """sampling_from_probs from the top_k most likely tokens: a number, or integers [batch]."""
     return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k)
 
 
@@ -140,8 +141,8 @@ def min_p_sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """sampling_from_probs among the tokens that are at least min_p times as likely as the most likely one:
-    one, or float32 [batch].
+    """sampling_from_probs from tokens at least min_p times as likely as the most likely one: a number, or
+    float32 [batch].
     """
     return draw_from_probs(probs, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p)
 
@@ -158,9 +159,9 @@ def top_k_top_p_sampling_from_logits(
     seed: Seed | None = None,
     offset: Seed | None = None,
 ) -> Tensor:
-    """sampling_from_logits under both filters.
+    """sampling_from_logits with both filters.
 
-    "top_k_first": top_p is a share of what top_k leaves; "joint": of all tokens.
+    "top_k_first": top_p is a share of the tokens that top_k leaves; "joint": of all tokens.
     """
     _check_nan("logits", logits, check_nan)
     order = _filter_order(filter_apply_order)
@@ -197,9 +198,9 @@ def top_k_top_p_sampling_from_probs(
     offset: Seed | None = None,
     return_valid: bool = False,
 ) -> Samples:
-    """sampling_from_probs under both filters.
+    """sampling_from_probs with both filters.
 
-    "top_k_first": top_p is a share of what top_k leaves; "joint": of all tokens.
+    "top_k_first": top_p is a share of the tokens that top_k leaves; "joint": of all tokens.
     """
     order = _filter_order(filter_apply_order)
     return draw_from_probs(
@@ -217,7 +218,7 @@ def top_k_top_p_sampling_from_probs(
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
-    """The probabilities that top_p keeps, normalised, and zeros: [batch, vocab] in probs' dtype.
+    """The probabilities that top_p keeps, renormalized; all others are 0: [batch, vocab] in probs' dtype.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
@@ -226,7 +227,7 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: b
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
-    """The probabilities that top_k keeps, normalised, and zeros: [batch, vocab] in probs' dtype.
+    """The probabilities that top_k keeps, renormalized; all others are 0: [batch, vocab] in probs' dtype.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
@@ -235,7 +236,7 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
 
 
 def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
-    """The logits, -inf where top_k removes them: [batch, vocab] in logits' dtype.
+    """The logits, with -inf where top_k removes them: [batch, vocab] in logits' dtype.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
@@ -260,16 +261,18 @@ def chain_speculative_sampling(
     seed: Seed | None = None,
     offset: Seed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Speculative sampling of a chain: tokens distributed as if drawn from the target one by one.
+    """Speculative sampling of a chain of draft tokens. The result is distributed as if drawn from the target
+    one by one.
 
     Args:
         draft_probs: float32 [batch, drafts, vocab]. draft_token_ids: [batch, drafts]. target_probs: float32
             [batch, drafts + 1, vocab]. maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num:
-            int32 [batch]: what is counted is added to them.
+            int32 [batch]: the counts are added to them.
 
     Returns:
-        int32 [batch, drafts + 1], -1 after the last token; int32 [batch], the drafts that passed their own
-        test, also after one that did not; int32 [batch], those before the first that did not.
+        Tokens, int32 [batch, drafts + 1], -1 after the last; and two counts of drafts, int32 [batch]. The
+        first counts all drafts that passed their own test, the second only those before the first rejected
+        one.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or value.
@@ -292,7 +295,7 @@ def chain_speculative_sampling(
 
 
 def _in_32_bits(probs: Tensor) -> Tensor:
-    """A copy of probabilities of 16 bits, as FlashInfer makes it."""
+    """A float32 copy of 16-bit probabilities, as in FlashInfer."""
     return probs.float() if probs.dtype in (torch.float16, torch.bfloat16) else probs
 
 
@@ -310,11 +313,11 @@ def draw_from_probs(
     min_p: Tensor | float | None = None,
     filter_order: kernels.FilterOrder = "top_k_first",
 ) -> Samples:
-    """sampling_from_probs under any filters."""
+    """sampling_from_probs with any filters."""
     _check_nan("probs", probs, check_nan)
     try:
         batch = probs.shape[0] if indices is None else indices.shape[0]
-    except AttributeError:  # examined only on failure
+    except AttributeError:  # only on failure
         check_types(Tensor, "a tensor", probs=probs)
         check_types(Tensor, "a tensor", indices=indices)
         raise
@@ -354,7 +357,7 @@ def _draws(
 ) -> tuple[Seed, Tensor]:
     """seed and position of each row.
 
-    Rows differ, also with the same seed; position_bits: low bits of a position, which count a row's draws.
+    Rows differ even with the same seed. position_bits: low bits of a position, which count a row's draws.
     """
     rows = row_numbers(batch, device)
     if position_bits:
@@ -383,7 +386,7 @@ def _draws(
 
 
 def _of_rows(name: str, value: Tensor | float, batch: int) -> Tensor | float:
-    """A number, or a tensor with one for each row: float32, or integers."""
+    """A number, or a tensor with one value per row: float32, or integers."""
     if not isinstance(value, Tensor):
         return value
     if value.ndim == 0:

@@ -1,4 +1,4 @@
-"""flashinfer.sparse: rows of blocks, each of which sees some blocks of tokens."""
+"""flashinfer.sparse: block-sparse attention. Each row of blocks sees some blocks of tokens."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper",
 
 
 def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
-    """A mask of blocks, bool [blocks, R, C], as attention takes it: for each row of blocks its R rows of all
-    its columns, flattened.
+    """Converts a mask of blocks, bool [blocks, R, C], to attention's layout: for each row of blocks, its R
+    rows with all columns, flattened.
 
     Args:
         indptr: int32 [rows of blocks + 1]: row i has the blocks indptr[i]:indptr[i + 1].
@@ -46,12 +46,12 @@ class _Sparse(Wrapper):
         super().__init__(float_workspace_buffer, backend=backend)
 
     run: Any  # of the subclass
-    _num_rows: int  # of Q in the last plan, and tokens
+    _num_rows: int  # rows of Q in the last plan, and tokens
     _num_tokens: int
 
     def _check_lengths(self, dim: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Refuses tensors of other lengths than planned: rows beyond the plan are never written, and tokens
-        of other KV heads would be read.
+        """Refuses tensors whose lengths differ from the plan: rows beyond the plan would never be written,
+        and tokens of other KV heads would be read.
         """
         for name, tensor, planned in (
             ("q", q, self._num_rows),
@@ -77,9 +77,9 @@ class _Sparse(Wrapper):
         scale_k: Tensor | None = None,
         scale_v: Tensor | None = None,
     ) -> Any:
-        """`run`, for code that was written before it.
+        """`run`, for code that predates it.
 
-        Options that change the result are those of `plan`; use_fp16_qk_reduction is not used.
+        Options that change the result must be given to `plan`; use_fp16_qk_reduction is not used.
         """
         refuse_given(
             logits_soft_cap=logits_soft_cap,
@@ -96,15 +96,15 @@ class _Sparse(Wrapper):
 
 
 class BlockSparseAttentionWrapper(_Sparse):
-    """Rows of Q in blocks of R, tokens in blocks of C: a BSR matrix, whose blocks are the pages of this
-    package.
+    """Rows of Q in blocks of R, tokens in blocks of C: a BSR matrix, whose blocks are pages in this package.
 
     Args:
         float_workspace_buffer: any tensor on the device.
-        backend: "auto", "fa2" or "fa3": all the same here.
+        backend: "auto", "fa2" or "fa3": equivalent here.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def plan(
@@ -137,21 +137,21 @@ class BlockSparseAttentionWrapper(_Sparse):
 
         Args:
             indptr: int32 [ceil(M / R) + 1], indices: int32 [blocks]: block column of each block.
-            M, N: rows of Q, tokens. R, C: of a block; C divides N.
-            mask: bool [blocks, R, C], inside of blocks; packed_mask: uint8, each row of blocks from a byte of
-                its own.
-            causal: a row sees the tokens up to its position among those of its blocks, as in FlashInfer.
+            M, N: rows of Q, tokens. R, C: rows and tokens of a block; C divides N.
+            mask: bool [blocks, R, C], inside of blocks; packed_mask: uint8, each row of blocks starting at a
+                new byte.
+            causal: a row sees the tokens up to its position among the tokens of its blocks, as in FlashInfer.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         refuse_given(block_mask=block_mask)
         if N % C:
             refuse("N", N, f"a multiple of C = {C}")
         if dtype_of("q_data_type", q_data_type) in FLOAT8_Q_DTYPES:
             o_data_type = o_data_type or "float16"
-        elif o_data_type == "float16":  # FlashInfer's default, whatever Q is
+        elif o_data_type == "float16":  # FlashInfer's default, for any Q
             o_data_type = None
         self._heads = heads_of(
             self.device, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type
@@ -190,14 +190,14 @@ class BlockSparseAttentionWrapper(_Sparse):
         enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the last plan: q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim]. scale_q,
-        scale_k, scale_v: what numbers of float8 are multiplied by: float32 [1] or [heads].
+        scale_k, scale_v: factors of float8 numbers: float32 [1] or [heads].
 
         Returns:
-            The output in q's shape; with return_lse also float32 [M, num_qo_heads], to base 2.
+            The output in q's shape; with return_lse also the base-2 lse, float32 [M, num_qo_heads].
 
         Raises:
-            ValueError: an argument that is wrong, or no plan yet. NotImplementedError: one that is not
-                supported, by its name.
+            ValueError: an argument is wrong, or there is no plan yet.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         self._check_planned()
         self._check_lengths(0, q, k, v)
@@ -215,14 +215,15 @@ class BlockSparseAttentionWrapper(_Sparse):
 
 
 class VariableBlockSparseAttentionWrapper(_Sparse):
-    """A matrix of blocks of any sizes for each KV head.
+    """A matrix with blocks of any size, separate for each KV head.
 
     Args:
         float_workspace_buffer: any tensor on the device.
-        backend: "auto", "fa2" or "fa3": all the same here.
+        backend: "auto", "fa2" or "fa3": equivalent here.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     def plan(
@@ -246,16 +247,16 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
     ) -> None:
         """Plans a matrix for each KV head.
 
-        Waits for the device: the number of blocks that are seen decides a length.
+        Waits for the device, because the number of visible blocks determines a length.
 
         Args:
-            block_mask_map: bool [num_kv_heads, block rows, block columns]: which blocks are seen.
+            block_mask_map: bool [num_kv_heads, block rows, block columns]: which blocks are visible.
             block_row_sz: int32 [num_kv_heads, block rows], rows of each; block_col_sz: int32 [num_kv_heads,
-                block columns], tokens of each. They sum up to the same numbers for each head.
+                block columns], tokens of each. Their sums are the same for all heads.
 
         Raises:
-            ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its
-                name.
+            ValueError: an argument is wrong.
+            NotImplementedError: an argument is not supported; the message names it.
         """
         if num_qo_heads % num_kv_heads:
             refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
@@ -307,8 +308,8 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         """Runs the last plan: q [num_qo_heads, qo_len, head_dim], k and v [num_kv_heads, kv_len, head_dim].
 
         Returns:
-            The output in q's shape; with return_lse also float32 [num_qo_heads, qo_len], to base 2. Written
-            to `out` and `lse` if given.
+            The output in q's shape; with return_lse also the base-2 lse, float32 [num_qo_heads, qo_len].
+            Written to `out` and `lse` if given.
 
         Raises:
             ValueError: an argument that is wrong, or no plan yet.
@@ -337,7 +338,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
 
 
 def _sum_of_heads(name: str, sizes: Tensor) -> int:
-    """The sum of a KV head's blocks, which all KV heads share: their rows and tokens lie in one tensor."""
+    """The total size of a KV head's blocks, which must be equal for all KV heads: they share one tensor."""
     sums = sizes.sum(-1).tolist()
     if len(set(sums)) != 1:
         refuse(f"{name}.sum(-1)", sums, "the same for each KV head")
@@ -346,6 +347,6 @@ def _sum_of_heads(name: str, sizes: Tensor) -> int:
 
 def _pos_encoding(mode: str) -> PosEncoding:
     pos = pos_encoding(mode)
-    if pos.rope is not None:  # a row of blocks sees tokens that do not follow one another
+    if pos.rope is not None:  # the tokens that a row of blocks sees are not consecutive
         not_supported(f"pos_encoding_mode = {mode!r} with sparse blocks")
     return pos

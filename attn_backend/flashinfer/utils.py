@@ -1,4 +1,4 @@
-"""flashinfer.utils: what code that uses FlashInfer asks about devices and kernels."""
+"""flashinfer.utils: queries about devices and kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .features import missing
 
 
 class MaskMode(Enum):
-    """FlashInfer's masks by their numbers."""
+    """FlashInfer's masks, by number."""
 
     NON_CAUSAL = 0
     CAUSAL = 1
@@ -19,7 +19,7 @@ class MaskMode(Enum):
 
 
 class PosEncodingMode(Enum):
-    """FlashInfer's encodings of positions by their numbers."""
+    """FlashInfer's position encodings, by number."""
 
     NONE = 0
     ROPE_LLAMA = 1
@@ -27,20 +27,20 @@ class PosEncodingMode(Enum):
 
 
 class TensorLayout(Enum):
-    """Layouts of K and V by their numbers."""
+    """Layouts of K and V, by number."""
 
     NHD = 0
     HND = 1
 
 
-FP4Tensor = missing("utils.FP4Tensor")  # engines import it to ask whether a tensor is one
+FP4Tensor = missing("utils.FP4Tensor")  # engines import it for isinstance checks
 
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a CUDA device.
     """
     if device.type != "cuda":
         raise ValueError(f"device is {device}, must be a CUDA device")
@@ -48,25 +48,25 @@ def get_compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def is_sm90a_supported(device: torch.device) -> bool:
-    """Whether Hopper kernels run on it."""
+    """Whether the device runs Hopper kernels."""
     return get_compute_capability(device)[0] == 9
 
 
 def is_sm100a_supported(device: torch.device) -> bool:
-    """Whether kernels of FlashInfer's for compute capability 10.0 run on it: there are none here."""
+    """Whether the device runs FlashInfer's kernels for compute capability 10.0: this package has none."""
     return False
 
 
 def is_sm110a_supported(device: torch.device) -> bool:
-    """Whether kernels of FlashInfer's for compute capability 11.0 run on it: there are none here."""
+    """Whether the device runs FlashInfer's kernels for compute capability 11.0: this package has none."""
     return False
 
 
 def has_flashinfer_jit_cache() -> bool:
-    """Whether kernels need no compilation ahead: they are in the package."""
+    """Whether kernels are precompiled: they are in the package."""
     return True
 
 
 def next_positive_power_of_2(x: int) -> int:
-    """The least power of two that is not below x; 1 for x < 1."""
+    """The smallest power of two that is at least x; 1 for x < 1."""
     return 1 if x < 1 else 1 << (x - 1).bit_length()

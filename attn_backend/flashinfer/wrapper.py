@@ -1,4 +1,4 @@
-"""What all wrappers have in common: what engines read of them, and a PlannedAttention."""
+"""The base of all wrappers: attributes that engines read, and a PlannedAttention."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .jit.attention import has_sinks, jit_variant
 
 _LEAST_ROWS = 1024
 _LEAST_BATCH = 64
-_ROWS_UNKNOWN = 8192  # where qo_indptr is on a GPU: reading it would wait for the device
+_ROWS_UNKNOWN = 8192  # if qo_indptr is on a GPU: reading it would wait for the device
 _KEPT_PER_THREAD = 32
 
 Args = Mapping[str, Tensor | float | int]
@@ -47,9 +47,9 @@ Args = Mapping[str, Tensor | float | int]
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """What happens to Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: of a custom mask.
-    prefix_len, token_pos_in_items: of multi-item scoring. own: a variant, in the place of all others, whose
-    arguments runs are given.
+    """Transformations of Q, K and the logits. soft_cap: 0 for none. packed_mask, mask_indptr: for a custom
+    mask. prefix_len, token_pos_in_items: for multi-item scoring. own: a variant that replaces all others; its
+    arguments are given to runs.
     """
 
     soft_cap: float = 0.0
@@ -61,7 +61,7 @@ class Logits:
     own: Variant | None = None
 
     def variant(self, heads: Heads, scales: frozenset[str] = frozenset()) -> Variant | None:
-        """None: what every kernel can do (a soft cap alone). scales: names of those that runs are given
+        """None if every kernel supports it (at most a soft cap). scales: names of the scales given to runs
         (Scales.params).
         """
         if self.own is not None:
@@ -78,7 +78,7 @@ class Logits:
     def args(
         self, num_qo_heads: int, device: torch.device, scales: frozenset[str] = frozenset()
     ) -> Args | None:
-        """The arguments of the variant, with 1 for each scale that only a run knows."""
+        """The arguments of the variant, with 1 for each scale that is only known to a run."""
         if self.own is not None:
             return None
         args: dict[str, Tensor | float | int] = {name: _one_on(device) for name in scales}
@@ -95,13 +95,13 @@ class Logits:
 
 @lru_cache(maxsize=256)
 def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> Logits:
-    """Logits without tensors: kept, as they are the same from step to step."""
+    """Logits without tensors. Cached, as they rarely change between steps."""
     return Logits(soft_cap or 0.0, pos)
 
 
 @lru_cache(maxsize=64)
 def logits_of(variant: Variant) -> Logits:
-    """What a variant does, and nothing beside it."""
+    """Logits with only this variant."""
     return Logits(own=variant)
 
 
@@ -132,13 +132,13 @@ def _variant(
 
 
 class PlannedAttention:
-    """An Attention that is made by the first plan, and again when a plan or a run needs more room or another
-    one.
+    """Creates an Attention at the first plan. Replaces it when a plan or a run needs more room or another
+    configuration.
 
     Args:
         device: of Q, K and V.
-        is_fixed: CUDA graphs may have captured runs, so the Attention must stay: what would need another one
-            is refused.
+        is_fixed: CUDA graphs may have captured runs, so the Attention cannot be replaced. Plans that need
+            another one are refused.
     """
 
     def __init__(self, device: torch.device, is_fixed: bool = False) -> None:
@@ -151,27 +151,27 @@ class PlannedAttention:
         self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
-        self.is_interpreted = False  # the variant is; runs then take K of MLA in one tensor
+        self.is_interpreted = False  # whether the variant is; runs then take MLA's K in one tensor
         self._is_float8 = self._has_float8_out = self._out_has_qs_dtype = self._out_is_like_q = False
-        self._like_lse: Tensor | None = None  # of the last lse's shape
+        self._like_lse: Tensor | None = None  # has the last lse's shape
 
     @property
     def max_rows(self) -> int:
-        """Rows that the Attention has room for; 0: there is none yet."""
+        """Rows that the Attention has room for; 0 before the first plan."""
         return 0 if self._attention is None else self._attention.max_rows
 
     def zeros(self, q: Tensor) -> Tensor:
-        """An output for q, of zeros."""
+        """An output for q, filled with zeros."""
         assert self._planned is not None
         heads = self._planned[1]
         return torch.zeros((*q.shape[:2], heads.head_dims.v), dtype=heads.o_dtype, device=q.device)
 
     def with_sinks(self) -> None:
-        """Runs will be given sinks."""
+        """Prepares for runs with sinks."""
         self._with_sinks = True
 
     def with_scales(self, *names: str) -> None:
-        """Runs will be given these (Scales.params)."""
+        """Prepares for runs with these scales (Scales.params)."""
         self._with_scales = self._with_scales.union(names)
 
     def plan(
@@ -186,12 +186,12 @@ class PlannedAttention:
         """Plans on the current stream; never waits for it.
 
         Args:
-            rows: of Q, where the composition ends; None: not known to the host. A run with more rows than
-                there is room for plans again.
+            rows: rows of Q, where the composition ends; None: not known to the host. A run with more rows
+                than there is room for plans again.
 
         Raises:
-            ValueError: what Attention refuses, or a plan that needs another Attention while CUDA graphs may
-                hold this one.
+            ValueError: Attention refuses an argument, or the plan needs another Attention while CUDA graphs
+                may hold this one.
         """
         if isinstance(composition, BSRView):
             num_levels, batch = 1, composition.batch_size
@@ -298,23 +298,23 @@ class PlannedAttention:
         args: Args | None = None,
         lse_to_base_2: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the last plan over tensors as they are given.
+        """Runs the last plan over unconverted tensors.
 
         Args:
-            k, v: [pages, page_size, num_kv_heads, head_dim]; or one request after another, [tokens,
-                num_kv_heads, head_dim], with is_hnd [num_kv_heads, tokens, head_dim]. With k_rope, k has the
-                latents of MLA, and v is None; not if is_interpreted.
+            k, v: [pages, page_size, num_kv_heads, head_dim]; or ragged, [tokens, num_kv_heads, head_dim],
+                with is_hnd [num_kv_heads, tokens, head_dim]. With k_rope, k has the MLA latents, and v is
+                None; not if is_interpreted.
             scales: of Q, K and logits.
-            q_rope, k_rope: the last columns of MLA's Q and K; those of K right after the others.
+            q_rope, k_rope: the last columns of MLA's Q and K; k_rope directly follows k in memory.
             kv_scale: of latents.
-            lse: written also without return_lse.
-            args: of a variant of the caller's.
+            lse: written even without return_lse.
+            args: for a variant of the caller's.
 
         Returns:
-            The output; with return_lse also the lse, to base 2 or e.
+            The output; with return_lse also the lse, base 2 or e.
 
         Raises:
-            ValueError: what Attention refuses, or no plan yet.
+            ValueError: Attention refuses an argument, or there is no plan yet.
         """
         attention = self._attention
         if attention is None or self._planned is None:
@@ -333,7 +333,7 @@ class PlannedAttention:
         if kv_scale is not None:
             of_k = of_v = kv_scale
         out_scale: Scale | None = None
-        if self._has_float8_out:  # is divided by it, before it is rounded
+        if self._has_float8_out:  # the output is divided by it before rounding
             if after is not None and not isinstance(after, Tensor) and after <= 0.0:
                 refuse("v_scale", after, "above 0 with outputs of float8_e4m3fn")
             out_scale, after = 1.0 if after is None else 1.0 / after, None
@@ -374,7 +374,7 @@ class PlannedAttention:
             RuntimeError,
             TypeError,
             ValueError,
-        ) as error:  # examined only on failure: each layer's call would pay for it
+        ) as error:  # only on failure, to keep each layer's call cheap
             if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 3:
                 ragged_cache(k, v, "HND" if is_hnd else "NHD", attention.num_kv_heads)
             if not isinstance(error, ValueError):
@@ -395,7 +395,7 @@ class PlannedAttention:
         return (made, lse) if return_lse and lse is not None else made
 
     def _new_lse(self, rows: int) -> Tensor:
-        """float32 [rows, num_qo_heads]: by a tensor of that shape, in half the time."""
+        """float32 [rows, num_qo_heads], made from a tensor of that shape, which takes half the time."""
         if self._like_lse is None or self._like_lse.shape[0] != rows:
             assert self._attention is not None
             self._like_lse = torch.empty(
@@ -404,7 +404,7 @@ class PlannedAttention:
         return torch.empty_like(self._like_lse)
 
     def _plan_again(self, rows: int, needs_sinks: bool, scales: Scales) -> Attention:
-        """Makes the last plan again, with room for these rows, and for what a run is given for the first
+        """Repeats the last plan, with room for these rows, and for arguments that a run uses for the first
         time.
         """
         assert self._planned is not None
@@ -412,7 +412,7 @@ class PlannedAttention:
         if needs_sinks or not self._with_scales.issuperset(scales.params):
             self._with_sinks |= needs_sinks
             self.with_scales(*scales.params)
-            # also of a fixed one: no graph has captured such a run
+            # even if it is fixed: no graph has captured such a run
             self._made_for, self._attention = (), None
         self.plan(composition, heads, logits, rows=rows, batch_invariant=batch_invariant)
         assert self._attention is not None
@@ -420,7 +420,7 @@ class PlannedAttention:
 
 
 def _room(wanted: int, least: int) -> int:
-    """The next power of two: plans that grow one by one need few workspaces."""
+    """The next power of two, so that gradually growing plans need few workspaces."""
     return max(least, 1 << max(wanted - 1, 0).bit_length())
 
 
@@ -433,8 +433,8 @@ _kept = _Kept()
 
 
 def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales: Scales) -> PlannedAttention:
-    """For a call that plans and runs: the one that this thread keeps for the current stream and these
-    arguments. The latest of them are kept.
+    """A PlannedAttention for a call that plans and runs. This thread keeps one per stream and arguments, but
+    only for the most recent ones.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, heads, logits.variant(heads, frozenset(scales.params)))
@@ -447,17 +447,18 @@ def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales
 
 
 BACKENDS = ("auto", "fa2", "fa3")
-_ALIGNMENT = 16  # of FlashInfer's workspace buffers
-_NUM_SCALES = 3  # of Q, K and V
+_ALIGNMENT = 16  # in FlashInfer's workspace buffers
+_NUM_SCALES = 3  # for Q, K and V
 
 
 class Wrapper:
     """A wrapper over the kernels of this package.
 
-    The workspace buffer says which device is used, and nothing more.
+    The workspace buffer only selects the device.
 
     Raises:
-        ValueError: an argument that is wrong. NotImplementedError: one that is not supported, by its name.
+        ValueError: an argument is wrong.
+        NotImplementedError: an argument is not supported; the message names it.
     """
 
     # Of the last plan.
@@ -467,7 +468,7 @@ class Wrapper:
     _rows: int | None  # after _first_row; None: not known to the host
     _run: Callable[..., Tensor | tuple[Tensor, Tensor]]
     _batch_invariant = False
-    # callers ask whether there is one; FlashInfer's kernels are told by it what plan decided
+    # callers check whether it exists; in FlashInfer it passes plan's decisions to the kernels
     _plan_info: Sequence[int] | None = None
 
     def __init__(
@@ -484,7 +485,7 @@ class Wrapper:
         self._backend = "fa2" if backend == "auto" else backend
         self._float_workspace_buffer = float_workspace_buffer
         self.device = float_workspace_buffer.device
-        # Engines hand these on, from one wrapper to another and to Kernels.plan; nothing lies in them.
+        # Engines pass these from one wrapper to another and to Kernels.plan; their contents are not used.
         self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(
             0, dtype=torch.uint8, device=self.device
         )
@@ -493,8 +494,8 @@ class Wrapper:
         self._planned = PlannedAttention(self.device, use_cuda_graph)
         self._is_planned = False
         self._sm_scale: Scale | None = None
-        self._number = Scales(1.0)  # of the last run that was given no tensors
-        # of the last run that was given some
+        self._number = Scales(1.0)  # of the last run without tensors
+        # of the last run with tensors
         self._of_tensors: tuple[Scale, Scale | None, Scale | None, Scales] | None = None
         self._jit = jit_variant(jit_args)
         self._has_sinks = has_sinks(jit_args)
@@ -510,8 +511,8 @@ class Wrapper:
         self._float_workspace_buffer = float_workspace_buffer
 
     def workspace_size(self, *_arguments: Any, **_options: Any) -> tuple[int, int]:
-        """Bytes of the two workspace buffers that a plan needs: none, but code that allocates them expects
-        some.
+        """Bytes of the two workspace buffers that a plan needs. It needs none, but code that allocates them
+        expects some.
         """
         return _ALIGNMENT, _ALIGNMENT
 
@@ -523,7 +524,7 @@ class Wrapper:
             raise ValueError("run() before a successful plan()")
 
     def _check_batch_size(self, batch_size: int) -> None:
-        """With CUDA graphs."""
+        """Checks the batch size, with CUDA graphs."""
         if batch_size != self._fixed_batch_size:
             refuse(
                 "batch_size",
@@ -532,9 +533,9 @@ class Wrapper:
             )
 
     def _start_rows(self, qo_indptr: Tensor) -> Tensor:
-        """qo_indptr from 0; runs are given the rows after its first element.
+        """qo_indptr shifted to start at 0; runs get the rows after its first element.
 
-        With CUDA graphs, which hold addresses, plans start at the same row.
+        With CUDA graphs, which hold addresses, all plans must start at the same row.
         """
         first_row, qo_indptr = from_zero(qo_indptr)
         if self._use_cuda_graph and self._is_planned and first_row != self._first_row:
@@ -550,12 +551,12 @@ class Wrapper:
     def _count_rows(self, qo_indptr: Tensor) -> None:
         self._rows = rows_of(qo_indptr)
         if self._rows is None and self._use_cuda_graph and not self._is_planned:
-            # waits for the device, once: the workspace is made for so many rows
+            # waits for the device, once, to size the workspace
             self._rows = int(qo_indptr[-1])
 
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
-        """Plans a view under the options of the last plan()."""
-        self._of_tensors = None  # what scales mean depends on the heads and the batch
+        """Plans a view with the options of the last plan()."""
+        self._of_tensors = None  # their meaning depends on the heads and the batch
         self._batch = view.batch_size if isinstance(view, BSRView) else view.levels[-1].batch_size
         if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
             if self._jit is None:
@@ -570,7 +571,7 @@ class Wrapper:
         self._plan_info = ()
 
     def _tensors_of_plan(self) -> dict[str, Tensor | None]:
-        """Those that FlashInfer gives to a variant of jit_args by itself, if it names them."""
+        """Tensors that FlashInfer passes to a jit_args variant itself, if the variant names them."""
         return {"maybe_alibi_slopes": alibi_slopes_on(self._heads.num_qo_heads, self.device)}
 
     def _take(
@@ -581,9 +582,9 @@ class Wrapper:
         k_scale: Scale | None,
         v_scale: Scale | None,
     ) -> tuple[Args | None, Tensor | None, Scale | None, Scale | None, Scale | None]:
-        """Reads what a run is given after q, K and V: the arguments of the variant of jit_args in their
-        order, (sinks, sm_scale) of attention sinks, or the scales of 8-bit Q, K and V. Returns the variant's
-        arguments, sinks and scales, those that were given by name among them.
+        """Reads the run's arguments after q, K and V: the arguments of the jit_args variant in order, (sinks,
+        sm_scale) for attention sinks, or the scales of 8-bit Q, K and V. Returns the variant's arguments,
+        sinks and scales, including those given by name.
         """
         if self._jit is not None:
             own = self._jit.args(
@@ -604,11 +605,11 @@ class Wrapper:
         return None, args[0], q_scale, k_scale, v_scale
 
     def _scales(self, q_scale: Scale | None = None, k_scale: Scale | None = None) -> Scales:
-        """sm_scale of the plan, and the scales of a run. A variant of jit_args scales by itself."""
+        """sm_scale of the plan, and the scales of a run. A jit_args variant applies scales itself."""
         scale = self._sm_scale if self._jit is None else 1.0
         if scale is None:
             scale = self._heads.default_scale
-        # Each is a float, or not there: looking whether it is a tensor takes longer.
+        # Each is a float or None. Checking for tensors takes longer.
         if (
             not isinstance(scale, float)
             or not (q_scale is None or isinstance(q_scale, float))
@@ -624,7 +625,7 @@ class Wrapper:
         return self._number
 
     def _scales_of(self, scale: Scale, q_scale: Scale | None, k_scale: Scale | None) -> Scales:
-        """Kept while runs are given the same tensors, if kernels read these and not copies."""
+        """Cached while runs get the same tensors, if kernels read these and not copies."""
         known = self._of_tensors
         if known is not None and known[0] is scale and known[1] is q_scale and known[2] is k_scale:
             return known[3]
@@ -639,12 +640,12 @@ class Wrapper:
 
 
 def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
-    """Whether a request's parts are not to depend on its batch; engines that do not ask for that pass -1."""
+    """Whether a request's splits must not depend on its batch. Engines that do not need this pass -1."""
     return disable_split_kv or (fixed_split_size is not None and fixed_split_size > 0)
 
 
 def run_from(planned: PlannedAttention, first_row: int) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    """planned.run of a q whose rows before first_row belong to no request: their output is 0."""
+    """planned.run for a q whose rows before first_row belong to no request: their output is 0."""
     return planned.run if first_row == 0 else partial(_run_rows, planned, first_row)
 
 

@@ -1,6 +1,6 @@
 """`python -m attn_backend.jit.build`: compiles all standard kernels ahead of time, in parallel.
 
-It fails where a source does not compile, where registers spill, and where ptxas serializes wgmma.
+It fails if a source does not compile, if registers spill, or if ptxas serializes wgmma.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from .cubins import compile_kernel, nvcc, nvcc_version
 from .manifest import ARCHS
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
-# the compiler waits for each product, since something touches registers of those under way
+# ptxas inserts a wait after each wgmma, because other code touches registers of wgmmas in flight
 _SERIALIZED = "instructions are serialized"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def spilled_bytes(report: str) -> int:
-    """Bytes of local memory that the compiler's report counts as spills."""
+    """Bytes of local memory used for register spills, from the compiler's report."""
     return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(report))
 
 
 def fault(report: str) -> str:
-    """What is wrong with a kernel, by the compiler's report; empty if nothing."""
+    """The problem that the compiler reports for a kernel; empty if none."""
     if spilled_bytes(report) > 0:
         return "SPILLS"
     return "SERIALIZES WGMMA" if _SERIALIZED in report else ""
 
 
 def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
-    """Compiles kernels, by name and arch; copies them to `out/<arch>/<name>.cubin` when given.
+    """Compiles kernels, given by name and arch. Copies them to `out/<arch>/<name>.cubin` if `out` is given.
 
     Returns the number of failures.
     """
@@ -77,7 +77,7 @@ def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
                     target = out / arch / f"{name}.cubin"
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, target)
-        except BaseException:  # such as KeyboardInterrupt, which does not reach the compilers
+        except BaseException:  # KeyboardInterrupt, for example, does not reach the compilers
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):
                 compilers.stop_compilers()
@@ -87,8 +87,8 @@ def build(tasks: list[tuple[str, str]], jobs: int, out: Path | None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[str] | None = ARCHS) -> None:
-    """What `run` takes; `jobs`: the default number of compilers that run at a time; `archs`: what --arch may
-    be, None: the caller checks.
+    """Adds the options of `run`. `jobs`: default number of parallel compilers. `archs`: valid values of
+    --arch; None: the caller checks them.
     """
     others = "" if archs else "; of variants also cpu, and such as sm_100"
     parser.add_argument(
@@ -105,13 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[st
 
 
 def run(arguments: argparse.Namespace, kernels: Callable[[str], Iterable[str]] | None = None) -> int:
-    """Compiles what `kernels` has of an arch, or all. Returns the exit status."""
+    """Compiles the kernels that `kernels` lists for each arch, or all. Returns the exit status."""
     archs = arguments.arch or list(ARCHS)
     try:
         compiler = nvcc()
         if compiler is None:
             raise RuntimeError(compilers.no_nvcc())
-        nvcc_version(compiler)  # what would fail for each kernel is said once
+        nvcc_version(compiler)  # report a broken compiler once, not per kernel
         for arch in archs:
             kernel_cache.prepare(kernel_cache.place(kernel_cache.cache_dir() / arch / "any.cubin")[0])
         tasks = [(name, arch) for arch in archs for name in (kernels or cubins.kernel_sources)(arch)]
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--distinct",
         action="store_true",
-        help="leave out those that are much like others (manifest.distinct_kernels)",
+        help="leave out kernels that closely resemble others (manifest.distinct_kernels)",
     )
     arguments = parser.parse_args()
     sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else None))

@@ -1,14 +1,14 @@
-"""Tells the host where a kernel's machine code lies, so that it can be brought to the L2 cache ahead of its
-execution (csrc/common/kernel_code.cuh).
+"""Publishes the address of a kernel's machine code, so that the kernel can prefetch it to the L2 cache
+(csrc/common/kernel_code.cuh).
 
-A source defines a variable `KernelCode NAME_code{&unknown_code, 0}` for kernel NAME, which has the loader
-write an address there. Here that address becomes the kernel's, and the kernel's size goes beside it. The
-source cannot do either: it does not know the size, and what nvcc takes for a kernel's address is an index of
-a table for calls (taking it also makes nvcc compile the kernel differently).
+The source of kernel NAME defines a variable `KernelCode NAME_code{&unknown_code, 0}`, into which the loader
+writes an address. This module changes the relocation to the kernel's address, and fills in the kernel's size.
+The source can do neither. It does not know the size, and nvcc turns a kernel's address into an index of a
+call table (taking the address also changes the code that nvcc generates).
 
-Kernels run without it, only slower. So it fails soft: a cubin that does not look as expected stays as nvcc
-made it, and where the driver rejects a completed one, or ATTN_BACKEND_PREFETCH_CODE is 0, plain copies take
-its place.
+Kernels also run without it, but slower, so failure is non-fatal. A cubin with unexpected contents is left
+unchanged. If the driver rejects a completed cubin, or ATTN_BACKEND_PREFETCH_CODE is 0, plain copies replace
+the completed ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..settings import Settings
 
 
 class RejectedKernelError(RuntimeError):
-    """The driver does not load a cubin."""
+    """The driver refuses to load a cubin."""
 
 
 logger = logging.getLogger("attn_backend")
@@ -35,23 +35,23 @@ _NO_CODE = "_ZN4attn12unknown_codeE"  # attn::unknown_code
 _VARIABLES = ".nv.global.init"
 _KERNEL_CODE_BYTES = 16
 _RELOCATION_BYTES = 24
-# R_CUDA_64, R_CUDA_G64: 64 bits of a symbol's address, also as a generic one, which nvcc writes
+# R_CUDA_64, R_CUDA_G64: a symbol's 64-bit address, specific or generic; nvcc emits the generic one
 _ADDRESS, _GENERIC_ADDRESS = 2, 4
 
 
 class _Variable(NamedTuple):
-    """A KernelCode of a kernel."""
+    """The KernelCode variable of a kernel."""
 
     kernel: str
-    relocation: int  # offset in the file of what says whose address is written there
-    size: int  # offset in the file of the number of bytes
-    symbol: int  # number of the kernel's symbol
+    relocation: int  # file offset of the relocation that sets its address
+    size: int  # file offset of its size field
+    symbol: int  # index of the kernel's symbol
     code_bytes: int
-    no_code: int  # number of the symbol of attn::unknown_code
+    no_code: int  # index of the symbol attn::unknown_code
 
 
 def _variables(content: bytes) -> list[_Variable]:
-    """Empty for a fatbin, and for a cubin without such variables."""
+    """The variables in a cubin. Empty for fatbins, and for cubins without such variables."""
     if content[:4] != b"\x7fELF":
         return []
     from elftools.elf.elffile import ELFFile
@@ -81,7 +81,7 @@ def _variables(content: bytes) -> list[_Variable]:
         kernel = name_at.get(place, "")
         if kernel not in kernels:
             continue
-        # as nvcc makes it, and completed
+        # as nvcc writes it, and as completed here
         expected = {(no_code, _GENERIC_ADDRESS), (kernels[kernel][0], _ADDRESS)}
         if (
             not no_code
@@ -115,15 +115,15 @@ def _written(content: bytes, variables: list[_Variable], complete: bool) -> byte
 
 
 def publish_code_addresses(cubin: Path) -> list[str]:
-    """Completes a cubin's variables of type KernelCode; returns the kernels that they belong to.
+    """Completes a cubin's KernelCode variables; returns the names of their kernels.
 
-    Warns and leaves alone what it cannot read.
+    If it cannot parse the cubin, it warns and leaves the file unchanged.
     """
     content = cubin.read_bytes()
     try:
         variables = _variables(content)
         completed = _written(content, variables, complete=True)
-    except Exception as error:  # pyelftools raises many types, or is missing: kernels run without it
+    except Exception as error:  # pyelftools raises many types, or is missing; kernels run anyway
         _warn(f"compiled kernels do not say where their code lies ({type(error).__name__}: {error})")
         return []
     if variables:
@@ -132,14 +132,14 @@ def publish_code_addresses(cubin: Path) -> list[str]:
 
 
 def has_pyelftools() -> bool:
-    """Whether cubins that are compiled now can be completed."""
+    """Whether newly compiled cubins can be completed."""
     from importlib.util import find_spec
 
     return find_spec("elftools") is not None
 
 
 def recipe() -> bytes:
-    """The bytes that decide how cubins are completed: a part of the key of a cached kernel."""
+    """The bytes that determine how cubins are completed, as part of a cached kernel's key."""
     return Path(__file__).read_bytes() + (b"" if has_pyelftools() else b"without pyelftools")
 
 
@@ -147,7 +147,7 @@ _rejected: list[str] = []  # the driver's message
 
 
 def usable(cubin: Path) -> Path:
-    """The cubin, or a plain copy of a completed one where completed ones are not to be used.
+    """The cubin, or a plain copy if it is completed and completed ones must not be used.
 
     Only this process can open the copy.
 
@@ -171,7 +171,7 @@ def usable(cubin: Path) -> Path:
 
 @cache
 def _in_memory(name: str, content: bytes) -> Path:
-    """A file of this process that is on no disk: nothing of it stays, however the process ends."""
+    """An in-memory file of this process, which disappears however the process ends."""
     handle = os.memfd_create(name)
     with open(handle, "wb", closefd=False) as file:
         file.write(content)
@@ -179,11 +179,10 @@ def _in_memory(name: str, content: bytes) -> Path:
 
 
 def do_without(error: RuntimeError) -> None:
-    """Called with what the driver said of a cubin that it did not load: from now on `usable` gives plain
-    copies.
+    """Handles the driver's error for a cubin that it did not load: from now on `usable` gives plain copies.
 
     Raises:
-        RuntimeError: the same error, where completed cubins were not in use or it is not about loading.
+        RuntimeError: the same error, if completed cubins were not in use or it is not about loading.
     """
     if _rejected or not Settings.read().prefetch_code or not isinstance(error, RejectedKernelError):
         raise error
@@ -193,5 +192,5 @@ def do_without(error: RuntimeError) -> None:
 
 @cache
 def _warn(text: str) -> None:
-    """Once in a process."""
+    """Warns once per process."""
     logger.warning("attn_backend: %s. Attention is slower by a few percent.", text)

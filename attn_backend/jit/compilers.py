@@ -1,6 +1,6 @@
-"""The compilers of this machine: nvcc, NVRTC (the library that torch brings) and a C++ compiler.
+"""The compilers on this machine: nvcc, NVRTC (the library that comes with torch) and a C++ compiler.
 
-Needs only the standard library: CMake and the checks before an installation use it. CMake runs `python -m
+Needs only the standard library, because CMake and the pre-installation checks use it. CMake runs `python -m
 attn_backend.jit.compilers CSRC`, which prints the digest of the headers.
 """
 
@@ -28,12 +28,12 @@ from .manifest import HeadDims
 
 _ELF, _FATBIN, _PTX = b"\x7fELF", b"\x50\xed\x55\xba", b"//"
 _EM_CUDA, _ET_DYN, _SHT_NOBITS = 190, 3, 8
-_ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # sizes of their headers
+_ELF_BYTES, _SECTION_BYTES, _FATBIN_BYTES = 64, 64, 16  # header sizes
 
 
 def damage(cubin: bytes, for_gpu: bool = True) -> str:
-    """Why this is not a whole cubin, fatbin or PTX of NVRTC, or not a whole shared library for this machine's
-    CPU; "" if it is one.
+    """Why this is not a complete cubin, fatbin or NVRTC PTX, or not a complete shared library for this
+    machine's CPU; "" if it is.
     """
     if not cubin:
         return "is empty"
@@ -72,7 +72,7 @@ def damage(cubin: bytes, for_gpu: bool = True) -> str:
 
 @cache
 def _shared_library() -> tuple[bytes, bytes, bytes]:
-    """Fields in the headers of this machine's shared libraries: class and byte order, type, machine."""
+    """Header fields of this machine's shared libraries: class and byte order, type, machine."""
     with open("/proc/self/exe", "rb") as file:
         header = file.read(_ELF_BYTES)
     return header[4:6], _ET_DYN.to_bytes(2, sys.byteorder), header[18:20]
@@ -85,14 +85,14 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def nvcc() -> str | None:
-    """Path of the CUDA compiler, from CUDA_HOME, PATH or the usual place; None when there is none."""
+    """Path of the CUDA compiler, from CUDA_HOME, PATH or the usual place; None if none is found."""
     return next(
         (path for path in _nvcc_candidates() if os.path.isfile(path) and os.access(path, os.X_OK)), None
     )
 
 
 def no_nvcc() -> str:
-    """Says that there is no compiler, and what to do."""
+    """The message that nvcc was not found, with a remedy."""
     useless = "".join(
         f" ({path} is not an executable file)" for path in _nvcc_candidates() if os.path.exists(path)
     )
@@ -104,7 +104,7 @@ def nvcc_version(compiler: str) -> str:
     """The line of `nvcc --version` that names the build.
 
     Raises:
-        RuntimeError: it says none.
+        RuntimeError: there is no such line.
     """
     lines = run_compiler([compiler, "--version"], "its version", VERSION_TIME_LIMIT).split("\n")
     version = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -114,19 +114,19 @@ def nvcc_version(compiler: str) -> str:
 
 
 def run_compiler(command: list[str], what: str, seconds: float, advice: str = NVCC_ADVICE) -> str:
-    """Runs a compiler and returns what it prints.
+    """Runs a compiler and returns its output.
 
-    `what`: what it is run on, for messages; `advice`: for the message that it cannot be run.
+    `what`: the input, for messages; `advice`: for the message that the compiler cannot be run.
 
     Raises:
-        RuntimeError: it cannot be run, fails, is killed or does not end in time; it and what it started are
+        RuntimeError: it cannot be run, fails, is killed or takes too long. It and its child processes are
             then gone.
     """
     compiler = command[0]
-    # not a pipe: a grandchild that holds one open would be waited for
+    # not a pipe: the call would wait for any grandchild that keeps the pipe open
     with scratch_file("output") as path, path.open("w+b") as output:
         try:
-            # A group of its own, so that what it starts ends with it. No input: it would wait for some.
+            # A new process group, so that its children are killed with it. No input, so that it never waits.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -161,17 +161,17 @@ def run_compiler(command: list[str], what: str, seconds: float, advice: str = NV
 
 
 def stop_compilers() -> None:
-    """Ends the compilers that run, in whatever thread."""
+    """Stops all running compilers, in any thread."""
     for process in list(_running):
         _kill(process)
 
 
 @contextlib.contextmanager
 def scratch_file(name: str) -> Iterator[Path]:
-    """A file for a compiler to write, in a folder that is gone afterwards.
+    """A file for a compiler to write, in a folder that is removed afterwards.
 
     Raises:
-        RuntimeError: there is no room for it.
+        RuntimeError: it cannot be written.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="attn_backend-") as folder:
@@ -190,21 +190,21 @@ def _nvcc_candidates() -> list[str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a compiler, and all that it started."""
+    """Kills a compiler and its child processes."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-_MAJORS = (13, 12)  # of CUDA
+_MAJORS = (13, 12)  # CUDA major versions
 _MIN_VERSION = (12, 4)
 NVRTC_ADVICE = "`pip install nvidia-cuda-nvrtc` (for CUDA 12: nvidia-cuda-nvrtc-cu12) brings it"
 
 
 @cache
 def nvrtc() -> Nvrtc | None:
-    """The library, loaded; None where there is none that can be used."""
+    """The loaded library; None if no usable one is found."""
     for path in _nvrtc_candidates():
         with contextlib.suppress(OSError, AttributeError):
             library = Nvrtc(path)
@@ -223,11 +223,11 @@ class Nvrtc:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # NVRTC looks for its built-ins by their name alone: it finds them if they are loaded.
+        # NVRTC looks up its built-ins by file name only, and finds them if they are already loaded.
         for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(builtins))
-        self._library = ctypes.CDLL(path)  # its functions let other Python threads run
+        self._library = ctypes.CDLL(path)  # calls release the GIL
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         for name in (
             "CreateProgram",
@@ -243,11 +243,11 @@ class Nvrtc:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
 
     def compile(self, source: str, options: Sequence[str], what: str) -> tuple[bytes, str]:
-        """The cubin, or the PTX if the options ask for no GPU's code but for a compute capability, and what
-        the compiler said. `what` the source is, for the message.
+        """Returns the cubin (PTX if the options name a virtual architecture) and the compiler's output.
+        `what`: the source, for messages.
 
         Raises:
-            RuntimeError: it does not compile; carries the compiler's output.
+            RuntimeError: it does not compile; the message has the compiler's output.
         """
         program = ctypes.c_void_p()
         self._check(
@@ -284,7 +284,7 @@ class Nvrtc:
 
 
 def _nvrtc_candidates() -> Iterator[str]:
-    """Those of the wheels that torch depends on, of torch itself, of the CUDA toolkit, and of the system."""
+    """Paths in the wheels that torch depends on, in torch itself, in the CUDA toolkit, and in the system."""
     for folder in _nvrtc_folders():
         for major in _MAJORS:
             if (folder / f"libnvrtc.so.{major}").is_file():
@@ -311,7 +311,7 @@ CPP_ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16"}  
 _CPP_TIME_LIMIT = 600.0
 _CPP_ADVICE = "install g++, or set CXX to a C++ compiler"
 
-# What csrc/common/cpu/isa.cmake has for the kernels in the package.
+# The same flags as csrc/common/cpu/isa.cmake.
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISA_FLAGS = {
@@ -324,12 +324,12 @@ _VECTORS = {"baseline": "Baseline", "avx2": "Avx2", "avx512": "Avx512"}
 
 
 def cpp_compiler() -> list[str] | None:
-    """The command of the C++ compiler: CXX, or else the first of the usual names; None if there is none."""
+    """The command of the C++ compiler: CXX, or else the first of the usual names; None if none exists."""
     wanted = os.environ.get("CXX")
     for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
         try:
             command = shlex.split(name)
-        except ValueError:  # no_compiler() says why
+        except ValueError:  # no_compiler() reports the reason
             return None
         path = shutil.which(command[0]) if command else None
         if path:
@@ -338,7 +338,7 @@ def cpp_compiler() -> list[str] | None:
 
 
 def no_cpp_compiler() -> str:
-    """Says that there is no compiler, and what to do."""
+    """The message that no C++ compiler was found, with a remedy."""
     wanted = os.environ.get("CXX")
     if not wanted:
         return f"no C++ compiler was found: {_CPP_ADVICE}"
@@ -350,8 +350,8 @@ def no_cpp_compiler() -> str:
 
 
 def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
-    """The instruction set that attention uses where `isa` is in use (csrc/attention/cpu/executor.cpp): AMX
-    multiplies bfloat16 only.
+    """The instruction set that attention uses when `isa` is selected (csrc/attention/cpu/executor.cpp): AMX
+    multiplies only bfloat16.
     """
     return (
         "avx512"
@@ -361,7 +361,7 @@ def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
 
 
 def cpp_source(isa: str, dtype: str, widens: bool = False) -> str:
-    """The text that follows the source of a variant. isa: of isa_of(). widens: over float8 caches."""
+    """The text after the source of a variant. isa: from isa_of(). widens: for float8 caches."""
     if isa == "amx":
         engine, headers = "attn::cpu::AmxEngine", ["attention/cpu/amx_engine.h"]
     else:
@@ -394,12 +394,12 @@ def cpp_flags(isa: str) -> list[str]:
 def compile_library(
     command: list[str], text: str, isa: str, headers: Path, digest: str, what: str
 ) -> tuple[bytes, str]:
-    """Compiles a shared library; returns its content, and what the compiler said. digest: headers_digest() of
+    """Compiles a shared library; returns its content and the compiler's output. digest: headers_digest() of
     `headers`.
 
     Raises:
-        RuntimeError: it does not compile, or what the compiler has written is no shared library for this
-            machine; carries the compiler's output.
+        RuntimeError: compilation failed, or did not produce a shared library for this machine; the message
+            has the compiler's output.
     """
     with scratch_file("variant.so") as library:
         file = library.with_suffix(".cpp")

@@ -1,9 +1,9 @@
-"""Device kernels as cubins: which exist, where they are found, how one is compiled.
+"""Device kernels as cubins: which ones exist, where they are found, and how they are compiled.
 
-The manifest (manifest.py) lists the kernels and has their sources. A kernel is looked for in the package
-(`cubins/<arch>/<name>.cubin`, put there when the wheel was built), then in the cache (kernel_cache.py) under
-a key that hashes everything the compiler would read. It is compiled into the cache with nvcc
-(compilers.py) when it is in neither, or damaged.
+The manifest (manifest.py) lists the kernels and generates their sources. A kernel is first looked up in the
+package (`cubins/<arch>/<name>.cubin`, added when the wheel was built). The second place is the cache
+(kernel_cache.py), under a key that hashes everything the compiler would read. If it is missing or damaged in
+both, nvcc compiles it into the cache (compilers.py).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .manifest import (
 
 logger = logging.getLogger("attn_backend")
 
-# Not from kernels/native.py, which imports tvm-ffi: `make wheel` compiles the kernels without it.
+# Not imported from kernels/native.py, which needs tvm-ffi: `make wheel` compiles the kernels without it.
 PACKAGE = Path(__file__).resolve().parent.parent
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
 def source_root() -> Path:
-    """The folder csrc/: beside the package in a checkout, inside it when installed."""
+    """The folder csrc/: next to the package in a checkout, inside it when installed."""
     inside = PACKAGE / "csrc"
     return inside if inside.is_dir() else PACKAGE.parent / "csrc"
 
@@ -52,10 +52,10 @@ def kernel_sources(arch: str) -> dict[str, str]:
 
 
 def _source_of(name: str, arch: str) -> str:
-    """The source of a kernel that is built ahead of time, or of one for another head_dim.
+    """The source of a kernel that is built ahead of time, or of a kernel for another head_dim.
 
     Raises:
-        ValueError: no kernel of that name.
+        ValueError: there is no kernel of that name.
     """
     sources = kernel_sources(arch)
     source = sources[name] if name in sources else manifest.source_of(name, arch)
@@ -65,11 +65,11 @@ def _source_of(name: str, arch: str) -> str:
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """The arch whose build serves a GPU of this compute capability: ATTN_BACKEND_ARCH, or the one that is
-    made for it.
+    """The arch whose build runs on a GPU of this compute capability: ATTN_BACKEND_ARCH, or the arch made for
+    it.
 
     Raises:
-        ValueError: older than Ampere, or ATTN_BACKEND_ARCH is an arch that it cannot run.
+        ValueError: the GPU is older than Ampere, or cannot run ATTN_BACKEND_ARCH.
     """
     if capability < (8, 0):
         raise ValueError(
@@ -90,13 +90,13 @@ COMMON_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v")
 
 
 def flags(arch: str) -> list[str]:
-    """Compiler flags of an arch. sm_80 carries its PTX, so that every newer GPU can run it."""
+    """Compiler flags of an arch. sm_80 includes PTX, so that every newer GPU can run it."""
     return [*COMMON_FLAGS, f"-I{source_root()}", *BUILDS[arch].flags]
 
 
 def _include(source: str, root: Path, files: dict[str, str]) -> None:
-    """Adds to `files` the text of every file of csrc/ that a source includes, directly or not, by its name
-    there.
+    """Adds the text of every file of csrc/ that a source includes, directly or indirectly, to `files`. Keys
+    are paths in csrc/.
     """
     for name in _INCLUDE.findall(source):
         if name in files:
@@ -110,7 +110,7 @@ def _include(source: str, root: Path, files: dict[str, str]) -> None:
 
 
 def cache_key(source: str, arch: str, compiler: str) -> str:
-    """Two hashes: of the source, of what it includes, the flags and the arch; and of the compiler."""
+    """Two hashes: one of the source, its includes, the flags and the arch; one of the compiler."""
     return f"{_source_key(source, arch)}-{hashlib.sha256(nvcc_version(compiler).encode()).hexdigest()[:8]}"
 
 
@@ -119,7 +119,7 @@ def _source_key(source: str, arch: str) -> str:
 
 
 def content_key(source: str, how: Sequence[str]) -> str:
-    """Hash of a source, of what it includes, and of all else that decides what it is compiled to."""
+    """Hash of a source, its includes, and everything else that affects the compiled code."""
     digest, root = hashlib.sha256(source.encode()), source_root()
     files: dict[str, str] = {}
     _include(source, root, files)
@@ -136,21 +136,21 @@ def cached_kernel(name: str, arch: str, compiler: str) -> Path:
 
 
 def _cached_by_any_compiler(name: str, arch: str) -> Path | None:
-    """A whole kernel of the cache, of the present source; compiled by whatever nvcc another machine had."""
+    """An undamaged cached kernel of the current source, compiled by any nvcc, perhaps on another machine."""
     pattern = f"{name}-{_source_key(_source_of(name, arch), arch)}-*.cubin"
     folder = kernel_cache.place(cache_dir() / arch / pattern)[0].parent
     return next((entry for entry in sorted(folder.glob(pattern)) if not kernel_cache.fault(entry)), None)
 
 
 def shipped_kernel(name: str, arch: str) -> Path:
-    """Where the package has a kernel, which may be missing or damaged."""
+    """The path of a kernel in the package, which may be missing or damaged."""
     return PACKAGE / "cubins" / arch / f"{name}.cubin"
 
 
 def shipped_fault(cubin: Path) -> str:
-    """Why a cubin of the package is not given to the driver; "" if it is.
+    """Why a cubin of the package cannot be used; "" if it can.
 
-    The installer has compared it with the wheel: here it is only checked to be whole.
+    Only checks that it is complete: the installer has compared it with the wheel.
     """
     try:
         damage = compilers.damage(cubin.read_bytes())
@@ -160,13 +160,14 @@ def shipped_fault(cubin: Path) -> str:
 
 
 def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
-    """Compiles a kernel into the cache, unless it is there and whole.
+    """Compiles a kernel into the cache, unless it is already there and undamaged.
 
     Returns the file and the compiler's resource report.
 
     Raises:
-        ValueError: no kernel of that name.
-        RuntimeError: no compiler, or it failed; carries its output. Or the result cannot be kept.
+        ValueError: there is no kernel of that name.
+        RuntimeError: there is no compiler, or it failed (the message has its output), or the result cannot
+            be saved.
     """
     source = _source_of(name, arch)
     path = nvcc()
@@ -192,11 +193,11 @@ def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
 
 
 def warn_of_private_folder(target: Path, reason: str) -> None:
-    """Says, once in a process, that an entry is not kept in the cache."""
+    """Warns, once per process, that an entry is not kept in the cache."""
     advice = (
         ""
         if "ATTN_BACKEND_CACHE" in reason
-        else " Make it yours alone (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that is."
+        else " Make yourself the only writer (chown, chmod go-w), or set ATTN_BACKEND_CACHE to such a folder."
     )
     _warn_once(
         f"{reason}.{advice} Until then compiled kernels are kept in a private folder instead: "
@@ -205,10 +206,10 @@ def warn_of_private_folder(target: Path, reason: str) -> None:
 
 
 def compile_source(name: str, source: str, flags: Sequence[str], path: str, what: str) -> tuple[bytes, str]:
-    """Runs nvcc. Returns the cubin, and what the compiler said.
+    """Runs nvcc. Returns the cubin and the compiler's output.
 
     Raises:
-        RuntimeError: the compiler fails; carries its output.
+        RuntimeError: compilation failed; the message has the compiler's output.
     """
     with compilers.scratch_file(f"{name}.cubin") as cubin:
         file = cubin.with_suffix(".cu")
@@ -226,7 +227,7 @@ def compile_source(name: str, source: str, flags: Sequence[str], path: str, what
 
 
 def completed(cubin: bytes, name: str) -> bytes:
-    """The cubin with the addresses of its code (code_address.py)."""
+    """The cubin, with its code addresses filled in (code_address.py)."""
     with compilers.scratch_file(f"{name}.cubin") as file:
         file.write_bytes(cubin)
         code_address.publish_code_addresses(file)
@@ -237,7 +238,7 @@ _warned: list[str] = []
 
 
 def _warn_once(text: str) -> None:
-    """Once in a process."""
+    """Warns once per process."""
     if not _warned:
         _warned.append(text)
         logger.warning("attn_backend: %s", text)
@@ -262,17 +263,18 @@ def _cached_or_compiled(name: str, arch: str) -> Path:
 
 @cache
 def find_kernel(name: str, arch: str) -> Path:
-    """The cubin of a kernel as it goes to the driver, seen to be whole: from the package, from the cache, or
-    compiled now.
+    """The cubin of a kernel, ready for the driver and checked to be complete: from the package, from the
+    cache, or compiled now.
 
     Raises:
-        RuntimeError: it is nowhere and cannot be compiled.
+        RuntimeError: it was not found and cannot be compiled.
     """
     return code_address.usable(shipped_or(name, arch, lambda: _cached_or_compiled(name, arch)))
 
 
 def forget_kernels(error: RuntimeError) -> None:
-    """After a failure to load: find_kernel then gives plain cubins, if completed ones may be the reason.
+    """Called after a cubin failed to load. If completed cubins may be the reason, find_kernel returns plain
+    ones from now on.
 
     Otherwise raises the error.
     """
@@ -281,10 +283,10 @@ def forget_kernels(error: RuntimeError) -> None:
 
 
 def shipped_or(name: str, arch: str, made: Callable[[], Path]) -> Path:
-    """The kernel of the package, or else what `made` gives: if it is missing or damaged.
+    """The kernel of the package, or the result of `made` if that kernel is missing or damaged.
 
     Raises:
-        RuntimeError: `made` does; says so if the kernel of the package is damaged.
+        RuntimeError: `made` failed; the message mentions a damaged kernel of the package.
     """
     shipped = shipped_kernel(name, arch)
     if not shipped.exists():
@@ -298,18 +300,18 @@ def shipped_or(name: str, arch: str, made: Callable[[], Path]) -> Path:
         raise RuntimeError(f"{fault}: reinstall attn-backend; {error}") from error
 
 
-# Code for sm_80 runs on GPUs of compute capability 8 alone. Of its PTX the driver makes code for a newer one,
-# as it does of the standard kernels of sm_80.
+# Code for sm_80 runs only on GPUs of compute capability 8. The driver compiles its PTX for newer GPUs, as it
+# does for the standard sm_80 kernels.
 PTX_OF_SM80 = "compute_80"
 
 
 def target_of(capability: tuple[int, int]) -> str:
-    """What a variant's kernels are compiled for, for a GPU of this compute capability; they run on all of the
-    same major version, for an arch with an `a` on this compute capability alone. Where ATTN_BACKEND_ARCH asks
-    for sm_80 on a newer GPU, it is PTX_OF_SM80.
+    """The target that a variant's kernels are compiled for, on a GPU of this compute capability. They run on
+    all GPUs of the same major version; with an arch ending in `a`, only on this compute capability. If
+    ATTN_BACKEND_ARCH selects sm_80 on a newer GPU, the target is PTX_OF_SM80.
 
     Raises:
-        ValueError: older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
+        ValueError: the GPU is older than Ampere, or cannot run ATTN_BACKEND_ARCH.
     """
     arch = arch_of(capability)
     if arch != SM80:
@@ -320,13 +322,13 @@ def target_of(capability: tuple[int, int]) -> str:
 
 
 def arch_of_target(target: str) -> str:
-    """The arch of the standard kernels that stand beside them."""
+    """The arch of the standard kernels that are used together with this target."""
     return target if target in ARCHS else SM80
 
 
 def is_target(text: str) -> bool:
-    """Whether target_of() may give it: an arch, PTX, or what the GPUs of a major version get that have no
-    arch of their own.
+    """Whether target_of() may return it: an arch, PTX, or the target of a major version whose GPUs have no
+    arch in the manifest.
     """
     if text in (*ARCHS, PTX_OF_SM80):
         return True
@@ -337,12 +339,12 @@ def is_target(text: str) -> bool:
 def find_cubin(
     variant: VariantSource, kernel: manifest.Kernel, target: str, ahead: Callable[[], str] | None = None
 ) -> Path:
-    """The cubin of a variant's kernel, seen to be whole: from the package if it ships there, else from the
-    cache, or compiled now if it is missing. ahead: for a message, what compiles it ahead of time; None: it
-    may be compiled now.
+    """The cubin of a variant's kernel, checked to be complete: from the package if it ships there, else from
+    the cache, or compiled now. ahead: returns the command that compiles it ahead of time, for a message;
+    None: it may be compiled now.
 
     Raises:
-        RuntimeError: it is not there, and cannot be compiled, or must not be.
+        RuntimeError: it is missing and cannot be compiled, or must not be.
     """
     what = f"variant {variant.name} ({kernel.name.removesuffix(f'_{variant.name}')} for {target})"
 
@@ -351,7 +353,7 @@ def find_cubin(
         return _find(what, place, lambda: _compile_cuda(variant, kernel, target, what), ahead)
 
     arch = arch_of_target(target)
-    is_shipped = manifest.kernels(arch).get(kernel.name) == kernel  # not another variant of its name
+    is_shipped = manifest.kernels(arch).get(kernel.name) == kernel  # not another variant with its name
     return code_address.usable(shipped_or(kernel.name, arch, found) if is_shipped else found())
 
 
@@ -363,19 +365,19 @@ def find_library(
     widens: bool = False,
     ahead: Callable[[], str] | None = None,
 ) -> Path:
-    """The shared library of a variant's kernels for a CPU, seen to be whole; compiled now if it is missing.
+    """The shared library of a variant's kernels for a CPU, checked to be complete; compiled now if missing.
 
-    isa: the one in use (csrc/common/cpu/isa.h). dtype: torch's name. widens: for float8 caches. ahead: as in
-    find_cubin().
+    isa: the selected one (csrc/common/cpu/isa.h). dtype: torch's name. widens: for float8 caches. ahead: as
+    in find_cubin().
 
     Raises:
-        RuntimeError: it is not there, and cannot be compiled, or must not be.
+        RuntimeError: it is missing and cannot be compiled, or must not be.
     """
     isa = compilers.isa_of(isa, dtype, head_dim)
     source = manifest.variant_text(variant) + compilers.cpp_source(isa, dtype, widens)
     what = f"variant {variant.name} ({dtype}, for a CPU with {isa})"
     folder = f"{platform.machine()}_{isa}"
-    # The digest, too: the host library takes no other, and covers more headers than the source includes.
+    # Hash the digest, too: the host library requires a match, and it covers headers the source does not use.
     key = content_key(source, [folder, *compilers.cpp_flags(isa), _headers_digest(source_root())])
     place = Path(folder) / f"attention_cpu_{dtype}{'_float8' if widens else ''}_{variant.name}-{key}.so"
     return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), ahead)
@@ -389,8 +391,8 @@ def _headers_digest(root: Path) -> str:
 def _find(
     what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], ahead: Callable[[], str] | None
 ) -> Path:
-    """An entry of the cache. place: below its folder. compiled: gives its content, and what the compiler
-    said.
+    """An entry of the cache. place: path in the cache folder. compiled: returns the entry's content and the
+    compiler's output.
     """
     cached = kernel_cache.cache_dir() / place
     entry, reason = kernel_cache.place(cached)
@@ -402,7 +404,7 @@ def _find(
     if not reason:
         try:
             kernel_cache.prepare(entry)
-        except RuntimeError as error:  # a folder that can only be read, or a full one
+        except RuntimeError as error:  # the folder is read-only or full
             reason = str(error)
             entry = kernel_cache.private_place(cached, reason)
     if reason:
@@ -455,7 +457,7 @@ def _compile_cuda(
             failure = explained or _without_quotes(error, variant)
             if explained or wanted == "nvcc":
                 raise failure from None
-    # Without nvcc, or if it fails for another reason than the variant: often its host compiler is missing.
+    # Without nvcc, or if nvcc fails for reasons other than the variant: often its host compiler is missing.
     library = None if wanted == "nvcc" else compilers.nvrtc()
     if library is None:
         if failure is not None:
@@ -494,8 +496,8 @@ def _compile_cpu(variant: VariantSource, source: str, isa: str, what: str) -> tu
 
 
 def _explained(error: RuntimeError, variant: VariantSource) -> RuntimeError | None:
-    """The compiler's errors in the user's lines, or else in lines made from Python functions; None if there
-    are none.
+    """The compiler's errors in the user's lines, or else in lines generated from Python functions; None if
+    there are none.
     """
     for sources in (variant.user_sources, {manifest.variant_place(variant.name): variant.source}):
         found = [
@@ -514,9 +516,9 @@ _OUR_END = re.compile(r".* ended with exit status \d+|NVRTC .*")
 
 
 def _without_quotes(error: RuntimeError, variant: VariantSource) -> RuntimeError:
-    """The error without the compiler's messages about files that are not ours.
+    """The error, without the compiler's messages about files outside this project.
 
-    They quote such a file, and a variant can name any: `asm(".include ...")`.
+    Such messages quote the file, and a variant can name any file: `asm(".include ...")`.
     """
     known = (
         f"{source_root()}/",
@@ -539,7 +541,7 @@ def _without_quotes(error: RuntimeError, variant: VariantSource) -> RuntimeError
 
 
 def _errors_in(place: str, source: str, said: str) -> Iterator[str]:
-    """The errors that a compiler reports for lines of a source, with these lines."""
+    """The errors that a compiler reports for lines of a source, together with these lines."""
     lines = source.split("\n")
     # nvcc and NVRTC: FILE(LINE): error: TEXT; g++ and clang++: FILE:LINE:COLUMN: error: TEXT.
     for match in re.finditer(
@@ -564,12 +566,12 @@ def compile_ahead(
     float8_q: bool = False,
     float8_out: bool = False,
 ) -> list[Path]:
-    """Compiles all kernels of a variant that are missing. targets: of target_of(), or "cpu", for which `isa`
-    is. design_name: of manifest.DESIGNS; None: each target's default.
+    """Compiles all missing kernels of a variant. targets: from target_of(), or "cpu", which uses `isa`.
+    design_name: of manifest.DESIGNS; None: each target's default.
 
     Raises:
         ValueError: there are no such kernels.
-        RuntimeError: one does not compile, or cannot be kept.
+        RuntimeError: a kernel does not compile, or cannot be saved.
     """
     entries = []
     kv_element = manifest.kv_element_of(kv_dtype, dtype)

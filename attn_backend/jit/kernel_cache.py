@@ -1,8 +1,8 @@
-"""The cache of compiled kernels: where it is, which entries are trusted, how they are written.
+"""The cache of compiled kernels: its location, its trusted entries, and how entries are written.
 
-An entry is two files: KERNEL.cubin (or KERNEL.so, of a CPU), and KERNEL.txt with what the compiler said,
-below a SHA-256 of both. The digest finds damage, but does not tell who wrote an entry. So an entry is used
-only where nobody but this user and root can have written it.
+An entry consists of two files: KERNEL.cubin (or KERNEL.so for a CPU), and KERNEL.txt with the compiler's
+output, after a SHA-256 of both. The digest detects damage, but not who wrote an entry. So an entry is used
+only if nobody but this user and root can have written it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ADVICE = "set ATTN_BACKEND_CACHE to a folder of yours that you can write to and
 
 
 def cache_dir() -> Path:
-    """Where compiled cubins are kept: ATTN_BACKEND_CACHE, or attn_backend/ in the user's cache folder.
+    """The folder of compiled cubins: ATTN_BACKEND_CACHE, or attn_backend/ in the user's cache folder.
 
     Raises:
-        RuntimeError: nothing says where, and there is no home directory.
+        RuntimeError: the variable is not set, and there is no home directory.
     """
     try:
         return Settings.read().cache_folder()
@@ -39,23 +39,22 @@ def cache_dir() -> Path:
 
 
 def place(cubin: Path) -> tuple[Path, str]:
-    """Where an entry of the cache is kept, and, if that is not `cubin`, the reason: others may write there.
-
-    It is then a folder that they cannot enter.
+    """The location of a cache entry. If others may write to `cubin`, it is a folder that they cannot enter,
+    and the reason is returned as well.
 
     Raises:
-        RuntimeError: there is no such folder either.
+        RuntimeError: the private folder cannot be made.
     """
     reason = _foreign(cubin)
     return (private_place(cubin, reason) if reason else cubin), reason
 
 
 def private_place(cubin: Path, reason: str) -> Path:
-    """Where an entry is kept if the cache cannot be used for this reason: in a folder below the temporary one
-    that others cannot enter.
+    """The location of an entry if the cache cannot be used for this reason: in a private folder below the
+    temporary one, which others cannot enter.
 
     Raises:
-        RuntimeError: there is no such folder either.
+        RuntimeError: that folder cannot be made.
     """
     return _private_folder(reason) / cubin.parent.name / cubin.name
 
@@ -90,13 +89,13 @@ def fault(cubin: Path) -> str:
 
 
 def report(cubin: Path) -> str:
-    """What the compiler said of an entry that has no fault."""
+    """The compiler's output for an entry that has no fault."""
     return cubin.with_suffix(".txt").read_bytes().partition(b"\n")[2].decode()
 
 
 def prepare(cubin: Path) -> None:
-    """Makes the folder of an entry, and sees that files can be written there: before time is spent on what
-    goes there.
+    """Makes the folder of an entry and checks that files can be written there, before time is spent on
+    compiling.
 
     Raises:
         RuntimeError: it cannot be made or written to.
@@ -104,16 +103,16 @@ def prepare(cubin: Path) -> None:
     with _explained(cubin.parent):
         cubin.parents[2].mkdir(parents=True, exist_ok=True)
         for folder in (cubin.parents[1], cubin.parent):
-            # whatever the umask: not writable by a group or by everybody
+            # whatever the umask: not writable by a group or by others
             folder.mkdir(mode=0o755, exist_ok=True)
         with tempfile.TemporaryFile(dir=cubin.parent):
             pass
 
 
 def store(cubin: Path, content: bytes, said: str) -> None:
-    """Puts a cubin, and what the compiler said, into the cache, readable for all.
+    """Writes a cubin and the compiler's output to the cache, readable for all.
 
-    Each file is replaced at once: others read an entry without a fault, or one whose digest differs.
+    Each file is replaced atomically: others read an entry without a fault, or one whose digest differs.
 
     Raises:
         RuntimeError: it cannot be written; nothing is left behind.
@@ -137,13 +136,13 @@ def store(cubin: Path, content: bytes, said: str) -> None:
 
 @contextlib.contextmanager
 def locked(cubin: Path, seconds: float, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Keeps other threads and processes from making the same entry meanwhile.
+    """Prevents other threads and processes from making the same entry meanwhile.
 
-    A caller that had to wait looks again whether the entry is there.
+    A caller that had to wait must check again whether the entry exists.
 
-    If another one makes the entry, calls on_wait and waits for it, but no longer than `seconds`. Where files
-    cannot be locked it does not wait: then both make the entry, and the last one stays. The lock of a process
-    that was killed is free.
+    If another caller makes the entry, it calls on_wait and waits for at most `seconds`. If the file system
+    has no locks, it does not wait: both make the entry, and the last one stays. The lock of a killed process
+    is released.
     """
     lock = cubin.with_name(f".{cubin.name}.lock")
     try:
@@ -156,7 +155,7 @@ def locked(cubin: Path, seconds: float, on_wait: Callable[[], None]) -> Iterator
         yield
     finally:
         with contextlib.suppress(OSError):
-            lock.unlink()  # a process that waits has opened it, and looks for the entry when it gets the lock
+            lock.unlink()  # waiting processes keep it open, and check for the entry once they get the lock
         os.close(handle)
 
 
@@ -186,9 +185,7 @@ def _digest(cubin: bytes, said: bytes) -> bytes:
 
 
 def _foreign(cubin: Path) -> str:
-    """Why an entry may be another user's work: because of its folders, or of its files (of a link counts who
-    made it).
-    """
+    """Why an entry may be another user's work, judged by its folders and files (for a link, by its owner)."""
     for path, follow in [
         *((folder, True) for folder in cubin.parents[:2][::-1]),
         *((file, False) for file in _files(cubin)),
@@ -196,7 +193,7 @@ def _foreign(cubin: Path) -> str:
         try:
             info = path.stat(follow_symlinks=follow)
         except OSError:
-            continue  # then nothing can be read there: `fault` or `prepare` say why
+            continue  # unreadable; `fault` or `prepare` report why
         if info.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to another user ({info.st_uid})"
         if info.st_mode & stat.S_IWOTH and not stat.S_ISLNK(info.st_mode):

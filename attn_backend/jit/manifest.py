@@ -1,8 +1,8 @@
-"""Every kernel that is built ahead of time: one table, from which the build, the lookup, the wheel,
-`attn-backend doctor` and the tests work.
+"""The table of all kernels that are built ahead of time, used by the build, the lookup, the wheel,
+`attn-backend doctor` and the tests.
 
-A kernel's source is generated here, from `kernel_templates`: what a kernel of csrc/ is compiled for, and the
-`.cu` file with its entry.
+The source of a kernel is generated here from `templates`: the types and sizes that it is compiled for,
+and an include of the `.cu` file with its entry.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Arch:
     """A build of the kernels.
 
     Attributes:
-        gpus: those that use it, for messages.
+        gpus: GPUs that use it, for messages.
         capability: the compute capability of GPUs that run it.
         has_ptx: all newer GPUs run it, too.
-        flags: of nvcc, beside those that all have.
-        has_clusters: CTAs of a cluster read each other's shared memory.
+        flags: nvcc flags, in addition to the common ones.
+        has_clusters: CTAs of a cluster can read each other's shared memory.
         has_siblings: there are GPUs of another compute capability with the same major version.
     """
 
@@ -40,7 +40,7 @@ class Arch:
     has_siblings: bool
 
 
-# The first that a GPU can run is its own.
+# In order of preference: a GPU uses the first build that it can run.
 BUILDS = {
     SM90: Arch(
         "Hopper",
@@ -63,7 +63,7 @@ ARCHS = tuple(BUILDS)
 
 
 def runnable_archs(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Those that a GPU of this compute capability can run."""
+    """The archs that a GPU of this compute capability can run."""
     return tuple(
         name
         for name, arch in BUILDS.items()
@@ -72,22 +72,22 @@ def runnable_archs(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 class HeadDims(NamedTuple):
-    """Columns of a head of Q and K, and of one of V and O."""
+    """Columns of a head of Q and K (qk), and of a head of V and O (v)."""
 
     qk: int
     v: int
 
     @classmethod
     def of(cls, dims: int | HeadDims) -> HeadDims:
-        """An int: both."""
+        """An int sets both."""
         return cls(dims, dims) if isinstance(dims, int) else dims
 
     @classmethod
     def parse(cls, text: str) -> HeadDims:
-        """Of text in the form of __str__.
+        """Parses the format of __str__.
 
         Raises:
-            ValueError: another form.
+            ValueError: the text has another format.
         """
         match = re.fullmatch(r"(\d+)(?:_(\d+))?", text)
         if match is None:
@@ -99,7 +99,7 @@ class HeadDims(NamedTuple):
 
     @property
     def runs_on_cuda(self) -> bool:
-        """Whether there are kernels for it."""
+        """Whether there are CUDA kernels for these dims."""
         return all(dim % 8 == 0 and 8 <= dim <= _MAX_CUDA_HEAD_DIM for dim in self) or self.is_wide
 
     @property
@@ -107,8 +107,8 @@ class HeadDims(NamedTuple):
         return all(dim % 8 == 0 and 8 <= dim <= _MAX_CPU_HEAD_DIM for dim in self)
 
     def runs_over(self, kv_element: str | None, float8_q: bool = False) -> bool:
-        """Whether there are CUDA kernels for it over caches of these elements, of kv_element_of(). float8_q:
-        Q has the cache's.
+        """Whether there are CUDA kernels over caches of this element, from kv_element_of(). float8_q: Q has
+        the cache's type.
         """
         if float8_q and (kv_element == "latent" or self.is_wide):
             return False
@@ -118,7 +118,7 @@ class HeadDims(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether several warps share the columns of the output (csrc/attention/head_shape.h)."""
+        """Whether several warps split the columns of the output (csrc/attention/head_shape.h)."""
         return self in WIDE_HEAD_DIMS
 
     def __str__(self) -> str:
@@ -140,44 +140,44 @@ LATENT_HEAD_DIMS_TEXT = (
 
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
-ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # by torch's names
-# Elements of a cache with scales: narrower than Q's, unless Q has them, too. latent: MLA, rows have scales.
+ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
+# Elements of caches with scales, narrower than Q's (or the same under float8_q). latent: MLA, scales per row.
 CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
-FLOAT8_OUT = "float8_out_"  # in front of what csrc/ calls a kernel whose output is of 8 bits
-# of a variant they are compiled only when a cache needs them
+FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
+# for variants, these are compiled only when a cache needs them
 LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")
-OUT_ELEMENT = "e4m3"  # of outputs of 8 bits
+OUT_ELEMENT = "e4m3"  # of 8-bit outputs
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
-# By variant. Kernels of other heads are compiled when they are first needed, or ahead (attn-backend compile).
+# By variant. Kernels for other heads are compiled on first use, or ahead of time (attn-backend compile).
 SHIPPED_HEAD_DIMS = {
     "standard": (
         *(HeadDims(*dims) for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))),
         *WIDE_HEAD_DIMS,
     ),
     "sinks": tuple(HeadDims(dim, dim) for dim in (64, 128, 256)),
-    # and all of SHIPPED_VARIANTS: of each arch's default design
+    # and all of SHIPPED_VARIANTS, in each arch's default design
     "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),
 }
-SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # of bf16 over e4m3 caches
-# of bf16, by elements of caches that are widened as they are loaded
+SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # bf16 over e4m3 caches
+# bf16, by elements of caches that are dequantized on load
 _SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}
-# of designs that multiply e4m3 Q and K as they are
+# for designs that multiply e4m3 Q and K directly
 MULTIPLIED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))
-# with outputs of 8 bits, of bf16 over bf16 and e4m3 caches
+# with 8-bit outputs, for bf16 over bf16 and e4m3 caches
 SHIPPED_FLOAT8_OUT_HEAD_DIMS = (HeadDims(128, 128),)
 
 
 class KernelShape(NamedTuple):
-    """What an attention kernel is compiled for, besides a design and a variant.
+    """The types and sizes that an attention kernel is compiled for, besides a design and a variant.
 
     Attributes:
-        element: of O, and of Q but under float8_q.
-        kv_element: of a cache of another type, of kv_element_of(); None: it is element.
-        float8_q: whether Q has the type of the cache, too.
-        float8_out: whether O is of 8 bits.
+        element: of O, and of Q except under float8_q.
+        kv_element: of a cache with another type, from kv_element_of(); None: it is element.
+        float8_q: whether Q also has the cache's type.
+        float8_out: whether O is 8-bit.
     """
 
     element: str
@@ -187,7 +187,7 @@ class KernelShape(NamedTuple):
     float8_out: bool = False
 
     def __str__(self) -> str:
-        """As it stands in the names of cubins."""
+        """The form used in the names of cubins."""
         of_cache = "" if self.kv_element is None else f"_{self.kv_element}{'_q' if self.float8_q else ''}"
         return f"{self.element}{of_cache}{f'_to_{OUT_ELEMENT}' if self.float8_out else ''}_d{self.dims}"
 
@@ -198,11 +198,11 @@ class Design:
 
     Attributes:
         name: of the folder.
-        archs: those of the GPUs that run it.
-        cubins: what design.h calls its kernels, and what their cubins' names say (attention_name()).
-        serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. What it
-            does not serve, the next design does.
-        multiplies_float8: e4m3 Q and K are multiplied as they are, with heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
+        archs: of the GPUs that run it.
+        cubins: maps the names of its kernels in design.h to the names of their cubins (attention_name()).
+        serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. Heads
+            that it does not support go to the next design.
+        multiplies_float8: multiplies e4m3 Q and K directly, for heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
     """
 
     name: str
@@ -212,9 +212,9 @@ class Design:
     multiplies_float8: bool = False
 
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
-        """The part of `cubins` for a shape.
+        """The entries of `cubins` for a shape.
 
-        Where rows are widened as they are loaded, one kernel serves all caches.
+        If rows are dequantized on load, one kernel handles all caches.
         """
         return (
             dict([*self.cubins.items()][:1])
@@ -224,12 +224,13 @@ class Design:
 
 
 def _has_room_for_transforms(dims: HeadDims, transforms: bool) -> bool:
-    """On Hopper, whose kernels for wide heads have none."""
+    """False for transforms on Hopper's kernels for wide heads, which do not support them."""
     return not (transforms and dims.is_wide)
 
 
-# By their names in Attention(kernel=...). A GPU's default is the first that it can run and that serves the
-# heads. The last serves all heads that run on CUDA. sm90_gather: for caches that TMA cannot describe.
+# Keys are the values of Attention(kernel=...). By default, a GPU uses the first design that it can run and
+# that supports the heads. The last one supports all heads on CUDA. sm90_gather: for caches that TMA cannot
+# describe.
 DESIGNS = {
     "hopper": Design(
         "sm90",
@@ -252,50 +253,51 @@ class Kernel:
 
 
 def attention_name(design: str, shape: KernelShape, variant: str = "standard") -> str:
-    """design: of Design.cubins."""
+    """design: a value of Design.cubins."""
     return f"attention_{design}_{shape}_{variant}"
 
 
 def kv_element_of(kv_dtype: str | None, dtype: str) -> str | None:
-    """The element of a cache of another type than Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit one.
+    """The element of a cache whose type differs from Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit
+    type. None: the cache has dtype.
 
-    By torch's names; None: the cache has dtype.
+    Dtypes are torch's names.
     """
     return None if kv_dtype in (None, dtype) else CACHE_ELEMENT_NAMES[kv_dtype]
 
 
 def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
-    """What products take, by torch's names: Q's dtype, to which a cache of 8 bits is widened, or that of
-    another 16-bit cache, to which Q is converted.
+    """The dtype that is multiplied, by torch's name. An 8-bit cache is dequantized to Q's dtype; Q is
+    converted to the dtype of another 16-bit cache.
     """
     return kv_dtype_of(kv_element) if kv_element in CUDA_ELEMENTS else dtype
 
 
 def kv_dtype_of(kv_element: str | None) -> str:
-    """torch's name of an element of kv_element_of()."""
+    """torch's name for an element from kv_element_of()."""
     return next(dtype for dtype, element in CACHE_ELEMENT_NAMES.items() if element == kv_element)
 
 
 def merge_name(element: str, variant: str = "") -> str:
-    """element: of O. variant: that transforms the output; else one kernel serves all."""
+    """element: of O. variant: given if it transforms the output; otherwise one kernel works for all."""
     return f"merge_{element}_{variant}".rstrip("_")
 
 
 def append_qkv_name(element: str, kv_element: str | None = None) -> str:
-    """element: of heads. kv_element: of a cache of another type, of kv_element_of(); one kernel writes those
-    of 8 bits.
+    """element: of heads. kv_element: of a cache of another type, from kv_element_of(); one kernel writes all
+    8-bit caches.
     """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
     return f"append_qkv_{element}_{of_cache}" if of_cache else f"append_qkv_{element}"
 
 
 def merge_states_name(element: str) -> str:
-    """element: of states that lie in tensors: "f32", "f16" or "bf16"."""
+    """element: of states in tensors: "f32", "f16" or "bf16"."""
     return f"merge_states_{element}"
 
 
 def sampling_name(source: str) -> str:
-    """source: what is drawn from: "f32", "f16" or "bf16" logits, "probs", or "speculative" drafts."""
+    """source: of the draw: "f32", "f16" or "bf16" logits, "probs", or "speculative" drafts."""
     return f"sampling_{source}"
 
 
@@ -306,11 +308,11 @@ def kernels(arch: str) -> dict[str, Kernel]:
 
 
 def distinct_kernels(arch: str) -> dict[str, Kernel]:
-    """Those that CI compiles, which has no time for all.
+    """The kernels that CI compiles, which has no time for all.
 
-    Attention and sampling of float16 have bfloat16's code with another element, and the generic design for
-    Hopper that for Ampere: of such attention it compiles the plainest kernels. A release compiles all (`make
-    wheel`).
+    float16 attention and sampling differ from bfloat16 only in the element, and the generic design for Hopper
+    equals the design for Ampere. CI compiles only the plainest of these attention kernels. A release compiles
+    all (`make wheel`).
     """
 
     def is_distinct(name: str) -> bool:
@@ -327,8 +329,8 @@ def distinct_kernels(arch: str) -> dict[str, Kernel]:
 
 
 def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = None) -> dict[str, Design]:
-    """Those that serve heads, by their names. transforms: under a variant that transforms Q, K or V. arch: of
-    the GPU that must run them.
+    """The designs that support these heads, by name. transforms: under a variant that transforms Q, K or V.
+    arch: of the GPU that must run them.
     """
     return {
         name: design
@@ -338,12 +340,12 @@ def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = Non
 
 
 def default_design(arch: str, dims: HeadDims, transforms: bool = False) -> Design:
-    """Of the kernels that a GPU of an arch uses for heads unless it is told otherwise."""
+    """Default kernel design for an arch and head dims."""
     return next(iter(designs_for(dims, transforms, arch).values()))
 
 
 class VariantSource(Protocol):
-    """What kernels are made of (attn_backend/variants/variant.py): C++ that defines attn::UserVariant."""
+    """The input of kernels (attn_backend/variants/variant.py): C++ that defines attn::UserVariant."""
 
     @property
     def name(self) -> str: ...
@@ -360,23 +362,23 @@ class VariantSource(Protocol):
 
 
 def variant_text(variant: VariantSource) -> str:
-    """The source of a variant as it stands in front of a kernel's: what a compiler says of its lines names
-    it, and not a file of ours.
+    """The source of a variant, to be put before a kernel's. Compiler messages about its lines name the
+    variant instead of a file of this project.
     """
     return f'#line 1 "{variant_place(variant.name)}"\n{variant.source.rstrip()}\n#line 1 "attn_backend"\n'
 
 
 def variant_place(name: str) -> str:
-    """What the compiler takes for the file of a variant's generated source."""
+    """The file name that compilers report for a variant's generated source."""
     return f"<source of variant {name}>"
 
 
 def variant_kernels(
     arch: str, design: Design, shape: KernelShape, variant: VariantSource, sinks: bool = False
 ) -> dict[str, Kernel]:
-    """A variant's kernels for a design, by the names that csrc/ has for them; under shape.float8_out those
-    whose outputs are of 8 bits beside the others. sinks: whether runs may be given sinks. A variant with the
-    source of a shipped one has the kernels of that, by its name.
+    """A variant's kernels for a design, by their names in csrc/. With shape.float8_out, kernels with 8-bit
+    outputs are included as well. sinks: whether runs may be given sinks. If a shipped variant has the same
+    source, its kernels are used, under its name.
     """
     variant = shipped_variant(variant.source) or variant
     text = variant_text(variant)
@@ -405,15 +407,15 @@ def variant_kernels(
 
 
 def out_elements(element: str, float8_out: bool) -> dict[str, str]:
-    """Elements that outputs may have, by what stands in front of their kernels' names in csrc/."""
+    """Elements that outputs may have, by the prefix of their kernels' names in csrc/."""
     return {"": element} | ({FLOAT8_OUT: OUT_ELEMENT} if float8_out else {})
 
 
 def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
-    """design: of Design.cubins."""
+    """design: a value of Design.cubins."""
     element, dims, kv_element, float8_q, float8_out = shape
     has_8_bits = kv_element in CUDA_KV_ELEMENTS
-    # A cache of 8 bits is widened to Q's type; Q of another 16-bit type is converted to the cache's.
+    # An 8-bit cache is dequantized to Q's type; Q of another 16-bit type is converted to the cache's.
     elements = [
         element if has_8_bits else kv_element,
         kv_element,
@@ -449,7 +451,7 @@ def merge_source(element: str, variant_type: str) -> str:
 
 
 def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
-    """The standard kernels of a shape, for which there must be CUDA kernels (runs_over())."""
+    """The standard kernels of a shape that has CUDA kernels (runs_over())."""
     stems = {
         stem: design.archs
         for design in designs_for(shape.dims).values()
@@ -467,7 +469,7 @@ def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VAR
 
 
 def _shape_of(name: str) -> KernelShape | None:
-    """What the name of an attention kernel says."""
+    """The shape in the name of an attention kernel."""
     element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
     elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?"
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
@@ -479,7 +481,7 @@ def _shape_of(name: str) -> KernelShape | None:
 
 
 def _mixed_append(name: str) -> tuple[str, str] | None:
-    """Elements of heads and of a cache of another 16-bit type, of an append_qkv_name()."""
+    """Elements of heads and of a cache of another 16-bit type, from an append_qkv_name()."""
     pairs = (
         (element, of_cache) for element in CUDA_ELEMENTS for of_cache in CUDA_ELEMENTS if of_cache != element
     )
@@ -487,7 +489,7 @@ def _mixed_append(name: str) -> tuple[str, str] | None:
 
 
 def compile_options(name: str) -> str:
-    """The options of `attn-backend compile` for a kernel that is not built ahead of time."""
+    """The `attn-backend compile` options for a kernel that is not built ahead of time."""
     append = _mixed_append(name)
     if append is not None:
         return f" --kv-dtype {kv_dtype_of(append[1])}"
@@ -498,7 +500,7 @@ def compile_options(name: str) -> str:
 
 
 def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> str:
-    """The options of `attn-backend compile` for 8-bit caches, queries and outputs."""
+    """The `attn-backend compile` options for 8-bit caches, queries and outputs."""
     of_cache = (
         ""
         if kv_element is None
@@ -508,9 +510,7 @@ def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> 
 
 
 def source_of(name: str, arch: str) -> str | None:
-    """The source of a kernel, also of one that is not built ahead of time; None if there is no such kernel
-    for this arch.
-    """
+    """The source of a kernel, which need not be built ahead of time; None if this arch has no such kernel."""
     if name in kernels(arch):
         return kernels(arch)[name].source
     append = _mixed_append(name)
@@ -530,7 +530,7 @@ def source_of(name: str, arch: str) -> str | None:
 
 
 def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
-    """The kernels over e4m3 Q and K, of designs that multiply them without widening."""
+    """The kernels over e4m3 Q and K, for designs that multiply them without dequantizing."""
     archs = {arch for design in DESIGNS.values() if design.multiplies_float8 for arch in design.archs}
     return [
         kernel
@@ -584,7 +584,7 @@ def _sampling_kernels() -> list[Kernel]:
 
 
 def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
-    """As append_qkv_name(). Of two 16-bit types it is not built ahead of time."""
+    """The kernel of append_qkv_name(). With two 16-bit types it is not built ahead of time."""
     quantizes = kv_element in CUDA_KV_ELEMENTS
     text = templates.APPEND_QKV.substitute(
         element=CUDA_ELEMENTS[element],

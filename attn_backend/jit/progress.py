@@ -1,4 +1,4 @@
-"""What a user sees of work that takes seconds."""
+"""Progress output for work that takes seconds or longer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LINE_EVERY_S = 10.0  # where no line moves
+LINE_EVERY_S = 10.0  # if there is no live line
 
 
 @contextlib.contextmanager
 def shown(text: str) -> Iterator[None]:
-    """Shows on stderr that something takes seconds: by a moving line on a terminal, by one plain line
-    elsewhere.
-    """
+    """Shows on stderr that something takes seconds: a live line on a terminal, one plain line elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:
         from rich.console import Console
         from rich.errors import LiveError
@@ -28,7 +26,7 @@ def shown(text: str) -> Iterator[None]:
         status = Console(stderr=True).status(f"attn_backend: {text}")
         try:
             status.start()
-        except LiveError:  # another line moves already
+        except LiveError:  # another live line is active
             yield
             return
         try:
@@ -41,17 +39,17 @@ def shown(text: str) -> Iterator[None]:
 
 
 def _replace_line(text: str) -> None:
-    """Shows the text in place of the terminal's current line."""
+    """Replaces the terminal's current line with the text."""
     sys.stdout.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
     sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on stdout what happens for minutes, and since when: by a moving line on a terminal, by a plain
-    line now and then elsewhere and in other threads.
+    """Shows on stdout what is running, and for how long. On a terminal it is a live line; elsewhere, and in
+    other threads, a plain line now and then.
 
-    Gives a function that takes what happens from now on ("requests 3 of 32"); `who` stands before it.
+    Yields a function that sets the text, such as "requests 3 of 32"; `who` is its prefix.
     """
     begin, ended = time.monotonic(), threading.Event()
 
@@ -74,7 +72,7 @@ def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
                 from rich.console import Console
                 from rich.text import Text
 
-                # slow: what is measured meanwhile may share the processor
+                # slow refresh: a measurement may share the processor
                 moving = stack.enter_context(Console().status(Text(line()), refresh_per_second=4))
                 show = lambda: moving.update(Text(line()))  # noqa: E731
             else:
@@ -89,7 +87,7 @@ def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
 
 
 def tracked(items: Sequence[T], text: str) -> Iterable[T]:
-    """The items, with a progress bar on a terminal."""
+    """Iterates over the items, with a progress bar on a terminal."""
     if not sys.stdout.isatty() or find_spec("rich") is None:
         return items
     from rich.progress import track
@@ -98,7 +96,7 @@ def tracked(items: Sequence[T], text: str) -> Iterable[T]:
 
 
 def say(text: str) -> None:
-    """One line on stderr."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+    """Prints one line on stderr."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         sys.stderr.write(f"attn_backend: {text}\n")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
 """The C++ sources of kernels and of the variants that ship.
 
-A kernel's source says what the kernel is compiled for, and includes its entry. `manifest` fills in element
-types and heads.
+The source of a kernel sets the types and sizes that it is compiled for, and includes its entry. `manifest`
+fills in element types and heads.
 """
 
 from __future__ import annotations
@@ -113,13 +113,13 @@ struct UserVariant : VariantBase {
 static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
 
 }  // namespace attn
-"""  # noqa: E501  (letter for letter what the built-in generates)
+"""  # noqa: E501  (must equal the built-in's output letter for letter)
 
 
 @dataclass(frozen=True)
 class ShippedVariant:
-    """A manifest.VariantSource without a mask and a transform of the output, which would need kernels besides
-    attention's, and without those of Q, K and V.
+    """A manifest.VariantSource without a mask and without transforms of Q, K, V and the output, because those
+    would need additional kernels.
     """
 
     name: str
@@ -135,5 +135,5 @@ _BY_SOURCE = {variant.source: variant for variant in SHIPPED_VARIANTS}
 
 
 def shipped_variant(source: str) -> ShippedVariant | None:
-    """That of this source, if it is one."""
+    """The shipped variant with this source, or None."""
     return _BY_SOURCE.get(source)

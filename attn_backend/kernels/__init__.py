@@ -1,1 +1,1 @@
-"""What computes: kernels found or built, plan and run, append. A thin face over csrc/."""
+"""Finds or builds kernels, and wraps the plan, run and append functions of csrc/ in Python."""

@@ -1,4 +1,4 @@
-"""Appends new K and V to the cache: as they are, normalized and rotated with Q, or as latents of MLA."""
+"""Appends new K and V to the cache: unchanged, normalized and rotated together with Q, or as MLA latents."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from .native import DTYPE_NAMES, by_name, kernel_file, kv_element_of, library
 @torch_ops.eager
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """A rotary position embedding (RoPE, arXiv 2104.09864): pair i of a head turns by the angle of pair i at
-    the row's position.
+    """A rotary position embedding (RoPE, arXiv 2104.09864). It rotates pair i of a head by angle i of the
+    row's position.
 
     Args:
         table: float32 [rotary_dim / 2]: the angle is position * table[i], correct to 5e-7 for positions up to
-            2^24. Or [positions, rotary_dim], float32 or of the heads' dtype: the cosines of a position's
-            angles, then their sines; a position outside the table takes the nearest one. On the heads'
-            device, last dimension contiguous.
+            2^24. Or [positions, rotary_dim], float32 or the heads' dtype: for each position the cosines, then
+            the sines. Positions outside the table are clamped to it. On the heads' device, last dimension
+            contiguous.
             rotary_dim: a multiple of 8 up to head_dim; the elements after them are left alone.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J; else (i, i + rotary_dim / 2), as in GPT-NeoX and
             Llama.
 
     Raises:
-        ValueError: a table that is not such a tensor.
+        ValueError: `table` is not such a tensor.
     """
 
     table: Tensor
@@ -68,8 +68,8 @@ class Rotary:
 
 @cache
 def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """The kernel that takes heads of dtype to a cache of kv_dtype; "" on a CPU, and for other dtypes, which
-    are refused.
+    """The kernel that writes heads of dtype to a cache of kv_dtype. Returns "" on a CPU, and for unsupported
+    dtypes, which are refused.
     """
     if dtype not in DTYPE_NAMES or kv_dtype not in (*SCALED_DTYPES, *DTYPE_NAMES):
         return ""
@@ -92,25 +92,25 @@ def append_qkv(
     norm_offset: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What lies between a layer's projection and its attention, in one launch: normalises the heads of Q and
-    K, rotates them, writes K and V to the cache.
+    """Everything between a layer's projection and its attention, in one launch: normalizes the heads of Q and
+    K, rotates them, and writes K and V to the cache.
 
-    A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) (RMSNorm, arXiv 1910.07467, as
-    Qwen 3 and Gemma 3 have it for each head), then is rotated. All in float32, rounded once, to the dtype of
-    out or of the cache. A float8 cache gets K and V divided by its scales; what is beyond its largest number
-    becomes that one, as in a float16 cache under bfloat16 heads. Capturable in a CUDA graph; never
-    synchronises. `Attention.run(after_append=True)` may follow.
+    A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) and is then rotated. This is
+    per-head RMSNorm (arXiv 1910.07467), as in Qwen 3 and Gemma 3. All steps run in float32 and round once, to
+    the dtype of out or of the cache. For a float8 cache, K and V are first divided by the cache's scales.
+    Float8 caches, and float16 caches under bfloat16 heads, clamp values to their largest finite number.
+    Capturable in a CUDA graph; never synchronizes. `Attention.run(after_append=True)` may follow.
 
     Args:
         q: [tokens, num_qo_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to
-            256; a slice of the projection's output as it is. bfloat16 or float16, on a CPU also float32.
-        k, v: [tokens, num_kv_heads, head_dim], as q.
-        kv: the cache of one layer, same device, same dtype, the other one of bfloat16 and float16, or float8;
-            its scales are one for all, or one for each head.
-        slots: int32 or int64 [tokens], as `append_kv` takes them: a slot that is negative or beyond the cache
-            gets nothing; the token's Q is written.
+            256. May be a slice of the projection's output. bfloat16 or float16, on a CPU also float32.
+        k, v: [tokens, num_kv_heads, head_dim], same requirements as q.
+        kv: the cache of one layer, on the same device. Its dtype is q's, the other of bfloat16 and float16,
+            or float8 with one scale for all heads or one per head.
+        slots: int32 or int64 [tokens], as in `append_kv`. A token with a negative slot, or one beyond the
+            cache, is not cached, but its Q is still written.
         rotary: None: no rotation.
-        positions: int32 or int64 [at least tokens], for rotary: where the tokens stand in their requests.
+        positions: int32 or int64 [at least tokens], for rotary: each token's position in its request.
         q_norm, k_norm: [head_dim], weights of the norms, same dtype; None: no norm.
         norm_eps: added to the mean of squares.
         norm_offset: added to the weights: 1 for Gemma.
@@ -146,7 +146,7 @@ def append_qkv(
         }
         return torch_ops.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
-    if slots is None:  # the library would take K for the cache of rotate_qk
+    if slots is None:  # without slots the library would run rotate_qk on K
         refuse("slots", slots, "a tensor [tokens]")
     try:
         k_cache = kv.k
@@ -177,7 +177,7 @@ def append_qkv(
         OverflowError,
         RuntimeError,
         TypeError,
-    ):  # examined only on failure: each layer's call would pay for it
+    ):  # only on failure, to keep each layer's call cheap
         _explain_qkv(
             kv,
             norm_eps,
@@ -225,10 +225,10 @@ def rotate_qk(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `append_qkv`, with K written to a tensor instead of a cache.
+    """Like `append_qkv`, but writes K to a tensor instead of a cache.
 
     Args:
-        q_out, k_out: as q and k, written; None: q and k themselves.
+        q_out, k_out: same as q and k, written; None: q and k themselves.
 
     Returns:
         q_out, k_out.
@@ -276,11 +276,11 @@ def append_rounded(
     rotary: Rotary | None = None,
     positions: Tensor | None = None,
 ) -> None:
-    """As `append_kv` into a cache of float8. K is rotated before, in float32, so that it is rounded once.
+    """Like `append_kv` into a float8 cache, but rotates K first, in float32, so that K is rounded only once.
 
     Args:
-        v: None: K alone, and kv.v is not used.
-        rotary, positions: as `append_qkv` takes them; K has up to 256 columns with them.
+        v: None: append only K; kv.v is not used.
+        rotary, positions: as in `append_qkv`; K then has at most 256 columns.
 
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
@@ -319,9 +319,9 @@ _QKV_NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
 def _check_qkv(
     tensors: tuple[Tensor | None, ...], rotary: Rotary | None, positions: Tensor | None, norm_eps: float
 ) -> tuple[Tensor | None, bool]:
-    """What the library does not check. tensors: those of _NAMES.
+    """Checks what the library does not. tensors: the tensors in _NAMES.
 
-    Returns the rotary embedding's table, and whether it is interleaved.
+    Returns the table of the rotary embedding, and whether it is interleaved.
     """
     for tensor in tensors:
         if tensor is not None and (tensor.is_neg() or (tensor.requires_grad and torch.is_grad_enabled())):
@@ -341,7 +341,7 @@ def _check_qkv(
 
 
 class _Launchers(dict[int, Callable[..., Any]]):
-    """The host library's append_kv for each device, whose kernel is loaded.
+    """The host library's append_kv for each device, with its kernel loaded.
 
     Keys are Tensor.get_device() (-1 for a CPU): faster than torch.device.
     """
@@ -359,18 +359,18 @@ _launchers = _Launchers()
 @torch_ops.eager
 def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
     """Writes token i of k and v to slot `slots[i]` of the cache: page `slots[i] // page_size`, token
-    `slots[i] % page_size` in it.
+    `slots[i] % page_size` in that page.
 
-    Capturable in a CUDA graph; never synchronises. Into a cache of another dtype numbers are rounded to the
-    nearest (to even among equals), into a float8 cache divided by its scales before. What is beyond the
-    largest number of float8 or float16 becomes that one.
+    Capturable in a CUDA graph; never synchronizes. If the cache has another dtype, values are rounded to
+    nearest even, and clamped to the largest finite number of float8 or float16. For a float8 cache they are
+    first divided by its scales.
 
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
-        kv: the cache of one layer, same device, same dtype, or float8, whose scales are one for all, or one
-            for each head. Under bfloat16 it may be float16, and under float16 bfloat16, with heads of
-            multiples of 8 columns up to 512.
-        slots: int32 or int64 [tokens]; a negative slot, or one beyond the cache, is skipped.
+        kv: the cache of one layer, on the same device. Its dtype is k's, or float8 with one scale for all
+            heads or one per head. A bfloat16 k may also be written to a float16 cache and vice versa, if
+            head_dim is a multiple of 8 up to 512.
+        slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.
 
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
@@ -407,7 +407,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         AttributeError,
         RuntimeError,
         TypeError,
-    ):  # examined only on failure: each layer's call would pay for it
+    ):  # only on failure, to keep each layer's call cheap
         _explain_kv(k, v, kv, slots)
         raise
 
@@ -418,7 +418,7 @@ def _explain_kv(k: object, v: object, kv: KVCache, slots: object) -> None:
     explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
 
 
-# What caches are made from that take other dtypes than theirs.
+# Dtypes that can be written to a cache of another dtype.
 _SOURCE_DTYPES = {
     SCALED_LATENT_DTYPE: (torch.bfloat16,),
     torch.bfloat16: (torch.bfloat16, torch.float16),
@@ -429,29 +429,29 @@ _SOURCE_DTYPES = {
 
 @cache
 def _latent_kernel(device: torch.device) -> str:
-    """The kernel that quantises to rows with scales of their own; "" on a CPU."""
+    """The kernel that quantizes to rows with one scale per 128 columns; "" on a CPU."""
     return kernel_file("append_latent", device)
 
 
 @torch_ops.eager
 def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> None:
-    """Writes token i to slot `slots[i]` of a cache of MLA (DeepSeek-V2, arXiv 2405.04434): its latent,
-    followed by the rotated part of the key.
+    """Writes token i to slot `slots[i]` of an MLA cache (DeepSeek-V2, arXiv 2405.04434): its latent, followed
+    by the rotated part of the key.
 
-    Capturable in a CUDA graph; never synchronises. `Attention.run(after_append=True)` may follow. Into a
-    cache of another dtype latent and rope are rounded, into a float8 cache divided by its scale before, as
-    `append_kv` does. Into rows with scales of their own (uint8) go the latent, each 128 columns divided by
-    their largest magnitude / 448, which is their scale (not rounded to a power of two), and rope as it is.
+    Capturable in a CUDA graph; never synchronizes. `Attention.run(after_append=True)` may follow. If the
+    cache has another dtype, latent and rope are rounded. For a float8 cache they are first divided by its
+    scale, as in `append_kv`. For uint8 rows, each block of 128 columns of the latent gets its own scale: the
+    largest magnitude / 448, not rounded to a power of two. rope is stored unchanged.
 
     Args:
         latent: [tokens, width of the latent], tokens >= len(slots), last dimension contiguous: 512 columns in
             DeepSeek's models.
-        rope: [tokens, width of the rotated part], as latent: 64 columns there.
-        kv: the cache of one layer, as `KVCache.from_latent` makes it: one KV head, whose V is the first
-            columns of K's bytes. Same device, same dtype, the other one of bfloat16 and float16, or float8
-            with one scale for all; or uint8 for bfloat16.
-        slots: int32 or int64 [tokens], as `append_kv` takes them: a negative slot, or one beyond the cache,
-            is skipped.
+        rope: [tokens, width of the rotated part], same requirements as latent: 64 columns in these models.
+        kv: the cache of one layer, from `KVCache.from_latent`: one KV head, whose V is the first columns of
+            K's bytes. On the same device. Its dtype is latent's, the other of bfloat16 and float16, float8
+            with one scale for all, or uint8 if latent is bfloat16.
+        slots: int32 or int64 [tokens], as in `append_kv`: negative slots and slots beyond the cache are
+            skipped.
 
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
@@ -474,7 +474,7 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
             check_handle("rope", rope)
             library().append_latent(latent, rope, k, slots, _latent_kernel(k.device))
             return
-        # The two parts are K and V of different widths, which lie side by side.
+        # Treat the two parts as K and V of different widths, which are adjacent in memory.
         parts = KVCache.unchecked(k[..., :width], k[..., width:], kv.k_scale, kv.k_scale)
         append_kv(latent.unsqueeze(1), rope.unsqueeze(1), parts, slots)
     except (
@@ -483,13 +483,13 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
         RuntimeError,
         TypeError,
         ValueError,
-    ):  # examined only on failure: each layer's call would pay for it
+    ):  # only on failure, to keep each layer's call cheap
         _explain_mla(latent, rope, kv, slots)
         raise
 
 
 def _explain_mla(latent: object, rope: object, kv: object, slots: object) -> None:
-    """Refuses what is wrong by the name that it has here."""
+    """Refuses the wrong argument by this function's name for it."""
     check_types(KVCache, "a KVCache", kv=kv)
     assert isinstance(kv, KVCache)
     steps = zip(kv.k.shape[:2], kv.k.stride(), kv.v.stride(), strict=False)

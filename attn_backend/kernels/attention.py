@@ -66,17 +66,17 @@ from .schedule import Schedule, describe_errors
 from .selection import SelectedTokens
 from .variant import AttentionVariant, VariantArgs, window_of_level
 
-FLOAT8_Q_DTYPES = SCALED_DTYPES  # that Q may have, over a cache of the same
+FLOAT8_Q_DTYPES = SCALED_DTYPES  # dtypes that Q may have if the cache has the same
 MAX_CUDA_INVARIANT_BATCH = 1024  # requests of a batch invariant plan, each of which may become 32 row groups
 MAX_CTAS = 4096
-MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 a request in shared memory
+MAX_CUDA_BATCH = 8192  # the device planner keeps one int32 per request in shared memory
 CASCADE_MODES: dict[bool | str, str] = {
     False: "kCascadeOff",
     True: "kCascadeByCost",
     "always": "kCascadeAlways",
 }
 LOG2_E = math.log2(math.e)
-# Of the library's run, as _run_raw() gives them; those of SelectedTokens follow.
+# Argument order of the library's run, as _run_raw() passes them; SelectedTokens' arguments follow.
 _RUN_ARGUMENTS = (
     "handle",
     "q",
@@ -103,7 +103,7 @@ _MAX_FLOAT = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The checked arguments of an Attention, by their names."""
+    """The checked arguments of an Attention, by name."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -130,15 +130,15 @@ class AttentionConfig:
 
     @property
     def design(self) -> manifest.Design | None:
-        """The design that schedules are made for; None: the CPU's."""
+        """The kernel design that schedules are made for; None: the CPU design."""
         return choose_design(self.kernel, self.device, self.dims, self.variant)
 
     def pack(self, attention_variant: AttentionVariant | None) -> bytes:
-        """AttentionConfig of csrc/. attention_variant: made of `variant`."""
+        """Packs AttentionConfig of csrc/. attention_variant: made from `variant`."""
         data_types = values_of("DataType")
         variant = None if attention_variant is None else attention_variant.variant
         design = self.design
-        # Under such a variant no token is the same for several requests.
+        # Such a variant transforms tokens by request, so requests cannot share them.
         cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
         return pack(
             "AttentionConfig",
@@ -167,9 +167,7 @@ class AttentionConfig:
         )
 
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
-        """Cubins of plan, merge and attention, by the names that csrc/ has for them; on a CPU the library of
-        a variant.
-        """
+        """Cubins of plan, merge and attention, by their names in csrc/. On a CPU: the variant's library."""
         files = {} if variant is None else variant.files()
         design = self.design
         if design is None or self.device.type == "cpu":
@@ -253,7 +251,7 @@ def check_q_dtype(
     dims: HeadDims,
     design: manifest.Design | None,
 ) -> torch.dtype:
-    """Q's dtype. kv_dtype: of check_kv_dtype(). design: of choose_design()."""
+    """Q's dtype. kv_dtype: from check_kv_dtype(). design: from choose_design()."""
     if q_dtype is None:
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", q_dtype=q_dtype)
@@ -340,9 +338,9 @@ def explain_failed_run(
     after_append: bool,
     selected: SelectedTokens | None,
 ) -> None:
-    """Refuses an argument of a run that has failed, if one explains it.
+    """Refuses the argument that made a run fail, if it finds one.
 
-    Called only then, and while torch.compile traces a run: each call would pay for it.
+    Called only after a failure, and while torch.compile traces a run, to keep each call cheap.
     """
     check_types(KVCache, "a KVCache", kv=kv)
     explain_failure((("q", q), ("kv.k", kv.k), ("kv.v", kv.v)))
@@ -360,7 +358,7 @@ def explain_failed_run(
 
 
 def refuse_run(errors: int, levels: Sequence[BSRView], num_pages: int) -> NoReturn:
-    """Raises ValueError: what a run on a CPU has found wrong in the planned tensors."""
+    """Raises ValueError with the errors that a CPU run found in the planned tensors."""
     for view in levels:
         check_page_ids(view.with_slots_counted(), num_pages)
     raise ValueError(describe_errors(errors))
@@ -379,7 +377,7 @@ def level_options(
     has_slots: bool,
     positions: tuple[int, int, int, int],
 ) -> bytes:
-    """LevelOptions of csrc/. Kept, as they are the same from step to step."""
+    """LevelOptions of csrc/, cached because they rarely change between steps."""
     kv_offsets, of_rows, requests, num_rows = positions
     return pack(
         "LevelOptions",
@@ -401,7 +399,7 @@ _NO_POSITIONS = (0, 0, 0, 0)
 
 
 def positions_of(view: BSRView) -> tuple[int, int, int, int]:
-    """Addresses of kv_offsets, positions and requests, 0 for none, and the rows of the last two."""
+    """Addresses of kv_offsets, positions and requests (0 for None), and the rows of the last two."""
     if view.kv_offsets is None and view.positions is None and view.requests is None:
         return _NO_POSITIONS
     addresses = []
@@ -416,7 +414,7 @@ def positions_of(view: BSRView) -> tuple[int, int, int, int]:
 
 
 def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a view, by the names that those who made it know."""
+    """The tensors of a view, with the names that users gave them."""
     table = view.table
     indices = {
         "csr": "kv_indices",
@@ -443,7 +441,7 @@ def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
 
 
 def levels_of(composition: object, max_levels: int, max_rows: int) -> Sequence[BSRView]:
-    """The levels of a composition, all with the cache's page size."""
+    """The levels of a composition, checked to have the cache's page size."""
     if not isinstance(composition, Composition):
         refuse("composition", composition, "a Composition or a BSRView")
     if len(composition.levels) > max_levels:
@@ -464,7 +462,7 @@ def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BS
             f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the "
             f"page ids",
         )
-    if view.device.type == "cpu":  # now: messages then have the caller's values
+    if view.device.type == "cpu":  # now, so that messages show the caller's values
         try:
             check_values(view, max_rows)
         except ValueError as error:
@@ -476,7 +474,7 @@ def visibility_of(view: BSRView, num_levels: int, variant: AttentionVariant | No
     """causal and window_left of a level.
 
     Raises:
-        ValueError: there are several levels, and the view lacks what they need.
+        ValueError: there are several levels, and the view lacks arguments that they need.
     """
     if variant is not None:
         return variant.visibility(view, num_levels)
@@ -484,61 +482,61 @@ def visibility_of(view: BSRView, num_levels: int, variant: AttentionVariant | No
 
 
 class Attention:
-    """Attention of one shape of heads: `plan()` once a step, `run()` once a layer.
+    """Attention for one head configuration: call `plan()` once a step and `run()` once a layer.
 
-    The workspace is allocated here, once, from an exact bound. All that `plan()` decides lies in it, so a
-    CUDA graph that captured `run()` serves every later plan.
+    The constructor allocates the workspace once, from an exact bound. `plan()` writes all its decisions
+    there, so a CUDA graph that captured `run()` works with every later plan.
 
     Args:
         num_qo_heads: query heads.
         num_kv_heads: KV heads; divides num_qo_heads.
         head_dim: columns of a head of Q and K: a multiple of 8, on CUDA up to 256, or 512, or 576 (MLA), on a
             CPU up to 576.
-        head_dim_v: columns of a head of V and of the output, as head_dim; None: head_dim. On CUDA 512 and 576
-            of K go with 512 of V.
+        head_dim_v: columns of a head of V and of the output, limited like head_dim; None: head_dim. On CUDA,
+            head_dim 512 and 576 require head_dim_v 512.
         dtype: of Q and the output: bfloat16 or float16, or float32 on a CPU.
         q_dtype: of Q: dtype (None), or kv_dtype, if that is a float8. The Hopper kernel multiplies
-            float8_e4m3fn as it is (heads of 64 and 128, under softmax, row tiles of 32 rows and more) and
-            rounds probabilities to it: outputs are then off by 2.5 %, in the mean of many random ones,
-            instead of 0.3 %.
-        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, which are widened to dtype, or
-            the other one of bfloat16 and float16, to which Q is rounded (float16: limited to 65504).
-            torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for 576 with 512 and
-            bfloat16.
+            float8_e4m3fn directly, for heads of 64 and 128, under softmax, in row tiles of 32 rows or more.
+            It then rounds probabilities to float8_e4m3fn as well. The mean error over many random outputs
+            rises from 0.3 % to 2.5 %.
+        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, which are dequantized to dtype.
+            Or the other one of bfloat16 and float16, to which Q is rounded (float16: limited to 65504). Or
+            torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for head dims 576 and 512
+            and bfloat16.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
-        max_levels: most levels of a composition. More than one costs a state of head_dim_v + 1 floats for
-            each of max_levels * max_rows * num_qo_heads.
-        num_ctas: parts that the work is split into; default: what the device holds at once; of a CPU 32, so
-            that results do not depend on its number of cores.
-        cascade: whether `plan` finds leading pages that requests of a view share, and reads them once where a
-            cost model says that it pays. It looks at views of 2 to 1024 requests (736 where a block has 99 KB
-            of shared memory) with a page table and no row list, and leaves requests alone whose rows fill the
-            largest row tile. "always": takes whatever there is room for, for tests. Not under a variant that
-            transforms K or V by the request or its kv_len.
-        batch_invariant: a request's output has the same bits whatever else is in the batch, and wherever it
-            stands in it: they depend on its query length, its KV and the head configuration only. No cascade;
-            max_levels must be 1; at most 1024 requests on CUDA.
-        kernel: "hopper" (compute capability 9.0, there the default, but not for variants that transform Q, K
-            or V of 512 columns or MLA's latents) or "generic" (Ampere and later). On a CPU: plan with the row
-            tiles and the costs of that kernel, to look at its schedules.
-        variant: what attention is instead of softmax(Q K^T) V. Its kernels come from the cache, or are
-            compiled now, in seconds (ATTN_BACKEND_JIT=0: not here).
-        sinks: whether runs may be given sinks: logits, one for each query head, that join the sum of a row's
-            exponentials (gpt-oss).
-        float8_out: whether runs may be given an out_scale: their output is float8_e4m3fn. On CUDA they have
-            kernels of their own, loaded beside the others.
+        max_levels: most levels of a composition. If it is above 1, the workspace holds a state of
+            head_dim_v + 1 floats for each of max_levels * max_rows * num_qo_heads.
+        num_ctas: parts that the work is split into. Default: the CTAs that the device holds at once. On a CPU
+            32, so that results do not depend on its number of cores.
+        cascade: whether `plan` finds leading pages that requests of a view share, and reads them once if its
+            cost model predicts a gain. It searches views of 2 to 1024 requests that have a page table and no
+            row list (736 requests on GPUs with 99 KB of shared memory per block). Requests whose rows fill
+            the largest row tile are not grouped. "always": group everything that fits, for tests. Off under a
+            variant that transforms K or V by the request or its kv_len.
+        batch_invariant: make a request's output bitwise independent of the rest of the batch and of its place
+            in it. The output then depends only on the request's query length, its KV and the head
+            configuration. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
+        kernel: "hopper" or "generic" (Ampere and later). "hopper" is the default on compute capability 9.0,
+            except for variants that transform Q, K or V of 512 columns or MLA's latents. On a CPU: plan with
+            that kernel's row tiles and costs, to inspect its schedules.
+        variant: the attention to compute instead of softmax(Q K^T) V. Its kernels come from the cache, or are
+            compiled now, which takes seconds (with ATTN_BACKEND_JIT=0 they are not compiled).
+        sinks: whether runs may be given sinks: one logit per query head, whose exponential is added to a
+            row's sum of exponentials (gpt-oss).
+        float8_out: whether runs may be given an out_scale, which makes their output float8_e4m3fn. On CUDA
+            such runs need additional kernels, which are also loaded.
 
     Raises:
-        ValueError: an argument that is not supported, named with its value and what it must be.
+        ValueError: an unsupported argument; the message gives its name, its value and the requirement.
         RuntimeError: a kernel is neither in the package nor compilable, or the driver refuses it.
     """
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
-        """Under ATTN_BACKEND_DEBUG=1, an Attention that checks."""
+        """With ATTN_BACKEND_DEBUG=1, returns an Attention that checks."""
         if cls is Attention and Settings.read().debug:
-            pass  # DROPPED  # which derives from this class
+            pass  # DebugAttention derives from this class
 
             return object.__new__(DebugAttention)
         return object.__new__(cls)
@@ -622,7 +620,7 @@ class Attention:
                 max_levels=max_levels,
                 num_heads=(num_qo_heads, num_kv_heads),
             )
-        # keeps the planned tensors alive while their pointers lie in the workspace
+        # keeps the planned tensors alive while their pointers are in the workspace
         self._levels: Sequence[BSRView] = ()
 
         self._library = library()
@@ -649,7 +647,7 @@ class Attention:
                 int(sizes["partial_lse"]) // 4, dtype=torch.float32, device=device
             )
             self._row_ranges = _zeros(int(sizes["row_ranges"]), device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
             room = (
                 f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a "
                 f"workspace of {sum(sizes.item())} bytes on {device}"
@@ -668,13 +666,13 @@ class Attention:
         )
 
     def with_room(self, *, max_rows: int = 0, max_batch: int = 0, max_levels: int = 0) -> Attention:
-        """Another Attention like this one, with room for at least so much, for batches that outgrow this one;
-        this one if it has the room. It has a workspace of its own and no plan yet. CUDA graphs that captured
-        this one go on with this one, which must live as long as they.
+        """An Attention like this one, with room for at least these sizes. Returns this one if it is large
+        enough; otherwise a new one, with its own workspace and no plan. CUDA graphs that captured this object
+        keep using it; it must outlive them.
 
         Raises:
-            ValueError: what the constructor refuses.
-            RuntimeError: a CUDA graph is being captured, and this one has too little room.
+            ValueError: as the constructor.
+            RuntimeError: a CUDA graph is being captured, and this one is too small.
         """
         wanted = {"max_rows": max_rows, "max_batch": max_batch, "max_levels": max_levels}
         larger = {
@@ -694,26 +692,27 @@ class Attention:
         raise TypeError("an Attention owns its workspace and cannot be copied or pickled: make another one")
 
     def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:
-        """Computes the schedule of a batch: one kernel on the current stream, no synchronisation; may be
-        captured in a CUDA graph.
+        """Computes the schedule of a batch in one kernel on the current stream. It does not synchronize, and
+        may be captured in a CUDA graph.
 
-        The tensors of the composition are read on the device, by this call's kernel and by those of the
-        following `run()`s: leave them unchanged until those have run.
+        This kernel and the kernels of the following `run()`s read the composition's tensors on the device.
+        Leave the tensors unchanged until those kernels have run.
 
         Args:
-            variant_args: what the runs will be given, if the variant has a mask: a kernel in front then asks
-                the mask about every token of every row, and neither plan nor runs look at KV tiles that no
-                row of a row tile sees. Without, the mask alone hides. A mask without parameters needs none.
+            variant_args: the arguments that the runs will get, if the variant has a mask. A kernel then first
+                evaluates the mask for every token of every row. Plan and runs skip KV tiles that no row of a
+                row tile sees. Without variant_args the mask still applies, but nothing is skipped. A mask
+                without parameters needs none.
 
         Raises:
-            ValueError: an argument that is wrong in shape, dtype or device; on a CPU also in value (page ids
-                beyond the cache: by `run`, which knows it). What is wrong in a Composition is named with its
-                level. There is then no plan, not even the one before. On CUDA wrong values are clamped, so
-                that nothing outside the buffers is touched, and reported by `raise_for_errors()`, which is
-                called here when ATTN_BACKEND_DEBUG=1.
+            ValueError: an argument that is wrong in shape, dtype or device, on a CPU also in value. On a CPU
+                `run` checks page ids, as it knows the cache. Messages about a Composition name the level.
+                After this error there is no plan; the previous one is gone, too. On CUDA, wrong values are
+                clamped, so that no access is out of bounds. `raise_for_errors()` reports them, and is called
+                here when ATTN_BACKEND_DEBUG=1.
             RuntimeError: another thread uses this object.
         """
-        level = -1  # the one being checked
+        level = -1  # the level being checked
         try:
             levels = (
                 (composition,)
@@ -832,39 +831,38 @@ class Attention:
 
         Args:
             q: [rows, num_qo_heads, head_dim], of q_dtype. Rows beyond the plan's are padding, which engines
-                add to a batch to replay a CUDA graph of a fixed size: no kernel writes their out and lse. A
-                new out holds anything there, NaN among it. Rows of the plan beyond q's are not computed.
-            q_rope: of MLA's latents, whose V is K's first columns: [rows, num_qo_heads, head_dim -
-                head_dim_v], the last columns of q, with strides of its own; q is then [rows, num_qo_heads,
-                head_dim_v]. On CUDA with head_dim 576 and head_dim_v 512. None: q has all columns.
-            kv: the cache of one layer. All tokens of a request must be finite, those that a row does not see
-                too: zero times their values is added. A cache of 0 pages, or K and V of 0 tokens, serves
-                plans whose requests have no tokens.
+                add to replay a CUDA graph of a fixed size. Kernels do not write their out and lse, so a new
+                out may hold anything there, including NaN. Rows of the plan beyond q's are not computed.
+            q_rope: only for MLA latents, whose V is the first columns of K: the last columns of q, [rows,
+                num_qo_heads, head_dim - head_dim_v], with its own strides. q is then [rows, num_qo_heads,
+                head_dim_v]. On CUDA only for head_dim 576 and head_dim_v 512. None: q has all columns.
+            kv: the cache of one layer. All tokens of a request must be finite, even tokens that a row does
+                not see, because their values are multiplied by zero and added. A cache of 0 pages, or K and V
+                of 0 tokens, is valid for plans whose requests have no tokens.
             out: [rows, num_qo_heads, head_dim_v], of dtype, with an out_scale float8_e4m3fn; None: a new one.
                 It may be q itself, else must not overlap q or the cache (not checked).
             lse: float32 [rows, num_qo_heads], filled with the natural-log sum of exponentials when given;
                 -inf for a row that sees nothing (its output is 0).
             return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
-            logits_soft_cap: cap * tanh(logit / cap) when above 0; 0 with a variant, which can be combined
-                with soft_cap.
+            logits_soft_cap: cap * tanh(logit / cap) when above 0. Must be 0 with a variant; combine the
+                variant with soft_cap instead.
             after_append: promises that `append_kv` was called on this stream since the plan, and that the
-                composition's tensors were complete before. The Hopper kernel then starts while that one still
-                runs, and has read the schedule by the time the new tokens are in the cache. Others wait.
-            variant_args: the variant's parameters by their names, tensors on this device or numbers. A
-                captured CUDA graph has the numbers and the tensors' addresses, as they were: change what
-                tensors hold, not which they are.
-            sinks: float32 [num_qo_heads]: exp(sink) joins the sum of exponentials of each row, once; lse
-                includes it. Leave them out of states that are to be merged with others.
-            q_scale: of a float8 q, whose elements stand for numbers that are larger by this factor; None: 1.
-                A number above 0; or a float32 tensor of such, [], [1] or [num_kv_heads], read when the kernel
-                runs.
+                composition's tensors were complete before. The Hopper kernel then overlaps with the append
+                and reads the schedule while the new tokens are being written. Other kernels wait.
+            variant_args: the variant's parameters by name, tensors on this device or numbers. A captured CUDA
+                graph keeps the numbers and the tensors' addresses. To change an argument, write into the
+                tensor.
+            sinks: float32 [num_qo_heads]: exp(sink) is added once to each row's sum of exponentials; lse
+                includes it. Leave sinks out of states that are to be merged with others.
+            q_scale: for a float8 q: the true q is q * q_scale; None: 1. A number above 0, or a float32 tensor
+                of such numbers, [], [1] or [num_kv_heads], read when the kernel runs.
             out_scale: the output is divided by it, rounded to the nearest float8_e4m3fn number, and limited
-                to +-448. A number above 0; or a float32 tensor of one such, read when the kernel runs. lse
-                stays what it is. Needs float8_out.
-            selected: the tokens that this layer's rows attend to, under a plan of `BSRView.selected`: a
-                kernel in front writes their slots where the plan has them. None: what these hold already. Not
-                in a function under torch.compile: there `selected_slots` writes them before.
+                to +-448. A number above 0, or a float32 tensor with one such number, read when the kernel
+                runs. lse is not scaled. Needs float8_out.
+            selected: the tokens that this layer's rows attend to, under a plan of `BSRView.selected`. A
+                kernel first writes their slots to the plan's table. None: use the slots already there. Not
+                supported under torch.compile; call `selected_slots` before the run instead.
 
         Returns:
             out; with return_lse (out, lse).
@@ -946,7 +944,7 @@ class Attention:
             OverflowError,
             RuntimeError,
             TypeError,
-        ):  # examined only on failure: each layer's call would pay for it
+        ):  # only on failure, to keep each layer's call cheap
             explain_failed_run(
                 q=q,
                 q_rope=q_rope,
@@ -984,18 +982,18 @@ class Attention:
         variant_args: VariantArgs | None,
         selected: SelectedTokens | None = None,
     ) -> None:
-        """Runs the last plan: for `run`, and for FlashInfer's wrappers, whose K and V come in more forms.
+        """Runs the last plan, for `run` and for FlashInfer's wrappers, whose K and V come in more forms.
 
-        The order of the arguments is the library's: names would cost each layer a microsecond.
+        Arguments are positional, in the library's order: keywords would cost each layer a microsecond.
 
         Args:
-            k, v: of a KVCache; or ragged, [tokens, num_kv_heads, head_dim], with is_hnd [num_kv_heads,
+            k, v: of a KVCache, or ragged: [tokens, num_kv_heads, head_dim], with is_hnd [num_kv_heads,
                 tokens, head_dim].
-            out, lse: their handles have been checked; scales, too.
+            out, lse: already checked; so are the scales.
             lse_to_base_2: lse is a binary logarithm.
-            k_rope: the last columns of MLA's K, right behind those of k; v is then None. Not under a variant
-                that is interpreted.
-            The others: as of `run`.
+            k_rope: the last columns of MLA's K, directly after k in memory; v is then None. Not supported
+                under interpreted variants.
+            The others: as in `run`.
 
         Raises:
             ValueError: as `run`.
@@ -1065,7 +1063,7 @@ class Attention:
             refuse_run(errors, self._levels, k.shape[1 if is_hnd else 0])
         if variant is not None and variant.is_interpreted:
             assert v is not None
-            if k.ndim == 3:  # ragged: pages of one token
+            if k.ndim == 3:  # ragged: one token per page
                 k, v = ((x.transpose(0, 1) if is_hnd else x).unsqueeze(1) for x in (k, v))
             variant.interpret(
                 self._levels,
@@ -1093,16 +1091,16 @@ class Attention:
         return self._variant
 
     def schedule(self) -> Schedule:
-        """A copy of the last plan's schedule on the CPU (synchronises)."""
+        """A copy of the last plan's schedule on the CPU (synchronizes)."""
         config = unpack("ScheduleConfig", self._library.schedule_config(self._handle))
         layout = unpack("ScheduleLayout", self._library.schedule_layout(self._handle))
         return Schedule.read(self._schedule.cpu(), config, layout)
 
     def raise_for_errors(self) -> None:
-        """Reads the device's error word (synchronises; does nothing while a CUDA graph is being captured).
+        """Reads the device's error word (synchronizes; does nothing while a CUDA graph is being captured).
 
         Raises:
-            ValueError: the last plan or a run of it met metadata that had to be clamped.
+            ValueError: the last plan or one of its runs found metadata that had to be clamped.
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
@@ -1112,7 +1110,7 @@ class Attention:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """On a CPU without torch.zeros: it waits for torch's threads, which a forked child does not have."""
+    """Avoids torch.zeros on a CPU: it waits for torch's threads, which a forked child does not have."""
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -1121,14 +1119,14 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
 
 
 _arguments = inspect.signature(Attention.__init__)
-# What help() and editors show: otherwise that of __new__.
+# The signature that help() and editors show, instead of __new__'s.
 Attention.__signature__ = _arguments.replace(parameters=list(_arguments.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 class DebugAttention(Attention):
-    """Each plan and each run waits for the device and raises what it found wrong.
+    """Each plan and each run waits for the device and raises the errors that it found.
 
-    Until then other threads are refused.
+    Meanwhile, calls from other threads are refused.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

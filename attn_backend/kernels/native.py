@@ -1,5 +1,5 @@
-"""The host library: C++ behind tvm-ffi, without a torch ABI. Its functions, structs and errors, and the
-names that it and the manifest have for dtypes.
+"""The host library: C++ behind tvm-ffi, without a torch ABI. Provides its functions, structs and errors, and
+maps dtypes to the library's and the manifest's names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..jit.code_address import RejectedKernelError
 from ..jit.cubins import arch_of, find_kernel
 from ..validation import dtype_name
 
-# The manifest's tables by dtypes: parts of cubins' names; KV: of caches whose elements differ from Q's.
+# Names of dtypes in the manifest, which are parts of cubins' names.
 DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
 KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
-FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # of tensors that are not heads: states, logits
-# The names of DataType (csrc/common/data_type.h).
+FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # for states and logits
+# Names of dtypes in DataType (csrc/common/data_type.h).
 DTYPES = {torch.float32: "kFloat32"} | {
     dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()
 }
@@ -36,11 +36,11 @@ def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | Non
 
 
 class MissingKernelError(RuntimeError):
-    """A run needs a kernel that was not loaded; the message is its name in csrc/."""
+    """A run needs a kernel that was not loaded; the message is the kernel's name in csrc/."""
 
 
 class InUseError(RuntimeError):
-    """Another thread is in a plan or a run of the same Attention."""
+    """Another thread is inside plan or run of the same Attention."""
 
 
 LIBRARY_ERRORS = (RejectedKernelError, MissingKernelError, InUseError)
@@ -51,7 +51,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 def library_path() -> Path:
     """Path of the host library inside the installed package.
 
-    An editable install has two folders: the sources, and what was built.
+    An editable install has two folders: the sources and the build output.
 
     Raises:
         ImportError: the package was not installed (the library is built by `pip install`).
@@ -72,7 +72,7 @@ def library_path() -> Path:
 
 @cache
 def library() -> Any:
-    """The loaded host library; its functions are those that csrc/runtime/ exports."""
+    """The loaded host library, with the functions that csrc/runtime/ exports."""
     for error in LIBRARY_ERRORS:
         tvm_ffi.register_error(error)
     return tvm_ffi.load_module(str(library_path()))
@@ -80,18 +80,17 @@ def library() -> Any:
 
 @cache
 def names_of(function: str) -> tuple[str, ...]:
-    """The arguments of a function, in the library's order."""
+    """The argument names of a function, in the library's order."""
     return tuple(str(name) for name in getattr(library(), f"{function}_arguments")())
 
 
 @cache
 def by_name(function: str, last: str | None = None) -> Callable[..., Any]:
-    """A function of the library that takes its arguments by their names; those that are not given are None.
+    """A function of the library with keyword arguments; missing arguments are None.
 
-    As fast as the call that it makes.
+    As fast as a direct call.
 
-    last: the last argument in the library's order that calls give: one that has fewer arguments takes less
-    time.
+    last: the last argument that callers pass, in the library's order. Fewer arguments make the call faster.
     """
     names = names_of(function)
     if last is not None:
@@ -103,11 +102,11 @@ def by_name(function: str, last: str | None = None) -> Callable[..., Any]:
 
 
 def in_order(function: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """A function of the library, whose first arguments have these names: for calls that must not pay for
-    names. Those that are not given are None.
+    """A function of the library with positional arguments, checked to have these names first. For calls where
+    keywords are too slow. Missing arguments are None.
 
     Raises:
-        TypeError: its arguments are others, or in another order.
+        TypeError: the function's arguments have other names, or another order.
     """
     if names_of(function)[: len(names)] != names:
         raise TypeError(
@@ -142,21 +141,21 @@ def _enums() -> dict[str, dict[str, int]]:
 
 
 def dtype_of(struct: str) -> numpy.dtype[Any]:
-    """The type of a struct of csrc/."""
+    """The numpy dtype of a struct in csrc/."""
     return _dtypes()[struct]
 
 
 def values_of(enumeration: str) -> Mapping[str, int]:
-    """The values of an enumeration of csrc/, by their names there."""
+    """The values of an enumeration in csrc/, by name."""
     return _enums()[enumeration]
 
 
 def pack(struct: str, **fields: object) -> bytes:
-    """A struct of csrc/ with these values, each field by its name; those of a struct inside are a mapping.
+    """Packs a struct of csrc/ from its fields, given by name; a nested struct is given as a mapping.
 
     Raises:
-        TypeError: a field is missing, or there is none of that name.
-        OverflowError: a value is not one of the field's type.
+        TypeError: a field is missing or unknown.
+        OverflowError: a value does not fit the field's type.
     """
     record = numpy.zeros((), dtype_of(struct))
     _fill(struct, record, fields)
@@ -164,7 +163,7 @@ def pack(struct: str, **fields: object) -> bytes:
 
 
 def unpack(struct: str, data: bytes) -> Any:
-    """The struct whose bytes these are: `unpack(...)["field"]`."""
+    """Unpacks a struct from its bytes: `unpack(...)["field"]`."""
     (record,) = numpy.frombuffer(data, dtype_of(struct))
     return record
 
@@ -185,16 +184,16 @@ def arch_on(device: torch.device) -> str:
     """The arch whose build serves a CUDA device.
 
     Raises:
-        ValueError: a GPU older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
+        ValueError: the GPU is older than Ampere, or cannot run ATTN_BACKEND_ARCH.
     """
     return arch_of(torch.cuda.get_device_capability(device))
 
 
 def kernel_file(name: str, device: torch.device) -> str:
-    """The cubin of a kernel of the manifest; "" on a CPU, which has none.
+    """Path of the cubin of a kernel in the manifest; "" on a CPU, which has none.
 
     Raises:
-        ValueError: a GPU older than Ampere, or one that cannot run ATTN_BACKEND_ARCH.
-        RuntimeError: the cubin is nowhere and cannot be compiled.
+        ValueError: the GPU is older than Ampere, or cannot run ATTN_BACKEND_ARCH.
+        RuntimeError: the cubin was not found and cannot be compiled.
     """
     return str(find_kernel(name, arch_on(device))) if device.type == "cuda" else ""

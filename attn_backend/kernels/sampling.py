@@ -1,4 +1,4 @@
-"""Sampling: the next token of every request, straight from the logits, in one launch."""
+"""Sampling: draws the next token of every request directly from the logits, in one launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _rows: dict[torch.device, Tensor] = {}
 
 
 def row_numbers(batch: int, device: torch.device) -> Tensor:
-    """int64 [batch]: 0, 1, 2, ... Kept, so that the calls of a step allocate nothing."""
+    """int64 [batch]: 0, 1, 2, ... Cached, so that calls allocate nothing."""
     known = _rows.get(device)
     if known is None or known.shape[0] < batch:
         known = _rows[device] = torch.arange(max(batch, 1024), dtype=torch.int64, device=device)
@@ -38,14 +38,14 @@ def draws(
     *,
     of_row: int = 1,
 ) -> tuple[Draw, Draw]:
-    """seed and position of each row: those given, or else those of a generator.
+    """Seed and position of each row: the given ones, or else ones drawn from a generator.
 
     Args:
-        of_row: positions that a row's draws take, from its own on; 0: it draws nothing.
+        of_row: positions that each row's draws use, starting at its own; 0: the row draws nothing.
 
     Raises:
-        ValueError: a generator beside a seed or a position; a position without a seed; neither a seed nor a
-            way to get one while a CUDA graph is captured.
+        ValueError: a generator together with a seed or a position; a position without a seed; neither a seed
+            nor a way to get one during CUDA graph capture.
     """
     if seed is not None:
         if generator is not None:
@@ -60,14 +60,14 @@ def draws(
 
 
 def seed_of(generator: torch.Generator | None, device: torch.device) -> int:
-    """A number from the generator, which moves on; nothing waits for the device.
+    """A seed from the generator, which advances. Does not synchronize.
 
     Args:
         generator: of `device`; None: torch's default generator there.
 
     Raises:
-        ValueError: a generator of another device; a CUDA graph is being captured, whose replays would repeat
-            the draws.
+        ValueError: a generator of another device; or a CUDA graph is being captured, whose replays would
+            repeat the draws.
     """
     if generator is not None and generator.device.type != device.type:
         refuse("generator.device", generator.device, f"{device}, where the rows are")
@@ -93,8 +93,8 @@ def seed_of(generator: torch.Generator | None, device: torch.device) -> int:
 
 
 def mixed(seed: int, offset: int) -> int:
-    """Both numbers in one int64, such that offsets after one another are far apart: the finaliser of
-    SplitMix64 (Steele et al. 2014).
+    """Mixes both numbers into one int64, such that consecutive offsets give distant values. Uses the
+    finalizer of SplitMix64 (Steele et al. 2014).
     """
     mask = 2**64 - 1
     x = (seed ^ offset * 0x9E3779B97F4A7C15) & mask
@@ -114,16 +114,16 @@ FilterOrder = Literal["top_k_first", "joint"]
 @torch_ops.eager
 @dataclass(frozen=True)
 class Samples:
-    """What `sample` gives for a batch.
+    """The result of `sample` for a batch.
 
     token_ids: int32 (or `out`'s dtype) [batch].
-    valid: bool [batch]; False: the row held a NaN or +inf, nothing that may be drawn, or a parameter that is
-    a NaN or below 0. Its token is then the first one
-        that the mask allows (0 without a mask), its log-probabilities are NaN.
-    logprobs: float32 [batch], of the tokens; None unless asked for.
+    valid: bool [batch]. False: the row has a NaN or +inf, no token that may be drawn, or a parameter that is
+    NaN or negative. Its token is then the first that
+        the mask allows (0 without a mask), and its log-probabilities are NaN.
+    logprobs: float32 [batch], log-probabilities of the tokens; None unless requested.
     top_token_ids, top_logprobs: int32, float32 [batch, num_top_logprobs], most likely first, the lower id
-    first among equals; where fewer tokens can be drawn
-        the rest is token 0 with -inf. None unless asked for.
+    first among equals. If fewer tokens can be drawn,
+        the rest is token 0 with -inf. None unless requested.
     """
 
     token_ids: torch.Tensor
@@ -135,7 +135,7 @@ class Samples:
 
 @cache
 def _kernel(name: str, device: torch.device) -> tuple[str, int]:
-    """(cubin, most CTAs that may share a row) of a sampling kernel; ("", 1) on a CPU."""
+    """(cubin, most CTAs that may share a row) for a sampling kernel; ("", 1) on a CPU."""
     has_clusters = device.type == "cuda" and BUILDS[arch_on(device)].has_clusters
     return kernel_file(manifest.sampling_name(name), device), values_of("Limit")[
         "kMaxClusterCtas"
@@ -143,14 +143,14 @@ def _kernel(name: str, device: torch.device) -> tuple[str, int]:
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
-    # a wrong dtype is refused before the kernel is looked at
+    # check the dtype before looking up the kernel
     return _kernel(FLOAT_NAMES.get(logits.dtype, "f32"), logits.device)
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:
     """A workspace for `sample`: int64 [4096] on `device`.
 
-    It may hold anything. Launches that may run at the same time need one each.
+    Its contents do not matter. Launches that may run at the same time need separate workspaces.
     """
     return torch.zeros(values_of("Limit")["kWorkspaceWords"], dtype=torch.int64, device=check_device(device))
 
@@ -162,8 +162,8 @@ _TENSORS_OR_NONE = ("rows", "token_mask", "out", "workspace", "logprobs", "top_l
 
 
 def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: Any) -> None:
-    """Calls the library, and checks what it does not: some properties of tensors, the names of arguments of a
-    wrong type, and ints beyond int64.
+    """Calls the library, after the checks that it leaves out: some properties of tensors, types of arguments,
+    and ints beyond int64. Messages name the argument.
 
     arguments: by the library's names.
     """
@@ -189,7 +189,7 @@ def _call(function: str, kernel: tuple[str, int], row_ctas: int, **arguments: An
 
 
 def _explain(arguments: Iterable[tuple[str, Any]], tensors_are_fine: bool = False) -> None:
-    """Refuses an argument of the wrong type, or an int beyond int64, by its name."""
+    """Refuses, by name, an argument of the wrong type or an int beyond int64."""
     for name, value in arguments:
         if isinstance(value, torch.Tensor):
             if not tensors_are_fine:
@@ -207,7 +207,7 @@ def _explain(arguments: Iterable[tuple[str, Any]], tensors_are_fine: bool = Fals
 
 
 def _by_callers_names(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The arguments of a call as its caller knows them."""
+    """The arguments of a call, under the names that the caller knows."""
     of_values = "probs" if arguments.get("from_probs") else "logits"
     return [
         (of_values if name == "values" else name, value)
@@ -231,7 +231,7 @@ def _batch_of(name: str, tensor: object, dims: int = 2) -> int:
 def _write_rows(
     task: str, row_ctas: int, *, temperature: Float = 1.0, top_k: Int = 0, top_p: Float = 1.0, **given: object
 ) -> torch.Tensor:
-    """float32 [batch, vocab]: what a task makes of `logits` or `probs`."""
+    """float32 [batch, vocab]: the result of a task on `logits` or `probs`."""
     ((name, values),) = given.items()
     rows, from_probs = check_plain(name, values), name == "probs"
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
@@ -278,43 +278,42 @@ def sample(
     workspace: torch.Tensor | None = None,
     row_ctas: int = 0,
 ) -> Samples:
-    """Draws one token for each row of `logits`. One launch; capturable in a CUDA graph; never synchronises.
+    """Draws one token for each row of `logits`. One launch; capturable in a CUDA graph; never synchronizes.
 
-    The token depends on the row's logits and parameters, on `seed` and on `position`, and on nothing else:
-    not on the batch, on the row's place in it, on the launch's shape or on the GPU; a CPU gives the same one.
+    The token depends only on the row's logits and parameters, on `seed` and on `position`. It does not depend
+    on the batch, the row's place in it, the launch's shape or the GPU; a CPU gives the same token.
     docs/sampling.md defines every edge case.
 
-    Each parameter is one value for all rows or a tensor with one for each: temperature, top_p and min_p
-    float32 [batch], top_k, seed and position int32 or int64 [batch].
+    Each parameter is one value for all rows, or a tensor [batch] with one value per row. Tensors of
+    temperature, top_p and min_p are float32; tensors of top_k, seed and position are int32 or int64.
 
     Args:
         logits: float32, float16 or bfloat16 [batch, vocab], any row stride, vocab contiguous, at most 2^19;
             penalties already applied.
         temperature: 0: the most likely token (the lowest id among equals), whatever the filters.
-        top_k: keeps the k largest logits, and those equal to the k-th. <= 0, or vocab and more: off.
-        top_p: keeps the smallest set of most likely tokens with at least this probability, and those equal to
-            the least likely of them. >= 1: off; <= 0: only the most likely ones.
-        min_p: keeps what is at least this times as likely as the most likely token. <= 0: off; >= 1: only the
-            most likely ones.
-        seed, position: of the request, and of this token in its sequence: the key and the counter of the
-            random numbers; any int64. Rows with the same draw the same. None, both: another draw for each row
-            and each call. position None beside a seed: 0.
-        generator: of the device: what draws come from without seed and position; default: torch's own there.
-            Not while a CUDA graph is captured.
+        top_k: keeps the k largest logits, and all that equal the k-th. <= 0, or >= vocab: off.
+        top_p: keeps the smallest set of most likely tokens with at least this probability. Ties with the
+            least likely of them are kept, too. >= 1: off; <= 0: only the most likely tokens.
+        min_p: keeps tokens at least this times as likely as the most likely one. <= 0: off; >= 1: only the
+            most likely tokens.
+        seed, position: the request's seed and this token's position in its sequence, any int64. They are the
+            key and the counter of the random numbers, so rows with equal values draw the same. Both None:
+            each row and each call draws anew. Only position None: 0.
+        generator: source of the draws without seed and position, on the same device; default: torch's own.
+            Not allowed during CUDA graph capture.
         token_mask: int32 [batch, at least ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i
             is allowed.
-        filter_order: "top_k_first": top_p is a share of what min_p and top_k leave (vLLM); "joint": of all
-            tokens (SGLang).
-        return_logprobs: also the log-probability of each token.
-        num_top_logprobs: also those of so many most likely tokens, at most 128.
+        filter_order: "top_k_first": top_p is a share of the tokens that min_p and top_k leave (vLLM).
+            "joint": top_p is a share of all tokens (SGLang).
+        return_logprobs: also return the log-probability of each token.
+        num_top_logprobs: also return this many most likely tokens and their log-probabilities, at most 128.
         logprobs_of: log_softmax of the logits, or of logits / temperature; the mask applies to both, the
             filters to neither.
-        out: int32 or int64 [batch] that takes the tokens.
-        workspace: of `sampling_workspace`, which no other launch uses at the same time; small batches without
-            filters are faster with it.
-        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters, where the
-            workspace is used (up to 256 rows) any number; 0: as many as suit the batch. No result depends on
-            it.
+        out: int32 or int64 [batch], receives the tokens.
+        workspace: from `sampling_workspace`; no other launch may use it at the same time. Speeds up small
+            batches without filters.
+        row_ctas: CTAs that share a row: 1, 2, 4, 8 or 16 on a GPU with thread block clusters. Any number if
+            the workspace is used (up to 256 rows). 0: chosen for the batch. Results do not depend on it.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -406,12 +405,12 @@ def sample_from_probs(
     out: torch.Tensor | None = None,
     row_ctas: int = 0,
 ) -> Samples:
-    """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalised.
+    """Draws one token for each row of `probs`: float32 [batch, vocab], not necessarily normalized.
 
-    The rest as in `sample`.
+    All other arguments are as in `sample`.
 
-    rows: int32 or int64 [batch]: the row of probs that each token is drawn from, which may then have any
-    number of rows; nothing is copied. A row that does not exist is the nearest that does.
+    rows: int32 or int64 [batch]: the row of probs that each token is drawn from. probs may then have any
+    number of rows, and nothing is copied. Rows out of range are clamped.
 
     A row with a negative, infinite or NaN probability, or with none above 0, is not valid. A probability
     below 2^-126 counts as 0.
@@ -460,7 +459,8 @@ def _renormalised(probs: torch.Tensor, row_ctas: int, **filters: Any) -> torch.T
 def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0) -> torch.Tensor:
     """softmax(logits / temperature): float32 [batch, vocab].
 
-    Temperature 0 of a row: its most likely tokens, equally. A row that cannot be sampled: zeros.
+    For temperature 0, the row's most likely tokens share the probability equally. A row that cannot be
+    sampled gets zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -469,7 +469,7 @@ def softmax(logits: torch.Tensor, temperature: Float = 1.0, *, row_ctas: int = 0
 
 
 def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
-    """The logits in float32, -inf where top-k (with its ties, as in `sample`) removes them.
+    """The logits in float32, with -inf where top-k removes them (ties are kept, as in `sample`).
 
     A row that cannot be sampled stays as it is.
 
@@ -480,8 +480,9 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) -> torch.Tensor:
-    """The probabilities that top-k keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or
-    float16 [batch, vocab], the last two by a copy in float32. A row that cannot be sampled: zeros.
+    """The probabilities that top-k keeps, renormalized; all others are 0. Returns the dtype of probs:
+    float32, bfloat16 or float16 [batch, vocab]; 16-bit inputs are copied to float32. A row that cannot be
+    sampled gets zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -490,8 +491,9 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: Int, *, row_ctas: int = 0) ->
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) -> torch.Tensor:
-    """The probabilities that top-p keeps, normalised, and zeros, in the dtype of probs: float32, bfloat16 or
-    float16 [batch, vocab], the last two by a copy in float32. A row that cannot be sampled: zeros.
+    """The probabilities that top-p keeps, renormalized; all others are 0. Returns the dtype of probs:
+    float32, bfloat16 or float16 [batch, vocab]; 16-bit inputs are copied to float32. A row that cannot be
+    sampled gets zeros.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device, stride or value.
@@ -501,13 +503,13 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: Float, *, row_ctas: int = 0) 
 
 @dataclass(frozen=True)
 class SpeculativeSamples:
-    """What `chain_speculative_sampling` gives.
+    """The result of `chain_speculative_sampling`.
 
-    token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token that was drawn after
-    them, then -1. num_accepted: int32 [batch], draft tokens that were accepted.
-    num_passed: int32 [batch], draft tokens that passed their own test; unlike `num_accepted`, those after the
-    first that did not, too. valid: bool [batch]; False: the token that was drawn comes from a row that cannot
-    be sampled, and is 0.
+    token_ids: int32 [batch, num_draft_tokens + 1]: the accepted draft tokens, the token drawn after them,
+    then -1. num_accepted: int32 [batch], the number of accepted draft tokens.
+    num_passed: int32 [batch], the number of draft tokens that passed their own test. Unlike `num_accepted`,
+    it also counts tokens after the first rejected one. valid: bool [batch]. False: the row of the drawn token
+    cannot be sampled, and the token is 0.
     """
 
     token_ids: torch.Tensor
@@ -526,20 +528,20 @@ def chain_speculative_sampling(
     generator: torch.Generator | None = None,
     row_ctas: int = 0,
 ) -> SpeculativeSamples:
-    """Speculative sampling of a chain (Leviathan et al. 2023, Chen et al. 2023): tokens distributed as if
-    drawn from the target one by one.
+    """Speculative sampling of a chain of draft tokens (Leviathan et al. 2023, Chen et al. 2023). The result
+    is distributed as if drawn from the target one by one.
 
-    Draft token i is accepted with probability min(1, target / draft); after the first that is not, a token is
-    drawn from max(target - draft, 0), normalised, and after the last, if all were accepted, from the target.
+    Draft token i is accepted with probability min(1, target / draft). At the first rejected token, a token is
+    drawn from max(target - draft, 0), normalized. If all are accepted, one more is drawn from the target.
 
     Args:
-        draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: what each draft token was drawn
-            from.
+        draft_probs: float32 [batch, num_draft_tokens, vocab], contiguous: the distribution that each draft
+            token was drawn from.
         draft_token_ids: int32 or int64 [batch, num_draft_tokens]; an id outside the vocabulary is never
             accepted.
         target_probs: float32 [batch, num_draft_tokens + 1, vocab], contiguous.
         seed: of the requests.
-        position: of their first draft token.
+        position: of each request's first draft token.
         generator: as in `sample`.
 
     Raises:

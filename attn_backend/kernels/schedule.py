@@ -1,4 +1,4 @@
-"""Reading a schedule: what `plan` left in the workspace (csrc/planner/schedule.h), as tensors."""
+"""Reads a schedule, which `plan` left in the workspace (csrc/planner/schedule.h), as tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from .native import dtype_of, values_of
 
-# By their names in ScheduleError (csrc/planner/schedule.h).
+# Messages by the names in ScheduleError (csrc/planner/schedule.h).
 _ERRORS = {
     "kQoIndptrInvalid": "qo_indptr decreases, does not start at 0 or ends beyond max_rows or the level's "
     "rows; must be a prefix sum of query lengths",
@@ -30,7 +30,7 @@ _ERRORS = {
     "BSRView.selected",
 }
 
-# By their names in NodeReason.
+# Messages by the names in NodeReason.
 _REASONS = {
     "kNodeTaken": "taken",
     "kNodeSavesTooLittle": "saves too little",
@@ -41,27 +41,27 @@ _REASONS = {
 
 
 def describe_errors(errors: int) -> str:
-    """One sentence for each ScheduleError bit."""
+    """The messages of all ScheduleError bits that are set."""
     return "; ".join(_ERRORS[name] for name, bit in values_of("ScheduleError").items() if errors & bit)
 
 
 @dataclass(frozen=True)
 class PrefixNode:
     """Leading pages that several requests of a batch share (csrc/planner/forest.h), and whether a row group
-    reads them for all.
+    reads them for all of these requests.
 
     Attributes:
-        request: smallest request that shares them: its row of the page table names the pages.
-        begin_page: first page of that request which the node covers: its parent's end.
+        request: smallest request that shares them: its row of the page table lists the pages.
+        begin_page: first page of that request that the node covers: its parent's end.
         end_page: page after the last.
-        parent: index of the node above in `Schedule.forest`; -1: none.
+        parent: index of the parent node in `Schedule.forest`; -1: none.
         num_requests: requests that share the pages.
         num_rows: their rows of Q.
         group: row group of the schedule; -1: not taken.
-        first_page: page where the row group begins, or would: a node that is not taken leaves its pages to
-            those below.
-        saved: cost units that reading the pages once saves, for each KV head.
-        added: cost units that it adds.
+        first_page: first page of the row group, or of the group that it would get. The pages of a node that
+            is not taken go to its children.
+        saved: cost units saved by reading the pages once, for each KV head.
+        added: cost units added.
         reason: why it was taken or not.
     """
 
@@ -79,9 +79,9 @@ class PrefixNode:
 
 
 def _read_forest(records: numpy.ndarray) -> tuple[PrefixNode, ...]:
-    """records: one for each request; node n, if there is one, is record n."""
+    """records: one for each request; node n, if it exists, is record n."""
     exists = records["leader"] >= 0
-    index = numpy.cumsum(exists) - 1  # of node n in the result
+    index = numpy.cumsum(exists) - 1  # index of node n in the result
     reasons = {value: _REASONS[name] for name, value in values_of("NodeReason").items()}
     nodes = []
     for record in records[exists]:
@@ -141,24 +141,24 @@ class Schedule:
         cost_begin: int64 [tiles]: cost of everything before the tile.
         positions: int32 [num_ctas + 1, 3]: tile, head, kv_tile where each CTA's interval starts.
         links: int32 [links, merge rows, 2]: the row groups of each row that is in several (-1: none), and the
-            row's number in them. Row i of `links` is row i of Q in a composition of several levels; with a
-            forest they are the rows of all requests in taken nodes, one after another; in a batch invariant
-            schedule requests.
+            row's number in each group. In a composition of several levels, row i of `links` is row i of Q.
+            With a forest, `links` lists the rows of all requests in taken nodes, one after another. In a
+            batch invariant schedule it lists requests.
         rows: int32: row list of the forest's row groups.
         forest: the shared prefixes that were found.
         errors: ScheduleError bits.
         levels: (entry_step, causal, window_left, group_begin) of each level.
-        uses_queue: whether a GPU's CTAs take pairs from a work queue; the intervals then consist of whole
-            pairs and need not be kept.
+        uses_queue: whether a GPU's CTAs take pairs from a work queue; intervals then consist of whole pairs
+            and CTAs need not keep to them.
         has_largest_tiles: whether some row tile is of the largest kind.
         num_ctas: parts that the work is split into.
-        kv_tile: tokens of a KV tile.
+        kv_tile: tokens per KV tile.
         max_kind: largest kind of row tile.
-        max_tiles: row tiles that there is room for.
-        min_queue_pairs: a work queue is used if a CTA's share holds so many of the longest pairs; 0: never.
-        min_share: smallest cost worth a CTA of its own.
-        kv_tile_cost: of a KV tile, by cost_kinds().
-        pair_cost: of a pair beside its KV tiles, by cost_kinds().
+        max_tiles: capacity in row tiles.
+        min_queue_pairs: a work queue is used if a CTA's share holds this many of the longest pairs; 0: never.
+        min_share: smallest cost for which a separate CTA pays off.
+        kv_tile_cost: cost of a KV tile, by cost_kinds().
+        pair_cost: cost of a pair in addition to its KV tiles, by cost_kinds().
     """
 
     groups: torch.Tensor
@@ -184,8 +184,8 @@ class Schedule:
 
     @classmethod
     def read(cls, workspace: torch.Tensor, config: Any, layout: Any) -> Schedule:
-        """Reads the bytes of a workspace (uint8, CPU). config, layout: ScheduleConfig and ScheduleLayout of
-        its Attention object.
+        """Reads the bytes of a workspace (uint8, CPU). config, layout: the Attention object's ScheduleConfig
+        and ScheduleLayout.
         """
         data = workspace.numpy()
 
@@ -237,16 +237,16 @@ class Schedule:
         )
 
     def of_groups(self, column: str) -> torch.Tensor:
-        """A column of `groups`, by its name."""
+        """A column of `groups`, by name."""
         return self.groups[:, GROUP_COLUMNS.index(column)]
 
     def of_tiles(self, column: str) -> torch.Tensor:
-        """A column of `tiles`, by its name."""
+        """A column of `tiles`, by name."""
         return self.tiles[:, TILE_COLUMNS.index(column)]
 
     def cost_kinds(self) -> torch.Tensor:
-        """int64 [tiles]: index into kv_tile_cost and pair_cost: the tile's kind, and as many more as there
-        are kinds where its rows leave states.
+        """int64 [tiles]: index into kv_tile_cost and pair_cost. It is the tile's kind, plus the number of
+        kinds if its rows leave states.
         """
         leaves_states = self.of_groups("state_begin")[self.of_tiles("group").long()] >= 0
         return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states

@@ -1,4 +1,4 @@
-"""Tokens that sparse attention has selected for each query: their places in the cache."""
+"""Cache slots of the tokens that sparse attention selected for each query."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from .native import by_name, kernel_file, library
 
 @dataclass(frozen=True, eq=False)
 class SelectedTokens:
-    """What the rows of a run attend to, where a plan of `BSRView.selected` leaves it to the run.
+    """The tokens that the rows of a run attend to, under a plan of `BSRView.selected`.
 
     Args:
-        indices: int32 [rows of q, topk]: for each row of Q the tokens of its request that it attends to, in
-            any order; a negative entry means no token, wherever it stands. A token that occurs twice counts
-            twice.
+        indices: int32 [rows of q, topk]: for each row of Q, the tokens of its request that it attends to, in
+            any order. Negative entries are ignored, at any place. A token that occurs twice counts twice.
         block_table: int32 [batch, max_pages]: page j of request i is block_table[i, j]; a negative entry
             means no page. None: indices are slots.
-        requests: int32 or int64 [rows], the request of each row; one outside of the table has no tokens.
-            None, only where block_table is None or has a row of its own for each row of Q: row i.
-        page_size: tokens of a page of block_table.
+        requests: int32 or int64 [rows], the request of each row; a request outside the table has no tokens.
+            None: row i belongs to request i; only if block_table is None or has one row per row of Q.
+        page_size: tokens per page of block_table.
         page_stride: slots from one page to the next, at least page_size (`KVCache.page_stride`); None:
             page_size.
-        kv_lens: int32 or int64 [rows], how many tokens of its request each row sees: later ones are ignored.
-            None: all that the table has.
+        kv_lens: int32 or int64 [rows], the number of tokens of its request that each row sees; later tokens
+            are ignored. None: all tokens in the table.
     """
 
     indices: Tensor
@@ -44,11 +43,11 @@ class SelectedTokens:
     __repr__ = short_repr
 
     def for_library(self) -> dict[str, Tensor | int | None]:
-        """The arguments of the library's functions by name. The library checks what is not checked here.
+        """The arguments of the library's functions, by name. The library checks the rest.
 
         Raises:
-            ValueError: a tensor with a pending change of sign, which its handle does not show to the library;
-                a page size or stride that is not such an int.
+            ValueError: a tensor with a pending negation, which its handle hides from the library; an invalid
+                page size or stride.
         """
         for name, tensor in self._tensors():
             if tensor.is_neg():
@@ -61,7 +60,7 @@ class SelectedTokens:
         return tensors | {"page_size": page_size, "page_stride": page_stride}
 
     def explain_failure(self) -> None:
-        """Called when a call has failed without naming the tensor: refuses the first that is not plain."""
+        """Refuses the first tensor that is not plain. Called when an error message did not name a tensor."""
         explain_failure(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -94,14 +93,14 @@ def selected_slots(
     kv_lens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The slots of selected tokens, as `BSRView.selected` takes them: first the slots, in the order of
-    `indices`, then -1.
+    """The slots of selected tokens, in the form that `BSRView.selected` takes: first the slots, in the order
+    of `indices`, then -1.
 
-    One kernel on the current stream: no synchronisation; may be captured in a CUDA graph. A run of such a
-    plan does the same itself, if it is given `SelectedTokens`.
+    One kernel on the current stream: no synchronization; may be captured in a CUDA graph. A run given
+    `SelectedTokens` does the same itself.
 
     Args:
-        indices, block_table, requests, page_size, page_stride, kv_lens: as of `SelectedTokens`.
+        indices, block_table, requests, page_size, page_stride, kv_lens: as in `SelectedTokens`.
         out: int32 [rows, topk], written and returned; may be `indices` itself. None: a new tensor.
 
     Raises:
@@ -130,7 +129,7 @@ def selected_slots(
         OverflowError,
         RuntimeError,
         TypeError,
-    ):  # examined only on failure: each layer's call would pay for it
+    ):  # only on failure, to keep each layer's call cheap
         selected.explain_failure()
         explain_failure((("out", indices if out is None else out),))
         raise

@@ -1,5 +1,5 @@
-"""Attention states that lie in tensors, and how they merge: (o, lse), normalised output and log-sum-exp over
-some of a row's tokens.
+"""Merges attention states stored in tensors. A state is (o, lse): normalized output and log-sum-exp over some
+of a row's tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from .native import FLOAT_NAMES, by_name, kernel_file
 
 @cache
 def _kernel_file(dtype: torch.dtype, device: torch.device) -> str:
-    # a wrong dtype is refused before the kernel is looked at
+    # check the dtype before looking up the kernel
     return kernel_file(manifest.merge_states_name(FLOAT_NAMES.get(dtype, "f32")), device)
 
 
 def merge_states(
     o: Tensor, lse: Tensor, indptr: Tensor | None = None, *, log2: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Merges the states of each row, in their order.
+    """Merges the states of each row, in order.
 
-    One launch; capturable in a CUDA graph; never synchronises.
+    One launch; capturable in a CUDA graph; never synchronizes.
 
     Args:
         o: float32, float16 or bfloat16 [rows, states, heads, head_dim]; with an indptr [states of all rows,
@@ -34,7 +34,7 @@ def merge_states(
             nothing.
         indptr: int32 or int64 [rows + 1]: row i has the states indptr[i]:indptr[i + 1]. They must exist (not
             checked).
-        log2: lse is a logarithm to base 2, not a natural one; so is that which is returned.
+        log2: the given and the returned lse are base-2 logarithms, not natural ones.
 
     Returns:
         o [rows, heads, head_dim] in o's dtype, lse float32 [rows, heads]. A row without states: 0 and -inf.
@@ -69,15 +69,15 @@ def merge_state(
     mask: Tensor | None = None,
     log2: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Merges two states of each row. One launch; capturable in a CUDA graph; never synchronises.
+    """Merges two states of each row. One launch; capturable in a CUDA graph; never synchronizes.
 
     Args:
-        o_a, o_b: float32, float16 or bfloat16 [rows, heads, head_dim], of one dtype and with the same
-            strides; head_dim is contiguous.
+        o_a, o_b: float32, float16 or bfloat16 [rows, heads, head_dim], with the same dtype and strides;
+            head_dim is contiguous.
         lse_a, lse_b: float32 [rows, heads].
-        out, out_lse: written; made if None. They may be o_a and lse_a themselves.
-        mask: bool [rows]: rows with False are left alone.
-        log2: lse is a logarithm to base 2, not a natural one; so is that which is returned.
+        out, out_lse: written; allocated if None. They may be o_a and lse_a themselves.
+        mask: bool [rows]: rows with False are left unchanged.
+        log2: the given and the returned lse are base-2 logarithms, not natural ones.
 
     Returns:
         out, out_lse.

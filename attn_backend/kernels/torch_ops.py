@@ -1,8 +1,8 @@
-"""run, append_kv, append_mla_kv, append_qkv, selected_slots and sample as torch operators, which
+"""Registers run, append_kv, append_mla_kv, append_qkv, selected_slots and sample as torch operators, which
 torch.compile puts into its graphs without tracing them.
 
-Outside of a compiled function nothing here is used. Each operator calls the public function of its name,
-whose checks and errors come when the graph runs.
+Nothing here is used outside of compiled functions. Each operator calls the public function of its name, so
+its checks and errors happen when the graph runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _attentions: WeakValueDictionary[int, Attention] = WeakValueDictionary()
-# An int, a float or a bool: operators take each as it is. A parameter declared as `float` would turn an int
+# An int, a float or a bool, passed to operators unchanged. A parameter declared as `float` would turn an int
 # or a bool into a float.
 _Number = torch.types.Number
 
@@ -36,15 +36,15 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def eager(public: T) -> T:
-    """Decorates the public functions that operators call, and the classes that they make: this module is
-    below the modules that have them.
+    """Decorator that registers the public functions that operators call, and the classes that they construct.
+    This module cannot import them: their modules import it.
     """
     _eager[public.__name__] = public
     return public
 
 
 def know(handle: int, attention: Attention) -> None:
-    """Lets compiled functions find an Attention, of which a graph holds the handle."""
+    """Lets compiled functions find an Attention by its handle, which a graph holds."""
     _attentions[handle] = attention
 
 
@@ -65,12 +65,12 @@ def _scales_of(kv: KVCache) -> tuple[Tensor | None, _Number | None, Tensor | Non
 
 
 def _split(value: _Number | Tensor | None) -> tuple[Tensor | None, _Number | None]:
-    """A parameter as operators take it: a tensor or None, a number or None."""
+    """A parameter in the form that operators take: (tensor or None, number or None)."""
     return (value, None) if isinstance(value, Tensor) else (None, value)
 
 
 def _joined(tensor: Tensor | None, number: _Number | None) -> Any:
-    """The parameter that _split() took apart."""
+    """Reverses _split()."""
     return number if tensor is None else tensor
 
 
@@ -370,7 +370,7 @@ def _(
 def sample(
     logits: Tensor, numbers: dict[str, Any], generator: torch.Generator | None, options: dict[str, Any]
 ) -> Samples:
-    """numbers: the arguments of sampling.sample that are numbers or tensors, by name; options: the others,
+    """numbers: the arguments of sampling.sample that are numbers or tensors, by name; options: all others
     except logits and generator.
     """
     if generator is not None:

@@ -1,5 +1,5 @@
-"""The variant of an Attention: which files its kernels are in, the interval that it lets plan know, the
-arguments of its functions.
+"""The variant of an Attention: its kernel files, the interval that plan uses, and the arguments of its
+functions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .native import MissingKernelError, kv_element_of, library
 
 
 def window_of_level(view: BSRView, of_variant: int = -1, name: str = "") -> int:
-    """window_left of one of several levels: what a plan and the standard kernels know of it, from the level's
-    end on. A window that counts positions is the variant's mask. of_variant: the variant's window.
+    """window_left of one of several levels, relative to the level's end, for the plan and the standard
+    kernels. Windows that count positions are part of the variant's mask. of_variant: the variant's window.
 
     Raises:
-        ValueError: the view does not say what positions its window or the variant's counts, or its window is
-            not the variant's.
+        ValueError: the view gives no positions although its window or the variant's counts them, or its
+            window differs from the variant's.
     """
     if of_variant >= 0:
         for given in ("kv_offsets", "positions"):
@@ -61,11 +61,11 @@ _UNKNOWN = "MODULE:OBJECT"
 
 
 def place_of(variant: Variant) -> tuple[str, str]:
-    """(MODULE:OBJECT, what a message must add to the command): of the module that makes the variant, else of
-    one that imports it from there.
+    """(MODULE:OBJECT, a note that a message appends to the command). MODULE made the variant, or imports it
+    from the module that did.
 
-    The program itself comes last: the command would import it, and so run it. A built-in without arguments
-    needs no module that has it.
+    The running program is the last choice, since the command would import and so run it. Built-ins without
+    arguments need no module.
     """
     found = [
         (module, name)
@@ -107,7 +107,7 @@ def _of_builtin(variant: Variant) -> tuple[str, str]:
 
 
 def _is_imported(module: ModuleType, name: str) -> bool:
-    """Whether the module has the name from another one, by its source; False where that is not known."""
+    """Whether the module imports the name from another one, judged by its source; False if unknown."""
     try:
         nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
     except (OSError, TypeError, SyntaxError):
@@ -124,12 +124,12 @@ _warned: list[str] = []
 
 
 def can_be_interpreted(variant: Variant) -> bool:
-    """Whether Python functions define all of the variant: traced ones, or those of built-ins."""
+    """Whether Python functions, traced or built-in, define the whole variant."""
     return variant.reference() is not None and not variant.has_output
 
 
 def warn_of_interpreter(variant: Variant, reason: str) -> None:
-    """Once in a process."""
+    """Warns once per process."""
     if not _warned:
         _warned.append(variant.name)
         logger.warning(
@@ -141,18 +141,18 @@ def warn_of_interpreter(variant: Variant, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows of one request and all of its tokens in one level."""
+    """Rows of one request, with all of its tokens in one level."""
 
-    request: int  # of the view
-    rows: Tensor  # int64 [rows], of Q
+    request: int  # index in the view
+    rows: Tensor  # int64 [rows], rows of Q
     # int64 [rows], positions among the level's tokens of the request, for causal and window_left
     places: Tensor
-    positions: Tensor  # int64 [rows], what the variant is told
+    positions: Tensor  # int64 [rows], given to the variant
     indices: Tensor  # int64 [rows], among the rows of the request
     requests: Tensor  # int64 [rows]
     slots: Tensor  # int64 [tokens]
     kv_offset: int
-    kv_len: int  # what the variant is told
+    kv_len: int  # given to the variant
 
 
 def interpret(
@@ -169,13 +169,12 @@ def interpret(
     q_scale: Scale,
     out_scale: Scale,
 ) -> None:
-    """Attention.run() of arguments that are checked, up to page ids. visibilities: causal and window_left of
-    each level. Scales multiply rows that the variant transforms, before it does; others multiply scores
-    before the variant sees them, and sums of values.
+    """Attention.run() in torch. All arguments are checked, except page ids. visibilities: causal and
+    window_left of each level. If the variant transforms rows, their scales are applied before the transform.
+    Other scales multiply the scores before the variant sees them, or the sums of values.
 
     Raises:
-        ValueError: a page id beyond the cache, or levels of which the variant's functions would have to know
-            more.
+        ValueError: a page id beyond the cache, or levels that lack something the variant's functions need.
     """
     levels = [view.with_slots_counted() for view in levels]
     for view in levels:
@@ -183,7 +182,7 @@ def interpret(
     states = _States(out, variant.uses_softmax)
     functions = variant.reference()
     assert functions is not None
-    # Of rows that are transformed, and of others.
+    # (scales of transformed rows, scales of other rows)
     k_scales = (kv.k_scale, None) if variant.has_key else (None, kv.k_scale)
     v_scales = (kv.v_scale, None) if variant.has_value else (None, kv.v_scale)
     q_scales = (q_scale, None) if variant.has_query else (None, q_scale)
@@ -239,22 +238,22 @@ def interpret(
 
 
 def _of_heads(scale: Scale, requests: Tensor, num_kv_heads: int) -> Tensor:
-    """[rows, KV heads] of a scale, for rows of these requests; one that has none takes the nearest."""
+    """[rows, KV heads]: the scale for rows of these requests; requests out of range are clamped."""
     scale = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64)
     of_rows = scale[requests.clamp(0, scale.shape[0] - 1)] if scale.ndim == 2 else scale
     return of_rows.expand(requests.numel(), num_kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """[heads, rows, tokens] of q [rows, heads, head_dim] and k [tokens, KV heads, head_dim]."""
+    """[heads, rows, tokens] from q [rows, heads, head_dim] and k [tokens, KV heads, head_dim]."""
     rows, heads, head_dim = q.shape
     grouped = q.reshape(rows, k.shape[1], -1, head_dim)
     return torch.einsum("rkgd,tkd->kgrt", grouped, k).reshape(heads, rows, k.shape[0])
 
 
 class _States:
-    """Attention states of all rows of Q, in float64, to which tiles are added in any order (online softmax;
-    without softmax, sums).
+    """Attention states of all rows of Q, in float64. Tiles are added in any order, by online softmax, or as
+    sums without softmax.
     """
 
     def __init__(self, out: Tensor, uses_softmax: bool) -> None:
@@ -283,7 +282,7 @@ class _States:
         self._o[rows] += torch.einsum("rkgt,tkd->rkgd", grouped, v).flatten(1, 2)
 
     def finish(self, out: Tensor, lse: Tensor | None, sinks: Tensor | None, out_scale: Scale) -> None:
-        """Writes the rows that the plan has."""
+        """Writes the rows that the plan covers."""
         rows, o, peak, total = self._is_planned, self._o, self._peak, self._sum
         if self._uses_softmax:
             if sinks is not None:
@@ -298,14 +297,14 @@ class _States:
             o = o / total.masked_fill(total == 0, 1.0)[..., None]
         if out_scale is not None:
             limit = torch.finfo(out.dtype).max
-            o = (o / out_scale).clamp(-limit, limit).float()  # one rounding as kernels have it
+            o = (o / out_scale).clamp(-limit, limit).float()  # rounded once, as in kernels
         out[rows] = o[rows].to(out.dtype)
         if lse is not None:
             lse[rows] = (peak + torch.log(total))[rows].float()
 
 
 def _pairs_of(view: BSRView, num_rows: int) -> Iterator[Pairs]:
-    """Of every request that has rows; num_rows: of Q."""
+    """One Pairs for each request that has rows; num_rows: rows of Q."""
     for request in range(view.batch_size):
         begin, end = (int(view.qo_indptr[i]) for i in (request, request + 1))
         indices = torch.arange(end - begin)
@@ -331,7 +330,7 @@ def _pairs_of(view: BSRView, num_rows: int) -> Iterator[Pairs]:
 
 
 def _slots_of(table: PageTable, request: int) -> Tensor:
-    """int64 [tokens]: page * page_size + place of each token of a request."""
+    """int64 [tokens]: page * page_size + offset in the page, for each token of a request."""
     if table.indptr is not None:
         begin, end = (int(table.indptr[i]) for i in (request, request + 1))
         if table.indices is None:
@@ -362,14 +361,13 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 
 class AttentionVariant:
-    """A variant in an Attention, of one dtype and one width of heads. design: None on a CPU. sinks: whether
-    runs may be given sinks. kv_dtype: of the cache; None: dtype. float8_q: Q has kv_dtype, too. float8_out:
-    whether outputs may be of 8 bits. max_levels: of a composition. num_heads: query and KV heads, if they are
-    known.
+    """A variant in an Attention of one dtype and one head width. design: None on a CPU. sinks: whether runs
+    may be given sinks. kv_dtype: of the cache; None: dtype. float8_q: Q also has kv_dtype. float8_out:
+    whether outputs may be 8-bit. max_levels: of a composition. num_heads: query and KV heads, if known.
 
     Raises:
-        ValueError: it has no softmax, and sinks are given; or its transforms do not fit head_dim; or kv_dtype
-            is torch.uint8; or a tensor that is bound is shorter than the heads.
+        ValueError: sinks are given, but the variant has no softmax; its transforms do not fit head_dim;
+            kv_dtype is torch.uint8; or a bound tensor is shorter than the heads.
     """
 
     def __init__(
@@ -392,14 +390,14 @@ class AttentionVariant:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
         dims = HeadDims.of(head_dim)
         variant.check_head_dim(*dims)
-        # of variants.params.SIZES: "batch" comes with each plan, "rows" with each run; they are looked at
-        # only if the variant has tensors for them
+        # variants.params.SIZES: each plan sets "batch", each run sets "rows". Only checked if the variant has
+        # tensors of these sizes.
         self._sizes = dict(zip(("num_qo_heads", "num_kv_heads"), num_heads, strict=True))
         check_shapes(variant.params, {}, self._sizes)
         self._has_batch, self._has_rows = (
             any(size in (param.shape or ()) for param in variant.params) for size in ("batch", "rows")
         )
-        self._shapes_hold = False  # of the last arguments, for the last plan
+        self._shapes_hold = False  # whether the last arguments fit the last plan
         self._kv_element = kv_element_of(kv_dtype, dtype)
         self._float8_q, self._float8_out = float8_q, float8_out
         self._given = variant
@@ -422,20 +420,20 @@ class AttentionVariant:
             self._kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
             self._options += " --sinks" if sinks else ""
         self._options += " --levels" if variant is not self._given else ""
-        self.is_interpreted = False  # files() finds out
+        self.is_interpreted = False  # files() may set it
         self._bound: dict[str, Tensor | float | int] | None = None
         self._addresses: list[int] = []
         self._planned_mask: dict[str, object] | None = None
-        # Under a variant with a mask of its own, a view is causal only if it says so.
+        # Under a variant with its own mask, views are causal only on request.
         self._is_causal_by_default = not (variant.has_mask or variant.causal or variant.window_left >= 0)
 
     def files(self) -> dict[str, str]:
-        """Files of the kernels that an Attention needs from the start, by the kernels' names in csrc/;
-        compiled now if they are missing. Those of manifest.LATE_KERNELS are not among them. Empty on a CPU
-        without a compiler if the variant can be interpreted.
+        """Files of the kernels that an Attention needs from the start, by the kernels' names in csrc/.
+        Compiles missing ones. Does not include manifest.LATE_KERNELS. Empty on a CPU without a compiler if
+        the variant can be interpreted.
 
         Raises:
-            RuntimeError: one is missing and cannot be compiled, or must not be.
+            RuntimeError: a kernel is missing and cannot be compiled, or must not be.
         """
         if not self._kernels:
             return self._library_file()
@@ -463,7 +461,7 @@ class AttentionVariant:
         return {}
 
     def file_of(self, name: str) -> str:
-        """The file of one kernel, by its name in csrc/.
+        """The file of one kernel, by the kernel's name in csrc/.
 
         Raises:
             RuntimeError: it is missing and cannot be compiled, or must not be.
@@ -472,8 +470,8 @@ class AttentionVariant:
         return str(cubins.find_cubin(self.variant, self._kernels[name], self._target, ahead))
 
     def loads_missing_kernel(self, handle: int, error: Exception) -> bool:
-        """Whether a run of the Attention with this handle has failed for want of one of
-        manifest.LATE_KERNELS. It is loaded now: the run may be tried again.
+        """Whether a run of the Attention with this handle failed because one of manifest.LATE_KERNELS was
+        missing. Loads that kernel; the caller may retry the run.
         """
         if not isinstance(error, MissingKernelError):
             return False
@@ -481,13 +479,13 @@ class AttentionVariant:
         return True
 
     def visibility(self, view: BSRView, num_levels: int) -> tuple[bool, int]:
-        """causal and window_left of what a view and the variant both let through.
+        """causal and window_left, after applying the limits of both the view and the variant.
 
         Raises:
-            ValueError: there are several levels, and the variant transforms K or V by the request, or reads
-                positions that this one does not give, or has another window than the view's.
+            ValueError: there are several levels, and the variant transforms K or V by the request, reads
+                positions that the view does not give, or has another window than the view.
         """
-        if num_levels > 1:  # a level that is not causal says that its tokens come before its rows
+        if num_levels > 1:  # tokens of a non-causal level come before its rows
             if self.variant.tells_requests_apart:
                 why = (
                     f"1 under variant {self.variant.name}, whose transforms of K and V depend on the "
@@ -512,11 +510,11 @@ class AttentionVariant:
     def check_scales(
         self, k_scale: Scale, v_scale: Scale, levels: Sequence[BSRView], is_shared: bool
     ) -> None:
-        """Refuses scales of requests where a transform sees a token for several: it sees numbers times their
-        scale. is_shared: plan looks for prefixes.
+        """Refuses per-request scales if several requests share a transformed token, because transforms see
+        scaled values. is_shared: plan looks for prefixes.
 
         Raises:
-            ValueError: such scales of a tensor that the variant transforms.
+            ValueError: a transformed tensor has such scales.
         """
         is_shared = (
             (is_shared and not self.variant.tells_requests_apart)
@@ -545,10 +543,10 @@ class AttentionVariant:
                 )
 
     def bind(self, handle: int, args: VariantArgs | None, q: Tensor) -> None:
-        """Gives the library the arguments of the run that follows. handle: of the Attention.
+        """Sets the variant's arguments for the next run. handle: the Attention's.
 
         Raises:
-            ValueError: an argument that the variant refuses, or another mask than the plan's.
+            ValueError: an argument that the variant refuses, or a mask that differs from the plan's.
         """
         packed = self._pack_if_new(args)
         if self._has_rows or not self._shapes_hold:
@@ -558,15 +556,15 @@ class AttentionVariant:
             library().set_variant_params(handle, packed)
 
     def bind_to_plan(self, handle: int, args: VariantArgs | None, levels: Sequence[BSRView]) -> bool:
-        """As bind(), for the plan of `levels` that follows.
+        """Like bind(), for the next plan, of `levels`.
 
-        Returns whether that asks the mask what each row sees: all of its parameters must then be known.
+        Returns whether the plan evaluates the mask, which needs all of the mask's parameters.
 
         Raises:
             ValueError: an argument that the variant refuses.
         """
         self._planned_mask = None
-        if self._has_batch:  # not of levels that say the request of each row: they may say any
+        if self._has_batch:  # levels with a request per row may name any request
             self._sizes["batch"] = max(
                 [view.table.batch_size for view in levels if view.requests is None], default=0
             )
@@ -583,10 +581,10 @@ class AttentionVariant:
         return self.variant.has_mask
 
     def _check_shapes(self, args: VariantArgs | None, sizes: Mapping[str, int]) -> None:
-        """Refuses tensors that are shorter than the variant declares.
+        """Checks that tensors are at least as long as the variant declares.
 
         Raises:
-            ValueError: such a tensor.
+            ValueError: a tensor is shorter.
         """
         try:
             check_shapes(self.variant.params, args or {}, sizes)
@@ -596,8 +594,8 @@ class AttentionVariant:
         self._shapes_hold = True
 
     def _check_mask(self, args: VariantArgs | None) -> None:
-        """Refuses a run with another mask than the plan's: it would not see the KV tiles that the plan's mask
-        hides.
+        """Refuses a run whose mask differs from the plan's, because KV tiles that the plan's mask hides are
+        skipped.
 
         Raises:
             ValueError: a parameter of the mask is another tensor, or another number.
@@ -610,8 +608,8 @@ class AttentionVariant:
             if given != planned:
                 self._bound = None
                 raise ValueError(
-                    f"variant_args[{name!r}] is not what plan() was given, must be: what a mask hides is "
-                    f"left out of the plan"
+                    f"variant_args[{name!r}] is not what plan() was given, must be: the plan leaves "
+                    f"out what the mask hides"
                 )
 
     def _of_mask(self, args: VariantArgs) -> dict[str, object]:
@@ -622,8 +620,8 @@ class AttentionVariant:
         }
 
     def _pack_if_new(self, args: VariantArgs | None) -> bytes | None:
-        """The bytes of the variant's Params; None if the arguments are those of the last call: the same
-        tensors, where they were, and equal numbers.
+        """The bytes of the variant's Params. None if the arguments equal the last call's: the same tensors at
+        the same addresses, and equal numbers.
 
         Raises:
             ValueError: an argument that the variant refuses.
@@ -668,7 +666,7 @@ class AttentionVariant:
         q_scale: Scale,
         out_scale: Scale,
     ) -> None:
-        """A run by torch, whose arguments have been checked."""
+        """Runs attention in torch. The arguments are already checked."""
         visibilities = [self.visibility(view, len(levels)) for view in levels]
         interpret(
             self.variant,
@@ -686,7 +684,7 @@ class AttentionVariant:
         )
 
     def _ahead(self) -> str:
-        """What compiles the variant ahead, for messages."""
+        """The command that compiles the variant ahead of time, for messages."""
         place, note = place_of(self._given)
         on_gpu = self._target != "cpu"
         options = manifest.float8_options(

@@ -1,6 +1,6 @@
-"""What is attended to: page tables, KV caches and the BSR views made of them.
+"""Inputs of attention: page tables, KV caches and the BSR views made from them.
 
-Pure data: nothing here computes or knows an engine.
+Only data: nothing here computes, or depends on an engine.
 """
 
 from .kv_cache import KVCache

@@ -1,4 +1,4 @@
-"""K and V of one layer as the engine stores them, seen through strided views: nothing is copied."""
+"""K and V of one layer in the engine's storage, as strided views: nothing is copied."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..validation import (
 )
 
 _Views = TypeVar("_Views")
-SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with scales beside the tensor
+SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES)
-# Rows of MLA's latents with scales of their own, as DeepSeek V3.2 stores them: 512 e4m3 numbers, 4 float32
-# scales, 64 bf16 numbers.
+# Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64
+# bf16 numbers.
 SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
 Scale = Tensor | float | None
 _LEAST_FLOAT, _MAX_FLOAT = 2.0**-149, torch.finfo(torch.float32).max
@@ -33,20 +33,19 @@ _LEAST_FLOAT, _MAX_FLOAT = 2.0**-149, torch.finfo(torch.float32).max
 @dataclass(frozen=True, eq=False)
 class KVCache:
     """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v],
-    bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; the last dimension is contiguous, the other
-    strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by one of the `from_...`
-    methods. (Of rows with scales of their own, `from_latent` makes k: uint8 [pages, page_size, 1, 656].)
+    bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. The last dimension is contiguous, the other
+    strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by the `from_...`
+    methods. (For rows that include their scales, `from_latent` makes k: uint8 [pages, page_size, 1, 656].)
 
-    k_scale, v_scale: of a float8 cache, whose elements stand for numbers that are larger by these factors;
-    None: 1. A number above 0; or a float32 tensor of such, on the cache's device: [] or [1], one for all;
-    [num_kv_heads]; [batch, 1] or [batch, num_kv_heads], for each request of the batch. The levels of a
-    composition must then name the `requests` of their rows. Tensors are read when a kernel runs: a captured
-    CUDA graph sees what they hold then.
+    k_scale, v_scale: factors of a float8 cache's elements; None: 1. A number above 0, or a float32 tensor of
+    such numbers on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch,
+    num_kv_heads], for each request of the batch. With the last two, the levels of a composition must give the
+    `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph uses their contents
+    at replay.
 
     Raises:
         ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not
-            contiguous, or scales that are not such numbers or tensors, or that belong to a cache without
-            scales.
+            contiguous, invalid scales, or scales for a cache without scales.
     """
 
     k: Tensor
@@ -72,7 +71,7 @@ class KVCache:
         cls, k: Tensor, v: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None
     ) -> KVCache:
         """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size,
-        head_dim]; v's last dimension may be another.
+        head_dim]; v may differ in the last dimension.
         """
         _check_dimensions("k", k, 4, "[pages, page_size, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 4, "[pages, page_size, num_kv_heads, head_dim]")
@@ -82,7 +81,7 @@ class KVCache:
     def from_packed(
         cls, kv: Tensor, layout: str = "HND", *, k_scale: Scale = None, v_scale: Scale = None
     ) -> KVCache:
-        """K and V side by side in the last dimension.
+        """K and V concatenated in the last dimension.
 
         kv: HND [pages, num_kv_heads, page_size, 2 * head_dim], NHD [pages, page_size, num_kv_heads, 2 *
         head_dim].
@@ -97,9 +96,10 @@ class KVCache:
     def from_slots(
         cls, k: Tensor, v: Tensor, page_size: int = 1, *, k_scale: Scale = None, v_scale: Scale = None
     ) -> KVCache:
-        """k, v: [slots, num_kv_heads, head_dim]; v's last dimension may be another.
+        """k, v: [slots, num_kv_heads, head_dim]; v may differ in the last dimension.
 
-        Page p is the slots [p * page_size, (p + 1) * page_size). Slots that do not fill a page are cut off.
+        Page p consists of the slots [p * page_size, (p + 1) * page_size). Slots that do not fill a page are
+        cut off.
         """
         _check_dimensions("k", k, 3, "[slots, num_kv_heads, head_dim]")
         _check_dimensions("v", v, 3, "[slots, num_kv_heads, head_dim]")
@@ -108,20 +108,20 @@ class KVCache:
 
     @classmethod
     def from_ragged(cls, k: Tensor, v: Tensor, *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """k, v: [tokens, num_kv_heads, head_dim], as `PageTable.ragged` addresses them; page_size is 1."""
+        """k, v: [tokens, num_kv_heads, head_dim], for `PageTable.ragged`; page_size is 1."""
         return cls.from_slots(k, v, 1, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
     def from_latent(cls, latent: Tensor, head_dim_v: int = 512, *, scale: Scale = None) -> KVCache:
-        """The latents of multi-head latent attention: a token's row is its key for all query heads, and the
-        first columns are its value; V is a view of K.
+        """The latents of multi-head latent attention. A token's row is its key for all query heads, and the
+        row's first columns are its value; V is a view of K.
 
         Args:
             latent: [pages, page_size, width]; the last dimension is contiguous, the other strides are free.
-                DeepSeek's width is 576, of which head_dim_v = 512 columns are the value. Or uint8 [pages,
-                page_size, 656], which DeepSeek V3.2's engines call fp8_ds_mla: a row is 512 float8_e4m3fn
-                numbers (the latent), 4 float32, by which each 128 of them are multiplied, and 64 bfloat16
-                numbers (the rotated part); an Attention for it has kv_dtype=torch.uint8.
+                DeepSeek's width is 576; the first head_dim_v = 512 columns are the value. Or uint8 [pages,
+                page_size, 656], which DeepSeek V3.2's engines call fp8_ds_mla. Such a row has 512
+                float8_e4m3fn numbers (the latent), 4 float32 factors, each for 128 of them, and 64 bfloat16
+                numbers (the rotated part). It requires an Attention with kv_dtype=torch.uint8.
             head_dim_v: columns of V.
             scale: of float8 latents, one for all: both k_scale and v_scale.
         """
@@ -145,11 +145,11 @@ class KVCache:
 
     @classmethod
     def as_given(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
-        """As `unchecked`, of views whose dimensions of size 1 have the strides that they have in a contiguous
+        """Like `unchecked`, for views whose dimensions of size 1 already have the strides of a contiguous
         tensor.
         """
         cache = object.__new__(cls)
-        fields = cache.__dict__  # torch.compile of torch 2.11 does not trace its update()
+        fields = cache.__dict__  # torch.compile in torch 2.11 does not trace its update()
         fields["k"], fields["v"] = k, v
         return cache if k_scale is None and v_scale is None else cache.with_scales(k_scale, v_scale)
 
@@ -163,11 +163,11 @@ class KVCache:
     def by_slot(self) -> KVCache:
         """The same cache in pages of one token.
 
-        Token t of page p is slot p * page_stride + t; slots between pages, if there are any, belong to
-        others.
+        Token t of page p is slot p * page_stride + t. If there are slots between pages, they do not belong to
+        this cache.
 
         Raises:
-            ValueError: pages are not a whole number of tokens apart.
+            ValueError: the page stride is not a whole number of tokens.
         """
         return KVCache.unchecked(
             _pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale
@@ -179,16 +179,16 @@ class KVCache:
 
     @property
     def page_size(self) -> int:
-        """Tokens."""
+        """Tokens per page."""
         return self.k.shape[1]
 
     @property
     def page_stride(self) -> int:
-        """Slots from one page to the next in `by_slot()`: page_size, but more where the pages of other layers
-        lie between.
+        """Slots from one page to the next in `by_slot()`: page_size, or more if other layers' pages lie in
+        between.
 
         Raises:
-            ValueError: as `by_slot`.
+            ValueError: as in `by_slot`.
         """
         return _page_stride("k", self.k)
 
@@ -264,7 +264,7 @@ class KVCache:
 
 
 def checked_scale(name: str, scale: Scale) -> Scale:
-    """A scale as kernels are given it: a tensor, whose shape and dtype they check, a float, or None."""
+    """A scale in the form that kernels take: a float, None, or a tensor, whose shape and dtype they check."""
     if scale is None:
         return None
     if isinstance(scale, Tensor):
@@ -298,9 +298,9 @@ def _checked(name: str, view: Tensor) -> Tensor:
 
 
 def _with_plain_strides(view: Tensor) -> Tensor:
-    """A dimension of size 1 gets the stride that it has in a contiguous tensor.
+    """Gives dimensions of size 1 the stride that they have in a contiguous tensor.
 
-    It is never used, but may be anything, and alignment is judged by strides.
+    Such a stride is never used and may be anything, but alignment checks look at strides.
     """
     sizes, strides = view.shape, view.stride()
     if 1 not in sizes:
@@ -315,7 +315,7 @@ def _with_plain_strides(view: Tensor) -> Tensor:
 
 
 def _token_major(name: str, tensor: Tensor, layout: str) -> Tensor:
-    """`tensor`, which has this layout, as [pages, page_size, num_kv_heads, head_dim]."""
+    """`tensor`, given in this layout, as [pages, page_size, num_kv_heads, head_dim]."""
     if layout == "NHD":
         return tensor
     if layout == "HND":
@@ -353,9 +353,9 @@ def _pages_of_one(name: str, part: Tensor) -> Tensor:
 
 
 def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:
-    """The views that `make` makes of the argument of that name.
+    """The views that `make` returns; `name` is the argument's name.
 
-    Refuses a tensor that torch makes no view of.
+    Refuses a tensor that torch cannot view this way.
     """
     try:
         return make()

@@ -1,4 +1,4 @@
-"""Where the tokens of each request live: the page tables of every engine in one type."""
+"""Locations of the tokens of each request: one type for the page tables of all engines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ..validation import (
 class PageTable:
     """The pages and the lengths of a batch's requests.
 
-    Made by `csr`, `block_table`, `token_slots` or `ragged`, which say what each tensor holds.
+    Made by `csr`, `block_table`, `token_slots` or `ragged`, which describe the tensors.
 
-    The tensors are kept, not copied: what counts is what they hold when a plan is made (on CUDA: when the
-    plan's kernel runs). Structure (dtype, dimensions, strides, device) is checked here. Values are checked by
-    `Attention.plan` for CPU tensors, clamped on the device for others.
+    The tensors are kept, not copied: a plan uses their contents when it is made (on CUDA: when its kernel
+    runs). Structure (dtype, dimensions, strides, device) is checked here. Values are checked by
+    `Attention.plan` for CPU tensors, and clamped on the device for others.
 
     Raises:
-        ValueError: a tensor of the wrong structure.
+        ValueError: a tensor has the wrong structure.
     """
 
     page_size: int
@@ -41,7 +41,7 @@ class PageTable:
     last_page_len: Tensor | None = None
     kv_lens: Tensor | None = None
     rows: Tensor | None = None
-    # elements of `indices` from one page to the next: 1, or page_size where `indices` has one entry a token
+    # elements of `indices` from one page to the next: 1, or page_size if `indices` has one entry per token
     entry_step: int = 1
 
     __repr__ = short_repr
@@ -61,13 +61,13 @@ class PageTable:
         Args:
             kv_indptr: int32 or int64 [batch + 1].
             kv_indices: int32 [at least kv_indptr[-1]], page ids.
-            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read where
-                a request has no page. None: kv_lens is given instead.
+            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read for
+                requests without pages. None: kv_lens is given instead.
             page_size: tokens.
-            kv_lens: int32 or int64 [batch], tokens, 0 .. pages * page_size, in the place of kv_last_page_len:
-                a request may own more pages than it uses.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. pages * page_size, instead of kv_last_page_len: a
+                request may own more pages than it uses.
         """
-        if kv_indptr is None or kv_indices is None:  # which would make it a table of another form
+        if kv_indptr is None or kv_indices is None:  # None would make it a table of another form
             refuse("kv_indptr" if kv_indptr is None else "kv_indices", None, "a tensor")
         return cls(
             page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len, kv_lens=kv_lens
@@ -79,7 +79,7 @@ class PageTable:
 
         Args:
             block_table: int32 [batch, max_pages], page ids. Rows are contiguous; their stride may exceed
-                max_pages. What a request does not use is not read.
+                max_pages. Unused entries are not read.
             kv_lens: int32 or int64 [batch], tokens, 0 .. max_pages * page_size.
             page_size: tokens.
         """
@@ -89,12 +89,12 @@ class PageTable:
     def token_slots(
         cls, req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, page_size: int = 1
     ) -> PageTable:
-        """Token t of request i is in slot req_to_token[rows[i], t]; a slot is page * page_size + the token's
-        place in its page.
+        """Token t of request i is in slot req_to_token[rows[i], t]. A slot is page * page_size + the token's
+        offset in its page.
 
         Args:
             req_to_token: int32 [requests, max_tokens]. Rows are contiguous. Only the slot of each page's
-                first token is read: the others must follow it.
+                first token is read: the page's other tokens must follow it.
             rows: int32 or int64 [batch], the table's row of each request.
             kv_lens: int32 or int64 [batch], tokens, 0 .. max_tokens.
             page_size: tokens.
@@ -104,32 +104,34 @@ class PageTable:
 
     @classmethod
     def ragged(cls, kv_indptr: Tensor) -> PageTable:
-        """K and V are tensors [tokens, num_kv_heads, head_dim]; request i owns their rows
+        """For K and V in tensors [tokens, num_kv_heads, head_dim]; request i owns their rows
         kv_indptr[i]:kv_indptr[i+1].
 
         Args:
-            kv_indptr: int32 or int64 [batch + 1]. It must not end beyond the rows of K and V, which only
-                `run` knows. On a CPU `run` refuses that. On a GPU the missing rows read as zeros or as the
-                last row, and cost time.
+            kv_indptr: int32 or int64 [batch + 1]. It must not exceed the rows of K and V, which only `run`
+                knows. On a CPU `run` raises an error. On a GPU the missing rows read as zeros or as the last
+                row, and cost time.
         """
         indptr_tensor("kv_indptr", kv_indptr)
         return cls(1, indptr=kv_indptr)
 
     def in_pages_of(self, page_size: int) -> PageTable:
-        """The same tokens of a cache that is divided into smaller pages: page p of 64 tokens is the pages 4 p
-        .. 4 p + 3 of 16. Made by a few torch operators on the table's device, of what its tensors hold now.
+        """The same tokens in a cache with smaller pages: page p of 64 tokens becomes the pages 4 p .. 4 p + 3
+        of 16. Uses a few torch operators on the table's device, on the current contents of its tensors.
 
         Raises:
-            ValueError: a page_size that does not divide this one.
+            ValueError: page_size does not divide this one.
         """
         parts = self.page_size // check_int("page_size", page_size, 1)
         if parts * page_size != self.page_size:
             refuse("page_size", page_size, f"a divisor of {self.page_size}")
         if parts == 1:
             return self
-        assert self.indices is not None  # pages of a ragged tensor have one token
+        assert self.indices is not None  # ragged tensors have one token per page
         if self.rows is not None:
-            return replace(self, page_size=page_size, entry_step=page_size)  # slots say where tokens are
+            return replace(
+                self, page_size=page_size, entry_step=page_size
+            )  # slots locate tokens without pages
         places = torch.arange(parts, dtype=torch.int32, device=self.device)
         indices = (self.indices.unsqueeze(-1) * parts + places).flatten(-2)
         if self.indptr is None:
@@ -157,7 +159,7 @@ class PageTable:
 
     @property
     def batch_size(self) -> int:
-        """Requests."""
+        """Number of requests."""
         if self.indptr is not None:
             return self.indptr.numel() - 1
         assert self.kv_lens is not None
@@ -165,7 +167,7 @@ class PageTable:
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors of the table are."""
+        """The device of all tensors of the table."""
         tensor = self.indices if self.indptr is None else self.indptr
         assert tensor is not None
         return tensor.device

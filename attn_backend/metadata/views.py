@@ -1,4 +1,4 @@
-"""BSR views and the compositions made of them, and checks of the values in their tensors."""
+"""BSR views and the compositions made from them, and checks of the values in their tensors."""
 
 from __future__ import annotations
 
@@ -24,42 +24,40 @@ from .page_table import PageTable
 
 
 def count_slots(slots: Tensor) -> Tensor:
-    """int32 [rows]: how many slots of each row are not negative."""
+    """int32 [rows]: the number of non-negative slots in each row."""
     return (table_tensor("slots", slots, "[rows, topk]") >= 0).sum(1, dtype=INT32[0])
 
 
-MAX_LEVELS = 8  # of one composition
+MAX_LEVELS = 8  # per composition
 
 
 @dataclass(frozen=True, eq=False)
 class BSRView:
-    """Rows of Q x pages of KV: the rows qo_indptr[i]:qo_indptr[i+1] of the view attend to the pages of
-    request i.
+    """Rows of Q x pages of KV: the view's rows qo_indptr[i]:qo_indptr[i+1] attend to the pages of request i.
 
-    Row j of a request with n rows stands at position kv_len - n + j (below 0 for a query that is longer than
-    its KV: such a row sees nothing if it is causal).
+    Row j of a request with n rows has position kv_len - n + j. It is negative if there are more rows than KV;
+    such a row sees nothing if it is causal.
 
     Args:
         qo_indptr: int32 or int64 [batch + 1], prefix sum of query lengths.
         table: the pages of each request.
-        causal: a row sees the tokens up to its position; else all. None: True, but under a variant with a
-            mask of its own False.
-        window_left: a row sees no token more than this many tokens before its position; -1: no limit. In one
-            of several levels, of those in the level; if `positions` are given, of those of its request in all
-            levels: the window of the Attention's variant.
+        causal: a row sees the tokens up to its position; else all. None: False under a variant with its own
+            mask, else True.
+        window_left: a row sees no token more than this many tokens before its position; -1: no limit. With
+            several levels, it counts tokens of the level. If `positions` are given, it counts tokens of the
+            request in all levels, and must be the window of the Attention's variant.
         rows: int32 [at least qo_indptr[-1]], contiguous: row j of the view is row rows[j] of Q and O, read
-            and written where it is; a group's rows may be of any request and need not be neighbours. No row
+            and written in place. A group's rows may belong to any request and need not be adjacent. No row
             may appear twice (not checked). None: row j itself.
-        kv_offsets: int32 [batch], contiguous: tokens of its request that come before the first one in the
-            table. For variants, which are told where tokens and rows stand in their requests: without it the
-            first token is token 0, and a row stands where `causal` takes it to stand.
-        positions: int32 [rows of Q], contiguous: where each row of Q stands among the tokens of its request,
-            for variants.
+        kv_offsets: int32 [batch], contiguous: tokens of its request before the first one in the table. For
+            variants, which use positions in requests. Without it the first token is token 0, and a row has
+            the position that `causal` uses.
+        positions: int32 [rows of Q], contiguous: the position of each row of Q in its request, for variants.
         requests: int32 [rows of Q], contiguous: the request of each row of Q, for variants and for scales of
-            requests; without it that of the row group.
-        pages_change: the table's page ids may be others in later runs, of as many tokens: a plan looks for no
-            shared prefixes in them. With pages of one token (a block table, neither causal nor under a
-            window) also of fewer: see `has_slots`.
+            requests. Without it, the request of the row group.
+        pages_change: later runs may use other page ids in the table, for the same number of tokens. Plans
+            then look for no shared prefixes. With pages of one token (a block table, neither causal nor with
+            a window) there may also be fewer tokens: see `has_slots`.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -79,25 +77,24 @@ class BSRView:
 
     @classmethod
     def selected(cls, slots: Tensor, kv_lens: Tensor | None = None) -> BSRView:
-        """Row i of Q attends to the tokens in the slots that slots[i] begins with, and to no others: sparse
-        attention, such as DeepSeek V3.2's.
+        """Row i of Q attends only to the tokens in the slots at the start of slots[i]: sparse attention, such
+        as DeepSeek V3.2's.
 
-        Decode and prefill are the same: each row is a request of its own, so an Attention needs max_batch >=
+        Decode and prefill are the same: each row is a separate request, so an Attention needs max_batch >=
         rows. The cache must have pages of one token (`KVCache.by_slot`).
 
-        One plan serves all layers, though each layer selects tokens of its own: a plan depends only on how
-        many there may be. A run is given the tokens of its layer (`run(selected=...)`), writes their slots
-        into this tensor and counts them; without them it takes what the tensor holds. A row may have fewer
-        tokens than were planned. A row that has more attends to the first ones, which is an error that
-        `raise_for_errors` and runs on a CPU report. `run(after_append=True)` changes nothing under such a
-        plan.
+        One plan works for all layers, though each layer selects different tokens: a plan depends only on the
+        largest number of tokens. A run gets the tokens of its layer (`run(selected=...)`), writes their slots
+        into this tensor and counts them. Without them it uses the tensor's contents. A row may have fewer
+        tokens than were planned. A row with more attends to the first ones, and `raise_for_errors` and runs
+        on a CPU report an error. `run(after_append=True)` has no effect under such a plan.
 
         Args:
             slots: int32 [rows, topk], in any order; a negative entry is no slot. Each run packs them: first
-                the slots, then -1. A slot that a row has twice counts twice. Kept, not copied.
-            kv_lens: int32 or int64 [rows], the most slots of each row; None: as many as are not negative,
-                counted now, on the device, without synchronisation. A row without slots has output 0 and lse
-                -inf.
+                the slots, then -1. A slot that occurs twice in a row counts twice. Kept, not copied.
+            kv_lens: int32 or int64 [rows], the most slots of each row. None: the number of non-negative
+                slots, counted now, on the device, without synchronization. A row without slots has output 0
+                and lse -inf.
 
         Raises:
             ValueError: a tensor of the wrong dtype, shape or device.
@@ -108,8 +105,8 @@ class BSRView:
 
     @property
     def has_slots(self) -> bool:
-        """Whether each run packs the page ids of each request, and counts those that are not negative: pages
-        of one token that may change, of which every row of a request sees all.
+        """Whether each run packs the page ids of each request, and counts the non-negative ones. True for
+        pages of one token that may change, if every row of a request sees all of them.
         """
         table = self.table
         is_dense = table.indices is not None and table.indptr is None and table.rows is None
@@ -122,7 +119,7 @@ class BSRView:
         )
 
     def with_slots_counted(self) -> BSRView:
-        """This view, where slots are counted anew, on the device: each request has as many tokens as a run
+        """This view, with its slots counted again, on the device: each request has as many tokens as a run
         finds. Without slots the view itself.
         """
         if not self.has_slots or self.table.indices is None:
@@ -136,7 +133,7 @@ class BSRView:
 
     @property
     def batch_size(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return self.qo_indptr.numel() - 1
 
     @property
@@ -190,22 +187,22 @@ class Composition:
     """Levels over the same rows of Q that partition the (row, token) pairs; the result is the ⊕ of the
     levels' attention states.
 
-    A row may be absent from some levels; a row of Q that is in no level is left alone: neither its output nor
-    its lse is written. Nothing checks the partition: a row that appears twice in one level, or a page that a
-    row sees in two levels, is the caller's error.
+    A row may be absent from some levels. If a row of Q is in no level, its output and lse are not written.
+    The partition is not checked: the caller must make sure that no row appears twice in a level, and that no
+    row sees a page in two levels.
 
     Args:
         levels: 1 .. MAX_LEVELS views on the same device; any sequence, kept as a tuple. Their page sizes are
-            multiples of the smallest, which is that of the cache: page p of a level of 64 tokens is the pages
+            multiples of the smallest, which is the cache's. Page p of a level of 64 tokens is the pages
             4 p .. 4 p + 3 of a cache of 16. A plan makes the smaller page tables, with a few torch operators.
 
     Raises:
-        ValueError: no level or too many, something that is not a BSRView, or levels whose page sizes do not
-            divide one another or on different devices; names the level.
+        ValueError: no level or too many, something that is not a BSRView, page sizes that do not divide one
+            another, or different devices; names the level.
     """
 
     levels: Sequence[BSRView]
-    page_size: int = field(init=False)  # tokens of the smallest pages: those of the cache
+    page_size: int = field(init=False)  # tokens of the smallest pages, which are the cache's
 
     __repr__ = short_repr
 
@@ -222,26 +219,26 @@ class Composition:
         requests: Tensor | None = None,
     ) -> Composition:
         """Prefixes that are shared by runs of consecutive rows, in FlashInfer's layout: one qo_indptr and one
-        table a level, the most shared level first.
+        table per level, the most shared level first.
 
         The rows `qo_indptrs[d][i]:qo_indptrs[d][i+1]` see all tokens of request i of `tables[d]`.
-        Only in the last level, the KV that each request has for itself, `causal` counts.
+        `causal` applies only to the last level, which holds each request's own KV.
 
         Args:
-            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts; all
+            qo_indptrs: for each level int32 or int64 [batch of the level + 1], prefix sums of row counts. All
                 should end at the same number of rows (not checked: rows after a level's end do not see that
                 level).
             tables: for each level its pages.
             causal: of the last level.
-            window_left: of all levels: a row at position p sees no token before p - window_left. In several
-                levels it needs kv_offsets of each and positions, and an Attention with this window:
+            window_left: of all levels: a row at position p sees no token before p - window_left. With several
+                levels it needs kv_offsets for each, positions, and an Attention with this window:
                 variant=builtin.sliding_window(window_left). -1: no limit.
-            kv_offsets: for each level, and positions, requests, for all: as BSRView has them, for variants;
-                requests also for a cache whose scales are of requests.
+            kv_offsets: for each level, and positions, requests, for all: as in BSRView, for variants;
+                requests also for a cache with scales per request.
 
         Raises:
-            ValueError: sequences of different lengths, a window with several levels that do not say where
-                they stand, or what BSRView and Composition refuse, with the level's number.
+            ValueError: sequences of different lengths, a window with several levels that lack positions, or
+                arguments that BSRView or Composition refuse, with the level's number.
         """
         _check_sequence("qo_indptrs", qo_indptrs)
         _check_sequence("tables", tables)
@@ -297,16 +294,16 @@ class Composition:
         samples, beams.
 
         Row r sees all tokens of node node_of_row[r] and of the nodes above it. Level d of the composition
-        holds the nodes of depth d (a root has depth 0); it ends at the deepest node that a row sees. Every
-        level uses `table` itself, and gives no rows to the nodes of other depths. The lists are read here, on
-        the host; the levels' index tensors are made on the device of `table`.
+        holds the nodes of depth d (a root has depth 0); the last level has the deepest node that a row sees.
+        Every level uses `table` itself, and gives no rows to the nodes of other depths. The lists are read
+        here, on the host; the levels' index tensors are made on the device of `table`.
 
         Args:
-            parents: parents[n] < n is the node above node n; -1: node n is a root. At most MAX_LEVELS nodes
-                lie on a path.
+            parents: parents[n] < n is the parent of node n; -1: node n is a root. A path has at most
+                MAX_LEVELS nodes.
             table: the KV of node n is its request n.
-            node_of_row: one node for each row of Q; -1: the row sees nothing and is left alone.
-            kv_offsets: int32 [nodes], and positions, requests: as BSRView has them, for variants.
+            node_of_row: one node for each row of Q; -1: the row sees nothing and is not written.
+            kv_offsets: int32 [nodes], and positions, requests: as in BSRView, for variants.
 
         Raises:
             ValueError: a parent or a node that does not exist, too long a path, or a table of another number
@@ -317,7 +314,7 @@ class Composition:
         if _length("parents", parents) != table.batch_size:
             refuse("len(parents)", len(parents), f"the requests of the table: {table.batch_size}")
         _length("node_of_row", node_of_row)
-        paths: list[tuple[int, ...]] = []  # of each node, from its root
+        paths: list[tuple[int, ...]] = []  # path to each node, from its root
         for node, value in enumerate(parents):
             parent = _integer(
                 f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root"
@@ -401,7 +398,7 @@ def _check_sequence(name: str, values: object) -> None:
 
 
 def _length(name: str, values: Sequence[int]) -> int:
-    """Length of a sequence: a list, a tuple, an array or a vector on the CPU."""
+    """The length of a list, a tuple, an array or a vector on the CPU."""
     try:
         return len(values)
     except TypeError:
@@ -423,12 +420,12 @@ def check_values(view: BSRView, max_rows: int) -> None:
 
     Args:
         view: its tensors are on the CPU.
-        max_rows: the most rows that qo_indptr may end at; the row list stays below it.
+        max_rows: upper limit of the end of qo_indptr; the row list stays below it.
 
     Raises:
-        ValueError: an indptr that starts elsewhere than at 0, decreases or ends too far; a row list that is
-            too short or leads beyond max_rows; a length that is negative or longer than its row of the table;
-            a last page length outside 1 .. page_size; a row outside the table; a negative page id.
+        ValueError: an indptr that does not start at 0, decreases or ends too far. A row list that is too
+            short or exceeds max_rows. A length that is negative or longer than its row of the table. A last
+            page length outside 1 .. page_size. A row outside the table. A negative page id.
     """
     if view.batch_size == 0:
         return
@@ -452,11 +449,11 @@ def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
 
     Args:
         view: its lengths have been checked.
-        num_pages: of the cache, or the rows of ragged K and V; None: they are not known.
+        num_pages: of the cache, or the rows of ragged K and V; None: unknown.
 
     Raises:
-        ValueError: a page id below 0 or not below num_pages, or a kv_indptr of ragged K and V that ends
-            beyond their rows.
+        ValueError: a page id below 0 or not below num_pages, or a kv_indptr that ends beyond the rows of
+            ragged K and V.
     """
     table, page_size = view.table, view.table.page_size
     if view.batch_size == 0:
@@ -554,7 +551,7 @@ def _check_token_slots(table: PageTable) -> None:
 
 
 def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str = "") -> int:
-    """Returns the last element, which may be `limit` at most (`what` says what that is)."""
+    """Returns the last element, which may be at most `limit` (`what` describes the limit)."""
     first, last = int(indptr[0]), int(indptr[-1])
     if first != 0:
         refuse(f"{name}[0]", first, "0")
@@ -568,7 +565,7 @@ def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str
 
 
 def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
-    """All elements are in 0 .. `limit`; `what` names the limit."""
+    """Checks that all elements are in 0 .. `limit`; `what` describes the limit."""
     smallest, largest = (int(value) for value in values.aminmax())
     if smallest < 0:
         refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")
@@ -578,7 +575,7 @@ def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
 
 def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int, limit: int | None) -> None:
     """entries: int32 [batch, pages of the longest request]: the page ids, or first slots of pages, of every
-    request; beyond its length anything.
+    request; anything beyond its length.
     """
     wrong = _wrong_ids(entries, limit)
     if not wrong.any():

@@ -1,4 +1,4 @@
-"""What attention means: variants from Python functions, from C++, or built in, and their parameters."""
+"""Attention variants, from Python functions, from C++, or built in, and their parameters."""
 
 from . import builtin
 from .masks import packbits, segment_packbits

@@ -1,7 +1,7 @@
 """Built-in variants. They combine with each other and with users' variants: causal() & alibi() & mine.
 
-Tensors may be given here, or to each run by the name of the argument. Formulas: s the scaled score of query
-q, key k in head h of request b.
+Tensors may be given here, or to each run under the argument's name. In formulas, s is the scaled score of
+query q and key k in head h of request b.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def causal() -> Variant:
 def sliding_window(left: int) -> Variant:
     """q - k <= left: Longformer (arXiv 2004.05150), Mistral 7B (arXiv 2310.06825).
 
-    Says nothing about tokens after the query: combine it with causal().
+    Does not limit tokens after the query: combine it with causal().
 
     Args:
-        left: tokens before the query that it sees, besides itself.
+        left: tokens before the query that it sees, in addition to itself.
     """
     left = check_int("left", left, 0)
 
@@ -72,11 +72,11 @@ def sliding_window(left: int) -> Variant:
 
 def streaming_llm(window: int, sink_tokens: int = 4) -> Variant:
     """k <= q and (q - k < window or k < sink_tokens): StreamingLLM (arXiv 2309.17453), a causal window that
-    keeps the first tokens. Positions are those in the sequence; that paper's rotary embedding counts
-    positions in the cache: rope_in_cache().
+    keeps the first tokens. Positions count tokens of the sequence. The paper's rotary embedding counts
+    positions in the cache instead: see rope_in_cache().
 
     Args:
-        window: tokens that are seen, the query's own among them.
+        window: tokens that a query sees, including the query's own.
         sink_tokens: first tokens, which are always seen.
     """
     window, sink_tokens = check_int("window", window, 1), check_int("sink_tokens", sink_tokens, 0)
@@ -110,11 +110,11 @@ def alibi(slopes: Tensor | None = None) -> Variant:
     """s + slopes[h] * (k - q): ALiBi (arXiv 2108.12409), BLOOM, MPT.
 
     Args:
-        slopes: float32 [query heads], as alibi_slopes() makes them.
+        slopes: float32 [query heads], for example from alibi_slopes().
     """
 
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        # Floats are exact up to 2^24 tokens. Where other logits come besides, a difference of integers takes
+        # Floats are exact up to 2^24 tokens. Combined with other logits, a difference of integers would need
         # registers that Hopper's kernels do not have.
         return score + slopes[h] * (kv_idx.to(score.dtype) - q_idx.to(score.dtype))  # type: ignore[index]
 
@@ -124,9 +124,9 @@ def alibi(slopes: Tensor | None = None) -> Variant:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """float32 [num_heads] on the CPU: 2^(-8 i / n) for i = 1 .. n if n heads are a power of two; else those
-    of the next smaller power, and then every second of the next larger one (arXiv 2108.12409, section 3 and
-    its code).
+    """float32 [num_heads] on the CPU: 2^(-8 i / n) for i = 1 .. n if n heads are a power of two. Otherwise
+    the slopes for the next smaller power, then every second slope for the next larger one (arXiv 2108.12409,
+    section 3 and its code).
     """
     num_heads = check_int("num_heads", num_heads, 1)
     power = 2 ** int(math.log2(num_heads))
@@ -136,9 +136,9 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def sigmoid(bias: float | None = 0.0) -> Variant:
-    """Weights sigmoid(s + bias), which are not normalised: no softmax.
+    """Weights sigmoid(s + bias), not normalized: no softmax.
 
-    FlashSigmoid (arXiv 2409.04431), which takes bias = -log(kv_len). The output of a row is the sum of weight
+    FlashSigmoid (arXiv 2409.04431), which uses bias = -log(kv_len). The output of a row is the sum of weight
     times value.
 
     Args:
@@ -173,11 +173,11 @@ def prefix_lm(prefix_lens: Tensor | None = None) -> Variant:
 
 
 def bidirectional_spans(span_ids: Tensor | None = None) -> Variant:
-    """k <= q or span_ids[b, q] == span_ids[b, k] >= 0: causal, but tokens of one span (of an image) see each
-    other (Gemma 3, arXiv 2503.19786).
+    """k <= q or span_ids[b, q] == span_ids[b, k] >= 0: causal, but tokens of one span (such as an image) see
+    each other (Gemma 3, arXiv 2503.19786).
 
     Args:
-        span_ids: int32 [batch, at least the longest kv_len]: the span of each token; below 0: in none.
+        span_ids: int32 [batch, at least the longest kv_len]: the span of each token; negative: none.
     """
 
     def bidirectional_spans(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -226,13 +226,13 @@ def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Ten
     """Several items after one prompt, scored in one pass: FlashInfer's multi-item scoring.
 
     k <= q, and beyond the prompt also (k < prefix_len[b] or q - k < token_pos_in_items[b, q -
-    prefix_len[b]]): a token of an item sees the prompt and the tokens of its item up to itself, without the
-    delimiter before the item; a delimiter sees the prompt. FlashInfer's max_item_len is not needed.
+    prefix_len[b]]). A token of an item sees the prompt, and the tokens of its item up to itself, without the
+    delimiter before the item. A delimiter sees the prompt. FlashInfer's max_item_len is not needed.
 
     Args:
         prefix_len: int32 [batch]: tokens of the prompt.
-        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: of each token after the
-            prompt its position in its item, where the delimiter before an item is 0: 0 1 2 3 0 1 2 0 for
+        token_pos_in_items: uint16 [batch, at least the longest kv_len - prefix_len]: for each token after the
+            prompt, its position in its item. The delimiter before an item has position 0: 0 1 2 3 0 1 2 0 for
             items of 3 and 2 tokens.
     """
 
@@ -249,8 +249,8 @@ def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Ten
 
 
 def temperature(scale: float = 0.1, floor_scale: int = 8192) -> Variant:
-    """s * (scale * log(floor((q + 1) / floor_scale) + 1) + 1): sharper with the position of the query; Llama
-    4's attn_scale and floor_scale (Scalable-Softmax, arXiv 2501.19399).
+    """s * (scale * log(floor((q + 1) / floor_scale) + 1) + 1): sharper for later queries. Llama 4's
+    attn_scale and floor_scale (Scalable-Softmax, arXiv 2501.19399).
     """
     floor_scale = check_int("floor_scale", floor_scale, 1)
 
@@ -261,7 +261,7 @@ def temperature(scale: float = 0.1, floor_scale: int = 8192) -> Variant:
 
 
 def position_temperature(scales: Tensor | None = None) -> Variant:
-    """s * scales[q]: a factor for each position of a query.
+    """s * scales[q]: one factor for each query position.
 
     Args:
         scales: float32 [at least the longest kv_len].
@@ -274,12 +274,13 @@ def position_temperature(scales: Tensor | None = None) -> Variant:
 
 
 def request_scale(sm_scales: Tensor | None = None) -> Variant:
-    """s * sm_scales[b]: a softmax scale of each request, times the `sm_scale` of the run, which may be 1.
+    """s * sm_scales[b]: a softmax scale for each request, multiplied with the run's `sm_scale`, which may be
+    1.
 
-    Combine it first: a soft cap or a bias after it then takes the scaled score.
+    Put it first in combinations, so that soft caps and biases apply to the scaled score.
 
     Args:
-        sm_scales: float32 [batch]; or [1], one for all that lies on the device.
+        sm_scales: float32 [batch]; or [1], one value for all requests, on the device.
     """
 
     def request_scale(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -288,6 +289,6 @@ def request_scale(sm_scales: Tensor | None = None) -> Variant:
     return Variant.from_functions(request_scale, tensors=[Param("sm_scales", torch.float32, 1, sm_scales)])
 
 
-BUILTINS.update(  # the other public functions make parameters
+BUILTINS.update(  # the other public functions compute parameters
     {name: globals()[name] for name in __all__ if globals()[name].__annotations__["return"] == "Variant"}
 )

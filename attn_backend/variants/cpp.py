@@ -1,4 +1,4 @@
-"""C++ of a variant: expressions as the hooks of a struct, and structs with their parameters."""
+"""The C++ of a variant: expressions as hooks of a struct, and structs with their parameters."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _SYMBOLS = {
     **{"and": "&", "or": "|", "xor": "^", "shift_right": ">>", "divide": "/"},
 }
 _PREFIXES = {"not": "!", "invert": "~", "negate": "-"}
-_MAX_EXPRESSION = 90  # characters; a longer value gets a name
+_MAX_EXPRESSION = 90  # characters; longer expressions get a name
 
-# What the hooks are in C++: type of the result, types and names of the arguments.
+# The C++ signatures of hooks: type of the result, types and names of the arguments.
 HOOKS = {
     "logits": ("float", (("float", "logit"), ("const ScoreRow&", "row"), ("int32_t", "kv_position"))),
     "bias_slope": ("float", (("const ScoreRow&", "row"),)),
@@ -64,11 +64,11 @@ TRANSFORMS = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which elements of a row are transformed together (PairLayout in csrc/attention/variant/variants.h).
+    """The elements of a row that are transformed together (PairLayout in csrc/attention/variant/variants.h).
 
     Args:
-        distance: columns between the two elements of a pair; None: half of those of the head.
-        columns: how many are transformed, from the first on; None: all.
+        distance: columns between the two elements of a pair; None: half of the head's columns.
+        columns: number of transformed columns, starting at the first; None: all.
     """
 
     distance: int | None = None
@@ -82,13 +82,13 @@ class Body:
     Args:
         name: of the variant.
         params: its parameters.
-        hooks: which of HOOKS it defines.
+        hooks: names in HOOKS that it defines.
         uses_softmax: whether its logits go through a softmax.
         code: C++ of the hooks, indented.
-        pairs: which elements the transforms of Q, K and V take.
+        pairs: the elements that the transforms of Q, K and V take.
         tells_requests_apart: whether a transform of K or V may differ between requests for the same token at
             the same position.
-        skips_kv_tiles: whether plans look for holes in what the mask lets rows see.
+        skips_kv_tiles: whether plans look for holes in the mask.
     """
 
     name: str
@@ -102,14 +102,14 @@ class Body:
 
     @property
     def hides(self) -> bool:
-        """Whether it has a mask, or a range, which is one."""
+        """Whether it has a mask or a range, which also acts as a mask."""
         return bool(self.hooks & {"mask", "range"})
 
     @property
     def reads_positions(self) -> bool:
-        """Whether results may depend on where rows and tokens stand in their requests.
+        """Whether results may depend on the positions of rows and tokens in their requests.
 
-        A user's C++ is taken to read what it names.
+        For a user's C++, every position that it names counts as read.
         """
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", self.code, flags=re.DOTALL)
         names_token = re.search(r"\b(logits|mask)\s*\([^)]*\bint(32_t)?\s+\w+\s*\)", text)
@@ -121,7 +121,7 @@ class Body:
 
     @property
     def mask_params(self) -> list[str]:
-        """Names of the parameters that the mask may read. A user's C++ is taken to read all of them."""
+        """Names of the parameters that the mask may read: for a user's C++, all parameters."""
         if not self.hides:
             return []
         text = self.code if "#line" in self.code else self.code[self.code.index(" mask(") :]
@@ -141,7 +141,7 @@ def hook(name: str, result: Node, params: Mapping[str, Param]) -> str:
 
 
 class _Statements:
-    """Expressions as text; what is used more than once is computed once."""
+    """Expressions as text; common subexpressions are computed once."""
 
     def __init__(self, params: Mapping[str, Param]) -> None:
         self._params = params
@@ -162,7 +162,7 @@ class _Statements:
         return "".join(lines) + f"    return {self._texts[result]};\n"
 
     def _operand(self, node: Node) -> str:
-        """The text, in parentheses if it has parts."""
+        """The text, in parentheses if it is compound."""
         text = self._texts[node]
         return text if re.fullmatch(r"[\w.:]+(\[\d+\])?", text) or _is_one_call(text) else f"({text})"
 
@@ -196,9 +196,9 @@ class _Statements:
                 return f"{self._operand(args[0])} != {self._operand(args[1])}"
             case "select" if (
                 node.kind == Kind.BOOL
-            ):  # & and | of booleans are ints: C++ would find two types in one call
+            ):  # & and | of booleans are ints, so one call would mix two C++ types
                 return f"select<bool>({', '.join(self._texts[arg] for arg in args)})"
-            case "shift_left":  # of negative numbers, too
+            case "shift_left":  # also of negative numbers
                 return (
                     f"static_cast<int32_t>(static_cast<uint32_t>({self._texts[args[0]]}) << "
                     f"{self._operand(args[1])})"
@@ -210,7 +210,7 @@ class _Statements:
         return f"{node.op}({', '.join(self._texts[arg] for arg in args)})"
 
     def _division(self, a: Node, b: Node) -> str:
-        """A division: exact if its result may become an integer; of scores as fast as a multiplication."""
+        """A division: exact if its result may become an integer; for scores as fast as a multiplication."""
         if b.is_constant:
             value = b.value
             assert isinstance(value, float)
@@ -266,18 +266,18 @@ def _float(value: float) -> str:
         return (
             "infinity() - infinity()" if math.isnan(value) else "infinity()" if value > 0 else "-infinity()"
         )
-    text = str(np.float32(value))  # the shortest that a float32 is read back from
+    text = str(np.float32(value))  # shortest text that reads back as the same float32
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
 
 
 def source_of(bodies: Sequence[Body]) -> str:
-    """The whole file: UserVariant is the one body, or has one part for each of several.
+    """The whole file. UserVariant is the only body, or has one member per body.
 
-    Bodies without hooks and parameters, of masks that are intervals, leave nothing: alibi() & causal() has
-    the source of alibi().
+    Bodies without hooks and parameters, for masks that are intervals, generate nothing: alibi() & causal()
+    has the source of alibi().
     """
     bodies = [body for body in bodies if body.hooks or body.params] or bodies[:1]
-    # a mask() of its own would know nothing of the range
+    # a separate mask() would not include the range
     is_one = len(bodies) == 1 and "range" not in bodies[0].hooks
     text = _struct("UserVariant", bodies[0]) if is_one else _combined(bodies)
     return f"{INCLUDES}\nnamespace attn {{\n\n{text}\n}}  // namespace attn\n"
@@ -311,12 +311,12 @@ def _struct(name: str, body: Body) -> str:
 
 
 def has_bias_slope(bodies: Sequence[Body]) -> bool:
-    """Whether the logits of several bodies are those of one, which has a bias with a slope."""
+    """Whether only one of the bodies changes the logits, by a bias with a slope."""
     return ["bias_slope" in body.hooks for body in bodies if "logits" in body.hooks] == [True]
 
 
 def pairs_of(hook_name: str, bodies: Sequence[Body]) -> Pairs:
-    """Which elements a transform takes, in several bodies.
+    """The elements that a transform takes, in several bodies.
 
     Raises:
         ValueError: the bodies differ.
@@ -337,7 +337,7 @@ def _describe(pairs: Pairs) -> str:
 
 
 def _pair_layouts(bodies: Sequence[Body]) -> str:
-    """Members for the layouts of pairs that differ from those of VariantBase."""
+    """Members for pair layouts that differ from VariantBase's."""
     text = ""
     for hook_name in TRANSFORMS:
         pairs = pairs_of(hook_name, bodies)
@@ -350,7 +350,7 @@ def _pair_layouts(bodies: Sequence[Body]) -> str:
 
 
 def _mask_reads_head(body: Body) -> bool:
-    """Whether the mask may differ from head to head. A user's C++ is taken to read what it names anywhere."""
+    """Whether the mask may depend on the head. For a user's C++, true if it names the head anywhere."""
     if not body.hides:
         return False
     is_users = "#line" in body.code
@@ -358,7 +358,7 @@ def _mask_reads_head(body: Body) -> bool:
 
 
 def _combined(bodies: Sequence[Body]) -> str:
-    """Each body is a struct of its own inside UserVariant: their members may have the same names."""
+    """Each body becomes a separate struct inside UserVariant, so that member names cannot clash."""
     names = _names(bodies)
     parts = list(zip(bodies, names, strict=True))
     text = "struct UserVariant : VariantBase {\n"
@@ -422,7 +422,7 @@ def _combined(bodies: Sequence[Body]) -> str:
 
 
 def _names(bodies: Sequence[Body]) -> list[str]:
-    """Names of the parts: those of their variants, numbered where several are the same."""
+    """Names of the parts: their variants' names, numbered if not unique."""
     names: list[str] = []
     for body in bodies:
         name = f"{body.name}_part"
@@ -439,10 +439,10 @@ _SHARED = ("position", "kv_head")
 
 
 def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> Body:
-    """Refuses what a compiler would not explain in the user's terms; the compiler reports the rest.
+    """Checks for errors that a compiler would not explain in the user's terms; the compiler reports the rest.
 
     Raises:
-        ValueError: no hook, one with another signature, or pairs that no hook takes; names the line.
+        ValueError: no hook, a hook with a wrong signature, or pairs that no hook takes; names the line.
     """
     if not isinstance(cpp, str):
         raise ValueError(
@@ -504,12 +504,12 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
     return Body(name, tuple(params), frozenset(found), uses_softmax, lines, pairs, tells_requests_apart)
 
 
-# A directive that reads a file. Blanks and comments may stand inside of it, and a backslash joins lines.
+# A directive that reads a file. It may contain blanks and comments, and a backslash joins lines.
 _INCLUDES = re.compile(r"(?:#|%:)(?:\s|\\\s*\n|/\*.*?\*/)*(?:include|include_next|import|embed)\b", re.DOTALL)
 
 
 def _refuse_includes(cpp: str, name: str) -> None:
-    """Refuses what reads a file: a compiler's errors would quote that file."""
+    """Refuses directives that read a file: a compiler's errors would quote that file."""
     spliced = re.sub(r"\\[ \t]*\n", "", cpp)
     match = _INCLUDES.search(spliced)
     if match:
@@ -520,22 +520,22 @@ def _refuse_includes(cpp: str, name: str) -> None:
 
 
 def source_name(name: str) -> str:
-    """What compilers call the user's text."""
+    """The file name that compilers report for the user's text."""
     return f"<variant {name}>"
 
 
 def _tells_requests_apart(arguments: str, inside: str) -> bool:
-    """Whether a transform of K or V reads a member of its token that differs between requests, or gives the
-    token to another function.
+    """Whether a transform of K or V reads a token member that differs between requests, or passes the token
+    to another function.
     """
     name = re.findall(r"\w+", arguments.rsplit(",", maxsplit=1)[-1])[-1]
-    if name in ("KvToken", "const"):  # the type: it has no name
+    if name in ("KvToken", "const"):  # the type: the argument has no name
         return False
     return bool(re.search(rf"\b{name}\b(?!\s*\.\s*(?:{'|'.join(_SHARED)})\b)", inside))
 
 
 def _inside_of_braces(code: str, outer: str, begin: int) -> str:
-    """What the first pair of outer braces after `begin` encloses."""
+    """The text inside the first pair of outer braces after `begin`."""
     opening = outer.find("{", begin)
     return "" if opening < 0 else code[opening + 1 : outer.find("}", opening)]
 
@@ -546,7 +546,7 @@ def _signature(hook: str) -> str:
 
 
 def _type_of(argument: str) -> str:
-    """Without the argument's name and meaningless spaces: const ScoreRow& -> constScoreRow&."""
+    """The type, without the argument's name and meaningless spaces: const ScoreRow& -> constScoreRow&."""
     words = re.findall(r"[\w:]+|&", argument)
     if len(words) > 1 and words[-1] != "&" and words[-2] not in ("const",):
         words.pop()
@@ -557,7 +557,7 @@ def _type_of(argument: str) -> str:
 
 
 def _without_comments(cpp: str) -> str:
-    """Comments, strings and preprocessor lines become spaces: everything else stays where it is."""
+    """Replaces comments, strings and preprocessor lines with spaces, so that all else keeps its position."""
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match.group())
@@ -571,7 +571,7 @@ def _without_comments(cpp: str) -> str:
 
 
 def _outside_of_braces(text: str, name: str) -> str:
-    """What is inside of braces becomes spaces, too."""
+    """Also replaces text inside braces with spaces."""
     depth = 0
     characters = []
     for character in text:

@@ -1,5 +1,5 @@
-"""Expressions of a traced function: a graph of nodes without duplicates, constants folded, with torch's types
-for 0-d tensors.
+"""Expressions of a traced function: a graph of unique nodes, with constants folded, and torch's types for 0-d
+tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..validation import MAX_INT32
 
 
 class Kind(IntEnum):
-    """Type of a value, as C++ has it. The larger wins where two meet, as in torch."""
+    """C++ type of a value. If two kinds meet, the larger wins, as in torch."""
 
     BOOL = 0
     INT = 1  # int32
@@ -30,15 +30,15 @@ Constant = bool | int | float
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One operation; made by `node()` only, so that nodes of the same meaning are the same object.
+    """One operation. Only `node()` makes nodes, so that equal nodes are the same object.
 
     Args:
-        op: the operation: one of ARITHMETIC, COMPARISONS, ..., or "constant", "variable" (`value` is its
-            name), "cast", "select", "load" (`value` is the name of a tensor), "scalar" (of a parameter),
-            "size" (`value` is the name of a tensor and the number of a dimension).
+        op: one of ARITHMETIC, COMPARISONS, ..., "constant", "cast", "select" or "scalar" (a parameter). Or
+            with a `value`: "variable" (its name), "load" (the name of a tensor), "size" (the name of a tensor
+            and the number of a dimension).
         kind: type of its result.
-        args: what it is computed from.
-        value: of a constant; or as `op` says.
+        args: its operands.
+        value: of a constant; or as described for `op`.
         variables: names of all variables that it depends on.
     """
 
@@ -59,7 +59,7 @@ _nodes: WeakValueDictionary[tuple[object, ...], Node] = WeakValueDictionary()
 def node(
     op: str, kind: Kind, args: tuple[Node, ...] = (), value: Constant | str | tuple[str, int] | None = None
 ) -> Node:
-    # By its repr: 0.0 and -0.0 are different constants, as are 1 and True; a NaN is itself.
+    # Keyed by repr, which distinguishes 0.0 from -0.0 and 1 from True, and makes NaN equal to itself.
     key = (op, kind, args, repr(value))
     found = _nodes.get(key)
     if found is None:
@@ -73,7 +73,7 @@ def node(
 
 
 class ExpressionError(Exception):
-    """An operation that has no meaning here; the message says which and why, without the place."""
+    """An unsupported operation. The message has the operation and the reason, but not the place."""
 
 
 SCORE = node("variable", Kind.FLOAT, value="score")
@@ -92,14 +92,14 @@ def constant(value: object) -> Node:
             raise ExpressionError(f"the integer {value} does not fit into an int32")
         return node("constant", Kind.INT, value=int(value))
     if isinstance(value, float | np.floating):
-        # As a float32 holds it, so that folding computes what the kernel would.
+        # Rounded to float32, so that folding computes the kernel's result.
         with np.errstate(over="ignore"):
             return node("constant", Kind.FLOAT, value=float(np.float32(value)))
     raise ExpressionError(f"a {type(value).__name__} is not a number")
 
 
 def cast(a: Node, kind: Kind) -> Node:
-    """Floats to ints: towards 0, as C++ and torch do."""
+    """Converts floats to ints by truncation, as in C++ and torch."""
     if a.kind == kind:
         return a
     if not a.is_constant:
@@ -124,7 +124,7 @@ def _floor_divide(a: float, b: float) -> float:
     return a // b if isinstance(a, int) and isinstance(b, int) else math.floor(_float_divide(a, b))
 
 
-# Operations of two values of the same kind, and the function that folds constants.
+# Operations on two values of the same kind, and the functions that fold constants.
 ARITHMETIC: dict[str, Callable[..., Constant]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -171,7 +171,7 @@ def _fold(op: str, kind: Kind, function: Callable[..., object], args: tuple[Node
             value = function(*(arg.value for arg in args))
             return cast(constant(value), kind)
         except (ArithmeticError, ValueError, ExpressionError):
-            pass  # left to the kernel: an infinity, a NaN, an overflow
+            pass  # left to the kernel: infinity, NaN, overflow
     return node(op, kind, args)
 
 
@@ -181,7 +181,7 @@ def _same_kind(a: Node, b: Node, least: Kind = Kind.BOOL) -> tuple[Node, Node]:
 
 
 def arithmetic(op: str, a: Node, b: Node) -> Node:
-    """A node of one of ARITHMETIC, with torch's promotion."""
+    """A node for an op in ARITHMETIC, with torch's promotion."""
     if a.kind == b.kind == Kind.BOOL:
         if op in ("add", "mul", "min", "max"):
             return bitwise("or" if op in ("add", "max") else "and", a, b)
@@ -191,7 +191,7 @@ def arithmetic(op: str, a: Node, b: Node) -> Node:
     if op == "sub":
         refuse_boolean("-", a, b)
     a, b = _same_kind(a, b)
-    if a.kind == Kind.INT:  # nothing is lost by leaving these out
+    if a.kind == Kind.INT:  # these are no-ops
         if op in ("add", "sub") and b.value == 0 and b.is_constant:
             return a
         if op == "add" and a.value == 0 and a.is_constant:
@@ -210,7 +210,7 @@ def arithmetic(op: str, a: Node, b: Node) -> Node:
 
 
 def divide(a: Node, b: Node) -> Node:
-    """a / b: float32, also of integers."""
+    """a / b: float32, also for integers."""
     a, b = _same_kind(a, b, Kind.FLOAT)
     return _fold("divide", Kind.FLOAT, _float_divide, (a, b))
 
@@ -219,7 +219,7 @@ def compare(op: str, a: Node, b: Node) -> Node:
     a, b = _same_kind(a, b)
     if a == b and a.kind != Kind.FLOAT:  # a NaN does not equal itself
         return constant(op in ("le", "ge", "eq"))
-    if a.kind == Kind.BOOL and op not in ("eq", "ne"):  # compilers warn about an order of booleans
+    if a.kind == Kind.BOOL and op not in ("eq", "ne"):  # compilers warn about ordering booleans
         one, other = (logical_not(a), b) if op in ("lt", "le") else (a, logical_not(b))
         return bitwise("and" if op in ("lt", "gt") else "or", one, other)
     return _fold(op, Kind.BOOL, COMPARISONS[op], (a, b))
@@ -277,7 +277,7 @@ def absolute(a: Node) -> Node:
 
 
 def function(op: str, a: Node) -> Node:
-    """A node of one of FUNCTIONS. floor and ceil leave integers as they are; all others are float32."""
+    """A node for an op in FUNCTIONS. floor and ceil leave integers unchanged; all others return float32."""
     if op in ("floor", "ceil"):
         refuse_boolean(op, a)
         if a.kind == Kind.INT:
@@ -294,7 +294,7 @@ def select(condition: Node, yes: Node, no: Node) -> Node:
     if yes == no:
         return yes
     if yes.kind == Kind.BOOL:
-        if no.is_constant:  # visibility is found through & and |, not through where
+        if no.is_constant:  # visibility_of() looks through & and |, not through where
             return (
                 bitwise("and", condition, yes)
                 if no.value is False
@@ -310,7 +310,7 @@ def select(condition: Node, yes: Node, no: Node) -> Node:
 
 
 def power(a: Node, b: Node) -> Node:
-    """a ** b, where products, square roots or powers of a constant say it."""
+    """a ** b, if products, square roots or powers of a constant can express it."""
     if b.is_constant and b.value in (0.5, -0.5):
         root = function("sqrt", a)
         return root if b.value == 0.5 else divide(constant(1.0), root)
@@ -336,9 +336,9 @@ _T = TypeVar("_T")
 
 
 def bottom_up(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
-    """Caches a function of a node that calls itself for the node's args.
+    """Caches a recursive function of nodes.
 
-    These come first: long expressions need no deep recursion.
+    It visits args first, so that long expressions need no deep recursion.
     """
     known: WeakKeyDictionary[Node, _T] = WeakKeyDictionary()
 
@@ -353,9 +353,9 @@ def bottom_up(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
 
 @bottom_up
 def is_never_negative(a: Node) -> bool:
-    """Whether an integer can be seen to be 0 or more.
+    """Whether an integer is known to be 0 or more.
 
-    Of q_idx only where the row has a token: what the others compute is not used.
+    Assumes q_idx >= 0: rows without a token have a negative q_idx, but their results are not used.
     """
     match a.op:
         case "constant":
@@ -378,7 +378,7 @@ def is_never_negative(a: Node) -> bool:
 
 
 def nodes_of(*roots: Node, done: Container[Node] = ()) -> Iterator[Node]:
-    """Every node once, after its args; without nodes that are done, and what only they need."""
+    """Every node once, after its args; without the nodes in `done` and nodes that only those need."""
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -394,9 +394,9 @@ def nodes_of(*roots: Node, done: Container[Node] = ()) -> Iterator[Node]:
 
 
 def bias_slope(score: Node) -> Node | None:
-    """What a traced score grows by from token to token, if it is score + slope * (kv_idx - q_idx), and the
-    slope is the same for all tokens. None for others, and for a slope that is a number below 0: kernels begin
-    with the last tokens, whose scores then are the smallest.
+    """The slope, if a traced score is score + slope * (kv_idx - q_idx) with the same slope for all tokens.
+    None for others, and for a negative constant slope: kernels begin with the last tokens, which would then
+    have the smallest scores.
     """
     if score.op not in ("add", "sub"):
         return None
@@ -423,7 +423,7 @@ def bias_slope(score: Node) -> Node | None:
 
 
 def _integer(node: Node) -> Node:
-    """What a float was made of, if it was an integer."""
+    """The integer that a float was cast from, if any."""
     return node.args[0] if node.op == "cast" and node.args[0].kind == Kind.INT else node
 
 
@@ -447,13 +447,13 @@ NOTHING = Reach(-math.inf, -math.inf)
 
 @dataclass(frozen=True)
 class Visibility:
-    """An interval that contains what a mask lets through, as plans know it (csrc/planner/visibility.h), and
-    what is left of the mask inside it.
+    """An interval that contains all tokens that a mask lets through, in the planner's form
+    (csrc/planner/visibility.h), and the rest of the mask inside it.
 
     Args:
-        causal: nothing after the query is seen.
-        window_left: nothing more than this many tokens before the query is seen; -1: no limit.
-        mask: None: all in the interval is seen.
+        causal: the query sees nothing after it.
+        window_left: the query sees at most this many tokens before it; -1: no limit.
+        mask: None: the query sees all of the interval.
     """
 
     causal: bool
@@ -462,8 +462,8 @@ class Visibility:
 
 
 def visibility_of(mask: Node) -> Visibility:
-    """Derives the interval from comparisons of q_idx with kv_idx, and drops those that the interval says
-    completely.
+    """Derives the interval from comparisons of q_idx with kv_idx, and drops comparisons that the interval
+    fully covers.
     """
     terms = list(_terms(mask))
     reach = ALL
@@ -484,14 +484,14 @@ def visibility_of(mask: Node) -> Visibility:
 def is_interval(mask: Node) -> bool:
     """Whether a mask is known to let each query see one run of tokens, without holes.
 
-    False: it may have some.
+    False: it may have holes.
     """
     return Shape.INTERVAL in _shapes(mask)
 
 
 class Shape(enum.Flag):
-    """What the tokens that a query sees may be: with a token all before it, with a token all after it, or one
-    run of tokens.
+    """Possible shapes of the set of tokens that a query sees: a prefix of all tokens, a suffix, or one run of
+    tokens.
     """
 
     BEGINNING = enum.auto()
@@ -508,7 +508,7 @@ def _shapes(mask: Node) -> Shape:
     if mask.kind != Kind.BOOL:
         return Shape(0)
     if not _reads_token(mask):
-        return _ANY  # all tokens or none
+        return _ANY  # all tokens, or none
     match mask.op:
         case "and":
             return _shapes(mask.args[0]) & _shapes(mask.args[1])
@@ -544,7 +544,7 @@ def _reads_token(node: Node) -> bool:
 @bottom_up
 def _growth(node: Node) -> int | None:
     """1 if it never decreases from token to token, -1 if it never increases, 0 if it is the same for all;
-    None: not known. Only of integers.
+    None: unknown. Only for integers.
     """
     if not _reads_token(node):
         return 0
@@ -639,7 +639,7 @@ def _reaches(term: Node) -> tuple[Reach, Reach]:
 
 
 def _reach_of_comparison(term: Node) -> Reach:
-    """ALL for other terms."""
+    """Returns ALL for other terms."""
     match term.op:
         case "constant":
             return ALL if term.value else NOTHING
@@ -672,7 +672,7 @@ def _reach_of_inequality(comparison: Node) -> Reach:
 
 
 def _reach_of_equal_quotients(a: Node, b: Node, divisor: object) -> Reach:
-    """The reach of a // divisor == b // divisor: a and b lie less than |divisor| apart."""
+    """The reach of a // divisor == b // divisor: a and b differ by less than |divisor|."""
     assert isinstance(divisor, int)
     difference = _subtract(_linear(a), _linear(b))
     if difference is None or difference[0] != -difference[1] or abs(difference[0]) != 1:
@@ -682,7 +682,7 @@ def _reach_of_equal_quotients(a: Node, b: Node, divisor: object) -> Reach:
 
 
 def _is_implied(term: Node, interval: Reach) -> bool:
-    """Whether the interval says all that the term says."""
+    """Whether the interval implies the term."""
     if term.op not in ("lt", "le", "gt", "ge"):
         return False
     linear = _difference_of(term)
@@ -707,7 +707,7 @@ def _difference_of(comparison: Node) -> tuple[int, int] | None:
     return difference[0], difference[2] - (1 if comparison.op in ("lt", "gt") else 0)
 
 
-_Linear = tuple[int, int, int]  # factors of q and kv, and what is added
+_Linear = tuple[int, int, int]  # factors of q and kv, and the offset
 
 
 def _subtract(a: _Linear | None, b: _Linear | None) -> _Linear | None:

@@ -1,4 +1,4 @@
-"""Variants with a mask that a tensor holds, and the packed form of such masks."""
+"""Variants whose mask is a tensor, and the packed form of such masks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BitOrder = Literal["big", "little"]
 
 
 def packbits(x: Tensor, bitorder: BitOrder = "big") -> Tensor:
-    """Packs eight values into a byte, as numpy.packbits does: the last byte is filled up with zeros.
+    """Packs eight values into a byte, like numpy.packbits: the last byte is padded with zeros.
 
     Args:
-        x: [n], bool or integers: what is not 0 is a set bit.
-        bitorder: "big": the first value is the highest bit of its byte. Masks of attention are "little".
+        x: [n], bool or integers: nonzero values set bits.
+        bitorder: "big": the first value is the highest bit of its byte. Attention masks use "little".
 
     Returns:
         uint8 [ceil(n / 8)], on the device of x.
@@ -38,30 +38,30 @@ def packbits(x: Tensor, bitorder: BitOrder = "big") -> Tensor:
 
 
 def segment_packbits(x: Tensor, indptr: Tensor, bitorder: BitOrder = "big") -> tuple[Tensor, Tensor]:
-    """Packs each segment by itself: a segment begins at a byte of its own.
+    """Packs each segment separately: each segment starts at a new byte.
 
-    Waits for the device of `indptr`, once: the length of the result depends on it.
+    Waits for the device of `indptr`, once, because the length of the result depends on it.
 
     Args:
-        x: [at least indptr[-1]], bool or integers, the segments one after another: for custom masks q_len x
-            kv_len of each request.
+        x: [at least indptr[-1]], bool or integers, the concatenated segments. For custom masks: q_len x
+            kv_len values of each request.
         indptr: int32 or int64 [segments + 1], on the device of x or on the host: segment i is
             x[indptr[i]:indptr[i + 1]].
-        bitorder: as of packbits.
+        bitorder: as in packbits.
 
     Returns:
         uint8 [new_indptr[-1]], and new_indptr int32 [segments + 1], both on the device of x: segment i is
         packed[new_indptr[i]:new_indptr[i + 1]].
 
     Raises:
-        ValueError: another shape, dtype or bit order; an indptr that is negative or falls; or 2^31 bytes and
-            more.
+        ValueError: another shape, dtype or bit order; an indptr that is negative or decreases; or a result of
+            2^31 bytes or more.
     """
     bits = _bits(x, bitorder)
     index_tensor("indptr", indptr, INT32_OR_INT64, "[segments + 1]")
     if indptr.shape[0] == 0:
         refuse("indptr", indptr, "of at least one element: [segments + 1]")
-    # so few numbers are counted on the host in less time than a launch takes
+    # counting on the host takes less time than launching a kernel, as there are few numbers
     begin = indptr.cpu().numpy().astype(numpy.int64)
     if begin[0] < 0 or (begin[1:] < begin[:-1]).any():
         refuse("indptr", begin.tolist(), "0 or more first, and then never less than before")
@@ -85,7 +85,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: BitOrder = "big") -> t
 
 
 def _bits(x: object, bitorder: object) -> Tensor:
-    """Which values are not 0."""
+    """Booleans: which values are not 0."""
     if not isinstance(x, Tensor) or x.ndim != 1 or x.is_floating_point() or x.is_complex():
         refuse("x", x, "a vector of booleans or integers")
     if bitorder not in ("big", "little"):
@@ -101,7 +101,8 @@ def _packed(bits: Tensor, bitorder: BitOrder) -> Tensor:
 
 __all__ = ["custom_mask", "tree_mask"]
 
-# Where a pair's bit or boolean lies among its request's; anywhere for pairs that do not exist: tensors clamp.
+# Index of a pair's bit or boolean in its request's mask. For pairs that do not exist it is arbitrary: tensors
+# clamp it.
 _CUSTOM = """\
     const int64_t at = static_cast<int64_t>(row.index) * row.kv_len + kv_position;
     return {value};
@@ -123,18 +124,18 @@ def custom_mask(
     mask: Tensor | None = None,
     packed: bool = True,
 ) -> Variant:
-    """Any mask: value i * kv_len + k of a request's q_len x kv_len for its i-th query, as bits (FlashInfer's
-    packed_custom_mask) or as booleans.
+    """Any mask: value i * kv_len + k of a request's q_len x kv_len values is for its i-th query and token k.
+    Given as bits (FlashInfer's packed_custom_mask) or as booleans.
 
-    Booleans are read where they are, a byte for each: bits need an eighth of the memory, and of the traffic.
+    Booleans are read in place, one byte each; bits need an eighth of the memory and the traffic.
 
     Args:
-        packed_mask: uint8: of each request q_len x kv_len booleans, flattened and packed, the first in the
+        packed_mask: uint8: for each request q_len x kv_len booleans, flattened and packed, the first in the
             lowest bit: segment_packbits(..., "little").
-        mask_indptr: int32 [batch + 1]: where each request's bytes begin (of `packed_mask`), or its booleans
-            (of `mask`). At most 2^31 in all.
-        mask: bool, instead of `packed_mask`: of each request q_len x kv_len booleans, flattened, one request
-            after another.
+        mask_indptr: int32 [batch + 1]: the offsets of each request's bytes (in `packed_mask`) or booleans (in
+            `mask`). At most 2^31 in all.
+        mask: bool, instead of `packed_mask`: for each request q_len x kv_len booleans, flattened and
+            concatenated.
         packed: False: `mask` is given to each run.
     """
 
@@ -154,16 +155,16 @@ def tree_mask(
     mask: Tensor | None = None,
     packed: bool = True,
 ) -> Variant:
-    """A mask over a request's own queries: each sees all tokens before them, and of them what its bits or
-    booleans say. For speculative trees.
+    """A mask over a request's own queries. Each query sees all tokens before them, and among them those whose
+    bit or boolean is set. For speculative trees.
 
     Args:
-        packed_mask: uint8: of each request q_len x q_len booleans, flattened and packed, the first in the
+        packed_mask: uint8: for each request q_len x q_len booleans, flattened and packed, the first in the
             lowest bit: segment_packbits(..., "little").
-        mask_indptr: int32 [batch + 1]: where each request's bytes begin (of `packed_mask`), or its booleans
-            (of `mask`).
-        mask: bool, instead of `packed_mask`: of each request q_len x q_len booleans, flattened, one request
-            after another.
+        mask_indptr: int32 [batch + 1]: the offsets of each request's bytes (in `packed_mask`) or booleans (in
+            `mask`).
+        mask: bool, instead of `packed_mask`: for each request q_len x q_len booleans, flattened and
+            concatenated.
         packed: False: `mask` is given to each run.
     """
 
@@ -178,7 +179,7 @@ def tree_mask(
 
 
 def _is_set(packed: bool) -> Callable[[Any, Any], Any]:
-    """The value of a request's mask at a place. Its free variables are the parameters."""
+    """Looks up a value of a request's mask. Its free variables are the parameters."""
     packed_mask = mask_indptr = mask = None
 
     def of_bits(b: Any, at: Any) -> Any:

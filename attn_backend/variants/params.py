@@ -1,4 +1,4 @@
-"""Parameters of a variant: what they may be, and the bytes of the C++ struct that holds them."""
+"""Parameters of a variant: their types, and the bytes of the C++ struct that holds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .expressions import Kind
 
 MAX_BYTES = 256  # VariantParams::kBytes (csrc/attention/variant/variants.h)
 MAX_DIMS = 8
-# What a dimension of a tensor may have to hold an element for.
+# Names for the size of a tensor's dimension.
 SIZES = ("num_qo_heads", "num_kv_heads", "batch", "rows")
 
 _CPP_ELEMENTS = {
@@ -37,7 +37,7 @@ _CPP_ELEMENTS = {
 }
 _CPP_SCALARS = {float: "float", int: "int32_t"}
 _FLOATS = (float, torch.float32, torch.float16, torch.bfloat16)
-# Keywords of C++, and names that mean something in a variant.
+# C++ keywords, and names that have a meaning in a variant.
 _CPP_WORDS = """
     alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr
     const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false
@@ -54,25 +54,25 @@ Dtype = torch.dtype | type[float] | type[int]
 
 
 class Param(BaseModel):
-    """A parameter: a tensor that the kernel reads where it lies, or a number. The same for a whole launch.
+    """A parameter: a tensor that the kernel reads in place, or a number. The same for a whole launch.
 
-    In a hook of C++ it goes by its name: a tensor is called with an index for each dimension,
+    A C++ hook refers to it by its name. A tensor is called with one index per dimension:
     `slopes(row.qo_head)`.
 
     Args:
         name: an identifier of C++ and Python.
-        dtype: of a tensor: float32, float16 or bfloat16 (computed with in float32), int64 or uint32 (computed
-            with in int32, which must hold their values), int32, int16, int8, uint16, uint8 or bool. `float`
-            or `int`: a number, float32 or int32.
+        dtype: of a tensor: float32, float16 or bfloat16 (computed in float32), int64 or uint32 (computed in
+            int32, which must hold their values), int32, int16, int8, uint16, uint8 or bool. `float` or `int`:
+            a number, float32 or int32.
         ndim: of a tensor, 0 to 8; default 1. None for a number.
-        value: what it is bound to; None: it is given to every `run`.
-        shape: of a tensor, instead of ndim: for each dimension what it has an element for: "num_qo_heads",
-            "num_kv_heads", "batch" (requests of the plan, or row groups of a level, those of no rows
-            included) or "rows" (of Q, padding included); None: something else. A tensor that is shorter there
-            is refused, one that is longer is not.
+        value: the bound value; None: it is given to every `run`.
+        shape: of a tensor, instead of ndim: the name of each dimension's size, or None for any other size.
+            Names: "num_qo_heads", "num_kv_heads", "batch" (requests of the plan, or row groups of a level,
+            including empty ones) and "rows" (of Q, including padding). Tensors may be longer, but not
+            shorter.
 
     Raises:
-        ValueError: an argument that is not as above, named with its value and what it must be.
+        ValueError: an invalid argument; the message gives its name, its value and the requirement.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True, extra="forbid")
@@ -139,12 +139,12 @@ class Param(BaseModel):
 
     @property
     def kind(self) -> Kind:
-        """Type of what is read from it."""
+        """Type of its values in computations."""
         return Kind.FLOAT if self.dtype in _FLOATS else Kind.BOOL if self.dtype is torch.bool else Kind.INT
 
     @property
     def cpp_dims(self) -> int:
-        """A tensor without dimensions has one, of one element."""
+        """Dimensions in C++: a tensor without dimensions has one, with one element."""
         return max(self.ndim or 0, 1)
 
     @property
@@ -157,7 +157,7 @@ class Param(BaseModel):
 
     @property
     def needs_cast(self) -> bool:
-        """Whether an element has another C++ type than what is computed with."""
+        """Whether an element's C++ type differs from the type used in computations."""
         return self.is_tensor and self.dtype not in (torch.float32, torch.int32, torch.bool)
 
     @property
@@ -174,12 +174,12 @@ class Param(BaseModel):
 
 
 def is_cpp_word(name: str) -> bool:
-    """Whether a name means something else in a variant's C++."""
+    """Whether a name has another meaning in a variant's C++."""
     return name in _CPP_WORDS.split() or "__" in name or bool(re.fullmatch(r"t\d+|_[A-Z].*", name))
 
 
 def params_from(tensors: Mapping[str, Any] | Sequence[Param], argument: str) -> tuple[Param, ...]:
-    """From Params, or from {name: dtype, (dtype, ndim) or (dtype, shape)}; `argument` is its name."""
+    """Converts Params, or {name: dtype, (dtype, ndim) or (dtype, shape)}. `argument`: name for messages."""
     if isinstance(tensors, Mapping):
         params = []
         for name, declared in tensors.items():
@@ -203,14 +203,14 @@ def params_from(tensors: Mapping[str, Any] | Sequence[Param], argument: str) -> 
 
 
 class Layout:
-    """The bytes of C++ structs of parameters, one after another: `structs` has the parameters of each.
-    Structs without parameters are left out.
+    """The bytes of consecutive C++ structs of parameters: `structs` has the parameters of each. Structs
+    without parameters are left out.
     """
 
     def __init__(self, structs: Sequence[Sequence[Param]]) -> None:
         structs = [params for params in structs if params]
         self.params = tuple(param for params in structs for param in params)
-        self._fields: list[str] = []  # of struct.pack
+        self._fields: list[str] = []  # format of struct.pack
         self.bytes, alignment = 0, 1
         for params in structs:
             own = max(8 if param.is_tensor else 4 for param in params)
@@ -224,7 +224,7 @@ class Layout:
             self._pad_to(own)
         self._pad_to(alignment)
         if not self.params:
-            self._fields, self.bytes = ["x"], 1  # what an empty struct has
+            self._fields, self.bytes = ["x"], 1  # size of an empty struct
         self._struct = struct.Struct("<" + "".join(self._fields))
 
     def _pad_to(self, alignment: int) -> None:
@@ -233,7 +233,7 @@ class Layout:
         self.bytes += pad
 
     def pack(self, values: Sequence[Tensor | float | int]) -> bytes:
-        """values: checked, one for each of `params`."""
+        """values: checked, one for each entry of `params`."""
         fields: list[float | int] = []
         for value in values:
             if isinstance(value, Tensor):
@@ -246,7 +246,7 @@ class Layout:
 
 
 def check_value(name: str, param: Param, value: object, device: torch.device | None) -> Tensor | float | int:
-    """Refuses what cannot be a value of `param`; `name` is what messages call it. device None: any."""
+    """Refuses invalid values of `param`; messages call it `name`. device None: any."""
     if param.is_tensor:
         if not isinstance(value, Tensor) or value.dtype is not param.dtype or value.ndim != param.ndim:
             _refuse(name, param, value)
@@ -283,8 +283,8 @@ def check_value(name: str, param: Param, value: object, device: torch.device | N
 
 
 def check_shapes(params: Sequence[Param], args: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Refuses tensors that are shorter than their parameters say. args: checked values of those that are not
-    bound. sizes: those of SIZES that are known.
+    """Refuses tensors that are shorter than their parameters declare. args: checked values of unbound
+    parameters. sizes: the known entries of SIZES.
     """
     for param in params:
         value = args.get(param.name) if param.value is None else param.value

@@ -1,4 +1,4 @@
-"""Variants by torch: the Python functions themselves, for tests, and for a CPU without a compiler."""
+"""Runs variants in torch, by their Python functions: for tests, and for a CPU without a compiler."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from .params import Param
 from .tracing import with_names
 
-_CHUNK = 2**16  # scores that a function is mapped over at once
+_CHUNK = 2**16  # scores per call of a mapped function
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The Python functions that a variant was made of, or that say the same as its C++.
+    """The Python functions that a variant was made from, or that are equivalent to its C++.
 
     Args:
         score_mod, mask_mod: in flex_attention's signatures.
-        params: their names are free variables of the functions.
-        wants_row: a mask_mod of six arguments also gets the query's index among those of its request, and
-            kv_len; so do transforms.
-        query: (x, b, h, q_idx) -> a row of Q, transformed; with wants_row (x, b, h, q_idx, row, kv_len), row
-            being that of Q.
-        key, value: (x, b, h, kv_idx) -> a row of K or V, of KV head h, transformed; with wants_row (x, b, h,
+        params: parameters, which are free variables of the functions.
+        wants_row: a mask_mod with six arguments also gets the query's index in its request, and kv_len; so do
+            transforms.
+        query: (x, b, h, q_idx) -> a transformed row of Q; with wants_row (x, b, h, q_idx, row, kv_len), where
+            row is the row of Q.
+        key, value: (x, b, h, kv_idx) -> a transformed row of K or V, in KV head h; with wants_row (x, b, h,
             kv_idx, kv_len).
     """
 
@@ -51,7 +51,7 @@ class Reference:
 
 
 class ReferenceFunctions:
-    """Evaluates a variant by its Python functions, one 0-d tensor for each argument, under torch.vmap."""
+    """Evaluates a variant's Python functions, with one 0-d tensor per argument, under torch.vmap."""
 
     def __init__(self, parts: tuple[Reference, ...]) -> None:
         self.parts = parts
@@ -65,10 +65,10 @@ class ReferenceFunctions:
         kv_idx: Tensor,
         args: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Transformed scores: the functions of all parts, in order.
+        """Transformed scores: applies the functions of all parts, in order.
 
         Args:
-            score: float32 or float64, which decides what is computed in; broadcast with the others.
+            score: float32 or float64, which is also the type of the computation; broadcast with the others.
             b, h, q_idx, kv_idx: tensors of integers, which broadcast.
             args: parameters that are given at run time.
         """
@@ -88,14 +88,13 @@ class ReferenceFunctions:
         index: Tensor | None = None,
         kv_len: Tensor | None = None,
     ) -> Tensor:
-        """Whether the query attends to the token, as booleans: the masks of all parts, intersected; their
-        intervals are included.
+        """Whether the query attends to the token, as booleans: the intersection of the masks and intervals of
+        all parts.
 
         Args:
             b, h, q_idx, kv_idx: tensors of integers, which broadcast.
             args: parameters that are given at run time.
-            index: of the query among those of its request; kv_len: tokens of its request. Only custom masks
-                need them.
+            index: of the query in its request; kv_len: tokens of its request. Only custom masks need them.
         """
         seen = torch.ones(
             torch.broadcast_shapes(b.shape, h.shape, q_idx.shape, kv_idx.shape),
@@ -124,10 +123,10 @@ class ReferenceFunctions:
         row: Tensor | None = None,
         kv_len: Tensor | None = None,
     ) -> Tensor:
-        """Transformed rows of Q, not rounded: the functions of all parts, in order.
+        """Transformed rows of Q, not rounded: applies the functions of all parts, in order.
 
         Args:
-            q: [..., head_dim], float32 or float64, which decides what is computed in.
+            q: [..., head_dim], float32 or float64, which is also the type of the computation.
             b, h, q_idx: integers, broadcast with each other to [...].
             args: parameters that are given at run time.
             row: of Q; kv_len: tokens of the request. Few variants need them.
@@ -144,7 +143,7 @@ class ReferenceFunctions:
         *,
         kv_len: Tensor | None = None,
     ) -> Tensor:
-        """Transformed rows of K [..., head_dim], as `query`; h: the KV head."""
+        """Transformed rows of K [..., head_dim], like `query`; h: the KV head."""
         return self._transformed("key", k, [b, h, kv_idx], args, {"kv_len": kv_len})
 
     def value(
@@ -157,7 +156,7 @@ class ReferenceFunctions:
         *,
         kv_len: Tensor | None = None,
     ) -> Tensor:
-        """Transformed rows of V [..., head_dim], as `query`; h: the KV head."""
+        """Transformed rows of V [..., head_dim], like `query`; h: the KV head."""
         return self._transformed("value", v, [b, h, kv_idx], args, {"kv_len": kv_len})
 
     def _transformed(
@@ -189,12 +188,12 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     if tensor.is_floating_point():
         return tensor.to(dtype)
-    # torch does not compute with these
+    # torch does not support arithmetic on these
     return tensor.to(torch.int32) if tensor.dtype in (torch.uint16, torch.uint32) else tensor
 
 
 class _Indexed:
-    """A tensor as kernels index it: an index outside of it is moved to its edge."""
+    """A tensor indexed as in kernels: indices out of range are clamped."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -216,7 +215,7 @@ def _move_inside(index: Any, size: int) -> Any:
 
 
 def _map(function: Callable[..., Any], *arguments: Tensor) -> Tensor:
-    """A function of 0-d tensors, over all elements."""
+    """Maps a function of 0-d tensors over all elements."""
     arguments = torch.broadcast_tensors(*arguments)
     shape = arguments[0].shape
 
@@ -232,7 +231,7 @@ def _map(function: Callable[..., Any], *arguments: Tensor) -> Tensor:
 
 
 def _map_rows(function: Callable[..., Any], rows: Tensor, *arguments: Tensor) -> Tensor:
-    """A function of a row and 0-d tensors, over all rows [..., columns]."""
+    """Maps a function of a row and 0-d tensors over all rows [..., columns]."""
     arguments = torch.broadcast_tensors(rows[..., 0], *arguments)[1:]
     rows = rows.expand(*arguments[0].shape, rows.shape[-1])
     if rows.numel() == 0:

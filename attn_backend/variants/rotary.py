@@ -1,5 +1,5 @@
-"""Built-in variants that rotate Q and K (RoPE, arXiv 2104.09864), and their frequencies; `builtin` has their
-names.
+"""Built-in variants that rotate Q and K (RoPE, arXiv 2104.09864), and their frequencies. `builtin` exports
+them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["llama3_frequencies", "rope", "rope_at", "rope_frequencies", "rope_in
 
 
 def rope_frequencies(rotary_dim: int, theta: float = 10000.0) -> Tensor:
-    """float64 [rotary_dim / 2] on the CPU: theta^(-2 i / rotary_dim), radians of a position (RoFormer, arXiv
-    2104.09864).
+    """float64 [rotary_dim / 2] on the CPU: theta^(-2 i / rotary_dim), in radians per position (RoFormer,
+    arXiv 2104.09864).
 
     Args:
         rotary_dim: columns that are rotated: head_dim, or fewer.
-        theta: above 0; rope_theta of a model's config.
+        theta: above 0; rope_theta in a model's config.
     """
     rotary_dim = check_int("rotary_dim", rotary_dim, 2)
     if rotary_dim % 2:
@@ -42,12 +42,12 @@ def llama3_frequencies(
     high_freq_factor: float = 4.0,
     original_max_position_embeddings: int = 8192,
 ) -> Tensor:
-    """float64 [rotary_dim / 2] on the CPU: rope_frequencies(), scaled as by Llama 3.1 (rope_type "llama3" of
-    a model's config, whose names these are).
+    """float64 [rotary_dim / 2] on the CPU: rope_frequencies(), scaled as in Llama 3.1 (rope_type "llama3" in
+    a model's config, which uses the same names).
 
-    With f the frequency and n = original_max_position_embeddings * f / 2 pi its turns in the original
-    context: f if n > high_freq_factor, f / factor if n < low_freq_factor, and between them the mean of both,
-    weighted by where n lies.
+    Let f be the frequency, and n = original_max_position_embeddings * f / 2 pi its turns in the original
+    context. The result is f if n > high_freq_factor, and f / factor if n < low_freq_factor. In between it is
+    the mean of both, weighted by the position of n.
     """
     _check_above_0(factor=factor, low_freq_factor=low_freq_factor)
     if not high_freq_factor > low_freq_factor:
@@ -61,16 +61,15 @@ def llama3_frequencies(
 
 
 def rope(frequencies: Tensor, *, interleaved: bool = False) -> Variant:
-    """Rotary embedding of Q and K, whose cache holds keys that were not rotated: columns i and i + R / 2 of a
-    row at position p, as a point of the plane, turn by p * frequencies[i] radians. R = 2 * len(frequencies)
-    columns are rotated, those after them stay. RoFormer (arXiv 2104.09864), Llama. Positions are those of the
-    request's tokens in its pages, below 2^24.
+    """Rotary embedding of Q and K, for a cache with unrotated keys. In a row at position p, columns i and
+    i + R / 2, as a point of the plane, are rotated by p * frequencies[i] radians. The first R =
+    2 * len(frequencies) columns are rotated, the others stay. RoFormer (arXiv 2104.09864), Llama. Positions
+    count the request's tokens in its pages, and must be below 2^24.
 
     Args:
-        frequencies: a float tensor [R / 2] of up to 1.5 radians, of rope_frequencies() or
-            llama3_frequencies() for example. R is at most head_dim, and a multiple of 16 if pairs are not
-            interleaved.
-        interleaved: columns 2 i and 2 i + 1 are the pair instead (GPT-J).
+        frequencies: a float tensor [R / 2] of up to 1.5 radians, for example from rope_frequencies() or
+            llama3_frequencies(). R is at most head_dim, and a multiple of 16 if pairs are not interleaved.
+        interleaved: pairs are columns 2 i and 2 i + 1 instead (GPT-J).
     """
     return _rope(
         "rope",
@@ -90,10 +89,11 @@ def rope_at(
 ) -> Variant:
     """rope() at given positions.
 
-    Prefixes that requests share are not sought: a token may have a position for each request.
+    Plans do not look for prefixes that requests share, as a token may have a different position in each
+    request.
 
     Args:
-        frequencies, interleaved: as of rope().
+        frequencies, interleaved: as in rope().
         q_positions: int32 [rows of Q].
         kv_positions: int32 [batch, at least the longest kv_len].
     """
@@ -105,7 +105,7 @@ def rope_at(
         return kv_positions[b, kv_idx]  # type: ignore[index]
 
     params = (
-        Param("q_positions", torch.int32, value=q_positions),  # not for the rows of Q that are padding
+        Param("q_positions", torch.int32, value=q_positions),  # not for padding rows of Q
         Param("kv_positions", torch.int32, value=kv_positions, shape=("batch", None)),
     )
     places = ("q_positions(row.row)", "kv_positions(token.request, token.position)")
@@ -116,14 +116,14 @@ def rope_in_cache(
     frequencies: Tensor, window: int, sink_tokens: int = 4, *, interleaved: bool = False
 ) -> Variant:
     """rope() at positions in the cache of StreamingLLM (arXiv 2309.17453), which holds the first sink_tokens
-    tokens of a request and its last `window`. With d = max(kv_len - window - sink_tokens, 0) tokens that it
-    has dropped, query q stands at q - d, key k < sink_tokens at k, any other key at k - d. Combine it with
-    streaming_llm(window, sink_tokens), which hides the dropped tokens. Where they are not in the pages at
-    all, rope() does the same.
+    tokens of a request and its last `window`. The cache has dropped d = max(kv_len - window - sink_tokens, 0)
+    tokens. Query q has position q - d, key k < sink_tokens position k, any other key position k - d. Combine
+    it with streaming_llm(window, sink_tokens), which hides the dropped tokens. If they are not in the pages
+    at all, rope() does the same.
 
     Args:
-        frequencies, interleaved: as of rope().
-        window, sink_tokens: as of streaming_llm().
+        frequencies, interleaved: as in rope().
+        window, sink_tokens: as in streaming_llm().
     """
     window, sink_tokens = check_int("window", window, 1), check_int("sink_tokens", sink_tokens, 0)
 
@@ -158,7 +158,7 @@ def _rope(
     positions: tuple[Any, Any],
     params: tuple[Param, ...] = (),
 ) -> Variant:
-    """places: positions of a query and of a key in C++. positions: functions of the same, (b, q_idx) and (b,
+    """places: positions of a query and of a key, in C++. positions: the same as functions, (b, q_idx) and (b,
     kv_idx); if there are params, (b, q_idx, row, kv_len) and (b, kv_idx, kv_len).
     """
     if (
@@ -173,7 +173,7 @@ def _rope(
     if not interleaved and pairs % 8:
         refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
     radians = frequencies.detach().double().cpu()
-    # turns_of() (csrc/attention/variant/variant_math.h); a NaN is not a frequency, either
+    # turns_of() (csrc/attention/variant/variant_math.h); also refuses NaN
     if not radians.abs().max() <= 1.5:
         refuse("largest of frequencies", float(radians.abs().max()), "at most 1.5 radians")
     turns = radians / (2 * math.pi)
@@ -200,7 +200,7 @@ def _rope(
     def key(x: Any, b: Any, h: Any, kv_idx: Any, *more: Any) -> Any:
         return turned(x, of_key(b, kv_idx, *more))
 
-    # The kernels' tiles hold whole pairs of columns: turns.data is read without a look at its length.
+    # The kernels' tiles hold whole pairs of columns, so turns.data needs no bounds check.
     hooks = f"""
   ATTN_HD Pair turned(const Pair& x, int32_t first, int32_t position) const {{
     const float* speed = turns.data + static_cast<uint32_t>(first){" / 2" if interleaved else ""};

@@ -1,4 +1,4 @@
-"""Python functions to expressions: a function runs once, with values that record what is done with them."""
+"""Traces Python functions to expressions: a function runs once, with values that record their operations."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class TracingError(ValueError):
-    """A function that cannot be a variant: the message names what is in the way, and the user's file, line
-    and source.
+    """A function that cannot become a variant. The message names the obstacle, and the user's file, line and
+    source.
     """
 
 
 def with_names(
     function: Callable[..., Any], values: Mapping[str, object]
 ) -> tuple[Callable[..., Any], set[str]]:
-    """A copy of `function` whose globals and closure cells of these names have these values, whether they
-    existed or not; the same for the functions that it calls by a global name or finds in its closure. Also
-    returns the names that occurred.
+    """A copy of `function` in which globals and closure cells of these names have these values, whether or
+    not they existed. Functions that it calls by a global name, or finds in its closure, are copied the same
+    way. Also returns the names that occurred.
 
-    The functions themselves are left alone, as are those that it finds otherwise (as attributes of a module,
-    for example).
+    The original functions are unchanged. Functions that it finds in other ways, such as attributes of a
+    module, are not copied.
     """
     copier = _Copier(values)
     return copier.copy(function), copier.found
@@ -64,11 +64,11 @@ def with_names(
 class _Copier:
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = values
-        self._copies: dict[int, tuple[object, Any]] = {}  # by the id of the original, which is kept, too
+        self._copies: dict[int, tuple[object, Any]] = {}  # by the id of the original, which is kept alive
         self.found: set[str] = set()
 
     def copy(self, value: Any) -> Any:
-        """Of a function, or of a list, tuple or dict with functions; anything else is returned itself."""
+        """Copies a function, or functions in a list, tuple or dict; returns anything else unchanged."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if isinstance(value, FunctionType):
@@ -100,14 +100,14 @@ class _Copier:
         cells = tuple(CellType() for _ in code.co_freevars)
         copied = FunctionType(code, namespace, function.__name__, function.__defaults__, cells or None)
         copied.__kwdefaults__ = function.__kwdefaults__
-        # before its own names are looked at: functions may call each other
+        # stored before its names are visited, because functions may call each other
         self._copies[id(function)] = (function, copied)
         for name, cell, old in zip(code.co_freevars, cells, function.__closure__ or (), strict=True):
             if name in self._values:
                 self.found.add(name)
                 cell.cell_contents = self._values[name]
                 continue
-            with suppress(ValueError):  # not assigned yet
+            with suppress(ValueError):  # the cell is empty
                 cell.cell_contents = self.copy(old.cell_contents)
         if namespace is not function.__globals__:
             for name in _global_names(code):
@@ -120,9 +120,7 @@ class _Copier:
 
 
 def captured(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
-    """Names and values that a function finds in its closure and among its globals; of the functions that it
-    calls, too.
-    """
+    """Names and values that a function, and functions that it calls, find in closures and among globals."""
     seen: set[int] = set()
     waiting: list[Any] = [function]
     while waiting:
@@ -153,7 +151,7 @@ def captured(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
 
 def _free_variables(function: FunctionType) -> Iterator[tuple[str, object]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not assigned yet
+        with suppress(ValueError):  # the cell is empty
             yield name, cell.cell_contents
     if not _is_foreign(function.__code__):
         yield from (
@@ -164,8 +162,8 @@ def _free_variables(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Names that code, with the functions inside it, may look up among its globals (names of attributes are
-    among them).
+    """Names that code, including nested functions, may look up among its globals. Also contains names of
+    attributes.
     """
     names = set(code.co_names)
     for inside in code.co_consts:
@@ -175,7 +173,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _call_of(value: object) -> FunctionType | None:
-    """__call__ of an object of a user's class."""
+    """__call__ of an object of a user-defined class."""
     call = getattr(type(value), "__call__", None)  # noqa: B004
     return call if isinstance(call, FunctionType) and not _is_foreign(call.__code__) else None
 
@@ -185,7 +183,7 @@ def _is_foreign(code: CodeType) -> bool:
 
 
 def check_signature(what: str, function: object, names: tuple[str, ...]) -> None:
-    """Refuses what cannot be called with len(names) positional arguments."""
+    """Refuses objects that cannot be called with len(names) positional arguments."""
     must = f"{what} must be a function of ({', '.join(names)})"
     if not callable(function):
         raise TracingError(f"{must}, is a {type(function).__name__}")
@@ -238,7 +236,7 @@ def _place(filename: str, line: int) -> str:
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 IN_PLACE = tuple(f"__i{name}__" for name in BINARY)
-# Functions and methods that make a Python value of a traced one.
+# Functions and methods that convert a traced value to a Python value.
 TO_PYTHON = frozenset(
     (
         "item",
@@ -271,7 +269,7 @@ RANDOM = frozenset(
     )
 )
 
-# What can be traced, in the words of messages.
+# Traceable operations, for messages.
 KNOWN = (
     "arithmetic, comparisons, & | ^ ~ << >>, where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, "
     "sigmoid, sqrt, rsqrt, abs, relu, floor, ceil, "
@@ -305,7 +303,7 @@ def _divide(a: Node, b: Node, *, rounding_mode: str | None = None) -> Node:
 
 
 def _scaled(like: Node, b: Node, alpha: Node | None) -> Node:
-    """alpha * b. In a sum of booleans torch makes alpha a boolean, too."""
+    """alpha * b. In a sum of booleans, torch also converts alpha to a boolean."""
     if alpha is None:
         return b
     return arithmetic("mul", b, cast(alpha, Kind.BOOL) if like.kind == b.kind == Kind.BOOL else alpha)
@@ -338,7 +336,7 @@ def _logical(op: str) -> Callable[[Node, Node], Node]:
 
 
 def _filled(value: float) -> Callable[..., Node]:
-    """ones_like and its kin: of the type of their argument, or dtype."""
+    """ones_like and similar functions: of the argument's type, or dtype."""
 
     def fill(like: Node, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Node:
         a = cast(constant(value), like.kind)
@@ -450,19 +448,19 @@ for _alias, _name in {
 SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 
-# g++ compiles this many in seconds, nvcc needs minutes: it inlines them for every score that a thread holds.
+# g++ compiles this many in seconds. nvcc needs minutes, as it inlines them for every score of a thread.
 MAX_OPERATIONS = 2048
 _BRANCH = "a branch depends on values that only the kernel knows"
 _TO_PYTHON = "a value that only the kernel knows is made a Python number"
 
 
-# captured tensors by their ids; each tensor is kept, so that no other one gets its id
+# captured tensors by id; each tensor is kept alive, so that its id is not reused
 Bound = dict[int, tuple[Tensor, Param]]
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What a function computes, and which of the declared names it uses."""
+    """The result of tracing a function, and the declared names that it uses."""
 
     result: Node
     used: set[str]
@@ -474,13 +472,13 @@ def trace(
     """Runs `function` once.
 
     Args:
-        what: what messages call it.
+        what: the function's name in messages.
         names: of its arguments.
-        params: what its free variables of these names stand for.
-        bound: tensors that the variant's functions captured; those of this one are added.
+        params: values of its free variables, by name.
+        bound: tensors that the variant's functions captured; tensors captured by this one are added.
 
     Raises:
-        TracingError: the function does what cannot be traced; the message has the user's line.
+        TracingError: the function cannot be traced; the message has the user's line.
     """
     check_signature(what, function, names)
     tracer = Tracer(what, function, {param.name for param in params}, bound)
@@ -525,8 +523,8 @@ def _returned(what: str, function: Callable[..., Any], tracer: Tracer, result: o
 
 
 class Tracer(TorchFunctionMode):
-    """While it is active, torch's operations on traced values are recorded; those on tensors alone are
-    executed, and their results are captured tensors.
+    """While active, records torch operations on traced values. Operations on only tensors are executed, and
+    their results become captured tensors.
     """
 
     def __init__(self, what: str, function: Callable[..., Any], declared: set[str], bound: Bound) -> None:
@@ -557,7 +555,7 @@ class Tracer(TorchFunctionMode):
         return self.apply(name, *args, **kwargs)
 
     def apply(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Applies a function of torch or a method, by its name."""
+        """Applies a torch function or a method, by name."""
         operation = NAMED.get(name.strip("_"))
         if operation is None:
             if name in TO_PYTHON:
@@ -606,7 +604,7 @@ class Tracer(TorchFunctionMode):
         return table if param.ndim else table.load()
 
     def table_of(self, tensor: Tensor) -> Table:
-        """A tensor that the function captured, bound as a parameter."""
+        """Binds a captured tensor as a parameter."""
         _, param = self._bound.get(id(tensor), (None, None))
         if param is None:
             name = next((name for name, value in captured(self._function) if value is tensor), "captured")
@@ -628,9 +626,9 @@ class Tracer(TorchFunctionMode):
 
 
 class _AtUsersLine:
-    """Refuses what operations refuse, with the user's line.
+    """Adds the user's line to errors of operations.
 
-    (No @contextmanager: its frames would be between here and the user's.)
+    (Not a @contextmanager, whose frames would be between here and the user's.)
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -642,7 +640,7 @@ class _AtUsersLine:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, ExpressionError):
             self._tracer.refuse(str(error))
-        if isinstance(error, TypeError):  # arguments that an operation does not take
+        if isinstance(error, TypeError):  # unsupported arguments
             self._tracer.refuse(f"arguments that are not known here: {error}")
 
 
@@ -697,7 +695,7 @@ _add_operators()
 
 
 class Value(_Operators):
-    """A number that only the kernel knows; behaves as a tensor without dimensions."""
+    """A number that only the kernel knows; behaves like a tensor without dimensions."""
 
     shape = torch.Size([])
     ndim = 0
@@ -748,7 +746,7 @@ class Value(_Operators):
 
 
 class Table(_Operators):
-    """A tensor parameter, some of whose dimensions may have an index already."""
+    """A tensor parameter. Some of its dimensions may already have an index."""
 
     def __init__(
         self, tracer: Tracer, param: Param, free: tuple[int, ...], indices: Mapping[int, Node]

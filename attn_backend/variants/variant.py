@@ -1,5 +1,5 @@
-"""Variants of attention: Python functions or C++, with parameters, as one C++ struct that every kernel is
-compiled with.
+"""Variants of attention: Python functions or C++, with parameters, compiled into every kernel as one C++
+struct.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from .reference import Reference, ReferenceFunctions
 from .tracing import MASK_MOD, SCORE_MOD, Bound, TracingError, error_at_definition, trace
 
 _MAX_NAME = 40
-# The functions of builtin.py that make a variant, by their names: builtin.py fills it.
+# The functions of builtin.py that make a variant, by name. builtin.py fills it.
 BUILTINS: dict[str, Callable[..., Variant]] = {}
 
 
 class Variant:
-    """What attention means beyond softmax(Q K^T * sm_scale) V. Immutable.
+    """The difference between an attention and softmax(Q K^T * sm_scale) V. Immutable.
 
     Made by `from_functions`, `from_source`, `builtin` or `combine` (`a & b`).
 
     Attributes:
         name: short, of [a-z0-9_]; for messages and file names.
         source: the C++ that is compiled: defines attn::UserVariant.
-        params: the parameters in the order of the C++ struct; those whose `value` is None are given to every
-            run.
-        uses_softmax: whether logits go through a softmax; else they are the weights.
-        has_logits: whether there is this hook; so has_output, has_query, has_key, has_value.
-        has_transforms: whether there are any of has_query, has_key and has_value.
-        has_bias_slope: the same as has_logits; only where nothing else changes the logits.
-        has_mask: whether there is a mask() or a range().
-        has_range: whether there is a range().
-        mask_params: names of those parameters of a run that the mask may read.
-        reads_positions: whether hooks may depend on where rows and tokens stand in their requests.
-        skips_kv_tiles: whether plans look for holes in what the mask lets rows see, and kernels skip KV tiles
-            in which no row of a row tile sees anything.
+        params: the parameters, in the order of the C++ struct; parameters whose `value` is None are given to
+            every run.
+        uses_softmax: whether logits go through a softmax; otherwise they are the weights.
+        has_logits: whether it has this hook; the same for has_output, has_query, has_key, has_value.
+        has_transforms: whether any of has_query, has_key and has_value is true.
+        has_bias_slope: whether it has this hook; only if nothing else changes the logits.
+        has_mask: whether it has a mask() or a range().
+        has_range: whether it has a range().
+        mask_params: names of a run's parameters that the mask may read.
+        reads_positions: whether hooks may depend on the positions of rows and tokens in their requests.
+        skips_kv_tiles: whether plans look for holes in the mask, and kernels skip KV tiles in which no row of
+            a row tile sees anything.
         tells_requests_apart: whether a transform of K or V may differ between requests for the same token at
-            the same position: prefixes that requests have in common are then not sought.
-        causal: with window_left an interval that contains all that the mask lets through. It is a part of the
-            variant's meaning: terms of a mask_mod that it says completely are left out of the mask hook.
-        window_left: tokens before the query that it sees at most, besides itself; -1: no limit.
+            the same position. Plans then do not look for shared prefixes.
+        causal: with window_left, an interval that contains all tokens that the mask lets through. It is
+            part of the variant: the mask hook leaves out terms of a mask_mod that the interval fully covers.
+        window_left: most tokens before the query that it sees, in addition to itself; -1: no limit.
         params_bytes: sizeof(UserVariant::Params).
-        user_sources: the user's C++ by the name that compilers call it in errors.
+        user_sources: the user's C++, by the file name that compilers report for it.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Variant:
     _bodies: tuple[Body, ...]
     _references: tuple[Reference | None, ...]
     _layout: Layout
-    _given: tuple[str, ...]  # names of the parameters that are given to each run
-    _on_device: dict[tuple[int, torch.device], Tensor]  # bound tensors by their place among params
+    _given: tuple[str, ...]  # names of parameters given to each run
+    _on_device: dict[tuple[int, torch.device], Tensor]  # bound tensors by their index in params
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Variant:
         name: str | None = None,
         cpp: str | None = None,
     ) -> None:
-        """Made of one body, or of several variants. Users call the class methods."""
+        """Made from one body, or from several variants. Users call the class methods."""
         bodies = (body,) if body is not None else tuple(body for part in parts for body in part._bodies)
         references = (
             (reference,)
@@ -147,7 +147,7 @@ class Variant:
     __delattr__ = __setattr__  # type: ignore[assignment]
 
     def __copy__(self) -> Variant:
-        """Itself: nothing of it can change."""
+        """Returns itself, as it is immutable."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
@@ -181,20 +181,20 @@ class Variant:
     ) -> Variant:
         """Traces functions in flex_attention's signatures.
 
-        b is the request's place in the batch, h the query head, q_idx and kv_idx are positions in the request
-        (query i of n stands at kv_len - n + i); all are int32. score is q . k * sm_scale, in float32. Each
-        function runs once, here. It may use arithmetic, comparisons, & | ^ ~, //, % (rounded down),
+        b is the request's index in the batch, h the query head. q_idx and kv_idx are positions in a request:
+        query i of n has position kv_len - n + i. All are int32. score is q . k * sm_scale, in float32.
+        Functions are traced once, here. They may use arithmetic, comparisons, & | ^ ~, //, % (rounded down),
         torch.where, minimum, maximum, clamp, exp, exp2, log, log2, tanh, sigmoid, sqrt, abs, floor, ceil,
         casts, and tensors indexed by integers.
 
         Args:
             score_mod: (score, b, h, q_idx, kv_idx) -> score.
             mask_mod: (b, h, q_idx, kv_idx) -> whether the query attends to the token.
-            tensors: free variables of the functions that are given to each run: {name: dtype, (dtype, ndim)
-                or (dtype, shape)}, by default of one dimension, or `float` or `int` for a number; or Params.
-                They need not exist. Other tensors that the functions find are bound as they are: their
-                elements are read when a kernel runs (on another device, from a copy that is made once).
-                Numbers become constants, and CPU tensors without dimensions, too.
+            tensors: free variables of the functions that are given to each run. Params, or {name: dtype,
+                (dtype, ndim) or (dtype, shape)}, by default of one dimension; `float` or `int`: a number.
+                The variables need not exist. Other tensors that the functions use are bound: kernels read
+                their elements when they run (on another device, from a copy made once). Numbers and CPU
+                tensors without dimensions become constants.
             name: default: from the functions' names.
 
         Raises:
@@ -262,7 +262,7 @@ class Variant:
         skips_kv_tiles: bool = False,
         reference: Reference | None = None,
     ) -> Variant:
-        """From hooks in C++: any of
+        """Makes a variant from hooks in C++, any of:
 
             // The transformed logit.
             float logits(float logit, const ScoreRow& row, int32_t kv_position) const
@@ -282,29 +282,29 @@ class Variant:
             // logits() returns weights.
             static constexpr bool kUsesSoftmax = false;
 
-        row has request, qo_head, position, index (of the query among those of its request), kv_len and row
-        (of Q); token has request, position, kv_head and kv_len; a Pair has first and second, float32.
-        Transformed rows are rounded to the dtype of the cache. Parameters go by their names. Your own
-        functions need ATTN_HD before them. The functions of attention/variant/variant_math.h are included
-        (exp, log, tanh, sigmoid, min, max, ...). Hooks are also called for rows and tokens that do not exist;
-        their results are then not used. Compilers' errors name `<variant NAME>` and the line in `cpp`.
+        row has request, qo_head, position, index (the query's index in its request), kv_len and row (of Q).
+        token has request, position, kv_head and kv_len. A Pair has first and second, float32. Transformed
+        rows are rounded to the dtype of the cache. Use parameters by their names. Put ATTN_HD before your own
+        functions. The functions of attention/variant/variant_math.h are included (exp, log, tanh, sigmoid,
+        min, max, ...). Hooks are also called for rows and tokens that do not exist; those results are
+        ignored. Compiler errors name `<variant NAME>` and the line in `cpp`.
 
         Args:
             cpp: the hooks.
             params: Params, or {name: dtype, (dtype, ndim) or (dtype, shape)}, `float` or `int` for a number.
             name: for messages.
-            causal: nothing after the query is seen, whatever mask() says.
-            window_left: nothing more than this many tokens before the query is seen; -1: no limit.
-            pair_distance: columns between the two elements that a transform is given: 1, or a multiple of 8;
+            causal: the query sees nothing after it, whatever mask() returns.
+            window_left: the query sees at most this many tokens before it; -1: no limit.
+            pair_distance: columns between the two elements that a transform gets: 1, or a multiple of 8;
                 None: half of head_dim.
-            pair_columns: that are transformed, from the first on: a multiple of 2 * pair_distance; None: all.
-            skips_kv_tiles: the mask may have holes: plans that are given its arguments look for them, and
-                kernels skip KV tiles in which no row of a row tile sees anything. For masks that leave each
-                row an interval that is wasted.
+            pair_columns: number of transformed columns, starting at the first: a multiple of 2 *
+                pair_distance; None: all.
+            skips_kv_tiles: the mask may have holes. Plans that get its arguments look for them, and kernels
+                skip KV tiles in which no row of a row tile sees anything. Wasteful for masks without holes.
             reference: the same in Python.
 
         Raises:
-            ValueError: a wrong argument, no hook, or one with another signature; names the line.
+            ValueError: a wrong argument, no hook, or a hook with a wrong signature; names the line.
         """
         check_types(str, "a string", name=name)
         name = _clean(name)
@@ -325,10 +325,10 @@ class Variant:
 
     @classmethod
     def builtin(cls, name: str, *args: Any, **kwargs: Any) -> Variant:
-        """One of `attn_backend.variants.builtin`, by its name: Variant.builtin("soft_cap", 30.0).
+        """A function of `attn_backend.variants.builtin`, by name: Variant.builtin("soft_cap", 30.0).
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is no such function.
         """
         if not isinstance(name, str) or name not in BUILTINS:
             refuse("name", name, f"one of {', '.join(BUILTINS)}")
@@ -336,11 +336,11 @@ class Variant:
 
     @classmethod
     def combine(cls, *variants: Variant) -> Variant:
-        """All of them: their score functions one after another, their masks and intervals intersected.
+        """Combines variants: applies score functions one after another, and intersects masks and intervals.
 
         Raises:
-            ValueError: something that is not a Variant, parameters of the same name, or weights without
-                softmax that others would change.
+            ValueError: an argument is not a Variant, parameters have the same name, or weights without
+                softmax would be changed by others.
         """
         if not variants:
             raise ValueError("variants is empty, must be at least one Variant")
@@ -363,9 +363,9 @@ class Variant:
         return Variant.combine(self, other) if isinstance(other, Variant) else NotImplemented
 
     def across_levels(self) -> Variant:
-        """This variant for compositions of several levels: its mask hides what lies outside of its window,
-        too, by the positions that levels say. An Attention with max_levels above 1 asks for it by itself.
-        Without a window: the variant.
+        """This variant for compositions of several levels. Its mask also hides tokens outside of its window,
+        by the positions that levels give. An Attention with max_levels above 1 calls this itself. Without a
+        window: returns the variant.
         """
         if self.window_left < 0:
             return self
@@ -379,12 +379,11 @@ class Variant:
     def pack(self, args: Mapping[str, Tensor | float | int], device: torch.device) -> bytes:
         """The bytes of UserVariant::Params.
 
-        Tensors lie in it as addresses: they must live until the kernels that read them have run.
+        Tensors are stored as addresses: they must live until the kernels that read them have run.
 
         Args:
-            args: of each parameter that is given at run time, by its name: a tensor on `device` of the
-                declared dtype and number of dimensions, with any strides, of at least one element; or a
-                number.
+            args: the parameters that are given at run time, by name: numbers, or tensors on `device`. Tensors
+                have the declared dtype and number of dimensions, any strides and at least one element.
             device: of the kernels.
 
         Raises:
@@ -405,7 +404,7 @@ class Variant:
         return self._layout.pack(values)
 
     def check_head_dim(self, head_dim: int, head_dim_v: int | None = None) -> None:
-        """Refuses heads that the transforms do not fit. head_dim: of Q and K; head_dim_v: of V; None: the
+        """Refuses heads that do not fit the transforms. head_dim: of Q and K; head_dim_v: of V; None: the
         same.
 
         Raises:
@@ -437,12 +436,12 @@ class Variant:
                 )
 
     def reference(self) -> ReferenceFunctions | None:
-        """The variant by torch; None if it has C++ of which nothing else is known."""
+        """The variant in torch; None if it has C++ without a Python equivalent."""
         known = tuple(reference for reference in self._references if reference is not None)
         return ReferenceFunctions(known) if len(known) == len(self._references) else None
 
     def _bound_on(self, i: int, param: Param, device: torch.device) -> Tensor | float | int:
-        """The value of params[i], where the device reads it; copies are kept."""
+        """The value of params[i] on a device; copies are cached."""
         if not isinstance(param.value, Tensor):
             value: float | int = param.value
             return value
@@ -467,7 +466,7 @@ class Variant:
 
 
 def _window_mask(window_left: int) -> Variant:
-    """q_idx - kv_idx <= window_left as a mask, which it else becomes no more than the interval of."""
+    """q_idx - kv_idx <= window_left as a mask, which would otherwise become only an interval."""
 
     def reference(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx - kv_idx <= window_left

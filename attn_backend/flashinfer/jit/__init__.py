@@ -1,4 +1,4 @@
-"""flashinfer.jit: variants of a user's own. Kernels are compiled when an Attention is made with them."""
+"""flashinfer.jit: custom variants. Their kernels are compiled when an Attention is made with them."""
 
 from . import attention
 from .attention import gen_customize_single_decode_module, gen_customize_single_prefill_module

@@ -17,7 +17,7 @@ from ...validation import refuse
 from ...variants import Param, Variant
 from ..features import not_supported
 
-# C++ types in jit_args, and what they are here.
+# C++ types in jit_args, and their counterparts here.
 _TENSORS = {
     "float": torch.float32,
     "int": torch.int32,
@@ -41,7 +41,7 @@ _SCALARS: dict[str, type[float] | type[int]] = {
 }
 # Unsupported: transforms of Q and K in shared memory, custom reductions, tiles of CuTe.
 _NO_COUNTERPART = ("REGISTER_QUERY_TRANSFORM", "REGISTER_KEY_TRANSFORM", "REGISTER_M_D_UPDATE", "make_tensor")
-# query heads of a KV head: a parameter of ours, which only variants that read the KV head have
+# query heads per KV head: a parameter added here, only for variants that read the KV head
 _GROUP_SIZE = "group_size"
 _BLOCK_COORD = (
     "q_tile_idx",
@@ -53,7 +53,7 @@ _BLOCK_COORD = (
     "kv_len",
     "batch_idx",
 )
-_NOT_KNOWN = ("q_tile_idx", "qo_indptr", "kv_indptr")  # of these
+_NOT_KNOWN = ("q_tile_idx", "qo_indptr", "kv_indptr")  # of these, unsupported
 
 _BEFORE = """
 #if !defined(__CUDACC__)
@@ -122,7 +122,7 @@ _AFTER = """
 
 @dataclass(frozen=True)
 class JitVariant:
-    """A variant, and what runs are given for it: the tensors, then the scalars, in this order."""
+    """A variant, and the order of its run arguments: tensors, then scalars."""
 
     variant: Variant
     tensors: tuple[str, ...]
@@ -132,11 +132,11 @@ class JitVariant:
     def args(
         self, given: Sequence[Any], of_plan: Mapping[str, Tensor | None], group_size: int
     ) -> dict[str, Tensor | float | int]:
-        """The variant's arguments. of_plan: tensors that FlashInfer fills in by itself, if the variant names
-        them. group_size: query heads of a KV head.
+        """The variant's arguments. of_plan: tensors that FlashInfer fills in itself, if the variant names
+        them. group_size: query heads per KV head.
 
         Raises:
-            ValueError: another number of arguments.
+            ValueError: a wrong number of arguments.
         """
         names = [name for name in (*self.tensors, *self.scalars) if name not in of_plan]
         if len(given) != len(names):
@@ -152,17 +152,20 @@ class JitVariant:
 
 
 def has_sinks(jit_args: Sequence[Any] | None) -> bool:
-    """Whether jit_args are FlashInfer's own for attention sinks, which every kernel of this package has."""
+    """Whether jit_args are FlashInfer's for attention sinks, which every kernel of this package supports."""
     return jit_args is not None and len(jit_args) > 11 and jit_args[11] == "AttentionSink"
 
 
 def jit_variant(jit_args: Sequence[Any] | None) -> JitVariant | None:
-    """The variant that jit_args describe, as of the batch wrappers: uri, dtypes of Q, KV, O and indices, two
-    head sizes, names and C++ types of tensors, those of scalars, the struct's name and its text. None
-    without, and for attention sinks.
+    """The variant that jit_args of the batch wrappers describe. None without jit_args, and for attention
+    sinks.
+
+    jit_args: uri, dtypes of Q, KV, O and indices, two head sizes, names and C++ types of tensors, names and
+    C++ types of scalars, the struct's name, the struct's text.
 
     Raises:
-        ValueError: arguments that are not such a list. NotImplementedError: a struct whose parts have no
+        ValueError: the arguments are not such a list.
+        NotImplementedError: a part of the struct has no
             counterpart.
     """
     if jit_args is None or has_sinks(jit_args):
@@ -185,7 +188,7 @@ def variant_of(
     name: str,
     declaration: str,
 ) -> JitVariant:
-    """The same from its parts."""
+    """Makes the variant from the parts of jit_args."""
     return _made(
         tuple(tensor_names), tuple(tensor_types), tuple(scalar_names), tuple(scalar_types), name, declaration
     )
@@ -227,7 +230,7 @@ def _bindings(name: str, declaration: str) -> list[list[str]]:
     """The names that a Hopper variant gives to the coordinates of its block.
 
     Raises:
-        NotImplementedError: it reads one that is not known here, or takes something else apart.
+        NotImplementedError: it reads an unsupported coordinate, or destructures something else.
     """
     bindings = [
         re.findall(r"\w+", names)
@@ -249,9 +252,7 @@ def _bindings(name: str, declaration: str) -> list[list[str]]:
 
 
 def _reads_kv_head(declaration: str, bindings: list[list[str]]) -> bool:
-    """Whether the name of the KV head, which is the last one of a hook, stands anywhere else than where it is
-    declared.
-    """
+    """Whether the name of the KV head, a hook's last one, occurs anywhere except in its declaration."""
     names = [
         hook.split(",")[-2].strip()
         for hook in re.findall(r"REGISTER_LOGITS_(?:TRANSFORM|MASK)\s*\(([^{]*)\{", declaration)
@@ -265,7 +266,7 @@ def _count(name: str, declaration: str) -> int:
 
 
 def _param(name: str) -> str:
-    """FlashInfer's names may mean something else here."""
+    """A parameter name that cannot clash: FlashInfer's names may mean something else here."""
     return f"jit_{name}"
 
 
@@ -284,7 +285,7 @@ def _struct_of_params(
     first += [
         f"static_cast<{kind}>({_param(name)})" for name, kind in zip(scalar_names, scalar_types, strict=True)
     ]
-    # The plan has the window: tokens outside of it are not visited.
+    # The plan applies the window: kernels skip tokens outside of it.
     window = "    static constexpr int32_t window_left = -1;\n"
     return f"""
   struct JitValues {{
@@ -316,7 +317,7 @@ def _struct_of_params(
 def _hooks(name: str, declaration: str, kv_head: str) -> str:
     """kv_head: an expression.
 
-    Rows and tokens that do not exist are not asked about: FlashInfer's variants do not expect them.
+    Hooks are not called for rows and tokens that do not exist: FlashInfer's variants do not expect them.
     """
     on_hopper = "block_coord" in declaration
     uses_softmax = (
@@ -354,7 +355,7 @@ def _hooks(name: str, declaration: str, kv_head: str) -> str:
     return made.LogitsMask(params, {coordinates});
   }}
 """
-    if "REGISTER_OUTPUT_TRANSFORM" in declaration:  # is given what the sum has divided already
+    if "REGISTER_OUTPUT_TRANSFORM" in declaration:  # its input is already divided by the sum
         text += f"""
   float output(float value, const ScoreRow& row, int32_t) const {{
     const JitParams params = jit_params(row);
@@ -370,13 +371,13 @@ __all__ = ["JitModule", "gen_customize_single_decode_module", "gen_customize_sin
 
 
 class JitModule:
-    """A variant as FlashInfer's functions hand it on."""
+    """A variant in the form that FlashInfer's functions pass around."""
 
     def __init__(self, variant: JitVariant) -> None:
         self.variant = variant
 
     def build_and_load(self, *_arguments: Any, **_options: Any) -> JitModule:
-        """Itself: its kernels are compiled by the first call that needs them."""
+        """Returns itself: the first call that needs its kernels compiles them."""
         return self
 
 
@@ -395,12 +396,12 @@ def gen_customize_single_decode_module(
     variant_decl: str,
     **_options: Any,
 ) -> JitModule:
-    """A variant that is the struct variant_name in variant_decl, FlashInfer's C++.
+    """A variant from the struct variant_name in variant_decl, FlashInfer's C++.
 
-    The dtypes and head sizes of the call count.
+    The dtypes and head sizes of the call apply, not these.
 
     Raises:
-        NotImplementedError: a struct, or types, that have no counterpart.
+        NotImplementedError: the struct, or a type, has no counterpart.
     """
     tensors, scalars = (
         (additional_tensor_names, additional_tensor_dtypes),
@@ -410,9 +411,9 @@ def gen_customize_single_decode_module(
 
 
 def gen_customize_single_prefill_module(backend: str, *arguments: Any, **options: Any) -> JitModule:
-    """The same; backend: "fa2" or "fa3", whose structs differ.
+    """Like gen_customize_single_decode_module; backend: "fa2" or "fa3", whose structs differ.
 
     Raises:
-        NotImplementedError: a struct, or types, that have no counterpart.
+        NotImplementedError: the struct, or a type, has no counterpart.
     """
     return gen_customize_single_decode_module(*arguments, **options)

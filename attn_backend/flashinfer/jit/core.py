@@ -1,4 +1,4 @@
-"""flashinfer.jit.core: the logger, whose level SGLang sets."""
+"""flashinfer.jit.core: the logger, for SGLang, which sets its level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flashinfer.jit.env: folders. vLLM names a folder of its own after FlashInfer's."""
+"""flashinfer.jit.env: folders. vLLM names one of its folders after FlashInfer's."""
 
 from __future__ import annotations
 

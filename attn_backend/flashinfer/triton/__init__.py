@@ -1,4 +1,4 @@
-"""flashinfer.triton: merging of attention states, which Triton computes there."""
+"""flashinfer.triton: merging of attention states, which FlashInfer does in Triton."""
 
 from __future__ import annotations
 

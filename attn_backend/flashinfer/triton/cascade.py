@@ -11,8 +11,8 @@ __all__ = ["merge_state", "merge_state_in_place", "merge_states", "variable_leng
 
 
 def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of each row over the tokens of all of its states: row i has the states indptr[i]:indptr[i +
-    1] of v [states, heads, head_dim] and s float32 [states, heads], to base 2.
+    """Merges the states of each row: row i has the states indptr[i]:indptr[i + 1] of v [states, heads,
+    head_dim] and s float32 [states, heads], base 2.
 
     Raises:
         ValueError: an argument that is wrong in shape, dtype, device or stride.
