@@ -84,7 +84,7 @@ class Settings(BaseModel):
             ValueError: the message gives the variable, its value and the requirement.
         """
         if environment is os.environ:
-            _warn_of_unknown_variables()
+            warn_of_unknown_variables()
         try:
             return cls.model_validate(
                 {
@@ -122,7 +122,7 @@ def unknown_variables() -> dict[str, str]:
 
 
 @cache
-def _warn_of_unknown_variables() -> None:
+def warn_of_unknown_variables() -> None:
     """Warns once per process."""
     for variable, nearest in unknown_variables().items():
         hint = f"did you mean {nearest}?" if nearest else "`attn-backend doctor` lists the settings"

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.report import number, options, save, table, wanted
 
-HIDDEN = {"nvcc": "compilers._nvcc_candidates = lambda: []", "NVRTC": "compilers.nvrtc = lambda: None"}
+HIDDEN = {"nvcc": "compilers.nvcc_candidates = lambda: []", "NVRTC": "compilers.nvrtc = lambda: None"}
 CHILD = """
 import json, os, sys, time
 import elftools.elf.elffile

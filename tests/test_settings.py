@@ -76,7 +76,7 @@ def test_an_unknown_value_is_refused_by_name(
 def test_an_unknown_variable_is_warned_of_once(
     variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings._warn_of_unknown_variables.cache_clear()
+    settings.warn_of_unknown_variables.cache_clear()
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("ATTN_BACKENDS", "another program's")
     for name in Settings.model_fields:

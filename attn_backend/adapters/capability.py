@@ -23,9 +23,9 @@ def warn_if_untried(device: torch.device, logger: logging.Logger) -> None:
     """Called when an engine starts; each process warns once."""
     message = untried(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
     if message is not None:
-        _warn_once(message, logger)
+        warn_once(message, logger)
 
 
 @cache
-def _warn_once(message: str, logger: logging.Logger) -> None:
+def warn_once(message: str, logger: logging.Logger) -> None:
     logger.warning(message)

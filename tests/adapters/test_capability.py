@@ -34,11 +34,11 @@ def test_hopper_is_tried() -> None:
 
 
 def test_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    capability._warn_once.cache_clear()
+    capability.warn_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     capability.warn_if_untried(torch.device("cpu"), LOGGER)
     assert not caplog.records
     for index in (0, 0, 1):  # every group of layers asks
         capability.warn_if_untried(torch.device("cuda", index), LOGGER)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    capability._warn_once.cache_clear()
+    capability.warn_once.cache_clear()

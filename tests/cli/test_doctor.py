@@ -53,7 +53,7 @@ def test_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [("vllm", "0.32.0+cpu", "ok"), ("sglang", "0.5.17", "ok"), ("vllm", "0.99.0", "--")],
 )
 def test_releases_that_were_checked_are_told(engine: str, release: str, mark: str) -> None:
-    finding = doctor._release(engine, release)
+    finding = doctor.engine_release(engine, release)
     assert finding.mark == mark
     assert finding.text.startswith(f"{release}, ")
     assert f"checked against {doctor.RELEASES[engine][0]} to {doctor.RELEASES[engine][-1]}" in finding.text
@@ -207,9 +207,9 @@ def test_what_an_engine_says_is_shown_only_if_it_fails(capsys: pytest.CaptureFix
         warns()
         raise RuntimeError
 
-    assert doctor._guarded("sglang plugin", lambda: warns, "registered").mark == "ok"
+    assert doctor.guarded("sglang plugin", lambda: warns, "registered").mark == "ok"
     assert capsys.readouterr() == ("", "")
-    assert doctor._guarded("sglang plugin", lambda: fails, "registered").mark == "!!"
+    assert doctor.guarded("sglang plugin", lambda: fails, "registered").mark == "!!"
     assert capsys.readouterr().err == "welcome\nonly CUDA supports this\n"
 
 
@@ -217,7 +217,7 @@ def test_a_broken_plugin_is_reported_not_raised() -> None:
     def broken() -> None:
         raise ImportError("no such name in the engine")
 
-    finding = doctor._guarded("vllm plugin", lambda: broken, "registered")
+    finding = doctor.guarded("vllm plugin", lambda: broken, "registered")
     assert finding.mark == "!!"
     assert "no such name" in finding.text
 
@@ -262,7 +262,7 @@ def test_the_arch_of_each_gpu_is_told(
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    finding = doctor._gpu()[0]
+    finding = doctor.gpu_state()[0]
     assert (finding.mark, finding.subject, finding.text) == (mark, "GPU 0", text)
     assert bool(finding.advice) == (mark == "!!")
     assert "GPU" not in finding.advice
@@ -281,7 +281,7 @@ def test_settings_that_are_wrong_or_unknown_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))  # other processes add kernels to the user's
-    monkeypatch.setattr(doctor, "_ENGINES", ())  # each takes a minute to import
+    monkeypatch.setattr(doctor, "ENGINES", ())  # each takes a minute to import
 
     def found() -> list[tuple[str, str, str]]:
         return [(finding.mark, finding.subject, finding.text) for finding in doctor.findings()]

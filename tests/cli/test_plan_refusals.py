@@ -263,7 +263,7 @@ def test_what_is_too_large_is_refused_before_memory_is_taken(tmp_path: Path) -> 
 def test_a_trace_has_so_many_hash_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(batches, "_MAX_HASH_IDS", 25)
+    monkeypatch.setattr(batches, "MAX_HASH_IDS", 25)
     path = write(tmp_path, "\n".join([request(5000, [[0, 10]])] * 3), "trace.jsonl")
     assert main(["plan", str(path)]) == 2
     assert (
@@ -284,7 +284,7 @@ def test_what_is_nested_deeply_is_named(name: str, tmp_path: Path, capsys: Captu
 def test_files_without_an_end_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(batches, "_MAX_TEXT", 1000)
+    monkeypatch.setattr(batches, "MAX_TEXT", 1000)
     assert main(["plan", "/dev/zero"]) == 2
     assert capsys.readouterr().err == "attn-backend plan: /dev/zero: longer than 1000 characters\n"
     path = write(tmp_path, request(5000, [[0, 10]]) + "\n" + " " * 2000, "trace.jsonl")

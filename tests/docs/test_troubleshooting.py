@@ -175,7 +175,7 @@ def raised() -> Iterator[str]:
             if not isinstance(call, ast.Call) or not call.args:
                 continue
             name = ast.unparse(call.func)
-            warns = name.rpartition(".")[2] in ("warn", "warning", "_warn")
+            warns = name.rpartition(".")[2] in ("warn", "warning", "warn_once")
             if not (isinstance(node, ast.Raise) or warns) or name in OF_ONE_FORM:
                 continue
             text = text_of(call.args[0])

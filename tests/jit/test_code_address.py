@@ -35,8 +35,8 @@ REJECTED = code_address.RejectedKernelError("loading kernels.cubin: CUDA_ERROR_I
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel has been rejected, and no warning was given."""
-    monkeypatch.setattr(code_address, "_rejected", [])
-    code_address._warn.cache_clear()
+    monkeypatch.setattr(code_address, "rejected", [])
+    code_address.warn_once.cache_clear()
     cubins.find_kernel.cache_clear()
 
 
@@ -140,7 +140,7 @@ def test_without_pyelftools_or_with_another_relocation_kernels_stay_as_they_are(
         patch.setitem(sys.modules, "elftools.elf.elffile", None)
         assert publish_code_addresses(cubin) == []
     with monkeypatch.context() as patch:
-        patch.setattr(code_address, "_GENERIC_ADDRESS", 5)
+        patch.setattr(code_address, "GENERIC_ADDRESS", 5)
         assert publish_code_addresses(cubin) == []
     assert cubin.read_bytes() == before
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
@@ -198,7 +198,7 @@ def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(
         asked.append(arguments)
         if len(asked) == 1:
             raise REJECTED
-        plain.append(code_address._rejected)
+        plain.append(code_address.rejected)
         return int(library().attention_create(*arguments))
 
     real = library()

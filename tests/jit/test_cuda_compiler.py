@@ -162,7 +162,7 @@ def test_a_compiler_that_may_not_be_executed_is_passed_over_and_named(
     (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
     monkeypatch.setattr(
         compilers,
-        "_nvcc_candidates",
+        "nvcc_candidates",
         lambda: [str(tmp_path / "bin" / "nvcc"), str(tmp_path / "bin"), "/nowhere/nvcc"],
     )
     assert compilers.nvcc() is None

@@ -301,11 +301,11 @@ def test_every_kernel_of_a_variant_compiles(
         )
         assert "instructions are serialized" not in kernel_cache.report(entry)
         if code_address.has_pyelftools() and design == "hopper" and not entry.name.startswith("row_ranges"):
-            (variable,) = code_address._variables(content)
+            (variable,) = code_address.address_variables(content)
             assert variable.kernel == (
                 "merge_kernel" if entry.name.startswith("merge") else "attention_kernel"
             )
-            assert code_address._written(content, [variable], complete=True) == content, (
+            assert code_address.with_address(content, [variable], complete=True) == content, (
                 "the entry says where its code lies"
             )
 

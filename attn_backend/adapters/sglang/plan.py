@@ -157,7 +157,7 @@ def page_table(
         assert batch.encoder_lens is not None
         return PageTable.token_slots(req_to_token, batch.rows, batch.encoder_lens, page_size), None
     if batch.encoder_lens is not None:
-        return _decoder_page_table(req_to_token, batch.rows, batch.kv_lens, batch.encoder_lens), None
+        return decoder_page_table(req_to_token, batch.rows, batch.kv_lens, batch.encoder_lens), None
     if not spec.in_window_pool:
         return PageTable.token_slots(req_to_token, batch.rows, batch.kv_lens, page_size), None
     assert window_slots is not None
@@ -174,7 +174,7 @@ def page_table(
     )
 
 
-def _decoder_page_table(
+def decoder_page_table(
     req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, encoder_lens: Tensor
 ) -> PageTable:
     """The page table of an encoder-decoder model's decoder.

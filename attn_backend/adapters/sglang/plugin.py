@@ -129,7 +129,7 @@ def hook_draft_factory(name: str) -> None:
         hooks.HookRegistry.register(DRAFT_FACTORY, create_with_ours, hooks.HookType.AROUND)
 
 
-_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+BACKEND_OPTIONS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 # Models that this backend serves, although it is missing in SGLang's lists for them.
 SERVED = (
     *(
@@ -217,8 +217,8 @@ def hook_name_checks(name: str) -> bool:
     if checks is None:
         return False
     around = hooks.HookType.AROUND
-    for path, hook in [(check.function, _reading(check, name)) for check in checks] + [
-        (path, _renamed_view) for path in {check.view for check in checks}
+    for path, hook in [(check.function, reading(check, name)) for check in checks] + [
+        (path, renamed_view) for path in {check.view for check in checks}
     ]:
         target = path.replace(":", ".")
         if not any(
@@ -240,9 +240,9 @@ def _exists(path: str) -> bool:
     return True
 
 
-def _reading(check: Check, name: str) -> Callable[..., Any]:
+def reading(check: Check, name: str) -> Callable[..., Any]:
     def check_with_accepted_name(original: Callable[[Any], Any], server_args: Any) -> Any:
-        if name not in [getattr(server_args, field, None) for field in _BACKENDS] or (
+        if name not in [getattr(server_args, field, None) for field in BACKEND_OPTIONS] or (
             check.of_models and not _serves(server_args)
         ):
             return original(server_args)
@@ -272,13 +272,13 @@ def _serves(server_args: Any) -> bool:
     return config.hf_config.architectures[0] in SERVED
 
 
-def _renamed_view(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def renamed_view(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     view = original(*arguments, **named)
     reads = _reads.get()
     return view if reads is None else _Renamed(view, *reads)
 
 
-_renamed_view._attn_backend_hook = True  # type: ignore[attr-defined]
+renamed_view._attn_backend_hook = True  # type: ignore[attr-defined]
 
 
 class _Renamed:
@@ -289,4 +289,4 @@ class _Renamed:
 
     def __getattr__(self, field: str) -> Any:
         value = getattr(self._view, field)
-        return self._accepted if field in _BACKENDS and value == self._name else value
+        return self._accepted if field in BACKEND_OPTIONS and value == self._name else value

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_steps import check
 
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.plan import _decoder_page_table, window_page_table
+from attn_backend.adapters.sglang.plan import decoder_page_table, window_page_table
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -58,7 +58,7 @@ def test_tokens_of_a_decoder_follow_the_encoders(seed: int) -> None:
     rows = torch.tensor(draw.sample(range(1, 7), 3))
     encoder_lens = [draw.randint(0, MAX_TOKENS // 2) for _ in range(3)]
     kv_lens = [draw.choice((0, 1, MAX_TOKENS - encoder_len)) for encoder_len in encoder_lens]
-    pages = _decoder_page_table(table, rows, torch.tensor(kv_lens), torch.tensor(encoder_lens))
+    pages = decoder_page_table(table, rows, torch.tensor(kv_lens), torch.tensor(encoder_lens))
     assert pages.page_size == 1
     assert pages.kv_lens.tolist() == kv_lens
     for i, (row, encoder_len, kv_len) in enumerate(zip(rows.tolist(), encoder_lens, kv_lens, strict=True)):

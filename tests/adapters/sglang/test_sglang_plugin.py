@@ -67,16 +67,16 @@ def test_what_a_check_reads(
     seen = []
 
     def check(server_args: Any) -> None:
-        view = plugin._renamed_view(lambda arguments: arguments, server_args)
+        view = plugin.renamed_view(lambda arguments: arguments, server_args)
         seen.append((view.attention_backend, view.prefill_attention_backend))
 
-    around = plugin._reading(plugin.Check("", "", "triton", True), NAME)
+    around = plugin.reading(plugin.Check("", "", "triton", True), NAME)
     arguments = server(backend, architecture)
     around(check, arguments)
     assert seen == [(read, None)]
     assert arguments.attention_backend == backend
     # other readers get the settings themselves
-    assert plugin._renamed_view(lambda server_args: server_args, arguments) is arguments
+    assert plugin.renamed_view(lambda server_args: server_args, arguments) is arguments
 
 
 def test_a_check_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +84,5 @@ def test_a_check_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("refused")
 
     with pytest.raises(AssertionError, match="refused"):
-        plugin._reading(plugin.Check("", "", "flashinfer", False), NAME)(check, server(NAME))
+        plugin.reading(plugin.Check("", "", "flashinfer", False), NAME)(check, server(NAME))
     assert plugin._reads.get() is None
