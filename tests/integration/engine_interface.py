@@ -63,7 +63,9 @@ MEMBERS = {
         "vllm.v1.attention.backend:AttentionMetadataBuilder": "supports_draft_decode_metadata_update "
         "get_cudagraph_support",
         "vllm.config.cache:CacheConfig": "cache_dtype",
-        "vllm.model_executor.layers.attention.attention:Attention": "impl mm_prefix_clamp_sliding_window",
+        "vllm.model_executor.layers.attention.attention:Attention": (
+            "impl mm_prefix_clamp_sliding_window kv_sharing_target_layer_name"
+        ),
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA "
         "FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV",
         f"{MLA}:MLACommonMetadataBuilder": "query_len_support reorder_batch_threshold mla_dims num_heads "
