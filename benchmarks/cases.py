@@ -199,8 +199,8 @@ def prefill_cases() -> list[Case]:
         for page_size in (RAGGED, 16)
     ]
     cases += [
-        _prefill(1, "const", 16384, qo, kv, page_size, head_dim)
-        for qo, kv, head_dim in ((32, 8, 64), (16, 4, 256))
+        _prefill(1, "const", tokens, qo, kv, page_size, head_dim)
+        for tokens, qo, kv, head_dim in ((16384, 32, 8, 64), (16384, 16, 4, 256), (32768, 16, 4, 256))
         for page_size in (RAGGED, 16)
     ]
     cases += [

@@ -238,7 +238,11 @@ DEVICE: dict[str, Make] = {
     "prompts 4 x 4096, heads of 64": attention([4096] * 4, [4096] * 4, head_dim=64),
     "prompts 4 x 4096, heads of 64, window 128": attention([4096] * 4, [4096] * 4, head_dim=64, window=128),
     "prompts 4 x 4096, heads of 256": attention([4096] * 4, [4096] * 4, head_dim=256),
+    "prompt 16384": attention([16384], [16384]),
+    "prompt 8192, heads of 256": attention([8192], [8192], head_dim=256),
+    "prompt 16384, heads of 256": attention([16384], [16384], head_dim=256),
     "chunk 512 at 4096, 31 decodes": attention([512] + [1] * 31, [4608] + [2048] * 31),
+    "chunk 2048 at 30720": attention([2048], [32768]),
     **{
         f"{PLANS} plans of {batch}: {name}": plans(batch, **shared)
         for batch in (16, 64, 256, 512)
