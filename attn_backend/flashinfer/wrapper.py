@@ -609,7 +609,7 @@ class Wrapper:
         scale = self._sm_scale if self._jit is None else 1.0
         if scale is None:
             scale = self._heads.default_scale
-        # Each is a float or None. Checking for tensors takes longer.
+        # The common case: all are floats or None. Checking for tensors takes longer.
         if (
             not isinstance(scale, float)
             or not (q_scale is None or isinstance(q_scale, float))

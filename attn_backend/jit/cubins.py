@@ -238,8 +238,8 @@ _warned: list[str] = []
 
 
 def _warn_once(text: str) -> None:
-    """Warns once per process."""
-    if not _warned:
+    """Gives each warning once per process."""
+    if text not in _warned:
         _warned.append(text)
         logger.warning("attn_backend: %s", text)
 
@@ -272,11 +272,12 @@ def find_kernel(name: str, arch: str) -> Path:
     return code_address.usable(shipped_or(name, arch, lambda: _cached_or_compiled(name, arch)))
 
 
-def forget_kernels(error: RuntimeError) -> None:
-    """Called after a cubin failed to load. If completed cubins may be the reason, find_kernel returns plain
-    ones from now on.
+def use_plain_kernels_or_raise(error: RuntimeError) -> None:
+    """Called after a cubin failed to load: find_kernel returns plain cubins from now on, without addresses
+    of their code.
 
-    Otherwise raises the error.
+    Raises:
+        RuntimeError: the error itself, if addresses cannot be the reason.
     """
     code_address.do_without(error)
     find_kernel.cache_clear()

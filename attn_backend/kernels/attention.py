@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..jit import manifest
-from ..jit.cubins import forget_kernels
+from ..jit.cubins import use_plain_kernels_or_raise
 from ..jit.manifest import (
     CPU_HEAD_DIMS_TEXT,
     CUDA_HEAD_DIMS_TEXT,
@@ -631,7 +631,7 @@ class Attention:
         except RuntimeError as error:
             if self._variant is not None and device.type == "cpu":
                 raise
-            forget_kernels(error)
+            use_plain_kernels_or_raise(error)
             self._handle = self._library.attention_create(
                 self._config.pack(self._variant), self._config.kernel_files(self._variant)
             )
@@ -697,6 +697,8 @@ class Attention:
         Leave the tensors unchanged until those kernels have run.
 
         Args:
+            composition: one BSRView, or a Composition of at most `max_levels` views. Its tensors are on
+                `device`, with the shapes and dtypes that BSRView and PageTable name.
             variant_args: the arguments that the runs will get, if the variant has a mask. A kernel then first
                 evaluates the mask for every token of every row. Plan and runs skip KV tiles that no row of a
                 row tile sees. Without variant_args the mask still applies, but nothing is skipped. A mask
@@ -725,7 +727,7 @@ class Attention:
             for level, view in enumerate(levels):
                 table = view.table
                 causal, window_left = visibility_of(view, len(levels), self._variant)
-                has_slots = view.pages_change and view.has_slots and not causal and window_left < 0
+                has_slots = view.has_slots and not causal and window_left < 0  # a variant may narrow the view
                 if has_slots:
                     selection.load(self.device)
                 options = level_options(
@@ -930,9 +932,9 @@ class Attention:
                 kv.v_scale,
                 q_scale if q_scale is None else checked_scale("q_scale", q_scale),
                 sinks,
-                False,
-                False,
-                None,
+                False,  # lse_to_base_2
+                False,  # is_hnd
+                None,  # k_rope
                 out_scale if out_scale is None else checked_scale("out_scale", out_scale),
                 variant_args,
                 selected,
@@ -1055,7 +1057,7 @@ class Attention:
                     )
                 break
             except RuntimeError as error:
-                if variant is None or not variant.loads_missing_kernel(self._handle, error):
+                if variant is None or not variant.load_if_missing(self._handle, error):
                     raise
         if errors:
             refuse_run(errors, self._levels, k.shape[1 if is_hnd else 0])

@@ -469,9 +469,9 @@ class AttentionVariant:
         ahead = None if Settings.read().jit else self._ahead
         return str(cubins.find_cubin(self.variant, self._kernels[name], self._target, ahead))
 
-    def loads_missing_kernel(self, handle: int, error: Exception) -> bool:
-        """Whether a run of the Attention with this handle failed because one of manifest.LATE_KERNELS was
-        missing. Loads that kernel; the caller may retry the run.
+    def load_if_missing(self, handle: int, error: Exception) -> bool:
+        """Loads the kernel of manifest.LATE_KERNELS that a failed run of the Attention with this handle
+        lacked. Returns False for any other error; otherwise the caller may retry the run.
         """
         if not isinstance(error, MissingKernelError):
             return False

@@ -1,3 +1,4 @@
+// The state of an Attention, and the launches of plan and run.
 #include "runtime/attention.h"
 
 #include <pthread.h>

@@ -1,4 +1,5 @@
-// Attention.run (attn_backend/kernels/attention.py), bound with tvm-ffi: checks, then the launches or the CPU's loops.
+// Attention.run (attn_backend/kernels/attention.py), bound with tvm-ffi: checks the arguments. Attention::run
+// (attention.cpp) then launches the kernels or runs the CPU's loops.
 #include <limits>
 #include <optional>
 
@@ -214,7 +215,8 @@ int64_t run(const RunArguments& given) {
     params.sinks = dense<float>("sinks", given.sinks.value(), device, kFloat32, {heads});
   }
   const bool has_slots = given.indices.has_value() || attention.has_slots();
-  params.after_append = given.after_append && !has_slots;  // what packs the slots writes the schedule
+  // The kernel that packs slots runs in between and changes the schedule, so attention must wait for it.
+  params.after_append = given.after_append && !has_slots;
   const AttentionScales scales{checked_scale("kv.k_scale", given.k_scale, attention),
                                checked_scale("kv.v_scale", given.v_scale, attention),
                                checked_q_scale(given.q_scale, attention), config.kv_dtype, config.q_dtype};

@@ -839,7 +839,7 @@ FAULTS = (
     ),
     Fault(
         "sparse MLA: a plan finds prefixes in slots that the next layer changes",
-        "csrc/runtime/bindings.cpp",
+        "csrc/runtime/plan.cpp",
         "!options.pages_change",
         "true",
         ("tests/kernels/test_sparse_mla.py",),

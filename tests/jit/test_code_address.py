@@ -210,7 +210,7 @@ def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(
     assert len(caplog.records) == 1
     assert "CUDA_ERROR_INVALID_IMAGE" in caplog.text
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_IMAGE"):
-        cubins.forget_kernels(REJECTED)  # plain ones are rejected, too
+        cubins.use_plain_kernels_or_raise(REJECTED)  # plain ones are rejected, too
 
 
 def test_the_runtime_throws_errors_by_the_names_that_are_known_here() -> None:
@@ -228,10 +228,10 @@ def test_the_runtime_throws_errors_by_the_names_that_are_known_here() -> None:
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
-        cubins.forget_kernels(RuntimeError("out of memory"))
+        cubins.use_plain_kernels_or_raise(RuntimeError("out of memory"))
     monkeypatch.setenv("ATTN_BACKEND_PREFETCH_CODE", "0")
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_IMAGE"):
-        cubins.forget_kernels(REJECTED)
+        cubins.use_plain_kernels_or_raise(REJECTED)
 
 
 @needs_nvcc

@@ -1,4 +1,7 @@
-"""Differences between SGLang's releases, 0.5.17 to 0.5.23. Only this file looks at the running release."""
+"""Differences between SGLang's releases, 0.5.17 to 0.5.23.
+
+Files that replace functions of the engine also check what is there: sampler.py, plugin.py and support.py.
+"""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             kv, appended = KVCache.from_ragged(key, value), False
         else:
             kv = self._view(layer, kv_cache)
-            # when vLLM calls do_kv_cache_update
+            # vLLM has called do_kv_cache_update in exactly these cases
             appended = key is not None and not self._shares_cache(layer)
         if self.sinks is not None and self._float_sinks is None:
             self.process_weights_after_loading(query.dtype)
