@@ -18,7 +18,7 @@ constexpr int32_t kProducerThreads = kWarpgroupThreads;
 constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;  // of heads that are not wide
 constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
 
-/// Wide heads: one warpgroup computes P, two compute P·V (wide_consumer.cuh).
+/// Wide heads: one warpgroup computes P, two compute P·V (wide.cuh).
 ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) {
   return is_wide(dims) ? 3 * kWarpgroupThreads / 32 : kConsumerWarps;
 }
@@ -41,11 +41,11 @@ struct Tuning {
   int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
   int32_t slot_parts;  // of a slot, one mbarrier pair each: the tokens that a warpgroup takes in row tiles of 16 rows;
                        // wide heads: the columns that a warpgroup multiplies with P
-  int32_t max_parts_in_flight;  // that are filled or being filled while row tiles have 16 rows
-  int32_t producer_registers;   // of a thread; three warpgroups share 504, four 512
-  bool keeps_maxima;            // lazy maxima (consumer.cuh)
-  bool finds_runs;              // consecutive pages of one token are loaded by TMA (RowCopier)
-  int32_t staged_pieces = 0;    // of 16 bytes, of a producer thread, on their way (WideningCopier)
+  int32_t max_parts_in_flight = 0;  // that are filled or being filled while row tiles have 16 rows
+  int32_t producer_registers;       // of a thread; three warpgroups share 504, four 512
+  bool keeps_maxima = false;        // lazy maxima (prefill.cuh)
+  bool finds_runs = false;          // consecutive pages of one token are loaded by TMA (RowCopier)
+  int32_t staged_pieces = 0;        // of 16 bytes, of a producer thread, on their way (WideningCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
   ATTN_HD constexpr int32_t scorer_registers() const { return 512 - 2 * kMultiplierRegisters - producer_registers; }
@@ -109,9 +109,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .kv_slots = 7,
        .slot_parts = 1,
        .max_parts_in_flight = 4,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 72},
       {.max_qk = 256,
        .max_v = 256,
        .max_kind = kMaxKind,
@@ -120,9 +118,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .kv_slots = 5,
        .slot_parts = 1,
        .max_parts_in_flight = 3,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 72},
       // wide heads, absorbed MLA
       {.max_qk = 576,
        .max_v = 512,
@@ -131,10 +127,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .q_slots = 1,
        .kv_slots = 2,
        .slot_parts = 2,
-       .max_parts_in_flight = 0,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 72},
   };
   // 8-bit caches
   constexpr Tuning kWidenedTunings[] = {
@@ -147,7 +140,6 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .slot_parts = 2,
        .max_parts_in_flight = 20,
        .producer_registers = 88,
-       .keeps_maxima = false,
        .finds_runs = true},
       {.max_qk = 128,
        .max_v = 128,
@@ -158,7 +150,6 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .slot_parts = 2,
        .max_parts_in_flight = 12,
        .producer_registers = 88,
-       .keeps_maxima = false,
        .finds_runs = true},
       // MLA that is not absorbed
       {.max_qk = 256,
@@ -169,9 +160,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .kv_slots = 8,
        .slot_parts = 1,
        .max_parts_in_flight = 6,
-       .producer_registers = 88,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 88},
       {.max_qk = 256,
        .max_v = 256,
        .max_kind = kMaxKind,
@@ -180,9 +169,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .kv_slots = 6,
        .slot_parts = 1,
        .max_parts_in_flight = 4,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 72},
       // widened by the producer
       {.max_qk = 512,
        .max_v = 512,
@@ -191,10 +178,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .q_slots = 1,
        .kv_slots = 2,
        .slot_parts = 2,
-       .max_parts_in_flight = 0,
        .producer_registers = 104,
-       .keeps_maxima = false,
-       .finds_runs = false,
        .staged_pieces = 12},
       // there is no room to stage them
       {.max_qk = 576,
@@ -204,10 +188,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .q_slots = 1,
        .kv_slots = 2,
        .slot_parts = 2,
-       .max_parts_in_flight = 0,
-       .producer_registers = 112,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 112},
   };
   return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
 }
@@ -220,7 +201,7 @@ ATTN_HD constexpr int32_t columns_of_products(int32_t columns) {
 /// Those that one product makes: 256 are made by two.
 ATTN_HD constexpr int32_t columns_of_one_product(int32_t columns) { return columns > 192 ? 128 : columns; }
 
-/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_consumer.cuh, ADR 37):
+/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_prefill.cuh, ADR 37):
 /// MULTIPLIED_FLOAT8_HEAD_DIMS in manifest.py.
 ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {
   return dims.qk == dims.v && (dims.qk == 64 || dims.qk == 128);
@@ -248,7 +229,7 @@ struct SharedLayout {
   int32_t k_slot_bytes;  // K and V tiles lie in turn
   int32_t v_slot_bytes;
   int32_t widened;        // a K and a V tile of an 8-bit cache, as they are multiplied, or two V tiles transposed
-                          // (float8_consumer.cuh); none of others
+                          // (float8_prefill.cuh); none of others
   int32_t widened_bytes;  // of one of them
   int32_t probabilities;  // of wide heads: elements [64 rows][kv_tile]
   int32_t staged;         // [staged_pieces][kProducerThreads] pieces of 16 bytes of an 8-bit cache
