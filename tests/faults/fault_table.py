@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper: pairs copy rows that are not fenced",
-        "csrc/attention/sm90/feed/widening_copier.cuh",
+        "csrc/attention/sm90/feed/dequantizing_copier.cuh",
         "    ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
         "    if constexpr (kCtas == 1) ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
         ("tests/csrc/test_latent_kernels.py", "-k", "pairs_of_ctas"),
@@ -365,8 +365,8 @@ FAULTS = (
     Fault(
         "Hopper kernel: a barrier for too many warps",
         "csrc/attention/sm90/feed/shared_memory.cuh",
-        "ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims));",
-        "ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims) + 1);",
+        "ptx::mbarrier_init(q_free(stage), consumer_warps(Traits::Shape::kDims));",
+        "ptx::mbarrier_init(q_free(stage), consumer_warps(Traits::Shape::kDims) + 1);",
         (ATTENTION, "-k", "every_kind and hopper"),
     ),
     Fault(
@@ -874,14 +874,14 @@ FAULTS = (
     ),
     Fault(
         "latents: scales of their own are those of the columns before",
-        "csrc/attention/tile/widened_row.cuh",
+        "csrc/attention/tile/dequantized_row.cuh",
         "{ return piece * kBlockColumns / Latent::kColumnsOfScale; }",
         "{ return max_of(piece - 1, 0) * kBlockColumns / Latent::kColumnsOfScale; }",
         ("tests/csrc/test_latent_kernels.py", "-k", "scaled"),
     ),
     Fault(
         "latents: the producer's writes are not fenced",
-        "csrc/attention/sm90/feed/widening_copier.cuh",
+        "csrc/attention/sm90/feed/dequantizing_copier.cuh",
         "    ptx::fence_async_proxy();\n",
         "",
         ("tests/csrc/test_latent_kernels.py", "-k", "hopper"),
@@ -945,8 +945,8 @@ FAULTS = (
     Fault(
         "8-bit products: V is transposed to where it is still multiplied",
         "csrc/attention/sm90/float8_prefill.cuh",
-        "shared.widened(num_multiplied & 1)",
-        "shared.widened(0)",
+        "shared.dequantized(num_multiplied & 1)",
+        "shared.dequantized(0)",
         FLOAT8_QUERIES,
     ),
     Fault(

@@ -1,6 +1,6 @@
 // The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
 // a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign). Over 8-bit latents
-// these are a cluster, and widen KV tiles for each other (widening_copier.cuh).
+// these are a cluster, and dequantize KV tiles for each other (dequantizing_copier.cuh).
 //
 // One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two or three compute.
 // Each regime of theirs is a file:
@@ -38,7 +38,7 @@ struct WorkItems {
 
   __device__ __forceinline__ explicit WorkItems(const Shared& shared_) : shared(shared_) { shared.wait_q_full(place); }
 
-  __device__ __forceinline__ const WorkItem& item() const { return shared.item(place.slot); }
+  __device__ __forceinline__ const WorkItem& item() const { return shared.item(place.stage); }
   __device__ __forceinline__ bool any() const { return item().num_kv_tiles > 0; }
   __device__ __forceinline__ void next() {
     shared.free_q(place);
@@ -73,9 +73,9 @@ __device__ __forceinline__ void consume(const HopperParams& params, const Shared
     for (WorkItems<Traits> items(shared); items.any(); items.next()) {
       const WorkItem& item = items.item();
       if (multiplies(item))
-        prefill.run(item, items.place.slot);
+        prefill.run(item, items.place.stage);
       else if (item.kind == 0)
-        decode.run(item, items.place.slot);
+        decode.run(item, items.place.stage);
       else
         prefill.skip(item);
     }
@@ -125,7 +125,7 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<kTuning<Traits>.producer_registers>();
     if constexpr (kMayBeCluster<Traits>) {
-      if (in_cluster) return produce<Traits, WideningCopier<Traits, 2>>(params, shared, cursor);
+      if (in_cluster) return produce<Traits, DequantizingCopier<Traits, 2>>(params, shared, cursor);
     }
     produce<Traits, Copier<Traits>>(params, shared, cursor);
   } else {

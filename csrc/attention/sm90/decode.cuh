@@ -13,8 +13,8 @@
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
 #include "attention/sm90/tiles.cuh"
+#include "attention/tile/dequantized_tile.cuh"
 #include "attention/tile/warp_state.cuh"
-#include "attention/tile/widened_tile.cuh"
 
 namespace attn::sm90 {
 
@@ -23,8 +23,9 @@ struct DecodeSwitches {
   static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;   // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;     // variants with sparse masks
   static constexpr bool kRewritesQuery = sm90::kRewritesQuery<Traits>;  // Q hooks, Q of another 16-bit type
-  static constexpr bool kDequantizesInRegisters = Traits::kWidensInRegisters;  // 8-bit caches
-  static constexpr bool kDequantizesInTiles = Traits::kStages;  // 8-bit caches, if a variant transforms K or V
+  static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches
+  static constexpr bool kDequantizesInTiles =
+      Traits::kDequantizesInTiles;  // 8-bit caches, if a variant transforms K or V
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // heads of up to 128 columns; with more,
                                                                            // KV tiles are too small for two warpgroups
 };
@@ -38,8 +39,8 @@ struct Decode {
   using Shared = SharedMemory<Traits>;
   using Walk = KvWalk<Traits>;
   using Query = QTile<Traits>;
-  using Keys = typename Conditional<Switches::kDequantizesInTiles, WideKTile<Traits>, KTile<Traits>>::Type;
-  using Values = typename Conditional<Switches::kDequantizesInTiles, WideVTile<Traits>, VTile<Traits>>::Type;
+  using Keys = typename Conditional<Switches::kDequantizesInTiles, WgmmaKTile<Traits>, KTile<Traits>>::Type;
+  using Values = typename Conditional<Switches::kDequantizesInTiles, WgmmaVTile<Traits>, VTile<Traits>>::Type;
   using Held = HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, kVColumns<Traits>>;
   using State =
       WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
@@ -63,7 +64,7 @@ struct Decode {
   KvRing<Traits>& ring;
   const Scores<Traits> scores{params};
 
-  __device__ __forceinline__ void run(const WorkItem& item, int q_slot) {
+  __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {
     const Shared& shared = ring.shared;
     const int lane = ptx::lane_id();
     const Layout warp(consumer_warp());
@@ -77,10 +78,10 @@ struct Decode {
     const int own_row = Switches::kDequantizesInTiles ? warp.first_token : row;  // of own_tile()
 
     // Q: all warps multiply the same rows.
-    const uint32_t q = ptx::shared_address(shared.q(q_slot)) +
+    const uint32_t q = ptx::shared_address(shared.q(q_stage)) +
                        (Switches::kDequantizesInRegisters ? Held::offset(lane) : Query::rows_first(lane));
     if constexpr (Switches::kRewritesQuery)
-      rewrite_query<Traits, kConsumerThreads>(params, item, shared.q(q_slot), 0, kWarpRows);
+      rewrite_query<Traits, kConsumerThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
     else if constexpr (Switches::kDequantizesInTiles)
       Consumers::sync();  // no warp multiplies the dequantized tiles
     Held held;
@@ -105,14 +106,14 @@ struct Decode {
 
       // S = Q K^T
       shared.wait_kv_full(keys);
-      prepare<KeyTransform<Variant>, KTile<Traits>, Keys>(item, keys.slot, row, own_row, token,
+      prepare<KeyTransform<Variant>, KTile<Traits>, Keys>(item, keys.stage, row, own_row, token,
                                                           TokenRange{0, Walk::kTokens});
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
       const uint32_t k =
-          ptx::shared_address(own_tile(keys.slot)) + own_row * Keys::kRowBytes + Keys::columns_first(lane);
+          ptx::shared_address(own_tile(keys.stage)) + own_row * Keys::kRowBytes + Keys::columns_first(lane);
       if constexpr (Switches::kDequantizesInRegisters) {
-        state.template widened_scores<kQkColumns, kTokens, Keys, KvElement>(
+        state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
         held.finish(s);
       } else {
@@ -130,15 +131,15 @@ struct Decode {
       // O += P V
       shared.wait_kv_full(values);
       const TokenRange readable{item.readable.begin - token + row, item.readable.end - token + row};  // rows of V
-      prepare<ValueTransform<Variant>, VTile<Traits>, Values>(item, values.slot, row, own_row, token, readable);
+      prepare<ValueTransform<Variant>, VTile<Traits>, Values>(item, values.stage, row, own_row, token, readable);
       if (!Switches::kDequantizesInTiles && (token < item.readable.begin || token + kTokens > item.readable.end)) {
-        zero_rows<Values, 32>(shared.kv(values.slot), row, row + kTokens, readable.begin, readable.end, lane);
+        zero_rows<Values, 32>(shared.kv(values.stage), row, row + kTokens, readable.begin, readable.end, lane);
         __syncwarp();
       }
       const uint32_t v =
-          ptx::shared_address(own_tile(values.slot)) + own_row * Values::kRowBytes + Values::rows_first(lane);
+          ptx::shared_address(own_tile(values.stage)) + own_row * Values::kRowBytes + Values::rows_first(lane);
       if constexpr (Switches::kDequantizesInRegisters)
-        state.template widened_accumulate<kTokens, Values, KvElement>(p, v);
+        state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
       else
         state.template accumulate<kTokens, Values>(p, v);
       shared.free_kv(values, 2);
@@ -147,31 +148,31 @@ struct Decode {
     // Epilogue: the warps' states merge.
     const int halves = item.rows.count <= 8 ? 1 : 2;
     const ItemTarget<Traits> target(params, item, Shared::requests(item));
-    write_merged_warps<Consumers, Layout, OTile<Traits>::kHeadColumns, Shared::kLayout.q_slot_bytes>(
-        state, target, warp, halves, shared.q(q_slot), shared.row_states());
+    write_merged_warps<Consumers, Layout, OTile<Traits>::kHeadColumns, Shared::kLayout.q_stage_bytes>(
+        state, target, warp, halves, shared.q(q_stage), shared.row_states());
   }
 
-  /// Where this warp multiplies its rows of the tile in `slot`.
-  __device__ __forceinline__ char* own_tile(int slot) const {
-    return Switches::kDequantizesInTiles ? ring.shared.widened(warpgroup()) : ring.shared.kv(slot);
+  /// Where this warp multiplies its rows of the tile in `stage`.
+  __device__ __forceinline__ char* own_tile(int stage) const {
+    return Switches::kDequantizesInTiles ? ring.shared.dequantized(warpgroup()) : ring.shared.kv(stage);
   }
 
-  /// Dequantizes and transforms the warp's rows of the tile in `slot`, from `row` on, if they are multiplied in shared
+  /// Dequantizes and transforms the warp's rows of the tile in `stage`, from `row` on, if they are multiplied in shared
   /// memory. They are then rows of own_tile(), from `own_row` on. `token`: of the first. Rows outside of `readable`
   /// become zeros where they are dequantized.
   template <class Transform, class Stored, class Tile>
-  __device__ __forceinline__ void prepare(const WorkItem& item, int slot, int row, int own_row, int32_t token,
+  __device__ __forceinline__ void prepare(const WorkItem& item, int stage, int row, int own_row, int32_t token,
                                           const TokenRange& readable) const {
     if constexpr (Switches::kDequantizesInTiles) {
       __syncwarp();  // all lanes have multiplied the previous rows
-      widen_tile_rows<Stored, Tile, Element, KvElement, kTokens, 32>(ring.shared.kv(slot), row, own_tile(slot), own_row,
-                                                                     ptx::lane_id(), readable);
+      dequantize_tile_rows<Stored, Tile, Element, KvElement, kTokens, 32>(ring.shared.kv(stage), row, own_tile(stage),
+                                                                          own_row, ptx::lane_id(), readable);
       __syncwarp();
     }
     if constexpr (Transform::kExists) {
       constexpr int kRowsAtOnce = Switches::kDequantizesInTiles && !leaves_registers(kVColumns<Traits>) ? 1 : 2;
       transform_tokens<Traits, Transform, Tile, 32, kTokens, kRowsAtOnce, 4>(
-          params, item, own_tile(slot), own_row, own_row + kTokens, ptx::lane_id(), token - own_row);
+          params, item, own_tile(stage), own_row, own_row + kTokens, ptx::lane_id(), token - own_row);
       ptx::fence_async_proxy();  // before TMA writes it again
       __syncwarp();
     }

@@ -100,7 +100,7 @@ struct Float8Prefill {
   using State = WarpState<typename Traits::Element, kColumns, 1>;  // of one warp, which has 16 rows
   using Transposed = TransposedValues<kTokens, kColumns>;
   static constexpr int kChunks = Values::kHeadChunks / 2;  // of V, that a warpgroup transposes
-  static_assert(Transposed::kBlockBytes <= Shared::kLayout.widened_bytes);
+  static_assert(Transposed::kBlockBytes <= Shared::kLayout.dequantized_bytes);
   static_assert(Shared::kKvParts % (2 * Shared::kParts) == 0, "the parts of a KV tile follow one another");
 
   /// Probabilities are multiplied by 2^kShift, and are up to 2^kSlack before, because a row's maximum is left as it is
@@ -123,7 +123,7 @@ struct Float8Prefill {
   }
 
   /// Computes an item whose rows this warpgroup multiplies.
-  __device__ __forceinline__ void run(const WorkItem& item, int q_slot) {
+  __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {
     const int first_row = consumer_warp() * kWarpRows;
     float s[1][kTokens / 8][4];
     float partial[kColumns / 8][4];
@@ -132,7 +132,7 @@ struct Float8Prefill {
     // Start S(0) = Q K(0)^T. Meanwhile, set up the rows' state.
     wait_for_tiles(ring.kv);
     ptx::wgmma_fence();
-    multiply_keys(s, query(q_slot), keys(ring.kv.slot));
+    multiply_keys(s, query(q_stage), keys(ring.kv.stage));
     State state;
     state.scale = scores.scale(item);
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row);
@@ -143,7 +143,7 @@ struct Float8Prefill {
     for (int left = item.num_kv_tiles;;
          token = Switches::kSkipsTiles ? Walk::enter(Walk::next(params, item, token, left), rows) : token + kTokens) {
       // Transpose V(i), while S(i) is under way.
-      transpose(item, ring.kv.ahead(Shared::kParts).slot, token, readable);
+      transpose(item, ring.kv.ahead(Shared::kParts).stage, token, readable);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(s[0]);
       free_tiles(ring.kv);
@@ -170,7 +170,7 @@ struct Float8Prefill {
       ++num_multiplied;
       const bool is_last = --left == 0;
       const bool are_full = !is_last && are_tiles_full(ring.kv);
-      const ptx::MatrixDescriptor q = query(q_slot), k = keys(ring.kv.slot);
+      const ptx::MatrixDescriptor q = query(q_stage), k = keys(ring.kv.stage);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(partial);
       add(state, correction, partial);
@@ -191,7 +191,7 @@ struct Float8Prefill {
     state.scale_output(0, kUnshifted);
     state.sum[0][0] *= kUnshift;
     state.sum[0][1] *= kUnshift;
-    write_rows<Traits>(hopper_params, item, state, first_row, shared.q(q_slot));
+    write_rows<Traits>(hopper_params, item, state, first_row, shared.q(q_stage));
   }
 
   /// Lets the KV tiles of an item pass that only the other warpgroup computes. It arrives for V tiles as if it had
@@ -224,21 +224,21 @@ struct Float8Prefill {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ ptx::MatrixDescriptor query(int slot) const {
-    return Query::columns_descriptor(ptx::shared_address(shared.q(slot)) + warpgroup() * 64 * Query::kRowBytes);
+  __device__ __forceinline__ ptx::MatrixDescriptor query(int stage) const {
+    return Query::columns_descriptor(ptx::shared_address(shared.q(stage)) + warpgroup() * 64 * Query::kRowBytes);
   }
-  __device__ __forceinline__ ptx::MatrixDescriptor keys(int slot) const {
-    return Keys::columns_descriptor(ptx::shared_address(shared.kv(slot)));
+  __device__ __forceinline__ ptx::MatrixDescriptor keys(int stage) const {
+    return Keys::columns_descriptor(ptx::shared_address(shared.kv(stage)));
   }
 
   /// The V tile that is multiplied next.
-  __device__ __forceinline__ char* transposed() const { return shared.widened(num_multiplied & 1); }
+  __device__ __forceinline__ char* transposed() const { return shared.dequantized(num_multiplied & 1); }
 
-  /// Transposes this warp's tokens of the V tile in `slot`: its warpgroup's columns, or all if it computes the item
+  /// Transposes this warp's tokens of the V tile in `stage`: its warpgroup's columns, or all if it computes the item
   /// alone. What must not be read becomes zeros: a NaN would reach the output.
-  __device__ __forceinline__ void transpose(const WorkItem& item, int slot, int32_t first_token,
+  __device__ __forceinline__ void transpose(const WorkItem& item, int stage, int32_t first_token,
                                             const TokenRange& readable) const {
-    char* const values = shared.kv(slot);
+    char* const values = shared.kv(stage);
     clear_unreadable<Values, kTokens>(values, first_token, readable);
     // All warps have multiplied the tile before the last one: they do so before they arrive for the last one, and all
     // have arrived.
@@ -260,7 +260,7 @@ struct Float8Prefill {
     __syncwarp();
     if (ptx::lane_id() != 0) return;
 #pragma unroll
-    for (int part = 0; part < 2 * Shared::kParts; ++part) ptx::mbarrier_arrive(shared.kv_free(place.slot + part));
+    for (int part = 0; part < 2 * Shared::kParts; ++part) ptx::mbarrier_arrive(shared.kv_free(place.stage + part));
   }
   __device__ __forceinline__ void next_tiles() { ring.kv = ring.kv.ahead(2 * Shared::kParts); }
 

@@ -24,7 +24,7 @@ struct PrefillSwitches {
   using Variant = typename Traits::Variant;
   static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;  // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Variant::kSkipsTiles;    // variants with sparse masks
-  static constexpr bool kDequantizes = Traits::kWidens;        // 8-bit caches
+  static constexpr bool kDequantizes = Traits::kDequantizes;   // 8-bit caches
   static constexpr bool kAddsBias = kTakesLastFirst<Traits>;   // ALiBi: the bias is added with the exponentials, and
                                                                // KV tiles are taken from the last to the first
   /// Heads of up to 128 columns of V. Not where a variant's logits may grow from KV tile to KV tile: rows would outgrow
@@ -39,8 +39,8 @@ struct Prefill {
   using Element = typename Traits::Element;
   using Walk = KvWalk<Traits>;
   using Query = QTile<Traits>;
-  using Keys = WideKTile<Traits>;
-  using Values = WideVTile<Traits>;
+  using Keys = WgmmaKTile<Traits>;
+  using Values = WgmmaVTile<Traits>;
   using Rows = LaneRows<typename Traits::Variant, 1>;
   using Place = typename KvRing<Traits>::Place;
   static constexpr int kTokens = kTuning<Traits>.kv_tile;
@@ -56,15 +56,15 @@ struct Prefill {
 
   /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied by
   /// themselves: together with the last P V of the item before they were no faster (ADR 16).
-  __device__ __forceinline__ void run(const WorkItem& item, int q_slot) {
+  __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {
     const int first_row = consumer_warp() * kWarpRows;
     float s[1][kTokens / 8][4];
     uint32_t p[kTokens / 16][4];
 
     // Start S(0) = Q K(0)^T.
-    tiles.prepare_first(item, ring.shared.q(q_slot));
+    tiles.prepare_first(item, ring.shared.q(q_stage));
     ptx::wgmma_fence();
-    multiply_keys(s, query(q_slot), ring.kv.slot);
+    multiply_keys(s, query(q_stage), ring.kv.stage);
 
     // Meanwhile, set up the rows' state.
     State state;
@@ -109,7 +109,7 @@ struct Prefill {
         tiles.free(values);
         if constexpr (Switches::kKeepsMaxima) {
           if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1)))
-            recompute(state, item, s, added, q_rows(q_slot), ring.kv.slot, token, unmasked, rows);
+            recompute(state, item, s, added, q_rows(q_stage), ring.kv.stage, token, unmasked, rows);
         } else if (raised) {
           state.scale_output(0, correction);
         }
@@ -129,8 +129,8 @@ struct Prefill {
       // Start S(i + 1) = Q K(i + 1)^T and O += P(i) V(i), then wait for S(i + 1) only.
       tiles.prepare(item, values, token, true, left, readable);
       ptx::wgmma_fence();
-      multiply_keys(s, query(q_slot), ring.kv.slot);
-      multiply_values(state, p, values.slot);
+      multiply_keys(s, query(q_stage), ring.kv.stage);
+      multiply_values(state, p, values.stage);
       if constexpr (Switches::kSkipsTiles)
         next_token = Walk::enter(Walk::next(params, item, token, left), rows);  // early: it may have to be loaded
       tiles.prepare_early(item, Switches::kSkipsTiles ? next_token : token + Walk::kStep, left - 1);
@@ -141,14 +141,14 @@ struct Prefill {
     // The last P V
     tiles.prepare(item, values, token, false, 0, readable);
     ptx::wgmma_fence();
-    multiply_values(state, p, values.slot);
+    multiply_values(state, p, values.stage);
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(state.o[0]);
     tiles.free(values);
 
     // Epilogue: all of the warpgroup's products with Q are done, so the rows of O go through the Q tile.
     sync_warpgroup();
-    write_rows<Traits>(hopper_params, item, state, first_row, ring.shared.q(q_slot));
+    write_rows<Traits>(hopper_params, item, state, first_row, ring.shared.q(q_stage));
   }
 
   /// Lets the KV tiles of an item pass that only the other warpgroup computes.
@@ -158,8 +158,8 @@ struct Prefill {
 
   /// Starts s = Q K^T.
   __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
-                                                int slot) const {
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(tiles.keys(slot)));
+                                                int stage) const {
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(tiles.keys(stage)));
 #pragma unroll
     for (int k = 0; k < kQkColumns / 16; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(q, k), Keys::columns(keys, k), k > 0);
@@ -167,9 +167,9 @@ struct Prefill {
   }
 
   /// Starts o += P V.
-  __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int slot) const {
+  __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int stage) const {
     constexpr int kProduct = columns_of_one_product(kColumns);
-    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(tiles.values(slot)));
+    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(tiles.values(stage)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
 #pragma unroll
@@ -181,13 +181,13 @@ struct Prefill {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ ptx::MatrixDescriptor query(int slot) const {
-    return Query::columns_descriptor(ptx::shared_address(ring.shared.q(slot)) + warpgroup() * 64 * Query::kRowBytes);
+  __device__ __forceinline__ ptx::MatrixDescriptor query(int stage) const {
+    return Query::columns_descriptor(ptx::shared_address(ring.shared.q(stage)) + warpgroup() * 64 * Query::kRowBytes);
   }
 
   /// For ldmatrix: the rows of this warp.
-  __device__ __forceinline__ uint32_t q_rows(int slot) const {
-    return ptx::shared_address(ring.shared.q(slot)) + consumer_warp() * 16 * Query::kRowBytes +
+  __device__ __forceinline__ uint32_t q_rows(int stage) const {
+    return ptx::shared_address(ring.shared.q(stage)) + consumer_warp() * 16 * Query::kRowBytes +
            Query::rows_first(ptx::lane_id());
   }
 
@@ -257,7 +257,7 @@ struct Prefill {
   ///                                                                 v                              |
   ///     mma.sync: Q K(i), K(i) is still in the ring --> new maximum --> output, sum rescaled --> exp2(score - maximum)
   __device__ __forceinline__ void recompute(State& state, const WorkItem& item, float (&s)[1][kTokens / 8][4],
-                                            float (&added)[2], uint32_t q, int slot, int32_t first_token,
+                                            float (&added)[2], uint32_t q, int stage, int32_t first_token,
                                             const TokenRange& unmasked, const Rows& rows) const {
     constexpr int kStep = 16;  // tokens at a time
     const int first_row = consumer_warp() * kWarpRows;
@@ -290,7 +290,7 @@ struct Prefill {
       float step[1][kStep / 8][4];
       state.template scores<kQkColumns, kStep, Query, Keys>(
           step, q,
-          ptx::shared_address(tiles.keys(slot)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
+          ptx::shared_address(tiles.keys(stage)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
       scores.finish(item, step, first_row, first_token + token, unmasked, rows);
 #pragma unroll
       for (int j = 0; j < kStep / 8 * 4; ++j) {

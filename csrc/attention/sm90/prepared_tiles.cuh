@@ -67,7 +67,7 @@ __device__ __forceinline__ void dequantize_rows(const char* from, char* to, int 
       const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
       uint32_t wide[4][2];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) widen<typename Wide::Element, typename Stored::Element>(words[w], wide[w]);
+      for (int w = 0; w < 4; ++w) dequantize<typename Wide::Element, typename Stored::Element>(words[w], wide[w]);
       const uint32_t target = Wide::offset(row, (block * kChunks + chunk) * 2);
       *reinterpret_cast<uint4*>(to + target) = make_uint4(wide[0][0], wide[0][1], wide[1][0], wide[1][1]);
       *reinterpret_cast<uint4*>(to + (target ^ 16)) = make_uint4(wide[2][0], wide[2][1], wide[3][0], wide[3][1]);
@@ -120,23 +120,23 @@ struct PreparedTiles {
   using Shared = SharedMemory<Traits>;
   using Place = typename Shared::KvPlace;
   using Walk = KvWalk<Traits>;
-  using Keys = WideKTile<Traits>;
-  using Values = WideVTile<Traits>;
+  using Keys = WgmmaKTile<Traits>;
+  using Values = WgmmaVTile<Traits>;
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;
   static constexpr int kTokens = kTuning<Traits>.kv_tile;
-  static constexpr bool kDequantizes = Traits::kWidens;
+  static constexpr bool kDequantizes = Traits::kDequantizes;
   static constexpr bool kTransformsRing = Traits::kTransformsCache && !kDequantizes;
 
   const AttentionParams& params;
   KvRing<Traits>& ring;
   uint32_t transformed_parity = 0;
 
-  __device__ __forceinline__ char* keys(int slot) const {
-    return kDequantizes ? ring.shared.widened(0) : ring.shared.kv(slot);
+  __device__ __forceinline__ char* keys(int stage) const {
+    return kDequantizes ? ring.shared.dequantized(0) : ring.shared.kv(stage);
   }
-  __device__ __forceinline__ char* values(int slot) const {
-    return kDequantizes ? ring.shared.widened(1) : ring.shared.kv(slot);
+  __device__ __forceinline__ char* values(int stage) const {
+    return kDequantizes ? ring.shared.dequantized(1) : ring.shared.kv(stage);
   }
 
   /// Prepares the first product of an item: its Q tile, and its first K tile, at ring.kv.
@@ -174,7 +174,7 @@ struct PreparedTiles {
       if constexpr (!kTransformsEarly<Traits>) transform(item, values, ring.kv, token, has_keys, left);
       wait_transformed(item);
     }
-    clear_unreadable<Values, kTokens>(ring.shared.kv(values.slot), token, readable);
+    clear_unreadable<Values, kTokens>(ring.shared.kv(values.stage), token, readable);
   }
 
   /// Frees a tile after its products. dequantize() has freed tiles of 8-bit caches.
@@ -194,7 +194,7 @@ struct PreparedTiles {
         dequantize(item, values, ring.kv, token, true, left > 1, left - 1);
       }
     } else {
-      for (int slot = 0; slot < 2 * item.num_kv_tiles; ++slot) {
+      for (int stage = 0; stage < 2 * item.num_kv_tiles; ++stage) {
         ring.wait_for_tile(ring.kv);
         ring.free_tile(ring.kv);
         ring.next_tile();
@@ -216,17 +216,17 @@ struct PreparedTiles {
       const TokenRange readable{item.readable.begin - token, item.readable.end - token};
       const int first_row = warpgroup() * (kTokens / 2);  // of this warpgroup's half
       if (has_values)
-        dequantize_rows<VTile<Traits>, Values, kTokens / 2>(shared.kv(values.slot), shared.widened(1), first_row,
+        dequantize_rows<VTile<Traits>, Values, kTokens / 2>(shared.kv(values.stage), shared.dequantized(1), first_row,
                                                             readable);
       if (has_keys)
-        dequantize_rows<KTile<Traits>, Keys, kTokens / 2>(shared.kv(keys.slot), shared.widened(0), first_row,
+        dequantize_rows<KTile<Traits>, Keys, kTokens / 2>(shared.kv(keys.stage), shared.dequantized(0), first_row,
                                                           TokenRange{0, kTokens});
-      if constexpr (Traits::kStages) {
+      if constexpr (Traits::kDequantizesInTiles) {
         sync_warpgroup();
-        if (has_values) transform_share<OfValue, Values>(item, shared.widened(1), token, true);
+        if (has_values) transform_share<OfValue, Values>(item, shared.dequantized(1), token, true);
         if (has_keys) {
           const KvTileStart start = has_values ? Walk::next(params, item, token, left) : Walk::first(params, item);
-          transform_share<OfKey, Keys>(item, shared.widened(0), start.token, true);
+          transform_share<OfKey, Keys>(item, shared.dequantized(0), start.token, true);
         }
       }
       ptx::fence_async_proxy();
@@ -248,7 +248,7 @@ struct PreparedTiles {
   __device__ __forceinline__ void transform_in_ring(const WorkItem& item, const Place& place, int32_t token) const {
     if constexpr (Transform::kExists) {
       ring.wait_for_tile(place);
-      transform_share<Transform, Tile>(item, ring.shared.kv(place.slot), token, item.kind == kMaxKind);
+      transform_share<Transform, Tile>(item, ring.shared.kv(place.stage), token, item.kind == kMaxKind);
       ptx::fence_async_proxy();
     }
   }

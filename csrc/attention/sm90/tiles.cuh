@@ -20,8 +20,8 @@ using ParamsOf = typename Conditional<Traits::kIsLatent, LatentHopperParams, Hop
 /// Not where the ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after
 /// those that are multiplied. There registers are scarce, too.
 template <class Traits>
-constexpr bool kTransformsEarly = Traits::kTransformsCache && !Traits::kWidens &&
-                                  tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes).slot_parts > 1;
+constexpr bool kTransformsEarly = Traits::kTransformsCache && !Traits::kDequantizes &&
+                                  tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes).stage_parts > 1;
 
 template <class Traits>
 ATTN_HD constexpr Tuning tuning_of() {
@@ -38,9 +38,9 @@ constexpr Tuning kTuning = tuning_of<Traits>();
 template <class Traits>
 constexpr bool kTakesLastFirst = kTuning<Traits>.keeps_maxima && VariantHooks<typename Traits::Variant>::kBiasSlope;
 
-/// Whether the two CTAs that have the halves of row tiles are a cluster, and widen KV tiles for each other.
+/// Whether the two CTAs that have the halves of row tiles are a cluster, and dequantize KV tiles for each other.
 template <class Traits>
-constexpr bool kMayBeCluster = Traits::kIsLatent && Traits::kWidensOnLoad;
+constexpr bool kMayBeCluster = Traits::kIsLatent && Traits::kDequantizesOnLoad;
 
 /// Whether row tiles for wgmma multiply 8-bit elements (float8_prefill.cuh): where weights are probabilities, whose
 /// range is known, and neither Q nor the cache is rewritten.
@@ -51,7 +51,7 @@ constexpr bool kMultipliesFloat8 = Traits::kHasFloat8Query && is_same<typename T
 
 /// Whether Q of 8 bits becomes Element when it is loaded.
 template <class Traits>
-constexpr bool kWidensQuery = Traits::kHasFloat8Query && !kMultipliesFloat8<Traits>;
+constexpr bool kDequantizesQuery = Traits::kHasFloat8Query && !kMultipliesFloat8<Traits>;
 
 /// Whether consumers rewrite Q in shared memory before they multiply it.
 template <class Traits>
@@ -129,10 +129,10 @@ using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, kTuni
 template <class Traits>
 using VTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kV, kTuning<Traits>.kv_tile>;
 
-// K and V as wgmma takes them: of an 8-bit cache, widened.
+// K and V as wgmma takes them: of an 8-bit cache, dequantized.
 template <class Traits>
-using WideKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.kv_tile>;
+using WgmmaKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, kTuning<Traits>.kv_tile>;
 template <class Traits>
-using WideVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kTuning<Traits>.kv_tile>;
+using WgmmaVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, kTuning<Traits>.kv_tile>;
 
 }  // namespace attn::sm90

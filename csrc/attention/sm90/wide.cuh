@@ -8,7 +8,7 @@
 //     scorer                 | exp(0) |                | exp(1) |                | exp(2) | ...
 //
 // Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read. Tiles of an
-// 8-bit cache have been dequantized by the producer (widening_copier.cuh).
+// 8-bit cache have been dequantized by the producer (dequantizing_copier.cuh).
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -28,9 +28,9 @@ struct WideSwitches {
   static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;  // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
   static constexpr bool kConvertsQuery = Traits::kConvertsQuery;       // Q of another 16-bit type than the cache
-  static constexpr bool kProducerDequantizes = Traits::kWidensOnLoad;  // 8-bit caches
-  static constexpr bool kLoadsScaled = Traits::kLoadsScaled;           // latents of 8 bits: one tile, with scales
-  static constexpr bool kHalvesRowTiles = Traits::kIsLatent;           // latents: two CTAs share a row tile
+  static constexpr bool kProducerDequantizes = Traits::kDequantizesOnLoad;  // 8-bit caches
+  static constexpr bool kLoadsScaled = Traits::kLoadsScaled;                // latents of 8 bits: one tile, with scales
+  static constexpr bool kHalvesRowTiles = Traits::kIsLatent;                // latents: two CTAs share a row tile
 };
 
 template <class Traits>
@@ -49,8 +49,8 @@ struct Wide {
   using State = WarpState<Element, kColumns, 1>;
   using Probabilities = SwizzledTile<Element, kTokens, kRows>;
   using Half = SwizzledTile<typename Traits::OutElement, kColumns, kRows>;  // of O, where Q was
-  static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQSlots == 1);
-  static_assert(kTuning<Traits>.kv_slots == 2 && Shared::kParts == 2);
+  static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQStages == 1);
+  static_assert(kTuning<Traits>.kv_stages == 2 && Shared::kParts == 2);
   static_assert(kRewritesQuery<Traits> == Switches::kConvertsQuery && !Traits::kTransformsCache,
                 "transforms are not supported with wide heads");
 
@@ -75,7 +75,7 @@ struct Wide {
   }
   __device__ __forceinline__ Place values() const { return v_is_k() ? ring.kv : ring.kv.ahead(2); }
   __device__ __forceinline__ Place next_keys() const { return ring.kv.ahead(v_is_k() ? 2 : 4); }
-  __device__ __forceinline__ static Place right_of(const Place& place) { return Place{place.slot + 1, place.parity}; }
+  __device__ __forceinline__ static Place right_of(const Place& place) { return Place{place.stage + 1, place.parity}; }
 
   // Floats of each row, for the multipliers.
   __device__ __forceinline__ float* maxima() const { return shared.row_states(); }
@@ -124,7 +124,7 @@ struct Wide {
       if (!Switches::kProducerDequantizes && (token < item.readable.begin || token + kTokens > item.readable.end)) {
         wait_unread();  // then V of the KV tile before has come, and the barriers are in the phase of this one's
         ring.wait_for_tile(values());
-        clear_unreadable<Values, kTokens>(shared.kv(values().slot), token, item.readable);
+        clear_unreadable<Values, kTokens>(shared.kv(values().stage), token, item.readable);
       }
       publish_probabilities(s, correction);
     }
@@ -135,7 +135,7 @@ struct Wide {
   __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4]) const {
     constexpr int kLeftSteps = kColumns / 16, kSteps = Traits::Shape::kQkMultiplied / 16;
     const ptx::MatrixDescriptor query = Query::columns_descriptor(ptx::shared_address(shared.q(0)));
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(ring.kv.slot)));
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(ring.kv.stage)));
     shared.wait_kv_full(right_of(ring.kv));
     ptx::wgmma_fence();
 #pragma unroll
@@ -243,7 +243,7 @@ struct Wide {
     const ptx::MatrixDescriptor probabilities =
         Probabilities::columns_descriptor(ptx::shared_address(shared.probabilities()));
     const ptx::MatrixDescriptor columns = Values::rows_descriptor(
-        ptx::shared_address(shared.kv(values().slot)) + half() * (kColumns / kBlockColumns) * Values::kBlockBytes);
+        ptx::shared_address(shared.kv(values().stage)) + half() * (kColumns / kBlockColumns) * Values::kBlockBytes);
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
 #pragma unroll
