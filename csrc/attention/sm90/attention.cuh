@@ -7,8 +7,9 @@
 // - decode.cuh: row tiles of 16 rows
 // - prefill.cuh: row tiles of 32 rows and more; float8_prefill.cuh where Q has 8 bits, too
 // - wide.cuh: wide heads and latents, row tiles of all sizes
-// They are composed of consumer.cuh (threads, the ring of KV tiles), prepared_tiles.cuh (steps between a tile's arrival
-// and its product), scores.cuh (from products to probabilities) and output.cuh. docs/kernels.md draws how.
+//
+// Their parts are consumer.cuh (threads, the ring of KV tiles), prepared_tiles.cuh (steps between a tile's arrival and
+// its product), scores.cuh (from products to probabilities) and output.cuh. docs/kernels.md has pictures.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"

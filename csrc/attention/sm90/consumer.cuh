@@ -77,7 +77,7 @@ struct KvWalk {
       return KvTileStart{item.kv_begin, false};
   }
 
-  /// The tile after the tile at `token`. `left`: the item's tiles from there on, at least 1.
+  /// The tile after the tile at `token`. `left`: the item's tiles from there on; with none the result means nothing.
   __device__ __forceinline__ static KvTileStart next(const AttentionParams& params, const WorkItem& item, int32_t token,
                                                      int32_t left) {
     if constexpr (kSkips)

@@ -26,8 +26,7 @@ struct DecodeSwitches {
   static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches
   static constexpr bool kDequantizesInTiles =
       Traits::kDequantizesInTiles;  // 8-bit caches, if a variant transforms K or V
-  static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // heads of up to 128 columns; with more,
-                                                                           // KV tiles are too small for two warpgroups
+  static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
 };
 
 template <class Traits>

@@ -1,7 +1,7 @@
 // Prefill where Q, K and V are e4m3: row tiles of 32 rows and more multiply 8-bit elements with wgmma.
 //
 // Probabilities are rounded to e4m3, after a factor that uses its range; sums are of the values before rounding. Tensor
-// cores add products of 8-bit elements with about 14 bits, which is too few for long sums: each KV tile's P V is
+// cores add products of 8-bit elements with about 14 bits, too few for long sums. Each KV tile's P V is therefore
 // computed by itself, and added to the output in float32.
 //
 // Each warpgroup transposes half of V's columns, for both, while the tensor cores multiply its Q K^T. It has registers
@@ -31,8 +31,8 @@ namespace attn::sm90 {
 /// V as wgmma takes it: products of 8-bit elements want the k dimension, here tokens, along the rows of both matrices.
 /// A row for each column of V. Its tokens are permuted such that a lane's probabilities are four neighboring ones: of
 /// every 16, number 4t + 2h + i is token 8h + 2t + i (t below 4, h and i below 2).
-template <int kTokens, int kVColumns>
-using TransposedValues = SwizzledTile<Float8E4M3, kTokens, kVColumns>;
+template <int kTokens, int kColumns>
+using TransposedValues = SwizzledTile<Float8E4M3, kTokens, kColumns>;
 
 /// Transposes V tiles; holds what a lane needs to know for that. ldmatrix with .trans moves pairs of columns, which are
 /// then taken apart. Each of a warpgroup's four warps takes 32 tokens, in chunks of 16 columns. Of the eight rows that
@@ -194,7 +194,7 @@ struct Float8Prefill {
     write_rows<Traits>(hopper_params, item, state, first_row, shared.q(q_stage));
   }
 
-  /// Lets the KV tiles of an item pass that only the other warpgroup computes. It arrives for V tiles as if it had
+  /// Skips the KV tiles of an item that only the other warpgroup computes. It arrives for V tiles as if it had
   /// transposed them, but never ahead of the other warpgroup.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     for (int left = item.num_kv_tiles; left > 0; --left) {

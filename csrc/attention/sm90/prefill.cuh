@@ -27,7 +27,7 @@ struct PrefillSwitches {
   static constexpr bool kDequantizes = Traits::kDequantizes;   // 8-bit caches
   static constexpr bool kAddsBias = kTakesLastFirst<Traits>;   // ALiBi: the bias is added with the exponentials, and
                                                                // KV tiles are taken from the last to the first
-  /// Heads of up to 128 columns of V. Not where a variant's logits may grow from KV tile to KV tile: rows would outgrow
+  /// Narrow heads over 16-bit caches. Not where a variant's logits may grow from KV tile to KV tile: rows would outgrow
   /// their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
       kTuning<Traits>.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
@@ -151,8 +151,25 @@ struct Prefill {
     write_rows<Traits>(hopper_params, item, state, first_row, ring.shared.q(q_stage));
   }
 
-  /// Lets the KV tiles of an item pass that only the other warpgroup computes.
-  __device__ __forceinline__ void skip(const WorkItem& item) { tiles.skip(item); }
+  /// Skips the KV tiles of an item that only the other warpgroup computes.
+  __device__ __forceinline__ void skip(const WorkItem& item) {
+    if constexpr (Switches::kDequantizes) {
+      tiles.dequantize(item, ring.kv, ring.kv, item.kv_begin, false, true, 0);
+      for (int left = item.num_kv_tiles, token = Walk::first(params, item).token; left > 0;
+           --left, token = Walk::next(params, item, token, left).token) {
+        ring.next_tile();
+        const Place values = ring.kv;
+        ring.next_tile();
+        tiles.dequantize(item, values, ring.kv, token, true, left > 1, left - 1);
+      }
+    } else {
+      for (int stage = 0; stage < 2 * item.num_kv_tiles; ++stage) {
+        ring.wait_for_tile(ring.kv);
+        ring.free_tile(ring.kv);
+        ring.next_tile();
+      }
+    }
+  }
 
   // --- products
 
@@ -195,9 +212,9 @@ struct Prefill {
 
   /// Maxima are lazy: finding every tile's maxima takes a fifth of the softmax (ADR 15). A row keeps the maximum of the
   /// first KV tile in which it sees anything, until the probabilities of a lane's columns sum to more than this, or to
-  /// NaN. The limit is far below what an element can hold, and a maximum that is too small costs no accuracy. From the
-  /// last KV tile to the first, a row may see but one token in its first one, and others exceed that by more: there the
-  /// limit is as high as it may be.
+  /// NaN. The limit is far below what an element can hold, and a maximum that is too small costs no accuracy. If the
+  /// last KV tile comes first, a row may see only one token of it, and other tokens exceed that by more: there the
+  /// limit is as high as possible.
   static constexpr float kMaxAdded = !Switches::kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {

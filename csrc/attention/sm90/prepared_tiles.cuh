@@ -182,27 +182,6 @@ struct PreparedTiles {
     if constexpr (!kDequantizes) ring.free_tile(place);
   }
 
-  /// Lets the KV tiles of an item pass that only the other warpgroup multiplies.
-  __device__ __forceinline__ void skip(const WorkItem& item) {
-    if constexpr (kDequantizes) {
-      dequantize(item, ring.kv, ring.kv, item.kv_begin, false, true, 0);
-      for (int left = item.num_kv_tiles, token = Walk::first(params, item).token; left > 0;
-           --left, token = Walk::next(params, item, token, left).token) {
-        ring.next_tile();
-        const Place values = ring.kv;
-        ring.next_tile();
-        dequantize(item, values, ring.kv, token, true, left > 1, left - 1);
-      }
-    } else {
-      for (int stage = 0; stage < 2 * item.num_kv_tiles; ++stage) {
-        ring.wait_for_tile(ring.kv);
-        ring.free_tile(ring.kv);
-        ring.next_tile();
-      }
-    }
-  }
-
- private:
   /// Dequantizes and transforms the V tile from `token` on, if `has_values`, and the K tile after it, if `has_keys`.
   /// `left`: KV tiles of the item after the V tile. Both warpgroups call it with the same arguments, when they have no
   /// products under way. Frees the tiles in the ring.
@@ -236,6 +215,7 @@ struct PreparedTiles {
     }
   }
 
+ private:
   /// Transforms this warpgroup's share of the V tile from `token` on and, if `has_keys`, of the K tile after it.
   __device__ __forceinline__ void transform(const WorkItem& item, const Place& values, const Place& keys, int32_t token,
                                             bool has_keys, int32_t left) const {
