@@ -1,5 +1,5 @@
 """The pipeline of the Hopper kernel as a picture: which unit works on which KV tile, by the dependencies of
-csrc/attention/sm90/consumer.cuh.
+csrc/attention/sm90/prefill.cuh.
 
 Times are those of a row tile of 128 rows with heads of 128 columns (docs/adr/0016): a warpgroup's product of
 64 x 128 x 128 takes the tensor cores 512 cycles, one of a KV tile's copies about as long as the memory gives

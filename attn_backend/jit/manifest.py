@@ -439,7 +439,7 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
         "sm90_gather": (templates.SM90_ATTENTION, "RowCopier"),
     }[design]
     if copier and dims.is_wide and has_8_bits:
-        copier = "WideningCopier"
+        copier = "DequantizingCopier"
     return template.substitute(traits=traits, copier=copier)
 
 

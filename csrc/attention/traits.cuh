@@ -23,18 +23,18 @@ struct Traits {
   static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;
   /// The products take Q, K and V of one type: 8-bit elements of a cache are dequantized between KV tile and product;
   /// with wide heads, between cache and KV tile.
-  static constexpr bool kWidensOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
-  static constexpr bool kWidens = kIsOf8Bits && !kWidensOnLoad;
+  static constexpr bool kDequantizesOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
+  static constexpr bool kDequantizes = kIsOf8Bits && !kDequantizesOnLoad;
   static constexpr bool kIsLatent = is_latent(Shape::kDims);  // Q may be two tensors
   static constexpr bool kTransformsCache = VariantHooks<Variant>::kKey || VariantHooks<Variant>::kValue;
-  /// Rows that a variant transforms are widened in shared memory first; mma.sync then multiplies them as it does 16-bit
-  /// elements. Others it widens in registers.
-  static constexpr bool kStages = kWidens && kTransformsCache;
-  static constexpr bool kWidensInRegisters = kWidens && !kStages;
-  using KvElement = typename Conditional<kWidensOnLoad, Element, StoredElement>::Type;  // of KV tiles
+  /// Rows that a variant transforms are dequantized in shared memory first; mma.sync then multiplies them as it does
+  /// 16-bit elements. Others it dequantizes in registers.
+  static constexpr bool kDequantizesInTiles = kDequantizes && kTransformsCache;
+  static constexpr bool kDequantizesInRegisters = kDequantizes && !kDequantizesInTiles;
+  using KvElement = typename Conditional<kDequantizesOnLoad, Element, StoredElement>::Type;  // of KV tiles
   /// The loader also multiplies by a scale, one for K and V: V lies in K's bytes.
   static constexpr bool kLoadsScaled = Variant::kLoadsScaled;
-  static_assert(kIsOf8Bits == (Variant::kHasScales || kLoadsScaled) && (kWidensOnLoad || !kLoadsScaled) &&
+  static_assert(kIsOf8Bits == (Variant::kHasScales || kLoadsScaled) && (kDequantizesOnLoad || !kLoadsScaled) &&
                     StoredElement::kBytes == (kIsOf8Bits ? 1 : Element::kBytes),
                 "a cache of another type has 8-bit elements, which have scales");
   static_assert(kLoadsScaled || !is_same<StoredElement, ScaledLatent>, "rows of latents");

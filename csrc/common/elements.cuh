@@ -51,7 +51,7 @@ __device__ __forceinline__ uint4 converted(const uint4& pairs) {
                     converted<Element, Other>(pairs.z), converted<Element, Other>(pairs.w));
 }
 
-// 8-bit types: four elements a word, which are widened before they are multiplied.
+// 8-bit types: four elements a word, which are dequantized before they are multiplied.
 
 struct Float8E4M3 {
   static constexpr int kBytes = 1;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_four(char* to, const float (&values)[4]) {
 
 /// The elements of a word of a cache as two pairs of Element: (0, 1) and (2, 3).
 template <class Element, class KvElement>
-__device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[2]) {
+__device__ __forceinline__ void dequantize(uint32_t word, uint32_t (&pairs)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     pairs[i] = KvElement::to_f16(static_cast<uint16_t>(word >> 16 * i));
@@ -96,18 +96,18 @@ __device__ __forceinline__ void widen(uint32_t word, uint32_t (&pairs)[2]) {
 
 /// Eight elements as Element.
 template <class Element, class KvElement>
-__device__ __forceinline__ uint4 widen_eight(const uint2& narrow) {
+__device__ __forceinline__ uint4 dequantize_eight(const uint2& narrow) {
   uint32_t low[2], high[2];
-  widen<Element, KvElement>(narrow.x, low);
-  widen<Element, KvElement>(narrow.y, high);
+  dequantize<Element, KvElement>(narrow.x, low);
+  dequantize<Element, KvElement>(narrow.y, high);
   return make_uint4(low[0], low[1], high[0], high[1]);
 }
 
 /// The same as pairs (0, 2) and (1, 3).
 template <class Element, class KvElement>
-__device__ __forceinline__ void widen_apart(uint32_t word, uint32_t (&pairs)[2]) {
+__device__ __forceinline__ void dequantize_apart(uint32_t word, uint32_t (&pairs)[2]) {
   if constexpr (is_same<Element, Float16>) {
-    widen<Element, KvElement>(__byte_perm(word, 0, 0x3120), pairs);
+    dequantize<Element, KvElement>(__byte_perm(word, 0, 0x3120), pairs);
   } else {
     const uint32_t first = KvElement::to_f16(static_cast<uint16_t>(word));
     const uint32_t second = KvElement::to_f16(static_cast<uint16_t>(word >> 16));

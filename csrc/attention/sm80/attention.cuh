@@ -10,12 +10,12 @@
 #include "attention/sm80/kv_loader.cuh"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
+#include "attention/tile/dequantized_tile.cuh"
 #include "attention/tile/output.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/scores.cuh"
 #include "attention/tile/transform_tile.cuh"
 #include "attention/tile/warp_state.cuh"
-#include "attention/tile/widened_tile.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "attention/traits.cuh"
 #include "attention/variant/variants.h"
@@ -38,9 +38,9 @@ struct WholeBlock {
 };
 
 /// How the warps of a CTA share a row tile and a KV tile.
-template <int kKind, int kKvTile, bool kIsWide, bool kWidensInRegisters>
+template <int kKind, int kKvTile, bool kIsWide, bool kDequantizesInRegisters>
 struct WarpLayout {
-  static constexpr bool kFourColumns = kWidensInRegisters;  // as in stage_rows()
+  static constexpr bool kFourColumns = kDequantizesInRegisters;  // as in stage_rows()
   static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
   static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
   static constexpr int kRowBlocks = kRows / 16;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const Row
       if (kRows % kRowsPerPass != 0 && row >= kRows) continue;
       uint4& to = *reinterpret_cast<uint4*>(shared_q + Tile::offset(row, chunk));
       if constexpr (Traits::kHasFloat8Query) {
-        to = widen_eight<typename Traits::Element, typename Traits::QElement>(values[i]);
+        to = dequantize_eight<typename Traits::Element, typename Traits::QElement>(values[i]);
       } else if constexpr (Traits::kConvertsQuery) {
         to = converted<typename Traits::Element, typename Traits::QElement>(values[i]);
       } else {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
   }
 }
 
-/// Where a tile of K or V is widened. It is not part of SharedLayout: only kernels that stage have it.
+/// Where a tile of K or V is dequantized. It is not part of SharedLayout: only kernels that stage have it.
 template <class Traits>
 __device__ __forceinline__ char* staged_tile() {
   constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
@@ -147,28 +147,28 @@ __device__ __forceinline__ char* staged_tile() {
 // Where a tile of the ring is multiplied: in the ring, or where it is staged.
 template <class Traits>
 __device__ __forceinline__ char* multiplied_tile(char* tile) {
-  if constexpr (Traits::kStages) return staged_tile<Traits>();
+  if constexpr (Traits::kDequantizesInTiles) return staged_tile<Traits>();
   return tile;
 }
 template <class Traits>
 __device__ __forceinline__ uint32_t multiplied_address(uint32_t tile) {
-  if constexpr (Traits::kStages) return ptx::shared_address(staged_tile<Traits>());
+  if constexpr (Traits::kDequantizesInTiles) return ptx::shared_address(staged_tile<Traits>());
   return tile;
 }
 
-/// Widens the tokens of a KV tile that a warp multiplies, by those that transform_tokens() takes. Then these may read
-/// them.
+/// Dequantizes the tokens of a KV tile that a warp multiplies, by those that transform_tokens() takes. Then these may
+/// read them.
 template <class Traits, class Stored, class Staged, class Layout, int kKvTile>
 __device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp) {
   using Element = typename Traits::Element;
   using KvElement = typename Traits::KvElement;
   const TokenRange all{0, kKvTile};  // the loader has replaced missing tokens by visible ones
   if constexpr (Layout::kKvWarps == kWarps) {
-    widen_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32>(tile, warp.first_token, staged,
-                                                                             warp.first_token, ptx::lane_id(), all);
+    dequantize_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32>(
+        tile, warp.first_token, staged, warp.first_token, ptx::lane_id(), all);
     __syncwarp();
   } else {
-    widen_tile_rows<Stored, Staged, Element, KvElement, kKvTile, kThreads>(tile, 0, staged, 0, threadIdx.x, all);
+    dequantize_tile_rows<Stored, Staged, Element, KvElement, kKvTile, kThreads>(tile, 0, staged, 0, threadIdx.x, all);
     __syncthreads();
   }
 }
@@ -176,7 +176,7 @@ __device__ __forceinline__ void stage_tokens(const char* tile, char* staged, con
 /// The consumer's place in the ring of KV tiles, shared by all work items of a CTA.
 struct RingCursor {
   int32_t tile = 0;  // KV tile of the interval
-  int32_t pair = 0;  // its pair of slots
+  int32_t pair = 0;  // its pair of stages
 };
 
 /// The work item under the cursor: from there to the end of the pair or of the interval.
@@ -190,16 +190,16 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   constexpr int kKvTile = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_tile;
   constexpr bool kIsWide = is_wide(Shape::kDims);
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
-  using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kWidensInRegisters>;
+  using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kDequantizesInRegisters>;
   using Query = QTile<Traits>;
   // K and V as they are multiplied.
-  using Keys = typename Conditional<Traits::kStages, StagedKTile<Traits>, KTile<Traits>>::Type;
-  using Values = typename Conditional<Traits::kStages, StagedVTile<Traits>, VTile<Traits>>::Type;
+  using Keys = typename Conditional<Traits::kDequantizesInTiles, StagedKTile<Traits>, KTile<Traits>>::Type;
+  using Values = typename Conditional<Traits::kDequantizesInTiles, StagedVTile<Traits>, VTile<Traits>>::Type;
   using Output = OTile<Traits>;
   constexpr SharedLayout layout = kLayout<Traits>;
-  constexpr int kSlots = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_slots;
-  constexpr int kPairs = kSlots / 2;
-  constexpr int kPending = kSlots - 2;
+  constexpr int kStages = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_stages;
+  constexpr int kPairs = kStages / 2;
+  constexpr int kPending = kStages - 2;
   const int lane = threadIdx.x % 32;
   const Layout warp(threadIdx.x / 32);
   const RowTile& row_tile = params.schedule.tiles[cursor.now.tile];
@@ -254,7 +254,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
       cursor.now.head, warp.first_row);
   if constexpr (Variant::kSkipsTiles) lane_rows.template enter<kKvTile>(first);
   const uint32_t q = ptx::shared_address(shared + layout.q) + warp.first_row * Query::kRowBytes +
-                     (Traits::kWidensInRegisters ? Query::four_columns(lane) : Query::rows_first(lane));
+                     (Traits::kDequantizesInRegisters ? Query::four_columns(lane) : Query::rows_first(lane));
   const uint32_t kv = ptx::shared_address(shared + layout.kv);
   const uint32_t first_key = warp.first_token * Keys::kRowBytes;
   const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
@@ -263,20 +263,20 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
-    const uint32_t k_slot = kv + ring.pair * layout.pair_bytes;
+    const uint32_t k_stage = kv + ring.pair * layout.pair_bytes;
     float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
 
     ptx::cp_async_wait<kPending>();
-    __syncthreads();  // K has arrived, and all warps have read the V slot before it
+    __syncthreads();  // K has arrived, and all warps have read the V stage before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
-    if constexpr (Traits::kStages)
+    if constexpr (Traits::kDequantizesInTiles)
       stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(keys, staged_tile<Traits>(), warp);
     transform_tokens<OfKey, Keys, Element, Layout, Shape::kQk, kKvTile>(multiplied_tile<Traits>(keys), warp, variant,
                                                                         tokens);
-    const uint32_t k = multiplied_address<Traits>(k_slot) + first_key + Keys::columns_first(lane);
-    if constexpr (Traits::kWidensInRegisters) {
-      state.template widened_scores<Shape::kQkMultiplied, Layout::kTokens, Keys, typename Traits::KvElement>(
+    const uint32_t k = multiplied_address<Traits>(k_stage) + first_key + Keys::columns_first(lane);
+    if constexpr (Traits::kDequantizesInRegisters) {
+      state.template dequantized_scores<Shape::kQkMultiplied, Layout::kTokens, Keys, typename Traits::KvElement>(
           s, [&](int b, int d, uint32_t (&a)[4]) { load_query<Query>(a, q, b, d); }, k);
     } else {
       state.template scores<Shape::kQkMultiplied, Layout::kTokens, Query, Keys>(s, q, k);
@@ -296,17 +296,17 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
       state.pack_weights(s, p);
 
     ptx::cp_async_wait<kPending>();
-    __syncthreads();  // V has arrived, and all warps have read the K slot
+    __syncthreads();  // V has arrived, and all warps have read the K stage
     loader.load_k(ring.tile + kPairs, ring.pair);
-    if constexpr (Traits::kStages)
-      stage_tokens<Traits, VTile<Traits>, Values, Layout, kKvTile>(keys + layout.k_slot_bytes, staged_tile<Traits>(),
+    if constexpr (Traits::kDequantizesInTiles)
+      stage_tokens<Traits, VTile<Traits>, Values, Layout, kKvTile>(keys + layout.k_stage_bytes, staged_tile<Traits>(),
                                                                    warp);
     transform_tokens<OfValue, Values, Element, Layout, Shape::kV, kKvTile>(
-        multiplied_tile<Traits>(keys + layout.k_slot_bytes), warp, variant, tokens);
+        multiplied_tile<Traits>(keys + layout.k_stage_bytes), warp, variant, tokens);
     const uint32_t v =
-        multiplied_address<Traits>(k_slot + layout.k_slot_bytes) + first_value + Values::rows_first(lane);
-    if constexpr (Traits::kWidensInRegisters)
-      state.template widened_accumulate<Layout::kTokens, Values, typename Traits::KvElement>(p, v);
+        multiplied_address<Traits>(k_stage + layout.k_stage_bytes) + first_value + Values::rows_first(lane);
+    if constexpr (Traits::kDequantizesInRegisters)
+      state.template dequantized_accumulate<Layout::kTokens, Values, typename Traits::KvElement>(p, v);
     else
       state.template accumulate<Layout::kTokens, Values>(p, v);
 

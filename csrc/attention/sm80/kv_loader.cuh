@@ -1,4 +1,4 @@
-// Streams the K and V tiles of a CTA's interval through the ring of shared-memory slots, without a break between work
+// Streams the K and V tiles of a CTA's interval through the ring of shared-memory stages, without a break between work
 // items.
 //
 // Three steps run ahead of each other: the page of a token is looked up (a global load, two KV tiles ahead), its row's
@@ -9,8 +9,8 @@
 #include "attention/params.h"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
+#include "attention/tile/dequantized_row.cuh"
 #include "attention/tile/row_tile.cuh"
-#include "attention/tile/widened_row.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "common/ptx/copy.cuh"
 #include "planner/page_table.h"
@@ -79,7 +79,7 @@ template <class Traits, bool kManyLevels>
 struct KvLoader {
   static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
   static constexpr int kTokens = kTuning.kv_tile;
-  static constexpr int kPairs = kTuning.kv_slots / 2;  // KV tiles in the ring
+  static constexpr int kPairs = kTuning.kv_stages / 2;  // KV tiles in the ring
 
   /// How the CTA copies a tile of K or V: some rows at a time.
   template <class Tile>
@@ -115,7 +115,7 @@ struct KvLoader {
     look_up(page_table());
   }
 
-  /// Fills the ring except its last slot. Every thread of the CTA takes part in this and in the other public steps.
+  /// Fills the ring except its last stage. Every thread of the CTA takes part in this and in the other public steps.
   __device__ __forceinline__ void start() {
     PageTableView table = page_table();
     publish(table, 0);
@@ -132,7 +132,7 @@ struct KvLoader {
     }
   }
 
-  /// Copies K of KV tile number `tile` of the interval, if there is one, into slot pair `pair`; commits one group.
+  /// Copies K of KV tile number `tile` of the interval, if there is one, into stage pair `pair`; commits one group.
   __device__ __forceinline__ void load_k(int tile, int pair) { copy<KTile<Traits>>(0, tile & 1, pair); }
 
   /// Copies V; commits one group. Then makes the next KV tile's addresses known.
@@ -151,11 +151,11 @@ struct KvLoader {
 
   template <class Tile>
   __device__ __forceinline__ void copy(int which, int parity, int pair) {
-    if constexpr (Traits::kWidensOnLoad) return copy_widened<Tile>(which, parity, pair);
+    if constexpr (Traits::kDequantizesOnLoad) return copy_dequantized<Tile>(which, parity, pair);
     constexpr SharedLayout layout = kLayout<Traits>;
     constexpr int kPasses = Passes<Tile>::kCount;
     const uint32_t target =
-        ptx::shared_address(shared + layout.kv) + pair * layout.pair_bytes + which * layout.k_slot_bytes;
+        ptx::shared_address(shared + layout.kv) + pair * layout.pair_bytes + which * layout.k_stage_bytes;
     if (published) {
       using Pieces = typename Passes<Tile>::Pieces;
       constexpr int kChunks = Pieces::kChunks;
@@ -183,16 +183,16 @@ struct KvLoader {
     ptx::cp_async_commit();
   }
 
-  /// The same for rows that are widened on their way, in registers. Four threads take a row.
+  /// The same for rows that are dequantized on their way, in registers. Four threads take a row.
   template <class Tile>
-  __device__ __forceinline__ void copy_widened(int which, int parity, int pair) {
+  __device__ __forceinline__ void copy_dequantized(int which, int parity, int pair) {
     if (!published) return;
     constexpr SharedLayout layout = kLayout<Traits>;
     using Stored = typename Traits::StoredElement;
     using Row = StoredRow<typename Traits::Element, Stored, Tile::kHeadColumns / 64>;
     constexpr int kAtOnce = 5;  // pieces of a row that are on their way
     static_assert(kThreads / 4 == kTokens && Tile::kHeadColumns % 64 == 0);
-    char* const tile = shared + layout.kv + pair * layout.pair_bytes + which * layout.k_slot_bytes;
+    char* const tile = shared + layout.kv + pair * layout.pair_bytes + which * layout.k_stage_bytes;
     // Eight lanes write a pair of rows, chosen so that their stores fall into different banks.
     const int lane = threadIdx.x % 32;
     const int row = threadIdx.x / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);

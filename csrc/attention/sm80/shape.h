@@ -3,7 +3,7 @@
 //
 // A CTA's shared memory:
 // - Q tile: tile_rows(max_kind) rows; at the end of a work item the warps' outputs on their way to global memory;
-// - KV slots: a ring of KV tiles, K and V of one tile in neighboring slots;
+// - KV stages: a ring of KV tiles, K and V of one tile in neighboring stages;
 // - row addresses: of two KV tiles, K and V address of each token;
 // - row states: maximum and sum of each warp's 16 rows;
 // - loading: what each warp's KV loader knows of its row tile, where registers are scarce.
@@ -27,7 +27,7 @@ struct Tuning {
   int32_t max_columns;  // of a head: the widest that this is for
   int32_t max_kind;     // largest kind of row tile that a warp's accumulators leave room for
   int32_t kv_tile;      // tokens of one KV tile
-  int32_t kv_slots;     // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
+  int32_t kv_stages;    // of the ring: as many as fit into the 99 KB that a block may have on every GPU since Ampere
 };
 
 /// The first entry for heads of these widths. If there is none, its kv_tile is 0.
@@ -41,19 +41,19 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
-      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_slots = 6},
-      {.max_columns = 128, .max_kind = 3, .kv_tile = 64, .kv_slots = 4},
-      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_slots = 2},
-      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_slots = 2},
+      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_stages = 6},
+      {.max_columns = 128, .max_kind = 3, .kv_tile = 64, .kv_stages = 4},
+      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_stages = 2},
+      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_stages = 2},
   };
   // 8-bit caches
-  constexpr Tuning kWidenedTunings[] = {
-      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_slots = 6},
-      {.max_columns = 128, .max_kind = 2, .kv_tile = 64, .kv_slots = 6},
-      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_slots = 2},
-      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_slots = 2},
+  constexpr Tuning kFloat8Tunings[] = {
+      {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_stages = 6},
+      {.max_columns = 128, .max_kind = 2, .kv_tile = 64, .kv_stages = 6},
+      {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_stages = 2},
+      {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_stages = 2},
   };
-  return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
+  return kv_element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
 }
 
 /// Bytes of LoadedTile (attention/sm80/kv_loader.cuh).
@@ -64,8 +64,8 @@ constexpr int32_t kLoadedTileBytes = 48;
 struct SharedLayout {
   int32_t q;
   int32_t kv;
-  int32_t k_slot_bytes;
-  int32_t pair_bytes;     // of neighboring slots
+  int32_t k_stage_bytes;
+  int32_t pair_bytes;     // of neighboring stages
   int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kv_tile]
   int32_t row_states;     // float [2 (maximum, sum)][kWarps][16]
   int32_t loading;        // LoadedTile [kWarps]
@@ -75,12 +75,12 @@ struct SharedLayout {
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
       : q(0),
         kv(tile_rows(tuning(dims, kv_element_bytes).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
-        k_slot_bytes(tuning(dims, kv_element_bytes).kv_tile *
-                     tile_row_bytes(dims.qk, tile_element_bytes(dims, element_bytes, kv_element_bytes))),
-        pair_bytes(k_slot_bytes +
+        k_stage_bytes(tuning(dims, kv_element_bytes).kv_tile *
+                      tile_row_bytes(dims.qk, tile_element_bytes(dims, element_bytes, kv_element_bytes))),
+        pair_bytes(k_stage_bytes +
                    tuning(dims, kv_element_bytes).kv_tile *
                        tile_row_bytes(dims.v, tile_element_bytes(dims, element_bytes, kv_element_bytes))),
-        row_addresses(kv + tuning(dims, kv_element_bytes).kv_slots / 2 * pair_bytes),
+        row_addresses(kv + tuning(dims, kv_element_bytes).kv_stages / 2 * pair_bytes),
         row_states(row_addresses + 2 * 2 * tuning(dims, kv_element_bytes).kv_tile * 8),
         loading(row_states + 2 * kWarps * 16 * 4),
         requests(loading + kWarps * kLoadedTileBytes),

@@ -28,7 +28,7 @@ using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;
 template <class Traits>
 using VTile = SharedTile<typename Traits::KvElement, Traits::Shape::kV>;
 
-// K and V tiles where they are widened before they are multiplied (Traits::kStages).
+// K and V tiles where they are dequantized before they are multiplied (Traits::kDequantizesInTiles).
 template <class Traits>
 using StagedKTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
 

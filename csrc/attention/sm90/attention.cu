@@ -1,5 +1,5 @@
 // The entry of the Hopper attention kernel. The source that includes this file defines attn::KernelTraits (Traits) and
-// attn::KernelCopier (sm90::BoxCopier, RowCopier or WideningCopier).
+// attn::KernelCopier (sm90::BoxCopier, RowCopier or DequantizingCopier).
 
 #include "attention/sm90/attention.cuh"
 #include "common/kernel_code.cuh"

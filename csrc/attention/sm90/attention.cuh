@@ -1,20 +1,26 @@
 // The Hopper attention kernel: one CTA a multiprocessor, which walks its interval of the schedule, or takes pairs from
 // a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign). Over 8-bit latents
-// these are a cluster, and widen KV tiles for each other (widening_copier.cuh).
+// these are a cluster, and dequantize KV tiles for each other (dequantizing_copier.cuh).
 //
-// One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two compute
-// (consumer.cuh; with Q of 8 bits float8_consumer.cuh), or three where heads are wide (wide_consumer.cuh). What
-// consumers of all kinds of row tiles share is in consumer_base.cuh. Rows leave through output.cuh. docs/kernels.md
-// draws how.
+// One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two or three compute.
+// Each regime of theirs is a file:
+// - decode.cuh: row tiles of 16 rows
+// - prefill.cuh: row tiles of 32 rows and more; float8_prefill.cuh where Q has 8 bits, too
+// - wide.cuh: wide heads and latents, row tiles of all sizes
+//
+// Their parts are consumer.cuh (threads, the ring of KV tiles), prepared_tiles.cuh (steps between a tile's arrival and
+// its product), scores.cuh (from products to probabilities) and output.cuh. docs/kernels.md has pictures.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
+#include "attention/sm90/decode.cuh"
 #include "attention/sm90/feed/producer.cuh"
 #include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/float8_consumer.cuh"
+#include "attention/sm90/float8_prefill.cuh"
 #include "attention/sm90/params.h"
+#include "attention/sm90/prefill.cuh"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/wide_consumer.cuh"
+#include "attention/sm90/wide.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "attention/traits.cuh"
 #include "common/kernel_code.cuh"
@@ -23,6 +29,59 @@
 #include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
+
+/// The work items of a CTA, as its consumers get them from the producer.
+template <class Traits>
+struct WorkItems {
+  using Shared = SharedMemory<Traits>;
+  const Shared& shared;
+  typename Shared::QPlace place;
+
+  __device__ __forceinline__ explicit WorkItems(const Shared& shared_) : shared(shared_) { shared.wait_q_full(place); }
+
+  __device__ __forceinline__ const WorkItem& item() const { return shared.item(place.stage); }
+  __device__ __forceinline__ bool any() const { return item().num_kv_tiles > 0; }
+  __device__ __forceinline__ void next() {
+    shared.free_q(place);
+    place.next();
+    shared.wait_q_full(place);
+  }
+};
+
+/// Whether this warpgroup multiplies rows of the item with wgmma: the second has rows only of the largest row tiles.
+__device__ __forceinline__ bool multiplies(const WorkItem& item) {
+  return item.kind > 0 && (item.kind == kMaxKind || warpgroup() == 0);
+}
+
+/// Computes all work items of the CTA, by the consumer warpgroups.
+template <class Traits>
+__device__ __forceinline__ void consume(const HopperParams& params, const SharedMemory<Traits>& shared) {
+  KvRing<Traits> ring{shared};
+  if constexpr (is_wide(Traits::Shape::kDims)) {
+    Wide<Traits> wide{params, ring};
+    if (wide.is_scorer()) {
+      ptx::give_registers<kTuning<Traits>.scorer_registers()>();
+      for (WorkItems<Traits> items(shared); items.any(); items.next()) wide.score(items.item());
+    } else {
+      ptx::take_registers<kMultiplierRegisters>();
+      for (WorkItems<Traits> items(shared); items.any(); items.next()) wide.multiply(items.item());
+    }
+  } else {
+    using LargeTiles = typename Conditional<kMultipliesFloat8<Traits>, Float8Prefill<Traits>, Prefill<Traits>>::Type;
+    ptx::take_registers<kTuning<Traits>.consumer_registers()>();
+    Decode<Traits> decode{params.attention, ring};
+    LargeTiles prefill{params, ring};
+    for (WorkItems<Traits> items(shared); items.any(); items.next()) {
+      const WorkItem& item = items.item();
+      if (multiplies(item))
+        prefill.run(item, items.place.stage);
+      else if (item.kind == 0)
+        decode.run(item, items.place.stage);
+      else
+        prefill.skip(item);
+    }
+  }
+}
 
 /// `Copier`: BoxCopier, or RowCopier for caches that TMA cannot load box by box.
 template <class Traits, template <class> class Copier>
@@ -48,9 +107,7 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
       ptx::prefetch_tensor_map(params.q_rope_row);
     }
   }
-  if (threadIdx.x == 0) {
-    shared.init_barriers(Copier<Traits>::kGathers ? 32 : 1);
-  }
+  if (threadIdx.x == 0) shared.init_barriers(Copier<Traits>::kGathers ? 32 : 1);
   const bool in_cluster = Shared::cluster_ctas() > 1;
   if (in_cluster)
     ptx::cluster_arrive();
@@ -69,18 +126,11 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   if (threadIdx.x < kProducerThreads) {
     ptx::give_registers<kTuning<Traits>.producer_registers>();
     if constexpr (kMayBeCluster<Traits>) {
-      if (in_cluster) return produce<Traits, WideningCopier<Traits, 2>>(params, shared, cursor);
+      if (in_cluster) return produce<Traits, DequantizingCopier<Traits, 2>>(params, shared, cursor);
     }
     produce<Traits, Copier<Traits>>(params, shared, cursor);
-  } else if constexpr (is_wide(Traits::Shape::kDims)) {
-    WideConsumer<Traits>(params, shared).run();
   } else {
-    ptx::take_registers<kTuning<Traits>.consumer_registers()>();
-    if constexpr (kMultipliesFloat8<Traits>) {
-      Float8Consumer<Traits>(params, shared).run();
-    } else {
-      Consumer<Traits>(params, shared).run();
-    }
+    consume<Traits>(params, shared);
   }
 }
 

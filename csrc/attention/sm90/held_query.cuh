@@ -1,4 +1,4 @@
-// Q where mma.sync multiplies it by K of an 8-bit cache that is widened in registers.
+// Q where mma.sync multiplies it by K of an 8-bit cache that is dequantized in registers.
 #pragma once
 
 #include "attention/head_shape.h"
@@ -10,14 +10,14 @@
 
 namespace attn::sm90 {
 
-/// Rows of Q for widened_scores(): in registers, if the output leaves room. Then they are f16: fp8 -> f16 takes a third
-/// of the instructions of fp8 -> bf16. Rows of 8 bits are widened here.
+/// Rows of Q for dequantized_scores(): in registers, if the output leaves room. Then they are f16: fp8 -> f16 takes a
+/// third of the instructions of fp8 -> bf16. Rows of 8 bits are dequantized here.
 template <class Element, class Query, int kQkColumns, int kVColumns>
 struct HeldQuery {
   static constexpr bool kIsHeld = leaves_registers(max_of(kQkColumns, kVColumns));
   static constexpr bool kIsFloat8 = Query::Element::kBytes == 1;
   static constexpr bool kConverts = kIsHeld && !kIsFloat8 && !is_same<Element, Float16>;
-  static_assert(kIsHeld || !kIsFloat8, "widened once");
+  static_assert(kIsHeld || !kIsFloat8, "dequantized once");
   using Multiplied = typename Conditional<kIsHeld, Float16, Element>::Type;
   uint32_t rows[kIsHeld ? kQkColumns / 16 : 1][4];
   float to_score[2];  // if kConverts: what scores of this lane's rows are multiplied by
@@ -34,7 +34,8 @@ struct HeldQuery {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t pairs[2];
-          widen<Float16, typename Query::Element>(ptx::load_word((q ^ d << 4) + half * 8 * Query::kRowBytes), pairs);
+          dequantize<Float16, typename Query::Element>(ptx::load_word((q ^ d << 4) + half * 8 * Query::kRowBytes),
+                                                       pairs);
           rows[d][half] = pairs[0];
           rows[d][2 + half] = pairs[1];
         }

@@ -2,8 +2,11 @@
 // the warp has multiplied.
 #pragma once
 
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
+#include "attention/sm90/tiles.cuh"
 #include "attention/tile/output.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
@@ -50,14 +53,19 @@ __device__ __forceinline__ void store_rows(const HopperParams& params, const Sta
   ptx::bulk_wait_read();  // then the tile may be filled again
 }
 
-/// Writes the rows of a warp that has seen all tokens of the item, through its rows of `staged`.
-template <class Tile, class State, class Target>
-__device__ __forceinline__ void write_rows(const HopperParams& params, State& state, const Target& target,
-                                           int first_row, char* staged) {
+/// Where the rows of an item go.
+template <class Traits>
+using ItemTarget = OutputTarget<typename Traits::OutElement, true, typename Traits::Variant>;
+
+/// Writes the rows of a warp that has seen all tokens of the item, through its rows of the Q tile.
+template <class Traits, class State>
+__device__ __forceinline__ void write_rows(const HopperParams& params, const WorkItem& item, State& state,
+                                           int first_row, char* q) {
+  const ItemTarget<Traits> target(params.attention, item, SharedMemory<Traits>::requests(item));
   if (!is_box(params, target, first_row)) {  // the frequent way second: ptxas spilled otherwise
-    write_warp_rows<Tile>(state, target, first_row, staged);
+    write_warp_rows<OTile<Traits>>(state, target, first_row, q);
   } else {
-    store_rows<Tile>(params, state, target, first_row, staged);
+    store_rows<OTile<Traits>>(params, state, target, first_row, q);
   }
 }
 

@@ -18,7 +18,7 @@ constexpr int32_t kProducerThreads = kWarpgroupThreads;
 constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;  // of heads that are not wide
 constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
 
-/// Wide heads: one warpgroup computes P, two compute P·V (wide_consumer.cuh).
+/// Wide heads: one warpgroup computes P, two compute P·V (wide.cuh).
 ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) {
   return is_wide(dims) ? 3 * kWarpgroupThreads / 32 : kConsumerWarps;
 }
@@ -35,17 +35,17 @@ constexpr int32_t kWarpRows = 16;  // of a consumer warp
 struct Tuning {
   int32_t max_qk;  // columns of a head of Q and K, and of one of V: the widest that this is for
   int32_t max_v;
-  int32_t max_kind;    // largest kind of row tile
-  int32_t kv_tile;     // tokens of one KV tile: as many as 64 rows of scores leave registers for
-  int32_t q_slots;     // Q tiles, of consecutive work items
-  int32_t kv_slots;    // of the ring that K and V tiles go through, one after the other
-  int32_t slot_parts;  // of a slot, one mbarrier pair each: the tokens that a warpgroup takes in row tiles of 16 rows;
-                       // wide heads: the columns that a warpgroup multiplies with P
-  int32_t max_parts_in_flight;  // that are filled or being filled while row tiles have 16 rows
-  int32_t producer_registers;   // of a thread; three warpgroups share 504, four 512
-  bool keeps_maxima;            // lazy maxima (consumer.cuh)
-  bool finds_runs;              // consecutive pages of one token are loaded by TMA (RowCopier)
-  int32_t staged_pieces = 0;    // of 16 bytes, of a producer thread, on their way (WideningCopier)
+  int32_t max_kind;     // largest kind of row tile
+  int32_t kv_tile;      // tokens of one KV tile: as many as 64 rows of scores leave registers for
+  int32_t q_stages;     // Q tiles, of consecutive work items
+  int32_t kv_stages;    // of the ring that K and V tiles go through, one after the other
+  int32_t stage_parts;  // of a stage, one mbarrier pair each: the tokens that a warpgroup takes in row tiles of 16
+                        // rows; wide heads: the columns that a warpgroup multiplies with P
+  int32_t max_parts_in_flight = 0;  // that are filled or being filled while row tiles have 16 rows
+  int32_t producer_registers;       // of a thread; three warpgroups share 504, four 512
+  bool keeps_maxima = false;        // lazy maxima (prefill.cuh)
+  bool finds_runs = false;          // consecutive pages of one token are loaded by TMA (RowCopier)
+  int32_t staged_pieces = 0;        // of 16 bytes, of a producer thread, on their way (DequantizingCopier)
 
   ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
   ATTN_HD constexpr int32_t scorer_registers() const { return 512 - 2 * kMultiplierRegisters - producer_registers; }
@@ -62,7 +62,7 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 }
 
 /// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than
-/// others, and all wait for the last (ADR 18). Where slots have no parts, more than kv_slots - 2 would be wrong: the
+/// others, and all wait for the last (ADR 18). Where stages have no parts, more than kv_stages - 2 would be wrong: the
 /// producer would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that
 /// the output of wide heads needs.
 ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
@@ -71,9 +71,9 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .max_v = 64,
        .max_kind = kMaxKind,
        .kv_tile = 128,
-       .q_slots = 2,
-       .kv_slots = 10,
-       .slot_parts = 2,
+       .q_stages = 2,
+       .kv_stages = 10,
+       .stage_parts = 2,
        .max_parts_in_flight = 12,
        .producer_registers = 88,
        .keeps_maxima = true,
@@ -82,9 +82,9 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .max_v = 128,
        .max_kind = kMaxKind,
        .kv_tile = 128,
-       .q_slots = 2,
-       .kv_slots = 5,
-       .slot_parts = 2,
+       .q_stages = 2,
+       .kv_stages = 5,
+       .stage_parts = 2,
        .max_parts_in_flight = 6,
        .producer_registers = 88,
        .keeps_maxima = true,
@@ -94,9 +94,9 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .max_v = 128,
        .max_kind = kMaxKind,
        .kv_tile = 128,
-       .q_slots = 1,
-       .kv_slots = 4,
-       .slot_parts = 2,
+       .q_stages = 1,
+       .kv_stages = 4,
+       .stage_parts = 2,
        .max_parts_in_flight = 5,
        .producer_registers = 88,
        .keeps_maxima = true,
@@ -105,111 +105,92 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .max_v = 192,
        .max_kind = kMaxKind,
        .kv_tile = 64,
-       .q_slots = 1,
-       .kv_slots = 7,
-       .slot_parts = 1,
+       .q_stages = 1,
+       .kv_stages = 7,
+       .stage_parts = 1,
        .max_parts_in_flight = 4,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 72},
       {.max_qk = 256,
        .max_v = 256,
        .max_kind = kMaxKind,
        .kv_tile = 64,
-       .q_slots = 1,
-       .kv_slots = 5,
-       .slot_parts = 1,
+       .q_stages = 1,
+       .kv_stages = 5,
+       .stage_parts = 1,
        .max_parts_in_flight = 3,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 72},
       // wide heads, absorbed MLA
       {.max_qk = 576,
        .max_v = 512,
        .max_kind = 2,
        .kv_tile = 64,
-       .q_slots = 1,
-       .kv_slots = 2,
-       .slot_parts = 2,
-       .max_parts_in_flight = 0,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .q_stages = 1,
+       .kv_stages = 2,
+       .stage_parts = 2,
+       .producer_registers = 72},
   };
   // 8-bit caches
-  constexpr Tuning kWidenedTunings[] = {
+  constexpr Tuning kFloat8Tunings[] = {
       {.max_qk = 64,
        .max_v = 64,
        .max_kind = kMaxKind,
        .kv_tile = 128,
-       .q_slots = 2,
-       .kv_slots = 10,
-       .slot_parts = 2,
+       .q_stages = 2,
+       .kv_stages = 10,
+       .stage_parts = 2,
        .max_parts_in_flight = 20,
        .producer_registers = 88,
-       .keeps_maxima = false,
        .finds_runs = true},
       {.max_qk = 128,
        .max_v = 128,
        .max_kind = kMaxKind,
        .kv_tile = 128,
-       .q_slots = 2,
-       .kv_slots = 6,
-       .slot_parts = 2,
+       .q_stages = 2,
+       .kv_stages = 6,
+       .stage_parts = 2,
        .max_parts_in_flight = 12,
        .producer_registers = 88,
-       .keeps_maxima = false,
        .finds_runs = true},
       // MLA that is not absorbed
       {.max_qk = 256,
        .max_v = 128,
        .max_kind = kMaxKind,
        .kv_tile = 64,
-       .q_slots = 1,
-       .kv_slots = 8,
-       .slot_parts = 1,
+       .q_stages = 1,
+       .kv_stages = 8,
+       .stage_parts = 1,
        .max_parts_in_flight = 6,
-       .producer_registers = 88,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .producer_registers = 88},
       {.max_qk = 256,
        .max_v = 256,
        .max_kind = kMaxKind,
        .kv_tile = 64,
-       .q_slots = 1,
-       .kv_slots = 6,
-       .slot_parts = 1,
+       .q_stages = 1,
+       .kv_stages = 6,
+       .stage_parts = 1,
        .max_parts_in_flight = 4,
-       .producer_registers = 72,
-       .keeps_maxima = false,
-       .finds_runs = false},
-      // widened by the producer
+       .producer_registers = 72},
+      // dequantized by the producer
       {.max_qk = 512,
        .max_v = 512,
        .max_kind = 2,
        .kv_tile = 64,
-       .q_slots = 1,
-       .kv_slots = 2,
-       .slot_parts = 2,
-       .max_parts_in_flight = 0,
+       .q_stages = 1,
+       .kv_stages = 2,
+       .stage_parts = 2,
        .producer_registers = 104,
-       .keeps_maxima = false,
-       .finds_runs = false,
        .staged_pieces = 12},
       // there is no room to stage them
       {.max_qk = 576,
        .max_v = 512,
        .max_kind = 2,
        .kv_tile = 64,
-       .q_slots = 1,
-       .kv_slots = 2,
-       .slot_parts = 2,
-       .max_parts_in_flight = 0,
-       .producer_registers = 112,
-       .keeps_maxima = false,
-       .finds_runs = false},
+       .q_stages = 1,
+       .kv_stages = 2,
+       .stage_parts = 2,
+       .producer_registers = 112},
   };
-  return kv_element_bytes == 1 ? first_for(kWidenedTunings, dims) : first_for(kTunings, dims);
+  return kv_element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
 }
 
 /// Columns of O that products make, at least `columns`; not of wide heads.
@@ -220,7 +201,7 @@ ATTN_HD constexpr int32_t columns_of_products(int32_t columns) {
 /// Those that one product makes: 256 are made by two.
 ATTN_HD constexpr int32_t columns_of_one_product(int32_t columns) { return columns > 192 ? 128 : columns; }
 
-/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_consumer.cuh, ADR 37):
+/// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_prefill.cuh, ADR 37):
 /// MULTIPLIED_FLOAT8_HEAD_DIMS in manifest.py.
 ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {
   return dims.qk == dims.v && (dims.qk == 64 || dims.qk == 128);
@@ -243,20 +224,20 @@ constexpr int32_t kItemScalesBytes = kQRows * 4 + 16;
 /// and V.
 struct SharedLayout {
   int32_t q;
-  int32_t q_slot_bytes;
+  int32_t q_stage_bytes;
   int32_t kv;
-  int32_t k_slot_bytes;  // K and V tiles lie in turn
-  int32_t v_slot_bytes;
-  int32_t widened;        // a K and a V tile of an 8-bit cache, as they are multiplied, or two V tiles transposed
-                          // (float8_consumer.cuh); none of others
-  int32_t widened_bytes;  // of one of them
-  int32_t probabilities;  // of wide heads: elements [64 rows][kv_tile]
-  int32_t staged;         // [staged_pieces][kProducerThreads] pieces of 16 bytes of an 8-bit cache
-  int32_t row_states;     // float [2 (maximum, sum)][kConsumerWarps][16]; of wide heads [3 (and correction)][64]
-  int32_t items;          // WorkItem [q_slots], each with kItemScalesBytes if the cache is of 8 bits
+  int32_t k_stage_bytes;  // K and V tiles lie in turn
+  int32_t v_stage_bytes;
+  int32_t dequantized;        // a K and a V tile of an 8-bit cache, as they are multiplied, or two V tiles transposed
+                              // (float8_prefill.cuh); none of others
+  int32_t dequantized_bytes;  // of one of them
+  int32_t probabilities;      // of wide heads: elements [64 rows][kv_tile]
+  int32_t staged;             // [staged_pieces][kProducerThreads] pieces of 16 bytes of an 8-bit cache
+  int32_t row_states;         // float [2 (maximum, sum)][kConsumerWarps][16]; of wide heads [3 (and correction)][64]
+  int32_t items;              // WorkItem [q_stages], each with kItemScalesBytes if the cache is of 8 bits
   int32_t item_bytes;
   int32_t queued;    // int32 [2]: pairs from the work queue
-  int32_t barriers;  // mbarriers: q_full, q_free [q_slots], kv_full, kv_free [kv_slots][slot_parts], transformed;
+  int32_t barriers;  // mbarriers: q_full, q_free [q_stages], kv_full, kv_free [kv_stages][stage_parts], transformed;
                      // of wide heads p_full, p_free
   int32_t bytes;
 
@@ -265,32 +246,32 @@ struct SharedLayout {
                      tile_element_bytes(dims, element_bytes, kv_element_bytes), kv_element_bytes != element_bytes) {}
 
  private:
-  /// Columns that the slots have room for. With an odd number of them each holds K and V in turn; wide V may be in K's
-  /// bytes, and then all slots hold both.
-  ATTN_HD static constexpr HeadDims slot_dims(HeadDims dims, const Tuning& tuning) {
-    return tuning.kv_slots % 2 == 0 && !is_wide(dims) ? dims : HeadDims(dims.widest());
+  /// Columns that the stages have room for. With an odd number of them each holds K and V in turn; wide V may be in K's
+  /// bytes, and then all stages hold both.
+  ATTN_HD static constexpr HeadDims stage_dims(HeadDims dims, const Tuning& tuning) {
+    return tuning.kv_stages % 2 == 0 && !is_wide(dims) ? dims : HeadDims(dims.widest());
   }
 
   /// kv_element_bytes: of tiles.
   ATTN_HD constexpr SharedLayout(HeadDims dims, const Tuning& tuning, int32_t element_bytes, int32_t kv_element_bytes,
                                  bool has_scales)
       : q(0),
-        q_slot_bytes(tuning.q_rows() * tile_row_bytes(dims.widest(), element_bytes)),
-        kv(tuning.q_slots * q_slot_bytes),
-        k_slot_bytes(tuning.kv_tile * tile_row_bytes(slot_dims(dims, tuning).qk, kv_element_bytes)),
-        v_slot_bytes(tuning.kv_tile * tile_row_bytes(slot_dims(dims, tuning).v, kv_element_bytes)),
-        widened(kv + ceil_div(tuning.kv_slots, 2) * k_slot_bytes + tuning.kv_slots / 2 * v_slot_bytes),
-        widened_bytes(
+        q_stage_bytes(tuning.q_rows() * tile_row_bytes(dims.widest(), element_bytes)),
+        kv(tuning.q_stages * q_stage_bytes),
+        k_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).qk, kv_element_bytes)),
+        v_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).v, kv_element_bytes)),
+        dequantized(kv + ceil_div(tuning.kv_stages, 2) * k_stage_bytes + tuning.kv_stages / 2 * v_stage_bytes),
+        dequantized_bytes(
             kv_element_bytes == element_bytes ? 0 : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
-        probabilities(widened + 2 * widened_bytes),
+        probabilities(dequantized + 2 * dequantized_bytes),
         staged(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
         row_states(staged + tuning.staged_pieces * kProducerThreads * 16),
         items(row_states + 2 * kConsumerWarps * 16 * 4),
         item_bytes(kWorkItemBytes + (has_scales ? kItemScalesBytes : 0)),
-        queued(items + tuning.q_slots * item_bytes),
+        queued(items + tuning.q_stages * item_bytes),
         barriers(queued + 2 * 4),
-        bytes(barriers + 2 * (tuning.q_slots + tuning.kv_slots * tuning.slot_parts) * 8 + (is_wide(dims) ? 3 : 1) * 8) {
-  }
+        bytes(barriers + 2 * (tuning.q_stages + tuning.kv_stages * tuning.stage_parts) * 8 +
+              (is_wide(dims) ? 3 : 1) * 8) {}
 };
 
 static_assert(SharedLayout(64).bytes <= 227 * 1024 && SharedLayout(128).bytes <= 227 * 1024 &&

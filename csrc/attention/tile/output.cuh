@@ -15,7 +15,7 @@
 namespace attn {
 
 /// Puts 16 complete rows of a warp, normalized, into rows `block_row` on of `staged`, a tile of layout Tile.
-/// kFourColumns: they are outputs of widened_accumulate().
+/// kFourColumns: they are outputs of dequantized_accumulate().
 template <class Tile, bool kFourColumns = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
 __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns, kRowBlocks>& state,
                                            const Target& target, int b, const float (&inverse)[2], int32_t block_row,

@@ -68,6 +68,10 @@ struct OutputTarget {
                   params.max_tile_rows;
   }
 
+  template <class Item>
+  __device__ __forceinline__ OutputTarget(const AttentionParams& params_, const Item& item, const int32_t* requests_)
+      : OutputTarget(params_, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside, requests_) {}
+
   /// Row of partial_o and partial_lse for an existing row of the tile.
   __device__ __forceinline__ int64_t partial_index(const PackedRow& row, int32_t tile_row) const {
     if constexpr (kManyLevels) {

@@ -24,7 +24,7 @@ struct PermutedRows {
   /// dimension (with .trans).
   __device__ __forceinline__ static uint32_t rows_first(int lane) { return Tile::offset(lane & 15, lane >> 4); }
 
-  /// For 2-byte elements: the four columns of its row that a lane has of a widened cache.
+  /// For 2-byte elements: the four columns of its row that a lane has of a dequantized cache.
   __device__ __forceinline__ static uint32_t four_columns(int lane) {
     return Tile::offset(lane / 4, lane % 4 / 2) + lane % 2 * 8;
   }

@@ -1,7 +1,7 @@
 // Transforms of rows of Q, K and V (variants.h) in tiles of shared memory, once they have arrived there; and the
 // conversion of Q to the cache's type.
 //
-// A thread keeps its columns and goes through the rows. Rows of 8-bit tensors have been widened by then. They are
+// A thread keeps its columns and goes through the rows. Rows of 8-bit tensors have been dequantized by then. They are
 // multiplied by their scale first, so that a hook sees the values that they stand for.
 #pragma once
 

@@ -92,13 +92,13 @@ struct WarpState {
     if constexpr (kTwoSums) add_to(s[0], other);
   }
 
-  /// The same with K of an 8-bit cache, which is widened on the way. A lane gets words of K with four neighboring
+  /// The same with K of an 8-bit cache, which is dequantized on the way. A lane gets words of K with four neighboring
   /// columns: it uses the first two as its columns of the first half of a product's depth, the others as those of the
   /// second half. `query(b, d, a)` loads Q in the same order: rows of block b, columns from 16 * d on (load_query()).
   /// `k`: as in scores().
   template <int kQkColumns, int kTokens, class KTile, class KvElement, class Query>
-  __device__ __forceinline__ void widened_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
-                                                 uint32_t k) const {
+  __device__ __forceinline__ void dequantized_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
+                                                     uint32_t k) const {
     set_to_zero(s);
     constexpr int kFragments = kTokens / 16;
     constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && leaves_registers(kColumns);
@@ -120,8 +120,8 @@ struct WarpState {
         for (int half = 0; half < 2; ++half) {
           if (d + half * 16 >= kQkColumns) break;
           uint32_t upper[2], lower[2];  // of eight tokens each
-          widen<Element, KvElement>(words[i % kBuffers][half], upper);
-          widen<Element, KvElement>(words[i % kBuffers][2 + half], lower);
+          dequantize<Element, KvElement>(words[i % kBuffers][half], upper);
+          dequantize<Element, KvElement>(words[i % kBuffers][2 + half], lower);
 #pragma unroll
           for (int b = 0; b < kRowBlocks; ++b) {
             uint32_t a[4];  // read for each fragment: there are no registers to keep it
@@ -270,11 +270,11 @@ struct WarpState {
     }
   }
 
-  /// The same with V of an 8-bit cache, widened on the way. A lane gets words of two neighboring tokens x two
+  /// The same with V of an 8-bit cache, dequantized on the way. A lane gets words of two neighboring tokens x two
   /// neighboring columns, so columns of each 16 are multiplied in another order: o[b][2i] and o[b][2i + 1] hold
   /// columns 4t, 4t + 2 and 4t + 1, 4t + 3 of the 16 from 16 * i on (four_outputs()).
   template <int kTokens, class VTile, class KvElement>
-  __device__ __forceinline__ void widened_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
+  __device__ __forceinline__ void dequantized_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     static_assert(kColumns % 32 == 0, "two groups of 16 columns are loaded together");
     constexpr int kFragments = kColumns / 32;
     uint32_t words[2][4];
@@ -291,8 +291,8 @@ struct WarpState {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t upper[2], lower[2];  // tokens 0 to 7 and 8 to 15: of even columns, of odd ones
-          widen_apart<Element, KvElement>(words[i % 2][2 * half], upper);
-          widen_apart<Element, KvElement>(words[i % 2][2 * half + 1], lower);
+          dequantize_apart<Element, KvElement>(words[i % 2][2 * half], upper);
+          dequantize_apart<Element, KvElement>(words[i % 2][2 * half + 1], lower);
 #pragma unroll
           for (int b = 0; b < kRowBlocks; ++b) {
             const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
@@ -304,7 +304,7 @@ struct WarpState {
     }
   }
 
-  /// Columns 8 * n + 4t to 8 * n + 4t + 3 after widened_accumulate(); n is even.
+  /// Columns 8 * n + 4t to 8 * n + 4t + 3 after dequantized_accumulate(); n is even.
   __device__ __forceinline__ float4 four_outputs(int b, int n, int half, float factor) const {
     const float (&even)[4] = o[b][n];
     const float (&odd)[4] = o[b][n + 1];
@@ -321,7 +321,7 @@ struct WarpState {
   }
 };
 
-/// Rows of Q for widened_scores(). `q`: the lane's address in the warp's first rows (four_columns()).
+/// Rows of Q for dequantized_scores(). `q`: the lane's address in the warp's first rows (four_columns()).
 template <class QTile>
 __device__ __forceinline__ void load_query(uint32_t (&a)[4], uint32_t q, int b, int d) {
   const uint32_t upper = QTile::block(q, b, d);

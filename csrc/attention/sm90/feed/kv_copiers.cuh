@@ -23,7 +23,7 @@ struct KvShare {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = kTuning<Traits>.kv_tile / 2;
   static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
-  /// With wide heads: the blocks in the first part of a slot.
+  /// With wide heads: the blocks in the first part of a stage.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
 
   bool is_v;
@@ -33,9 +33,10 @@ struct KvShare {
   __device__ __forceinline__ explicit KvShare(int warp)
       : is_v(warp % 2 == 1),
         first_token(warp / 2 * kTokens),
-        part(Traits::kWidensOnLoad ? 0
-                                   : warp % 2 * Shared::kParts +
-                                         (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {}
+        part(Traits::kDequantizesOnLoad ? 0
+                                        : warp % 2 * Shared::kParts +
+                                              (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {
+  }
 
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }

@@ -2,14 +2,14 @@
 // there is room. Only the producer reads the schedule. It describes work items to the consumers (work_item.cuh).
 //
 // Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh). With wide heads over
-// an 8-bit cache all four widen tokens on the way (widening_copier.cuh). The warps that load V also load Q
+// an 8-bit cache all four dequantize tokens on the way (dequantizing_copier.cuh). The warps that load V also load Q
 // (query_loader.cuh).
 #pragma once
 
+#include "attention/sm90/feed/dequantizing_copier.cuh"
 #include "attention/sm90/feed/kv_copiers.cuh"
 #include "attention/sm90/feed/query_loader.cuh"
 #include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/widening_copier.cuh"
 #include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/feed/work_queue.cuh"
 #include "attention/sm90/params.h"
@@ -30,9 +30,9 @@ template <class Traits>
 __device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
                                              const WorkItem& item, typename SharedMemory<Traits>::QPlace& place) {
   shared.wait_q_free(place);
-  const uint32_t full = shared.q_full(place.slot);
-  if (item.num_kv_tiles > 0) load_q<Traits>(hopper_params, item, shared.q(place.slot), full);
-  if constexpr (kWidensQuery<Traits>) {
+  const uint32_t full = shared.q_full(place.stage);
+  if (item.num_kv_tiles > 0) load_q<Traits>(hopper_params, item, shared.q(place.stage), full);
+  if constexpr (kDequantizesQuery<Traits>) {
     ptx::fence_async_proxy();  // before wgmma reads it
     ptx::mbarrier_arrive(full);
   } else {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_para
   }
   if constexpr (Traits::Variant::kHasScales) {
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstQueryThread + 32) {
-      int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.slot)));
+      int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.stage)));
       write_requests<typename Traits::Variant, kQRows, 32>(hopper_params.attention, item.rows, item.group, item.kv_head,
                                                            ptx::lane_id(), requests);
     }
@@ -50,10 +50,10 @@ __device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_para
     if constexpr (Traits::Variant::kHasScales) {
       using Variant = typename Traits::Variant;
       const AttentionParams& params = hopper_params.attention;
-      const_cast<float&>(shared.score_scale(shared.item(place.slot))) =
+      const_cast<float&>(shared.score_scale(shared.item(place.stage))) =
           score_scale(Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
     }
-    shared.item(place.slot) = item;
+    shared.item(place.stage) = item;
     ptx::mbarrier_arrive(full);
   }
   place.next();
@@ -118,8 +118,8 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
             ? ptx::kEvictFirst
             : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
-    if constexpr (Traits::kWidensOnLoad) {
-      copier.widen(shared, tile, head, end - cursor.now.kv_tile, look_up, place);
+    if constexpr (Traits::kDequantizesOnLoad) {
+      copier.dequantize(shared, tile, head, end - cursor.now.kv_tile, look_up, place);
       cursor.now.kv_tile = end;
     } else {
       if (!copies) cursor.now.kv_tile = end;
@@ -130,8 +130,8 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
         // issued first, because they have few entries to wait for.
         if (Copier::kGathers && !last) look_up();
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
-        // Where slots are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
-        // its barrier. That one must observe the phase before the slot is refilled. While few parts are in flight,
+        // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
+        // its barrier. That one must observe the phase before the stage is refilled. While few parts are in flight,
         // refilling it requires freed parts of the next item, which no consumer reaches before all have synchronized at
         // the end of this one.
         if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
@@ -139,11 +139,11 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
         if constexpr (kIsWide) {
           const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
           shared.wait_kv_free(right);
-          copier.template copy<kLeftBlocks, kBlocks>(shared, found, head, right.slot, policy);
+          copier.template copy<kLeftBlocks, kBlocks>(shared, found, head, right.stage, policy);
           shared.wait_kv_free(place);
-          copier.template copy<0, kLeftBlocks>(shared, found, head, place.slot, policy);
+          copier.template copy<0, kLeftBlocks>(shared, found, head, place.stage, policy);
         } else {
-          copier.template copy<0, kBlocks>(shared, found, head, place.slot, policy);
+          copier.template copy<0, kBlocks>(shared, found, head, place.stage, policy);
         }
         place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
         if (last) break;

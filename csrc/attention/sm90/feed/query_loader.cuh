@@ -58,10 +58,10 @@ __device__ __forceinline__ void gather_pieces(const AttentionParams& params, con
         const int part_chunk = piece * Pieces::kChunks + first_chunk;
         const int chunk = first * Pieces::kChunks + part_chunk;
         const bool is_there = source != nullptr && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks);
-        if constexpr (kWidensQuery<Traits>) {
+        if constexpr (kDequantizesQuery<Traits>) {
           uint4 elements = make_uint4(0, 0, 0, 0);
           if (is_there)
-            elements = widen_eight<typename Traits::Element, typename Traits::QElement>(
+            elements = dequantize_eight<typename Traits::Element, typename Traits::QElement>(
                 __ldg(reinterpret_cast<const uint2*>(source + part_chunk * 8)));
           *reinterpret_cast<uint4*>(tile + Tile::offset(first_row + row, chunk)) = elements;
           continue;
@@ -170,7 +170,7 @@ __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const Wor
   const bool is_largest = item.kind == kTuning<Traits>.max_kind;
   const bool holds_whole_rows = item.rows.packed_begin == 0 && group_size.modulo(item.rows.count) == 0 &&
                                 has_room_for_whole_rows<Traits>(group_size);
-  if (kWidensQuery<Traits> ||
+  if (kDequantizesQuery<Traits> ||
       !(is_largest ? params.has_row_maps && item.rows.list == nullptr : params.has_one_row_map && holds_whole_rows)) {
     gather_q<Traits>(params, item, tile, ptx::thread_id() / 64);
   } else if (is_largest) {

@@ -21,17 +21,17 @@ enum Barrier : int {
   kTurnBarrier = 5  // and 6
 };
 
-/// A place in a ring of slots, and the parity of the phase that the ring is in.
-template <int kSlots>
+/// A place in a ring of stages, and the parity of the phase that the ring is in.
+template <int kStages>
 struct RingPlace {
-  int32_t slot = 0;
+  int32_t stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ RingPlace ahead(int slots) const {
-    if constexpr (kSlots == 1) return RingPlace{0, parity ^ 1};
-    RingPlace place{slot + slots, parity};
-    if (place.slot >= kSlots) {
-      place.slot -= kSlots;
+  __device__ __forceinline__ RingPlace ahead(int stages) const {
+    if constexpr (kStages == 1) return RingPlace{0, parity ^ 1};
+    RingPlace place{stage + stages, parity};
+    if (place.stage >= kStages) {
+      place.stage -= kStages;
       place.parity ^= 1;
     }
     return place;
@@ -44,12 +44,12 @@ template <class Traits>
 struct SharedMemory {
   static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
   static constexpr int kTileRows = kTuning<Traits>.q_rows();  // of a Q tile
-  static constexpr int kQSlots = kTuning<Traits>.q_slots;
-  static constexpr int kParts = kTuning<Traits>.slot_parts;
-  static constexpr int kKvParts = kTuning<Traits>.kv_slots * kParts;
+  static constexpr int kQStages = kTuning<Traits>.q_stages;
+  static constexpr int kParts = kTuning<Traits>.stage_parts;
+  static constexpr int kKvParts = kTuning<Traits>.kv_stages * kParts;
   static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
   static constexpr int kPartTokens = kTuning<Traits>.kv_tile / kParts;
-  using QPlace = RingPlace<kQSlots>;
+  using QPlace = RingPlace<kQStages>;
   using KvPlace = RingPlace<kKvParts>;  // counts parts
 
   char* base;
@@ -57,20 +57,21 @@ struct SharedMemory {
 
   __device__ __forceinline__ explicit SharedMemory(char* base_) : base(base_), address(ptx::shared_address(base_)) {}
 
-  __device__ __forceinline__ char* q(int slot) const { return base + kLayout.q + slot * kLayout.q_slot_bytes; }
+  __device__ __forceinline__ char* q(int stage) const { return base + kLayout.q + stage * kLayout.q_stage_bytes; }
   /// The tile that part number `part` of the ring belongs to.
   __device__ __forceinline__ char* kv(int part) const {
-    const int slot = part / kParts;
-    if constexpr (kLayout.k_slot_bytes == kLayout.v_slot_bytes) return base + kLayout.kv + slot * kLayout.k_slot_bytes;
-    return base + kLayout.kv + slot / 2 * (kLayout.k_slot_bytes + kLayout.v_slot_bytes) +
-           slot % 2 * kLayout.k_slot_bytes;
+    const int stage = part / kParts;
+    if constexpr (kLayout.k_stage_bytes == kLayout.v_stage_bytes)
+      return base + kLayout.kv + stage * kLayout.k_stage_bytes;
+    return base + kLayout.kv + stage / 2 * (kLayout.k_stage_bytes + kLayout.v_stage_bytes) +
+           stage % 2 * kLayout.k_stage_bytes;
   }
   /// With an 8-bit cache: the K tile that is multiplied next, or the V tile if `is_v`.
-  __device__ __forceinline__ char* widened(int is_v) const {
-    return base + kLayout.widened + is_v * kLayout.widened_bytes;
+  __device__ __forceinline__ char* dequantized(int is_v) const {
+    return base + kLayout.dequantized + is_v * kLayout.dequantized_bytes;
   }
-  __device__ __forceinline__ WorkItem& item(int slot) const {
-    return *reinterpret_cast<WorkItem*>(base + kLayout.items + slot * kLayout.item_bytes);
+  __device__ __forceinline__ WorkItem& item(int stage) const {
+    return *reinterpret_cast<WorkItem*>(base + kLayout.items + stage * kLayout.item_bytes);
   }
   /// With an 8-bit cache: the requests of an item's rows, as write_requests() leaves them.
   __device__ __forceinline__ static const int32_t* requests(const WorkItem& item) {
@@ -85,42 +86,42 @@ struct SharedMemory {
   }
   __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(base + kLayout.row_states); }
 
-  __device__ __forceinline__ uint32_t q_full(int slot) const { return address + kLayout.barriers + slot * 8; }
-  __device__ __forceinline__ uint32_t q_free(int slot) const { return q_full(kQSlots + slot); }
-  __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQSlots + part); }
-  __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQSlots + kKvParts + part); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return address + kLayout.barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t q_free(int stage) const { return q_full(kQStages + stage); }
+  __device__ __forceinline__ uint32_t kv_full(int part) const { return q_full(2 * kQStages + part); }
+  __device__ __forceinline__ uint32_t kv_free(int part) const { return q_full(2 * kQStages + kKvParts + part); }
 
   /// The barrier of variants that transform K or V, and of 8-bit V, which is transposed.
-  __device__ __forceinline__ uint32_t transformed() const { return q_full(2 * (kQSlots + kKvParts)); }
+  __device__ __forceinline__ uint32_t transformed() const { return q_full(2 * (kQStages + kKvParts)); }
 
   /// With wide heads: the probabilities of a KV tile and the corrections of their rows; at the end of an item the
   /// states of its rows.
   __device__ __forceinline__ char* probabilities() const { return base + kLayout.probabilities; }
-  __device__ __forceinline__ uint32_t p_full() const { return q_full(2 * (kQSlots + kKvParts) + 1); }
-  __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQSlots + kKvParts) + 2); }
+  __device__ __forceinline__ uint32_t p_full() const { return q_full(2 * (kQStages + kKvParts) + 1); }
+  __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQStages + kKvParts) + 2); }
 
   /// Where piece number `piece` of a producer thread arrives.
   __device__ __forceinline__ char* staged(int piece) const {
     return base + kLayout.staged + (piece * kProducerThreads + ptx::thread_id()) * 16;
   }
 
-  /// CTAs that widen KV tiles for each other.
+  /// CTAs that dequantize KV tiles for each other.
   __device__ __forceinline__ static uint32_t cluster_ctas() {
     if constexpr (kMayBeCluster<Traits>) return ptx::cluster_size();
     return 1;
   }
 
   /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
-  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that widen arrive once. A part of wide
-  /// heads is freed by the warpgroup that reads it last. In a cluster, one warpgroup of every CTA arrives.
+  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that dequantize arrive once. A part of
+  /// wide heads is freed by the warpgroup that reads it last. In a cluster, one warpgroup of every CTA arrives.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
-    for (int slot = 0; slot < kQSlots; ++slot) {
-      ptx::mbarrier_init(q_full(slot), kProducerThreads / 2 + 1);
-      ptx::mbarrier_init(q_free(slot), consumer_warps(Traits::Shape::kDims));
+    for (int stage = 0; stage < kQStages; ++stage) {
+      ptx::mbarrier_init(q_full(stage), kProducerThreads / 2 + 1);
+      ptx::mbarrier_init(q_free(stage), consumer_warps(Traits::Shape::kDims));
     }
     for (int part = 0; part < kKvParts; ++part) {
       ptx::mbarrier_init(kv_full(part),
-                         Traits::kWidensOnLoad ? kProducerThreads / 32 : (kIsWide ? 2 : 2 / kParts) * lanes);
+                         Traits::kDequantizesOnLoad ? kProducerThreads / 32 : (kIsWide ? 2 : 2 / kParts) * lanes);
       ptx::mbarrier_init(kv_free(part), (kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps) * cluster_ctas());
     }
     using Hooks = VariantHooks<typename Traits::Variant>;
@@ -133,22 +134,22 @@ struct SharedMemory {
     ptx::fence_mbarrier_init();
   }
 
-  // The producer waits until the consumers have freed a slot; at first every slot is free.
+  // The producer waits until the consumers have freed a stage; at first every stage is free.
   __device__ __forceinline__ void wait_q_free(const QPlace& place) const {
-    ptx::mbarrier_wait(q_free(place.slot), place.parity ^ 1);
+    ptx::mbarrier_wait(q_free(place.stage), place.parity ^ 1);
   }
   __device__ __forceinline__ void wait_kv_free(const KvPlace& place) const {
-    ptx::mbarrier_wait(kv_free(place.slot), place.parity ^ 1);
+    ptx::mbarrier_wait(kv_free(place.stage), place.parity ^ 1);
   }
 
   __device__ __forceinline__ void wait_q_full(const QPlace& place) const {
-    ptx::mbarrier_wait(q_full(place.slot), place.parity);
+    ptx::mbarrier_wait(q_full(place.stage), place.parity);
   }
   __device__ __forceinline__ bool is_kv_full(const KvPlace& place) const {
-    return ptx::mbarrier_test(kv_full(place.slot), place.parity);
+    return ptx::mbarrier_test(kv_full(place.stage), place.parity);
   }
   __device__ __forceinline__ void wait_kv_full(const KvPlace& place) const {
-    ptx::mbarrier_wait(kv_full(place.slot), place.parity);
+    ptx::mbarrier_wait(kv_full(place.stage), place.parity);
   }
 
   /// Called by a consumer warp whose share of the next tiles is transformed or transposed, and by all that wait for the
@@ -158,11 +159,11 @@ struct SharedMemory {
 
   /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps. In a cluster, which only wide
   /// heads form, each warp arrives for itself, at all CTAs.
-  __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.slot), 1); }
+  __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.stage), 1); }
   __device__ __forceinline__ void free_kv(const KvPlace& place, uint32_t warps) const {
-    if (cluster_ctas() == 1) return arrive_as_warp(kv_free(place.slot), warps);
+    if (cluster_ctas() == 1) return arrive_as_warp(kv_free(place.stage), warps);
     __syncwarp();
-    if (ptx::lane_id() < 2) ptx::cluster_mbarrier_arrive(ptx::cluster_address(kv_free(place.slot), ptx::lane_id()));
+    if (ptx::lane_id() < 2) ptx::cluster_mbarrier_arrive(ptx::cluster_address(kv_free(place.stage), ptx::lane_id()));
   }
 
   __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier, uint32_t warps) {

@@ -9,9 +9,9 @@
 
 namespace attn {
 
-/// Widens sixteen stored numbers to two chunks of Element, times `scale`.
+/// Dequantizes sixteen stored numbers to two chunks of Element, times `scale`.
 template <class Element, class Stored>
-__device__ __forceinline__ void widen_sixteen(const uint4& bytes, float scale, uint4 (&wide)[2]) {
+__device__ __forceinline__ void dequantize_sixteen(const uint4& bytes, float scale, uint4 (&wide)[2]) {
   const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -78,7 +78,7 @@ struct StoredRow {
       return;
     }
     uint4 wide[2];
-    widen_sixteen<Element, Stored>(bytes, scale, wide);
+    dequantize_sixteen<Element, Stored>(bytes, scale, wide);
     *reinterpret_cast<uint4*>(tile + target) = wide[0];
     *reinterpret_cast<uint4*>(tile + (target ^ 16)) = wide[1];
   }

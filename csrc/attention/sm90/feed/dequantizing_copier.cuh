@@ -8,7 +8,7 @@
 #include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/tiles.cuh"
-#include "attention/tile/widened_row.cuh"
+#include "attention/tile/dequantized_row.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/copy.cuh"
@@ -21,10 +21,10 @@ namespace attn::sm90 {
 /// piece by piece, the right part first, as the consumers take them. The next few pieces are on their way, to shared
 /// memory if there is room, else to registers; these run on into the next KV tile.
 ///
-/// With two CTAs, which need the same KV tiles, each widens half of the tokens, so a lane has one. A warp copies its
-/// tokens from its own slot to the other CTA's. A slot is free when the consumers of both CTAs have freed it.
+/// With two CTAs, which need the same KV tiles, each dequantizes half of the tokens, so a lane has one. A warp copies
+/// its tokens from its own stage to the other CTA's. A stage is free when the consumers of both CTAs have freed it.
 template <class Traits, int kCtas = 1>
-struct WideningCopier {
+struct DequantizingCopier {
   static constexpr bool kGathers = true;
   using Shared = SharedMemory<Traits>;
   using Stored = typename Traits::StoredElement;
@@ -44,17 +44,18 @@ struct WideningCopier {
     return tile_step < kRightSteps ? kLeftBlocks + tile_step / kRows : (tile_step - kRightSteps) / kRows;
   }
 
-  static constexpr bool kStages = kTuning<Traits>.staged_pieces > 0;
-  static constexpr int kAhead = kStages ? kTuning<Traits>.staged_pieces : kSteps * kCtas / 2;  // pieces on their way
+  static constexpr bool kBuffersPieces = kTuning<Traits>.staged_pieces > 0;
+  static constexpr int kAhead =
+      kBuffersPieces ? kTuning<Traits>.staged_pieces : kSteps * kCtas / 2;  // pieces on their way
   static constexpr bool kRunsOn = kSteps % kAhead == 0;  // into the next KV tile: a step's piece is always in one place
 
   const HopperParams& params;
   int32_t token = 0;  // the lane's first
   int32_t entry[kRows] = {};
-  uint4 coming[kStages ? 1 : kAhead];
+  uint4 coming[kBuffersPieces ? 1 : kAhead];
   float scales[Stored::kRowsHaveScales ? Row::Latent::kScales * kRows : 1];  // of the rows, or the cache's
 
-  __device__ __forceinline__ WideningCopier(const HopperParams& params_, const KvShare<Traits>& /*share*/)
+  __device__ __forceinline__ DequantizingCopier(const HopperParams& params_, const KvShare<Traits>& /*share*/)
       : params(params_) {}
 
   /// The first of the warp's rows in the tile.
@@ -131,7 +132,7 @@ struct WideningCopier {
 #pragma unroll
     for (int step = 0; step < kAhead; ++step) {
       load(shared, rows, step);
-      if constexpr (kStages) ptx::cp_async_commit();
+      if constexpr (kBuffersPieces) ptx::cp_async_commit();
     }
   }
 
@@ -150,7 +151,7 @@ struct WideningCopier {
         load(shared, rows, step + kAhead);
       else if (kRunsOn)
         load(shared, next, step + kAhead - kSteps);
-      if constexpr (kStages) ptx::cp_async_commit();  // an empty group, too: arrived() counts them
+      if constexpr (kBuffersPieces) ptx::cp_async_commit();  // an empty group, too: arrived() counts them
     }
     ptx::fence_async_proxy();
     if constexpr (kCtas == 1) {
@@ -187,8 +188,8 @@ struct WideningCopier {
 
   /// Loads `count` KV tiles to the ring. The first has been looked up; look_up(i) does so for number i.
   template <class LookUp>
-  __device__ __forceinline__ void widen(const Shared& shared, const LoadedRowTile& tile, int32_t head, int count,
-                                        const LookUp& look_up, typename Shared::KvPlace& place) {
+  __device__ __forceinline__ void dequantize(const Shared& shared, const LoadedRowTile& tile, int32_t head, int count,
+                                             const LookUp& look_up, typename Shared::KvPlace& place) {
     Rows rows = found(tile, head);
     if (count > 1) look_up(1);
     for (int i = 0; i < count; ++i) {
@@ -201,9 +202,9 @@ struct WideningCopier {
       for (int is_v = 0; is_v < kTiles; ++is_v) {
         const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
         shared.wait_kv_free(right);
-        copy<0, kRightSteps>(shared, rows, next, right.slot, is_v);
+        copy<0, kRightSteps>(shared, rows, next, right.stage, is_v);
         shared.wait_kv_free(place);
-        copy<kRightSteps, kTileSteps>(shared, rows, next, place.slot, is_v);
+        copy<kRightSteps, kTileSteps>(shared, rows, next, place.stage, is_v);
         place = place.ahead(2);
       }
       rows = next;
@@ -217,7 +218,7 @@ struct WideningCopier {
 
   __device__ __forceinline__ void load(const Shared& shared, const Rows& rows, int step) {
     const Row row = row_of(rows, step);
-    if constexpr (kStages) {
+    if constexpr (kBuffersPieces) {
       const char* const from = row.data == nullptr ? static_cast<const char*>(params.attention.k.data)
                                                    : row.data + row.byte_of(piece_of(step));
       ptx::cp_async_16_or_zero(ptx::shared_address(shared.staged(step % kAhead)), from, row.data != nullptr);
@@ -231,7 +232,7 @@ struct WideningCopier {
 
   /// The piece that a step stores; only the later ones are still on their way.
   __device__ __forceinline__ uint4 arrived(const Shared& shared, int step) const {
-    if constexpr (kStages) {
+    if constexpr (kBuffersPieces) {
       ptx::cp_async_wait<kAhead - 1>();
       return *reinterpret_cast<const uint4*>(shared.staged(step % kAhead));
     } else {

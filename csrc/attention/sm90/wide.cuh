@@ -1,4 +1,4 @@
-// The three consumer warpgroups of wide heads, whose output does not fit into the registers of one.
+// Wide heads and latents: three consumer warpgroups, because the output does not fit into the registers of one.
 //
 // The scorer, the first warpgroup, computes scores and probabilities of a row tile of 64 rows. It leaves the
 // probabilities in shared memory, with what the rows' outputs so far must be multiplied by. Each of the multipliers,
@@ -8,83 +8,74 @@
 //     scorer                 | exp(0) |                | exp(1) |                | exp(2) | ...
 //
 // Where V lies in K's bytes (MLA's latent), a KV tile is one tile in the ring, which both products read. Tiles of an
-// 8-bit cache have been widened by the producer (widening_copier.cuh).
+// 8-bit cache have been dequantized by the producer (dequantizing_copier.cuh).
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
+#include "attention/sm90/output.cuh"
+#include "attention/sm90/prepared_tiles.cuh"
+#include "attention/sm90/scores.cuh"
+#include "attention/sm90/tiles.cuh"
+#include "attention/tile/warp_state.cuh"
+#include "common/elements.cuh"
 #include "common/ptx/warp.cuh"
+#include "common/ptx/wgmma.cuh"
 
 namespace attn::sm90 {
 
 template <class Traits>
-struct WideConsumer : Consumer<Traits> {
-  using Base = Consumer<Traits>;
-  using Base::hopper_params;
-  using Base::kSkips;
-  using Base::kTokens;
-  using Base::kv;
-  using Base::params;
-  using Base::shared;
-  using typename Base::Element;
-  using typename Base::Rows;
-  using typename Base::Shared;
-  using typename Base::State;
-  using typename Base::Target;
-  using typename Base::Values;
-  using typename Base::Variant;
-  using KvPlace = typename Shared::KvPlace;
-  static constexpr int kColumns = Base::kVColumns;  // of one warpgroup
+struct WideSwitches {
+  static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;  // all variants but those with custom weights
+  static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
+  static constexpr bool kConvertsQuery = Traits::kConvertsQuery;       // Q of another 16-bit type than the cache
+  static constexpr bool kProducerDequantizes = Traits::kDequantizesOnLoad;  // 8-bit caches
+  static constexpr bool kLoadsScaled = Traits::kLoadsScaled;                // latents of 8 bits: one tile, with scales
+  static constexpr bool kHalvesRowTiles = Traits::kIsLatent;                // latents: two CTAs share a row tile
+};
+
+template <class Traits>
+struct Wide {
+  using Switches = WideSwitches<Traits>;
+  using Element = typename Traits::Element;
+  using Shared = SharedMemory<Traits>;
+  using Place = typename Shared::KvPlace;
+  using Walk = KvWalk<Traits>;
+  using Query = QTile<Traits>;
+  using Keys = KTile<Traits>;
+  using Values = VTile<Traits>;
+  static constexpr int kTokens = kTuning<Traits>.kv_tile;
+  static constexpr int kColumns = kVColumns<Traits>;  // of one warpgroup
   static constexpr int kRows = kTuning<Traits>.q_rows();
+  using State = WarpState<Element, kColumns, 1>;
   using Probabilities = SwizzledTile<Element, kTokens, kRows>;
-  using OutElement = typename Traits::OutElement;
-  using Half = SwizzledTile<OutElement, kColumns, kRows>;  // of O, where Q was
-  static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQSlots == 1);
-  static_assert(!Base::OfQuery::kExists && !Traits::kTransformsCache, "transforms are not supported with wide heads");
+  using Half = SwizzledTile<typename Traits::OutElement, kColumns, kRows>;  // of O, where Q was
+  static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQStages == 1);
+  static_assert(kTuning<Traits>.kv_stages == 2 && Shared::kParts == 2);
+  static_assert(kRewritesQuery<Traits> == Switches::kConvertsQuery && !Traits::kTransformsCache,
+                "transforms are not supported with wide heads");
 
-  RingPlace<1> published;  // the next probabilities, or the states at the end of an item
-
-  using Base::Base;
+  const HopperParams& hopper_params;
+  KvRing<Traits>& ring;
+  const Shared& shared = ring.shared;
+  const AttentionParams& params = hopper_params.attention;
+  const Scores<Traits> scores{params};
+  RingPlace<1> published{};  // the next probabilities, or the states at the end of an item
 
   __device__ __forceinline__ static bool is_scorer() { return warpgroup() == 0; }
-
-  __device__ __forceinline__ void run() {
-    if (is_scorer()) {
-      ptx::give_registers<kTuning<Traits>.scorer_registers()>();
-      for_each_item([&](const WorkItem& item) { score(item); });
-    } else {
-      ptx::take_registers<kMultiplierRegisters>();
-      for_each_item([&](const WorkItem& item) { multiply(item); });
-    }
-  }
-
-  template <class Compute>
-  __device__ __forceinline__ void for_each_item(const Compute& compute) {
-    typename Shared::QPlace place;
-    shared.wait_q_full(place);
-    while (shared.item(place.slot).num_kv_tiles > 0) {
-      compute(shared.item(place.slot));
-      shared.free_q(place);
-      place.next();
-      shared.wait_q_full(place);
-    }
-  }
 
   /// This warp's first row in the row tile.
   __device__ __forceinline__ static int first_row() { return consumer_warp() % 4 * 16; }
   /// The first of this lane's two rows.
   __device__ __forceinline__ static int own_row() { return first_row() + ptx::lane_id() / 4; }
 
-  // Places of the KV tile whose K is at `kv`, and of the next one. A place is where the left part lies, the columns
+  // Places of the KV tile whose K is at ring.kv, and of the next one. A place is where the left part lies, the columns
   // that the first multiplier takes.
-  static_assert(kTuning<Traits>.kv_slots == 2 && Shared::kParts == 2);
   __device__ __forceinline__ bool v_is_k() const {
-    return Traits::kWidensOnLoad ? Traits::kLoadsScaled : hopper_params.v_is_k != 0;
+    return Switches::kProducerDequantizes ? Switches::kLoadsScaled : hopper_params.v_is_k != 0;
   }
-  __device__ __forceinline__ KvPlace values() const { return v_is_k() ? kv : kv.ahead(2); }
-  __device__ __forceinline__ KvPlace next_keys() const { return kv.ahead(v_is_k() ? 2 : 4); }
-  __device__ __forceinline__ static KvPlace right_of(const KvPlace& place) {
-    return KvPlace{place.slot + 1, place.parity};
-  }
+  __device__ __forceinline__ Place values() const { return v_is_k() ? ring.kv : ring.kv.ahead(2); }
+  __device__ __forceinline__ Place next_keys() const { return ring.kv.ahead(v_is_k() ? 2 : 4); }
+  __device__ __forceinline__ static Place right_of(const Place& place) { return Place{place.stage + 1, place.parity}; }
 
   // Floats of each row, for the multipliers.
   __device__ __forceinline__ float* maxima() const { return shared.row_states(); }
@@ -95,40 +86,45 @@ struct WideConsumer : Consumer<Traits> {
 
   __device__ __forceinline__ void score(const WorkItem& item) {
     State state;  // without an output
-    state.scale = this->scale(item);
-    if constexpr (Base::kRewritesQuery) this->template rewrite_query<kWarpgroupThreads>(item, 0, 0, kRows);
-    if constexpr (!Variant::kUsesSoftmax) state.start_sum(true);
-    Rows rows(params, item.rows, item.group, item.kv_head, first_row());
-    const TokenRange unmasked = unmasked_tokens(params, item, first_row(), 16);
-    KvTileStart start = this->first_start(item);
-    for (int left = item.num_kv_tiles; left > 0; kv = next_keys()) {
+    state.scale = scores.scale(item);
+    if constexpr (Switches::kConvertsQuery)
+      rewrite_query<Traits, kWarpgroupThreads>(params, item, shared.q(0), 0, kRows);
+    if constexpr (!Switches::kUsesSoftmax) state.start_sum(true);
+    LaneRows<typename Traits::Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row());
+    const TokenRange unmasked = scores.unmasked(item, first_row());
+    KvTileStart start = Walk::first(params, item);
+    for (int left = item.num_kv_tiles; left > 0; ring.kv = next_keys()) {
+      // S = Q K^T
       float s[1][kTokens / 8][4];
       multiply_keys_as_they_come(s);
-      const int32_t token = Base::enter(start, rows);
+      const int32_t token = Walk::enter(start, rows);
       --left;
-      if constexpr (kSkips)
-        start = this->next_start(item, token, left);  // early: it may have to be loaded
+      if constexpr (Switches::kSkipsTiles)
+        start = Walk::next(params, item, token, left);  // early: it may have to be loaded
       else
         start.token = token + kTokens;
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(s[0]);
       if (!v_is_k()) {
-        shared.free_kv(kv, 1);
-        shared.free_kv(right_of(kv), 1);
+        shared.free_kv(ring.kv, 1);
+        shared.free_kv(right_of(ring.kv), 1);
       }
+
+      // P = softmax(S)
       float added[2] = {0.0f, 0.0f}, correction[2] = {1.0f, 1.0f};
-      this->finish_scores(item, s, first_row(), token, unmasked, rows);
-      if constexpr (Variant::kUsesSoftmax) {
+      scores.finish(item, s, first_row(), token, unmasked, rows);
+      if constexpr (Switches::kUsesSoftmax) {
         state.raise_maximum(0, s[0], correction);
-        this->exponentiate(state, s, added);
+        exponentiate(state, s, added);
       }
       state.sum[0][0] += added[0];
       state.sum[0][1] += added[1];
-      // Rows that are widened are zeros where there are none to be read.
-      if (!Traits::kWidensOnLoad && (token < item.readable.begin || token + kTokens > item.readable.end)) {
+
+      // Publish P. The producer has zeroed the rows that must not be read of tiles that it dequantizes.
+      if (!Switches::kProducerDequantizes && (token < item.readable.begin || token + kTokens > item.readable.end)) {
         wait_unread();  // then V of the KV tile before has come, and the barriers are in the phase of this one's
-        this->wait_for_tile(values());
-        this->clear_unreadable(values(), token, item.readable);
+        ring.wait_for_tile(values());
+        clear_unreadable<Values, kTokens>(shared.kv(values().stage), token, item.readable);
       }
       publish_probabilities(s, correction);
     }
@@ -137,17 +133,15 @@ struct WideConsumer : Consumer<Traits> {
 
   /// Starts s = Q K^T, right part first: it arrives first.
   __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4]) const {
-    using Keys = typename Base::Keys;
-    using Query = typename Base::Query;
-    constexpr int kLeftSteps = kColumns / 16, kSteps = Base::kQkColumns / 16;
+    constexpr int kLeftSteps = kColumns / 16, kSteps = Traits::Shape::kQkMultiplied / 16;
     const ptx::MatrixDescriptor query = Query::columns_descriptor(ptx::shared_address(shared.q(0)));
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(kv.slot)));
-    shared.wait_kv_full(right_of(kv));
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(ring.kv.stage)));
+    shared.wait_kv_full(right_of(ring.kv));
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = kLeftSteps; k < kSteps; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(query, k), Keys::columns(keys, k), k > kLeftSteps);
-    shared.wait_kv_full(kv);
+    shared.wait_kv_full(ring.kv);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kLeftSteps; ++k)
@@ -166,7 +160,7 @@ struct WideConsumer : Consumer<Traits> {
   __device__ __forceinline__ void publish_probabilities(const float (&s)[1][kTokens / 8][4],
                                                         const float (&correction)[2]) {
     uint32_t p[kTokens / 16][4];
-    this->pack(s, p);
+    pack_probabilities<Element>(s, p);
     wait_unread();
     const uint32_t rows = ptx::shared_address(shared.probabilities()) + first_row() * Probabilities::kRowBytes +
                           Probabilities::rows_first(ptx::lane_id());
@@ -207,13 +201,16 @@ struct WideConsumer : Consumer<Traits> {
 
   __device__ __forceinline__ void multiply(const WorkItem& item) {
     State state;
-    state.scale = this->scale(item);
+    state.scale = scores.scale(item);
     for (int left = item.num_kv_tiles; left > 0; --left) {
-      const KvPlace part = values().ahead(half());
+      // Wait for V and P, then rescale O.
+      const Place part = values().ahead(half());
       shared.wait_kv_full(part);
       wait_published();
       const float correction[2] = {corrections()[own_row()], corrections()[own_row() + 8]};
       if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) state.scale_output(0, correction);
+
+      // O += P V
       ptx::wgmma_fence_operand(state.o[0]);
       ptx::wgmma_fence();
       multiply_probabilities(state);
@@ -221,8 +218,10 @@ struct WideConsumer : Consumer<Traits> {
       ptx::wgmma_fence_operand(state.o[0]);
       shared.free_kv(part, 1);  // the scorer has read it, too
       free_published();
-      kv = next_keys();
+      ring.kv = next_keys();
     }
+
+    // Epilogue
     wait_published();
     const bool is_first = ptx::lane_id() % 4 == 0;  // of the row's lanes, whose sums are added up
 #pragma unroll
@@ -232,10 +231,9 @@ struct WideConsumer : Consumer<Traits> {
     }
     free_published();
     // All products with Q are done: the rows of O go through the Q tile.
-    Target all_columns(params, item.rows, item.group, item.kv_head, item.starts_inside, item.ends_inside,
-                       shared.requests(item));
-    if constexpr (Traits::kIsLatent) all_columns.partial_row += blockIdx.y * kRows;  // the half of the row tile
-    const TargetColumns<Target, OutElement::kBytes> target(all_columns, half() * kColumns);
+    ItemTarget<Traits> all_columns(params, item, Shared::requests(item));
+    if constexpr (Switches::kHalvesRowTiles) all_columns.partial_row += blockIdx.y * kRows;  // the half of the row tile
+    const TargetColumns<ItemTarget<Traits>, Traits::OutElement::kBytes> target(all_columns, half() * kColumns);
     write_warp_rows<Half>(state, target, first_row(), shared.q(0) + half() * Half::kBlocks * Half::kBlockBytes);
   }
 
@@ -245,7 +243,7 @@ struct WideConsumer : Consumer<Traits> {
     const ptx::MatrixDescriptor probabilities =
         Probabilities::columns_descriptor(ptx::shared_address(shared.probabilities()));
     const ptx::MatrixDescriptor columns = Values::rows_descriptor(
-        ptx::shared_address(shared.kv(values().slot)) + half() * (kColumns / kBlockColumns) * Values::kBlockBytes);
+        ptx::shared_address(shared.kv(values().stage)) + half() * (kColumns / kBlockColumns) * Values::kBlockBytes);
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
 #pragma unroll

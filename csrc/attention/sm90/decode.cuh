@@ -1,0 +1,181 @@
+// Decode: row tiles of 16 rows, multiplied with mma.sync. The warpgroups share each KV tile, or take every other one
+// (kSharesTiles), and a warpgroup's four warps share its tokens. The states of all eight warps merge in shared memory
+// at the end.
+//
+// Over an 8-bit cache, a warp dequantizes its tokens in registers. If a variant transforms them, the warp first
+// dequantizes them into its rows of a tile that wgmma reads in larger row tiles. There it transforms and multiplies
+// them.
+#pragma once
+
+#include "attention/sm90/consumer.cuh"
+#include "attention/sm90/held_query.cuh"
+#include "attention/sm90/output.cuh"
+#include "attention/sm90/prepared_tiles.cuh"
+#include "attention/sm90/scores.cuh"
+#include "attention/sm90/tiles.cuh"
+#include "attention/tile/dequantized_tile.cuh"
+#include "attention/tile/warp_state.cuh"
+
+namespace attn::sm90 {
+
+template <class Traits>
+struct DecodeSwitches {
+  static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;   // all variants but those with custom weights
+  static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;     // variants with sparse masks
+  static constexpr bool kRewritesQuery = sm90::kRewritesQuery<Traits>;  // Q hooks, Q of another 16-bit type
+  static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches
+  static constexpr bool kDequantizesInTiles =
+      Traits::kDequantizesInTiles;  // 8-bit caches, if a variant transforms K or V
+  static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
+};
+
+template <class Traits>
+struct Decode {
+  using Switches = DecodeSwitches<Traits>;
+  using Element = typename Traits::Element;
+  using KvElement = typename Traits::KvElement;
+  using Variant = typename Traits::Variant;
+  using Shared = SharedMemory<Traits>;
+  using Walk = KvWalk<Traits>;
+  using Query = QTile<Traits>;
+  using Keys = typename Conditional<Switches::kDequantizesInTiles, WgmmaKTile<Traits>, KTile<Traits>>::Type;
+  using Values = typename Conditional<Switches::kDequantizesInTiles, WgmmaVTile<Traits>, VTile<Traits>>::Type;
+  using Held = HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, kVColumns<Traits>>;
+  using State =
+      WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
+                kVColumns<Traits>, 1>;
+  static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
+  static constexpr int kParts = Shared::kParts;
+  static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
+
+  /// How the warps share an item: all have the same 16 rows, and 16 or more tokens each of a part of a KV tile.
+  struct Layout {
+    static constexpr int kKvWarps = kConsumerWarps;                          // all share the rows
+    static constexpr bool kFourColumns = Switches::kDequantizesInRegisters;  // as in stage_rows()
+    static constexpr int first_row = 0;
+    int32_t first_token;  // of the part
+    int32_t kv_warp;
+
+    __device__ __forceinline__ explicit Layout(int warp) : first_token(warp % 4 * kTokens), kv_warp(warp) {}
+  };
+
+  const AttentionParams& params;
+  KvRing<Traits>& ring;
+  const Scores<Traits> scores{params};
+
+  __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {
+    const Shared& shared = ring.shared;
+    const int lane = ptx::lane_id();
+    const Layout warp(consumer_warp());
+    State state;
+    state.scale = scores.scale(item);
+    if constexpr (!Switches::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
+    LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, 0);
+    const TokenRange unmasked = scores.unmasked(item, 0);
+    const int part = Switches::kSharesTiles ? warpgroup() : 0;
+    const int row = part * Shared::kPartTokens + warp.first_token;               // of a KV tile
+    const int own_row = Switches::kDequantizesInTiles ? warp.first_token : row;  // of own_tile()
+
+    // Q: all warps multiply the same rows.
+    const uint32_t q = ptx::shared_address(shared.q(q_stage)) +
+                       (Switches::kDequantizesInRegisters ? Held::offset(lane) : Query::rows_first(lane));
+    if constexpr (Switches::kRewritesQuery)
+      rewrite_query<Traits, kConsumerThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
+    else if constexpr (Switches::kDequantizesInTiles)
+      Consumers::sync();  // no warp multiplies the dequantized tiles
+    Held held;
+    if constexpr (Switches::kDequantizesInRegisters) held.load(q);
+
+    int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
+    KvTileStart next{token, false};  // the next KV tile
+    for (int tile = 0; tile < item.num_kv_tiles; ++tile,
+             token = Switches::kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
+             ring.kv = ring.kv.ahead(2 * kParts)) {
+      if constexpr (Switches::kSkipsTiles)
+        next = Walk::next(params, item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
+      const typename Shared::KvPlace keys = ring.kv.ahead(part);
+      const typename Shared::KvPlace values = ring.kv.ahead(kParts + part);
+      if (!Switches::kSharesTiles && tile % 2 != warpgroup()) {
+        // This warpgroup may need the same parts in the ring's next round: it must see this phase of their barriers,
+        // too.
+        shared.wait_kv_full(keys);
+        shared.wait_kv_full(values);
+        continue;
+      }
+
+      // S = Q K^T
+      shared.wait_kv_full(keys);
+      prepare<KeyTransform<Variant>, KTile<Traits>, Keys>(item, keys.stage, row, own_row, token,
+                                                          TokenRange{0, Walk::kTokens});
+      float s[1][kTokens / 8][4];
+      uint32_t p[1][kTokens / 8][2];
+      const uint32_t k =
+          ptx::shared_address(own_tile(keys.stage)) + own_row * Keys::kRowBytes + Keys::columns_first(lane);
+      if constexpr (Switches::kDequantizesInRegisters) {
+        state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement>(
+            s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
+        held.finish(s);
+      } else {
+        state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
+      }
+      shared.free_kv(keys, 2);
+
+      // P = softmax(S)
+      scores.finish(item, s, 0, token, unmasked, rows);
+      if constexpr (Switches::kUsesSoftmax)
+        state.update(s, p);
+      else
+        State::pack_weights(s, p);
+
+      // O += P V
+      shared.wait_kv_full(values);
+      const TokenRange readable{item.readable.begin - token + row, item.readable.end - token + row};  // rows of V
+      prepare<ValueTransform<Variant>, VTile<Traits>, Values>(item, values.stage, row, own_row, token, readable);
+      if (!Switches::kDequantizesInTiles && (token < item.readable.begin || token + kTokens > item.readable.end)) {
+        zero_rows<Values, 32>(shared.kv(values.stage), row, row + kTokens, readable.begin, readable.end, lane);
+        __syncwarp();
+      }
+      const uint32_t v =
+          ptx::shared_address(own_tile(values.stage)) + own_row * Values::kRowBytes + Values::rows_first(lane);
+      if constexpr (Switches::kDequantizesInRegisters)
+        state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
+      else
+        state.template accumulate<kTokens, Values>(p, v);
+      shared.free_kv(values, 2);
+    }
+
+    // Epilogue: the warps' states merge.
+    const int halves = item.rows.count <= 8 ? 1 : 2;
+    const ItemTarget<Traits> target(params, item, Shared::requests(item));
+    write_merged_warps<Consumers, Layout, OTile<Traits>::kHeadColumns, Shared::kLayout.q_stage_bytes>(
+        state, target, warp, halves, shared.q(q_stage), shared.row_states());
+  }
+
+  /// Where this warp multiplies its rows of the tile in `stage`.
+  __device__ __forceinline__ char* own_tile(int stage) const {
+    return Switches::kDequantizesInTiles ? ring.shared.dequantized(warpgroup()) : ring.shared.kv(stage);
+  }
+
+  /// Dequantizes and transforms the warp's rows of the tile in `stage`, from `row` on, if they are multiplied in shared
+  /// memory. They are then rows of own_tile(), from `own_row` on. `token`: of the first. Rows outside of `readable`
+  /// become zeros where they are dequantized.
+  template <class Transform, class Stored, class Tile>
+  __device__ __forceinline__ void prepare(const WorkItem& item, int stage, int row, int own_row, int32_t token,
+                                          const TokenRange& readable) const {
+    if constexpr (Switches::kDequantizesInTiles) {
+      __syncwarp();  // all lanes have multiplied the previous rows
+      dequantize_tile_rows<Stored, Tile, Element, KvElement, kTokens, 32>(ring.shared.kv(stage), row, own_tile(stage),
+                                                                          own_row, ptx::lane_id(), readable);
+      __syncwarp();
+    }
+    if constexpr (Transform::kExists) {
+      constexpr int kRowsAtOnce = Switches::kDequantizesInTiles && !leaves_registers(kVColumns<Traits>) ? 1 : 2;
+      transform_tokens<Traits, Transform, Tile, 32, kTokens, kRowsAtOnce, 4>(
+          params, item, own_tile(stage), own_row, own_row + kTokens, ptx::lane_id(), token - own_row);
+      ptx::fence_async_proxy();  // before TMA writes it again
+      __syncwarp();
+    }
+  }
+};
+
+}  // namespace attn::sm90

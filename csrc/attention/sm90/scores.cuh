@@ -1,0 +1,82 @@
+// From products to probabilities, in all regimes: scales and logits, masks, exponentials.
+#pragma once
+
+#include "attention/sm90/feed/shared_memory.cuh"
+#include "attention/sm90/feed/work_item.cuh"
+#include "attention/sm90/tiles.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "attention/tile/scores.cuh"
+#include "common/ptx/math.cuh"
+
+namespace attn::sm90 {
+
+template <class Traits>
+struct Scores {
+  using Variant = typename Traits::Variant;
+  using Shared = SharedMemory<Traits>;
+  using Rows = LaneRows<Variant, 1>;
+
+  const AttentionParams& params;
+
+  /// Makes a finished score a logarithm to base 2.
+  __device__ __forceinline__ float scale(const WorkItem& item) const {
+    return transforms_logits(variant_of<Traits>(params, 0)) ? kLog2E : sm_scale(item) * kLog2E;
+  }
+
+  /// params.sm_scale, and K's scale.
+  __device__ __forceinline__ float sm_scale(const WorkItem& item) const {
+    if constexpr (Variant::kHasScales) return Shared::score_scale(item);
+    return params.sm_scale;
+  }
+
+  /// The tokens that a warp's 16 rows all see: their scores need no mask.
+  __device__ __forceinline__ TokenRange unmasked(const WorkItem& item, int first_row) const {
+    return item.visibility.seen_by_all(item.rows.position(first_row, params.group_size),
+                                       item.rows.position(first_row + kWarpRows - 1, params.group_size), item.readable);
+  }
+
+  /// Turns products into masked logits; without `makes_logits` it only masks them. `s`: a warp's scores of kBlocks * 8
+  /// tokens from `first_token` on. `rows`: the lane's.
+  template <int kBlocks>
+  __device__ __forceinline__ void finish(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
+                                         int32_t first_token, const TokenRange& unmasked, const Rows& rows,
+                                         bool makes_logits = true) const {
+    scale_scores(variant_of<Traits>(params, item.kv_head), s, Shared::requests(item), first_row);
+    if (makes_logits && transforms_logits(variant_of<Traits>(params, 0)))
+      transform_logits(variant_of<Traits>(params, item.kv_head), sm_scale(item), s, first_token, rows);
+    if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end)
+      mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
+    apply_variant_mask(variant_of<Traits>(params, item.kv_head), s, first_token, rows);
+  }
+};
+
+/// Turns scores into probabilities relative to the rows' maxima, times 2^shift; `added`: their sums over this lane's
+/// columns.
+template <class State, int kBlocks>
+__device__ __forceinline__ void exponentiate(const State& state, float (&s)[1][kBlocks][4], float (&added)[2],
+                                             float shift = 0.0f) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float base = state.base(0, half) - shift;
+    added[half] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      s[0][n][2 * half] = ptx::ex2(s[0][n][2 * half] * state.scale - base);
+      s[0][n][2 * half + 1] = ptx::ex2(s[0][n][2 * half + 1] * state.scale - base);
+      added[half] += s[0][n][2 * half] + s[0][n][2 * half + 1];
+    }
+  }
+}
+
+/// Packs probabilities as A of wgmma.
+template <class Element, int kBlocks>
+__device__ __forceinline__ void pack_probabilities(const float (&s)[1][kBlocks][4], uint32_t (&p)[kBlocks / 2][4]) {
+#pragma unroll
+  for (int k = 0; k < kBlocks / 2; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      p[k][i] = Element::pack(s[0][2 * k + i / 2][i % 2 * 2], s[0][2 * k + i / 2][i % 2 * 2 + 1]);
+  }
+}
+
+}  // namespace attn::sm90
