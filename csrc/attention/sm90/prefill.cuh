@@ -83,7 +83,6 @@ struct Prefill {
 
     for (int left = item.num_kv_tiles;; token = Switches::kSkipsTiles ? next_token : token + Walk::kStep) {
       // P(i) = exp2(S(i) - maximum), while P(i - 1) V(i - 1) is under way.
-      const bool is_first = left == item.num_kv_tiles;
       float added[2], correction[2];
       bool raised = false;
       if constexpr (Switches::kDequantizes) state.scale = scores.scale(item);  // read again: not kept over products
@@ -103,7 +102,7 @@ struct Prefill {
       ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
 
       // Wait for P(i - 1) V(i - 1), then rescale the output if rows have larger maxima now.
-      if (!is_first) {
+      if (left != item.num_kv_tiles) {  // kept in a flag it spills registers
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operand(state.o[0]);
         tiles.free(values);
