@@ -69,7 +69,7 @@ def check_order(library: ctypes.CDLL, attention: Attention, view: BSRView) -> li
             assert tiles == sorted(tiles, reverse=True)
             assert all(len(set(section[i : i + width])) == width for i in range(0, len(section), width))
             sizes.append(width)
-    # A row group is met once.
+    # All pairs of a row group follow one another.
     assert [key for key, _ in groupby(groups[tile] for tile, _ in order)] == sorted(set(groups))
     return sizes
 

@@ -129,8 +129,8 @@ def queue(library: ctypes.CDLL, attention: Attention, view: BSRView) -> tuple[Sc
     """Plans `view` with the host planner and reads its work queue.
 
     Returns:
-        The schedule; the pairs in their order, int32 [pairs, 2]: row tile, KV head; and for each pair the
-        number of heads in a section of its row group, int32 [pairs].
+        The schedule. The pairs in their order, int32 [pairs, 2]: row tile, KV head. For each pair the number
+        of heads in a section of its row group, int32 [pairs].
     """
     config, layout = _config_and_layout(library, attention)
     workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)

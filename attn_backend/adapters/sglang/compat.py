@@ -1,6 +1,7 @@
 """Differences between SGLang's releases, 0.5.17 to 0.5.23.
 
-Files that replace functions of the engine also check what is there: sampler.py, plugin.py and support.py.
+Files that replace functions of the engine also check which release has them: sampler.py, plugin.py and
+support.py.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ struct Prefill {
   /// Maxima are lazy: finding every tile's maxima takes a fifth of the softmax (ADR 15). A row keeps the maximum of the
   /// first KV tile in which it sees anything, until the probabilities of a lane's columns sum to more than this, or to
   /// NaN. The limit is far below what an element can hold, and a maximum that is too small costs no accuracy. If the
-  /// last KV tile comes first, a row may see only one token of it, and other tokens exceed that by more: there the
-  /// limit is as high as possible.
+  /// last KV tile comes first, a row may see only one token of it. Other tokens exceed that by more, so the limit is
+  /// as high as possible there.
   static constexpr float kMaxAdded = !Switches::kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {
