@@ -79,8 +79,8 @@ struct Chunk {
 
   __device__ __forceinline__ float operator[](int32_t i) const { return Element::unpack(words[i / 2] >> i % 2 * 16); }
 
-  /// Makes the compiler opaque what it knows of the words: else it keeps what it unpacked for the sum of squares, in
-  /// twice the registers.
+  /// Hides the words' values from the compiler. Otherwise it keeps the floats that it unpacked for the sum of squares,
+  /// in twice the registers.
   __device__ __forceinline__ void opaque() {
 #pragma unroll
     for (int32_t i = 0; i < kSize; ++i) asm volatile("" : "+r"(words[i]));

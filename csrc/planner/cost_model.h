@@ -41,8 +41,8 @@ ATTN_HD EqualShares equal_shares(const PlanParams& p, int32_t num_tiles, int64_t
 
 /// The cost that each CTA gets of a list of `num_tiles` row tiles, `first` being the first. If all pairs cost the same,
 /// as in a batch of equal lengths, and whole pairs cost at most 4 % more than an equal share, each CTA gets whole
-/// pairs: nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (ADR 8). A list
-/// whose pairs cost as much as the first only on average is treated alike, and loses no more than those 4 %.
+/// pairs: nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (ADR 8). The
+/// test compares averages, so a mixed list may pass it. Such a list loses at most the same 4 %.
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost,
                           const EqualShares& equal) {
   const int64_t share = max_of<int64_t>(equal.cost, p.config.min_share);

@@ -48,8 +48,8 @@ ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32
                  whole && fits ? static_cast<int32_t>(cost) : EvenCut::kNoCut};
 }
 
-/// Cuts the pairs of a shared prefix evenly, unless a CTA then had more to do than with equal shares, where a CTA that
-/// starts inside a pair pays the pair's own cost again. `best`: the cut of the least cost, of several that with the
+/// Cuts the pairs of a shared prefix evenly if the busiest CTA is then no slower than with equal shares, where a CTA
+/// that starts inside a pair pays the pair's own cost again. `best`: the cheapest cut; of several, the one with the
 /// fewest parts.
 ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
   if (best.cost == EvenCut::kNoCut || best.cost > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;

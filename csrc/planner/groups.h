@@ -32,7 +32,7 @@ struct TableRange {
   int64_t entries;
 };
 
-/// Reads where the pages of row group i of a level are. What cannot be right is clamped so that nothing outside the
+/// Reads where the pages of row group i of a level are. Invalid values are clamped, so that nothing outside the
 /// buffers is ever reached, and reported in `errors`.
 ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t& errors) {
   if (table.indptr) {
@@ -62,7 +62,7 @@ ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
   return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), level.kv_length.words(i)};
 }
 
-/// Makes row group i of a level. What cannot be right is clamped and reported, as above.
+/// Makes row group i of a level. Invalid values are clamped and reported, as above.
 ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const GroupLengths& lengths, TableRange range,
                                 uint32_t& errors) {
   const PlanLevel& level = p.levels[place.level];

@@ -149,8 +149,8 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const P
   if (column == 0 && to_lse != nullptr) *to_lse = end.lse * params.lse_unit;
 }
 
-/// The parts of a row of several row groups. All lanes of the warp must call it; fills `row`, too, and if kFindsGroup
-/// `group_number` and the row's index with one of its row groups and its place there.
+/// The parts of a row of several row groups. All lanes of the warp must call it. Also sets `row`. With kFindsGroup it
+/// sets `group_number` to one of the row's row groups, and `row.index` to the row's place there.
 template <bool kFindsGroup>
 __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32_t merge_row, PackedRow& row,
                                             int32_t& group_number) {

@@ -2,8 +2,8 @@
 // a work queue. CTAs (i, 0) and (i, 1) share an interval where row tiles are halved (KernelDesign). Over 8-bit latents
 // these are a cluster, and dequantize KV tiles for each other (dequantizing_copier.cuh).
 //
-// One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two or three compute.
-// Each regime of theirs is a file:
+// One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two or three consumer
+// warpgroups compute, with one file for each regime:
 // - decode.cuh: row tiles of 16 rows
 // - prefill.cuh: row tiles of 32 rows and more; float8_prefill.cuh where Q has 8 bits, too
 // - wide.cuh: wide heads and latents, row tiles of all sizes

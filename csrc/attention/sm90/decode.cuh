@@ -96,8 +96,8 @@ struct Decode {
       const typename Shared::KvPlace keys = ring.kv.ahead(part);
       const typename Shared::KvPlace values = ring.kv.ahead(kParts + part);
       if (!Switches::kSharesTiles && tile % 2 != warpgroup()) {
-        // This warpgroup may need the same parts in the ring's next round: it must see this phase of their barriers,
-        // too.
+        // This warpgroup may need the same parts in the ring's next round. A wait tells phases apart by their parity
+        // only, so it must see this phase of their barriers, too.
         shared.wait_kv_full(keys);
         shared.wait_kv_full(values);
         continue;

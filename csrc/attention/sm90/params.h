@@ -10,8 +10,8 @@ namespace attn {
 /// The arguments of the Hopper kernel. TMA loads boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are
 /// column, token (in its page; of a ragged tensor: row), head and page.
 ///
-/// First what a CTA reads before its first load of K, up to `attention.q`: the first read of a constant line since
-/// other kernels ran misses. These bytes share a line of 256 bytes with constants that each kernel reads anyway.
+/// Fields that a CTA reads before its first load of K come first, up to `attention.q`: each line of constants costs one
+/// cold miss. These bytes share a line of 256 bytes with constants that each kernel reads anyway.
 struct HopperParams {
   KernelCode code;        // of this kernel
   KernelCode merge_code;  // of the merge kernel, which runs next

@@ -54,8 +54,8 @@ struct Prefill {
   const Scores<Traits> scores{params};
   PreparedTiles<Traits> tiles{params, ring};
 
-  /// Computes an item whose rows this warpgroup multiplies. The scores of its first KV tile are multiplied by
-  /// themselves: together with the last P V of the item before they were no faster (ADR 16).
+  /// Computes an item whose rows this warpgroup multiplies. The first Q K^T is issued alone: overlapping it with the
+  /// last P V of the item before gained nothing (ADR 16).
   __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {
     const int first_row = consumer_warp() * kWarpRows;
     float s[1][kTokens / 8][4];
@@ -102,7 +102,7 @@ struct Prefill {
       ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
 
       // Wait for P(i - 1) V(i - 1), then rescale the output if rows have larger maxima now.
-      if (left != item.num_kv_tiles) {  // kept in a flag it spills registers
+      if (left != item.num_kv_tiles) {  // not the first tile; a bool here makes ptxas spill
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operand(state.o[0]);
         tiles.free(values);
@@ -150,7 +150,7 @@ struct Prefill {
     write_rows<Traits>(hopper_params, item, state, first_row, ring.shared.q(q_stage));
   }
 
-  /// Skips the KV tiles of an item that only the other warpgroup computes.
+  /// Skips an item that only the other warpgroup computes. A KV tile is free when both warpgroups have freed it.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     if constexpr (Switches::kDequantizes) {
       tiles.dequantize(item, ring.kv, ring.kv, item.kv_begin, false, true, 0);

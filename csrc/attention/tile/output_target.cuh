@@ -17,7 +17,7 @@ __device__ __forceinline__ float state_lse(float base, float sum) {
   return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity();
 }
 
-/// The end of a row: the factor that makes its output of its sum of values, and its lse.
+/// What a row's sum of values is multiplied by to become its output, and the row's lse.
 struct RowEnd {
   float factor;
   float lse;

@@ -2,7 +2,7 @@
 // planner/host/planner.cpp give the same schedule, bit for bit.
 //
 // One launch. Its first CTA plans, in steps that all its threads take together:
-//   read    lengths and page tables become row groups, clamped where they cannot be right (groups.h)
+//   read    lengths and page tables become row groups, with invalid values clamped (groups.h)
 //   search  with cascade on, the other CTAs compare page tables and tell the first one which requests share leading
 //           pages (prefix_search.cuh)
 //   decide  the first CTA makes a forest of that, decides which nodes pay, and adds their row groups (forest.cuh)

@@ -1,13 +1,13 @@
 // Sampling with filters, log-probabilities, or both. The ways to a row's token, all with the same winner:
 //
-// 1. Top-k: the read finds the largest value of each chunk of some tokens. From these follows a bound that the top-k
-// largest are sure to reach. Only their chunks are read again, and the few candidates go to the first CTA, which does
-// the rest (candidates.cuh). Min-p without other filters needs only its threshold, and no first CTA. 2. Only top-p, in
-// long rows: a survey of some segments tells which tokens may survive. These race as the row is
-//      read, and sums of the same read prove that the winner survives (top_p.cuh).
-//   3. No filter: the whole row races as it is read (race.cuh).
-//   4. The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact selection by
-//      the digits of a radix, a read of the row each, then a race of the survivors (threshold.cuh).
+// - Top-k: the read finds the largest value of each chunk of tokens. They give a bound that the top-k largest are sure
+//   to reach. Only their chunks are read again, and the few candidates go to the first CTA, which does the rest
+//   (candidates.cuh). Min-p without other filters needs only its threshold, and no first CTA.
+// - Only top-p, in long rows: a survey of some segments tells which tokens may survive. These race while the row is
+//   read, and sums of the same read prove that the winner survives (top_p.cuh).
+// - No filter: the whole row races while it is read (race.cuh).
+// - The rest (a large top-k, top-p after a min-p that leaves many, thousands of equal values): an exact radix select,
+//   one read of the row for each digit, then a race of the survivors (threshold.cuh).
 //
 // The CTAs of a row are a cluster, whose warps take the segments in turn: likely tokens lie together. Every loop has a
 // bound, and nothing that is written depends on the order in which threads run. docs/sampling.md explains it.
@@ -93,9 +93,9 @@ struct RowSampler : Row<Source> {
     }
   }
 
-  /// Rows with top-k, the usual ones, go by their candidates, if nothing else is needed of the row. That is all the
-  /// code in the kernel's own body: next to the rest (13,000 instructions) the same steps took 17 to 20 us instead of 9
-  /// to 15 with a cold L2, as they jumped in it and it came from memory (H100, 1 to 32 rows, ADR 32).
+  /// Rows with top-k, the usual ones, take the candidate path if nothing else is needed of the row. Only that path is
+  /// inlined. Mixed with the other 13,000 instructions it took 17 to 20 us instead of 9 to 15 with a cold L2, because
+  /// instructions then come from memory (H100, 1 to 32 rows, ADR 32).
   __device__ __forceinline__ void run() const {
     this->begin(0);
     const Candidates<Source> candidates(*this);

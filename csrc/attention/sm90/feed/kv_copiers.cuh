@@ -51,7 +51,7 @@ template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
   using Shared = SharedMemory<Traits>;
-  using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
+  using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   const HopperParams& params;
   const KvShare<Traits>& share;
   int32_t token = 0;  // first token of the lane's box
@@ -118,7 +118,7 @@ template <class Traits>
 struct RowCopier {
   static constexpr bool kGathers = true;
   using Shared = SharedMemory<Traits>;
-  using Tile = KTile<Traits>;  // V has the same rows and blocks, but perhaps another number of blocks
+  using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr int kLaneTokens = KvShare<Traits>::kTokens / 32;
   static constexpr bool kFindsRuns = kTuning<Traits>.finds_runs;
   const HopperParams& params;

@@ -131,9 +131,9 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
         if (Copier::kGathers && !last) look_up();
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
         // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
-        // its barrier. That one must observe the phase before the stage is refilled. While few parts are in flight,
-        // refilling it requires freed parts of the next item, which no consumer reaches before all have synchronized at
-        // the end of this one.
+        // its barrier. The other one must observe the phase before the stage is refilled, or it would wait for a later
+        // phase of the same parity. While few parts are in flight, refilling the stage requires freed parts of the next
+        // item. No consumer reaches that item before all have synchronized at the end of this one.
         if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
         constexpr int kBlocks = KvShare<Traits>::kMaxBlocks, kLeftBlocks = KvShare<Traits>::kLeftBlocks;
         if constexpr (kIsWide) {

@@ -1,5 +1,6 @@
-// How the producer loads the rows of Q that a row tile packs: by TMA, or chunk by chunk. To kernels of MLA's latents Q
-// is two tensors, the columns that V has, too, and the others; where they are one, the second begins inside it.
+// How the producer loads the rows of Q that a row tile packs: by TMA, or chunk by chunk. For MLA's
+// latents Q is two tensors: the columns that V has too, and the rotated ones. If Q is one tensor, the second one points
+// into it.
 #pragma once
 
 #include "attention/sm90/feed/shared_memory.cuh"

@@ -16,7 +16,7 @@ namespace attn::sm90 {
 /// Named barriers.
 enum Barrier : int {
   kConsumersBarrier = 1,
-  kWarpgroupBarrier = 2,  // and 3
+  kWarpgroupBarrier = 2,  // and 3: of the first two consumer warpgroups; wide heads have a third without one
   kProducerBarrier = 4,
   kTurnBarrier = 5  // and 6
 };

@@ -66,9 +66,9 @@ struct LoadedRowTile {
 /// A run of KV tiles of one (row tile, KV head) pair.
 struct WorkItem {
   RowTileRows<true> rows;
-  TokenRange readable;   // of its row tile: what else lies in its KV tiles is not in the cache
+  TokenRange readable;   // of its row tile: tokens of its KV tiles outside of it are not in the cache
   int32_t num_kv_tiles;  // 0: there is no further item
-  int32_t kv_begin;      // RowTile's, moved past the KV tiles before this item: its first token, mostly
+  int32_t kv_begin;  // the item's first token; negative: as RowTile::kv_begin, moved past the KV tiles before the item
   int32_t kind;
   int32_t kv_head;
   int32_t group;
