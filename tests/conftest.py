@@ -1,4 +1,4 @@
-"""Fixtures and the handling of tests that need a GPU: without one they are skipped, in sight and counted."""
+"""Fixtures and the handling of GPU tests: without a GPU they are skipped, visibly and counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_backend.jit import compilers
 
 NO_GPU = "needs a CUDA GPU"
 
-gc.disable()  # until all is collected: engines are imported, and nothing of that becomes garbage
+gc.disable()  # until collection ends: engines are imported, and nothing from that becomes garbage
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,12 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    gc.enable()  # here, since a process that deals tests out to workers collects none
-    gc.freeze()  # the engines and 15,000 tests stay: a collection of garbage need not look through them
+    gc.enable()  # here, since the process that distributes tests to workers collects none
+    gc.freeze()  # the engines and 15,000 tests stay: the garbage collector need not scan them
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries write about what they have not released
+    gc.unfreeze()  # otherwise libraries report objects that they have not released
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def sys_path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs put the working folder in front (`attn-backend compile`, the wheel's), and other tests of this
+    """Programs put the working folder first (`attn-backend compile`, the wheel's). Other tests of this
     process must not find the source tree there.
     """
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -69,7 +69,7 @@ def sys_path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def intrinsics_are_precompiled() -> Iterator[None]:
-    """Tests compile a hundred variants for CPUs. The libraries are the same."""
+    """Tests compile a hundred variants for CPUs. The libraries do not change."""
     compile_library = compilers.compile_library
 
     def with_intrinsics(
@@ -85,14 +85,15 @@ def intrinsics_are_precompiled() -> Iterator[None]:
 
 
 def pytest_sessionstart() -> None:
-    # The workers of pytest-xdist share the cores: one thread each, or they wait for one another.
+    # The workers of pytest-xdist share the cores: with more than one thread each, they would wait for each
+    # other.
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with the fixture `device` runs on a CPU and on a GPU; if it also has the fixture `kernel`, on a
-    GPU with each kernel.
+    """A test with the fixture `device` runs on a CPU and on a GPU. If it also has the fixture `kernel`, it
+    runs on a GPU once for each kernel.
     """
     each_kernel = "kernel" in metafunc.fixturenames
     if any("device" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):

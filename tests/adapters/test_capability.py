@@ -1,4 +1,4 @@
-"""Users of GPUs that the kernels have never run on are told so, once."""
+"""On GPUs that the kernels have never run on, users get one warning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     capability.warn_if_untried(torch.device("cpu"), LOGGER)
     assert not caplog.records
-    for index in (0, 0, 1):  # every group of layers asks
+    for index in (0, 0, 1):  # every group of layers calls this
         capability.warn_if_untried(torch.device("cuda", index), LOGGER)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     capability.warn_once.cache_clear()

@@ -1,4 +1,4 @@
-"""Seeds of requests that bring none, and seeds that do not fit."""
+"""Seeds for requests without one, and seeds that are out of range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_backend.adapters.seeds import SeedSource, signed_64_bits
 
 
 def test_sources_of_one_origin_agree_whatever_else_draws() -> None:
-    """The ranks of a group must come to the same seeds without asking each other."""
+    """The ranks of a group must derive the same seeds without communication."""
     sources = [SeedSource(3, 0), SeedSource(3, 0)]
     drawn = []
     for source in sources:

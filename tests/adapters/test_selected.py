@@ -1,5 +1,5 @@
-"""SelectedAttention: steps of rows that attend to tokens of their own, layer after layer, against attention
-in float64; on a GPU also from captured graphs.
+"""SelectedAttention: rows attend to selected tokens, layer after layer, compared with float64 attention; on a
+GPU also from captured graphs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TOLERANCE = {"bf16": 5e-3, "e4m3": 1e-2, "latent": 1e-2}
 
 
 class Step:
-    """Requests whose last tokens are rows of Q, and what an indexer selects for each: all that a row sees,
-    but at most TOPK.
+    """Requests whose last tokens are rows of Q, and an indexer's selection for each row: all visible tokens,
+    at most TOPK.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Step:
         return count_visible(self.requests.shape[0], self.requests, self.qo_indptr, self.kv_lens)
 
     def select(self, is_complete: bool = True) -> Tensor:
-        """int32 [rows, TOPK]: a layer's choice, those that are none anywhere between. is_complete: each row
-        has as many as it may have; else fewer, perhaps none, and between them tokens that come after the
-        row's.
+        """int32 [rows, TOPK]: a layer's selection, with empty entries anywhere between. is_complete: each row
+        has as many tokens as allowed. Otherwise fewer, perhaps none, mixed with tokens after the row's
+        position.
         """
         indices = torch.full((self.requests.shape[0], TOPK), -1, dtype=torch.int32)
         for row, seen in enumerate(self.seen):
@@ -74,7 +74,7 @@ class Step:
     def check(
         self, out: Tensor, lse: Tensor, q: Tensor, tokens: Tensor, indices: Tensor, tolerance: float
     ) -> None:
-        """tokens: what the cache stands for."""
+        """tokens: the values that the cache represents."""
         for row in range(len(self.seen)):
             of_request = tokens[self.block_table[self.requests[row].long()].long()].flatten(0, 1)
             keys = of_request[indices[row][(indices[row] >= 0) & (indices[row] < self.seen[row])].long()][
@@ -90,7 +90,7 @@ class Step:
 def make_cache(
     form: str, generator: torch.Generator, device: torch.device, between: int = 0
 ) -> tuple[Tensor, KVCache, Tensor]:
-    """Memory of a layer, the cache that it is, and what it stands for: float64 [NUM_PAGES, PAGE, 576].
+    """Memory of a layer, its cache, and the values that it represents: float64 [NUM_PAGES, PAGE, 576].
 
     Args:
         between: pages of other layers between two of this one.
@@ -122,7 +122,7 @@ def attention(device: torch.device, form: str = "bf16", max_rows: int = 64) -> S
 @pytest.mark.parametrize("between", [0, 2])
 @pytest.mark.parametrize("form", ["bf16", "e4m3", "latent"])
 def test_layers_of_a_step(device: torch.device, form: str, between: int) -> None:
-    """Decodes and a chunk of a prompt; each layer selects tokens of its own; padding at the end."""
+    """Decodes and a chunk of a prompt. Each layer selects different tokens; padding at the end."""
     step = Step([1, 5, 1], [90, 20, 3], device, padding=2)
     rows = attention(device, form)
     rows.plan(step.seen_lens())
@@ -156,8 +156,8 @@ def test_steps_of_more_rows_than_a_plan_has(device: torch.device, monkeypatch: p
 def test_bits_do_not_depend_on_the_batch(
     device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row of a step that is cut into parts, and the same row alone, whose tokens stand in another order;
-    some rows have several KV chunks.
+    """Compares each row of a step that is split with the same row by itself, whose tokens are in another
+    order. Some rows have several KV chunks.
     """
     topk = 600
     monkeypatch.setattr(selected, "MAX_CUDA_INVARIANT_BATCH", 4)
@@ -207,7 +207,7 @@ def test_slots_that_the_engine_has_looked_up(device: torch.device) -> None:
         step.check(
             rows.run(q, cache, slots, lse=lse, sm_scale=SCALE), lse, q, latents, indices, TOLERANCE["bf16"]
         )
-        indices[0, ::2] = indices[1] = -1  # the next layer has fewer, and of one row none
+        indices[0, ::2] = indices[1] = -1  # the next layer has fewer, and one row has none
 
 
 def test_a_step_without_rows(device: torch.device) -> None:
@@ -223,8 +223,8 @@ def test_count_visible(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["bf16", "e4m3", "latent"])
 def test_a_graph_serves_later_steps(device: torch.device, form: str) -> None:
-    """As engines have it: the step is planned before the graph of its layers is replayed; what they select,
-    and the padding, is another each time.
+    """As in engines: the step is planned before the graph of its layers is replayed. Selection and padding
+    change each time.
     """
     if device.type != "cuda":
         pytest.skip("CUDA graphs")

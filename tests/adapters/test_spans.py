@@ -1,4 +1,4 @@
-"""Rows of Q in spans whose tokens see each other on both sides, against a loop over rows."""
+"""Bidirectional spans in rows of Q, compared with a loop over rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ CPU = torch.device("cpu")
 
 
 def random_spans(draw: random.Random, batch: int, kv_lens: list[int]) -> list[tuple[int, int, int]]:
-    """(request, first token, last token) of spans that do not overlap, single tokens among them, in any
-    order.
-    """
+    """(request, first token, last token) of disjoint spans, including single tokens, in any order."""
     spans = []
     for request in range(batch):
         token = draw.randint(0, 4)
@@ -31,7 +29,7 @@ def random_spans(draw: random.Random, batch: int, kv_lens: list[int]) -> list[tu
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_one_after_another(seed: int, dtype: torch.dtype) -> None:
-    """Each step finds its own spans, in the same tensors, also after a step without any.
+    """Each step finds its spans in the same tensors, also after a step without spans.
 
     Spans may begin before the step's rows.
     """

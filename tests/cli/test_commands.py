@@ -1,5 +1,5 @@
-"""The commands as a user meets them: help with examples, JSON, completion, the bench on a CPU, and the demo
-before its servers.
+"""The commands as a user runs them: help with examples, JSON, completion, the bench on a CPU, and the demo up
+to its servers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_doctor_writes_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("bench --j", "--json"),
         ("bench --device c", "cuda cpu"),
         ("compile --head-dim 80 --kernel ", "hopper generic"),
-        ("compile --dtype = bf", "bfloat16"),  # --dtype=bf: bash takes it for three words
+        ("compile --dtype = bf", "bfloat16"),  # --dtype=bf: bash splits it into three words
         ("compile --dtype =", "bfloat16 float16 float32"),
         ("compile --arch ", "cpu sm_90a sm_80"),
         ("compile --out ", ""),  # a file
@@ -199,7 +199,7 @@ def test_bench_does_not_take_this_package_for_a_peer(monkeypatch: pytest.MonkeyP
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Streams as many events as tokens are asked for."""
+    """Streams as many events as the request asks for tokens."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -237,8 +237,8 @@ def test_demo_measures_a_server() -> None:
 def test_demo_warms_up_as_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each backend answers as many requests, of as many tokens, before those that count; no question comes
-    twice.
+    """Before the measurement, each backend answers the same number of requests with the same number of
+    tokens; no question is repeated.
     """
     seen: dict[str, list[tuple[range, int, int]]] = {}
 
@@ -270,7 +270,7 @@ def test_demo_warms_up_as_it_measures(
 
 
 def test_demo_without_the_hub_says_what_to_do(tmp_path: Path) -> None:
-    """In a process of its own: the hub's library reads the environment when it is imported."""
+    """In a separate process: the hub's library reads the environment when it is imported."""
     pytest.importorskip("huggingface_hub", reason="huggingface_hub comes with the engines")
     script = (
         "import sys; from attn_backend.cli import demo, main; demo.find_spec = lambda name: True; "

@@ -1,4 +1,4 @@
-"""attn-backend compile: what it refuses, and that it says once what is missing."""
+"""attn-backend compile: arguments that it refuses, and the single report of missing tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Capture = pytest.CaptureFixture[str]
 
 def test_says_once_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(build, "nvcc", lambda: None)
-    assert main(["compile", "--arch", "sm_90a"]) == 1  # also where the package has all kernels
+    assert main(["compile", "--arch", "sm_90a"]) == 1  # also if the package has all kernels
     captured = capsys.readouterr()
     assert captured.err.startswith("error: no nvcc was found")
     assert captured.err.count("\n") == 1
@@ -162,7 +162,7 @@ def test_a_folder_for_copies_that_cannot_be_made_is_named(fake: FakeKernels, cap
 
 @pytest.mark.slow
 def test_an_interrupt_ends_the_compilers(fake: FakeKernels) -> None:
-    """As from a keyboard: of the process alone, since its compilers are in groups of their own."""
+    """As from a keyboard. Only the process gets the signal, since its compilers run in separate groups."""
     fake_nvcc(fake.nvcc, f"echo $$ >> {fake.folder}/started; exec sleep 1000")
     environment = {**os.environ, "CUDA_HOME": str(fake.folder / "home"), "TMPDIR": str(fake.temporary)}
     (fake.folder / "home" / "bin").mkdir(parents=True)

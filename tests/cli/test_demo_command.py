@@ -1,5 +1,5 @@
-"""`attn-backend demo` and Ctrl-C: it ends at once, with its server, and leaves nothing in the temporary
-folder.
+"""`attn-backend demo` and Ctrl-C: it ends at once, together with its server, and leaves nothing in the
+temporary folder.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from attn_backend.cli.main import main
 STOP_WITHIN_S = 10
 SAY_WITHIN_S = 2
 
-# A server with a worker. It answers the question at once, and other requests after the number of seconds in
-# its second argument.
+# A server with a worker. It answers the question at once, and other requests after its second argument in
+# seconds.
 SERVER = """
 import http.server, json, os, subprocess, sys, tempfile, time
 tempfile.mkdtemp()

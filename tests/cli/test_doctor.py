@@ -1,4 +1,4 @@
-"""attn-backend doctor: it reports what is there and fails only on what is broken."""
+"""attn-backend doctor: it reports the state of the machine and fails only if something is broken."""
 
 import importlib.util
 import os
@@ -296,7 +296,7 @@ def test_settings_that_are_wrong_or_unknown_are_named(
         "did you mean ATTN_BACKEND_CASCADE?"
     ]
     assert after == [
-        *before,  # the rest is what it is without them, and says nothing of them
+        *before,  # the rest of the output is unchanged and does not mention them
         ("--", "settings", "ATTN_BACKEND_CASCAD is unknown and has no effect"),
         ("!!", "settings", "ATTN_BACKEND_CASCADE is 'never', must be 0 or 1"),
         ("!!", "settings", "ATTN_BACKEND_ARCH is 'sm_70', must be 'sm_90a' or 'sm_80'"),

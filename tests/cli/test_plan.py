@@ -1,4 +1,4 @@
-"""attn-backend plan: the batches it reads, what it says and draws of them, and what it refuses."""
+"""attn-backend plan: the batches it reads, its description and picture of them, and what it refuses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_prefill_and_mixed() -> None:
 
 
 def test_shared_prefix_shares_full_pages() -> None:
-    batch = batches.shared_prefix("4x40+20", 16)  # 2.5 pages: the half one is each request's own
+    batch = batches.shared_prefix("4x40+20", 16)  # 2.5 pages: each request has its own half page
     assert batch.kv_lens == [60] * 4
     assert shares(batch) == [4, 4] + [1] * 8
     batch = batches.shared_prefix("2x3x32+16+16", 16)
@@ -158,8 +158,8 @@ def test_view_is_what_the_batch_says() -> None:
 )
 @pytest.mark.parametrize("num_ctas", [1, 7, 132])
 def test_costs_add_up(text: str, num_ctas: int) -> None:
-    """The parts of a CTA follow one another and cover what it is charged; KV tiles and pairs counted one by
-    one give the same sum.
+    """The parts of a CTA are consecutive and cover its charged cost. Counting KV tiles and pairs one by one
+    gives the same sum.
     """
     batch = batches.mixed(text, 16)
     attention = Attention(
@@ -199,7 +199,7 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
         assert sum(expected) == costs.total == int(costs.ctas.sum())
         assert int(costs.ctas.max() - costs.ctas.min()) <= max(part.end - part.begin for part in costs.parts)
         return
-    # Of CTAs that start at the same position the last one has the work; the others have none.
+    # If several CTAs start at the same position, the last one has the work and the others have none.
     assert costs.ctas.tolist() == expected
     assert costs.kv_tokens == sum(
         kv_len for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True) if qo_len
@@ -230,7 +230,8 @@ def test_members_are_as_many_as_the_planner_says() -> None:
 
 @pytest.mark.parametrize("pages", [1, 64])
 def test_members_have_all_pages_from_the_first_on(pages: int) -> None:
-    """Requests 0 to 3 share leading pages and 0 and 1 more, which request 4 has, too, but after other ones.
+    """Requests 0 to 3 share leading pages, and 0 and 1 share more. Request 4 also has these, but after
+    different pages.
 
     One page is not worth it, 64 are.
     """
@@ -286,7 +287,7 @@ def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(tex
     assert sorted(map(tuple, (line.split()[:3:2] for line in lines))) == sorted(
         (str(node.begin_page), str(node.end_page)) for node in listed
     )
-    above: list[tuple[int, int]] = []  # (indentation, last page) of the lines that the next may lie below
+    above: list[tuple[int, int]] = []  # (indentation, last page) of possible parents of the next line
     for line in lines:
         indent = len(line) - len(line.lstrip())
         above = [entry for entry in above if entry[0] < indent]
@@ -354,7 +355,7 @@ def test_draws_nothing_to_attend_to() -> None:
 
 
 def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
-    svg, png = tmp_path / "plan.svg", tmp_path / "plan"  # the option says which, not the name
+    svg, png = tmp_path / "plan.svg", tmp_path / "plan"  # the option decides, not the name
     arguments = ["plan", "--mixed", "1x64@128+3x500", "--svg", str(svg), "--png", str(png)]
     assert main(arguments) == 0
     words = [element.text or "" for element in ElementTree.parse(svg).iter() if element.tag.endswith("text")]

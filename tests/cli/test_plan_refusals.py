@@ -1,5 +1,5 @@
-"""attn-backend plan: what is wrong is named; what is too large is refused before memory is taken for it, and
-large batches are planned in little.
+"""attn-backend plan: errors name the problem. Inputs that are too large are refused before memory is
+allocated for them, and large batches are planned in little memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attn_backend.cli.planned import Planned, Target
 Capture = pytest.CaptureFixture[str]
 GIB = 1 << 30
 
-# main() with a limit on its address space, beside what its imports have, for each list of arguments; ends
-# with what all of them took of it.
+# Runs main() for each list of arguments, with a limit on the address space beyond its imports; prints how
+# much of it all runs took.
 LIMITED = """
 import contextlib, io, json, resource, sys
 memory, batches = int(sys.argv[1]), json.loads(sys.argv[2])
@@ -42,9 +42,9 @@ print(json.dumps([results, int(taken) << 10]))
 
 
 def plan(*batches: list[str], memory: int = 4 * GIB) -> tuple[list[tuple[int, str, str]], int]:
-    """For each list of arguments the exit status, stdout and stderr; and bytes of memory.
+    """The exit status, stdout and stderr for each list of arguments; and bytes of memory.
 
-    Runs in a process of its own.
+    Runs in a separate process.
     """
     command = [sys.executable, "-c", LIMITED, str(memory), json.dumps(batches)]
     done = subprocess.run(
@@ -70,7 +70,7 @@ def request(input_length: int, hash_ids: list[object], output_length: int = 20) 
     )
 
 
-# What is wrong is named
+# Errors name the problem
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_page_size_of_a_trace_divides_its_blocks(tmp_path: Path, capsys: Capture
     assert "--batch is 0" in capsys.readouterr().err
 
 
-# What is too large
+# Inputs that are too large
 
 
 MOST = 2**31 - 1
@@ -370,7 +370,7 @@ def fails_with(error: Exception) -> Callable[..., None]:
 
 
 def test_large_batches_take_little_memory() -> None:
-    """A block table as wide as the longest request of the second would have 8192 x 6250000 entries."""
+    """A block table as wide as the longest request of the second batch would have 8192 x 6250000 entries."""
     results, taken = plan(
         ["--decode", "1024xconst:131072"], ["--mixed", "8191x16+1x100000000"], memory=2 * GIB
     )

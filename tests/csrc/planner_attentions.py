@@ -1,4 +1,4 @@
-"""Shapes for which the device planner is compared with the host planner."""
+"""Shapes for which the tests compare the device planner with the host planner."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The attention kernels and merge without a GPU (tests/csrc/device_attention.cpp): their own code on fibers.
+"""The attention kernels and merge without a GPU (tests/csrc/device_attention.cpp): the kernels' real code on
+fibers.
 
-What is emulated is CUDA, instruction by instruction, so that a wrong layout, a missing wait or a wrong count
-is seen.
+The emulation executes CUDA instruction by instruction, so tests detect a wrong layout, a missing wait or a
+wrong count.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PAGE_INDEX_INVALID = 1 << 5  # kPageIndexInvalid in csrc/planner/schedule.h
 
 
 def run_and_check(case: case_tensors.Case, attention: DeviceAttention, wants_lse: bool = True) -> None:
-    """Without lse, the Hopper kernel stores rows by TMA where it can."""
+    """Without lse, the Hopper kernel stores rows by TMA where possible."""
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse if wants_lse else None)  # type: ignore[arg-type]
     lse = case.lse.clone()
@@ -43,7 +44,7 @@ def run_and_check(case: case_tensors.Case, attention: DeviceAttention, wants_lse
 
 
 def small_specs(first: int, count: int) -> list[cases.Spec]:
-    """Random cases of no more work than the emulation has time for."""
+    """Random cases, limited to work that the emulation can do in time."""
     specs: list[cases.Spec] = []
     for seed in range(first, first + 10**4):
         dtype, head_dim = FORMS[len(specs) % 3]
@@ -55,7 +56,7 @@ def small_specs(first: int, count: int) -> list[cases.Spec]:
             * spec.group_size
             * head_dim
         )
-        # a row tile has 16 rows at least
+        # a row tile has at least 16 rows
         work = pairs + sum(spec.kv_lens) * spec.num_kv_heads * head_dim * 16
         if work < 2e7:
             specs.append(spec)
@@ -99,8 +100,8 @@ def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path, cache
 @pytest.mark.parametrize("head_dim", [40, 72, 96])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, head_dim: int) -> None:
-    """K and V come by TMA and gathered; whole rows, rows that several warps share, parts of split tiles,
-    states. After a head's columns comes the next head, or NaN.
+    """K and V arrive by TMA or are gathered; whole rows, rows that several warps share, parts of split tiles,
+    states. The next head, or NaN, follows a head's columns.
     """
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged")]
     for number, cache in enumerate(caches):
@@ -137,7 +138,7 @@ def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, hea
 def test_keys_and_values_of_different_widths(
     emulated: Path, kernel: str, head_dim: int, head_dim_v: int
 ) -> None:
-    """As above. V in its own memory, or, if it is the narrower one, in K's."""
+    """As above. V has separate memory, or lies in K's memory if V is narrower."""
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged", "large pages")]
     dtype = (torch.bfloat16, torch.float16)[head_dim_v // 8 % 2]
     for number, cache in enumerate(caches):
@@ -178,8 +179,8 @@ WIDE_DTYPES = {512: torch.float16, 576: torch.bfloat16}
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "v_in_k"), WIDE)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int, v_in_k: bool) -> None:
-    """K and V come by TMA and gathered; row tiles that are full, and that are not; parts of split tiles; V in
-    its own memory, or in K's.
+    """K and V arrive by TMA or are gathered; full and partial row tiles; parts of split tiles; V in separate
+    memory or in K's memory.
     """
     names = ("pages", "small pages", "tokens in runs", "ragged", "large pages")
     for number, group_size in enumerate((16, 3, 1, 4, 128)):
@@ -246,8 +247,8 @@ def test_wide_heads_in_several_row_groups(
 
 @pytest.mark.parametrize("variant", ["standard", "sinks"])
 def test_halves_of_row_tiles(emulated: Path, variant: str) -> None:
-    """With 128 heads and more two CTAs share an interval: its row tiles are split, complete, or taken from
-    the work queue, which each half goes through.
+    """With 128 or more heads, two CTAs share an interval. Its row tiles are split, complete, or taken from
+    the work queue, which each half walks.
     """
     batches = (((1, 1), (500, 700), 5), ((1, 0, 2), (70, 0, 150), 3), ((6, 4), (70, 64), 3))
     for number, (qo_lens, kv_lens, num_ctas) in enumerate(batches):
@@ -292,8 +293,8 @@ def test_halves_of_row_tiles(emulated: Path, variant: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sparse_mla(emulated: Path, kernel: str) -> None:
-    """Tokens anywhere, in any order, twice; rows with few and with none; layers that have fewer than were
-    planned, and not of every KV tile some.
+    """Tokens anywhere, in any order, twice; rows with few tokens or none; layers with fewer tokens than
+    planned, and KV tiles without any.
     """
     layers = [
         ((130, 64, 0, 65, 1), (3, 0, 0, 64, 1), (129, 1, 0, 0, 0)),
@@ -365,7 +366,7 @@ def test_every_kind_of_row_tile(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> None:
-    """Logits of tens: those of later KV tiles exceed the first tile's by far."""
+    """Logits around tens: logits of later KV tiles exceed the first tile's by far."""
     for number, (dtype, head_dim) in enumerate(FORMS):
         spec = cases.Spec(
             (70, 2),
@@ -382,7 +383,7 @@ def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> No
 
 
 def test_pairs_from_the_work_queue(emulated: Path) -> None:
-    """Each pair once, whoever takes it."""
+    """Each pair is computed once, by any CTA."""
     for number, (qo_lens, kv_lens) in enumerate(
         (((130,) * 6, (130,) * 6), ((200, 20, 1, 100, 300) * 2, (200, 20, 90, 100, 350) * 2))
     ):
@@ -395,7 +396,7 @@ def test_pairs_from_the_work_queue(emulated: Path) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_wrong_pages_are_clamped_and_reported(emulated: Path, kernel: str) -> None:
-    """The cache ends where its tensors do: a page beyond it would be seen in the output."""
+    """The cache ends where its tensors end: reading a page beyond it would change the output."""
     dtype, head_dim = FORMS[0]
     case = case_tensors.build(
         cases.Spec((1, 3), (40, 25), dtype=dtype, head_dim=head_dim, num_kv_heads=1), CPU
@@ -412,7 +413,7 @@ def test_wrong_pages_are_clamped_and_reported(emulated: Path, kernel: str) -> No
             cache = KVCache(*(t.nan_to_num(0.5) for t in (case.kv.k, case.kv.v)))
             attention = DeviceAttention(emulated, case.attention(kernel=kernel, cascade=False), kernel)
             attention.plan(view)
-            pages[0, 1] = pages[1, 2] = page  # which a CPU's plan would refuse
+            pages[0, 1] = pages[1, 2] = page  # a CPU's plan would refuse these
             results.append(attention.run(case.q[:4], cache))
             assert attention.schedule().errors == (0 if page == right else PAGE_INDEX_INVALID)
         assert torch.equal(*results)
@@ -420,7 +421,7 @@ def test_wrong_pages_are_clamped_and_reported(emulated: Path, kernel: str) -> No
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
-    """Nothing beyond K's last row is read, where there is NaN, and it is reported."""
+    """Nothing beyond K's last row is read (it holds NaN), and the kernel reports the error."""
     for number, rows in enumerate((0, 1, 64, 129, 300, 500)):
         dtype, head_dim = FORMS[number % 3]
         spec = cases.Spec(
@@ -448,7 +449,8 @@ def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
 @pytest.mark.parametrize("cache", ["ragged", "paged"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tokens_before_the_window_are_not_read(emulated: Path, kernel: str, cache: str) -> None:
-    """A row tile's first KV tile begins before the window of its first row. The cache may hold NaN there."""
+    """A row tile's first KV tile begins before the window of its first row. The cache may hold NaN before the
+    window."""
     forms = (
         {"table_form": "ragged", "cache_form": "ragged", "page_size": 1}
         if cache == "ragged"

@@ -45,8 +45,8 @@ def test_compositions(emulated: Path, kernel: str) -> None:
 @pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_forests_and_chunks(emulated: Path, kernel: str, options: dict[str, object]) -> None:
-    """What `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch invariant
-    plan.
+    """Rows that `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch
+    invariant plan.
     """
     merged = 0
     for seed in range(6):
@@ -77,7 +77,7 @@ VARIANTS = {
 def test_variants_know_requests_and_positions(
     emulated: Path, kernel: str, variant: str, options: dict[str, object]
 ) -> None:
-    """In plain batches, after and inside shared prefixes, and in the chunks of a batch invariant plan."""
+    """In plain batches, after and inside shared prefixes, and in chunks of a batch invariant plan."""
     merged = 0
     for seed in range(4):
         rng = numpy.random.default_rng([seed, 43])
@@ -101,7 +101,7 @@ def same_block_or_sink(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_traced_functions(emulated: Path, kernel: str) -> None:
-    """Planned with what the mask lets rows see, and without."""
+    """Planned with and without the mask's row ranges."""
     variant = Variant.from_functions(biased, same_block_or_sink, tensors={"slopes": torch.float32})
     expected = oracle.Variant(
         logits=lambda logits, at: logits + slopes[at.head] * (at.token - at.position),
@@ -141,7 +141,7 @@ def test_traced_functions(emulated: Path, kernel: str) -> None:
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_masks_with_holes(emulated: Path, kernel: str, options: dict[str, object]) -> None:
-    """In row tiles of all kinds, wherever CTAs begin and end; by TMA and gathered."""
+    """In row tiles of all kinds, with any CTA boundaries; by TMA and gathered."""
     dtype, head_dim = FORMS[0]
     variant = builtin.document()
     for number, (page_size, num_ctas) in enumerate(((16, 5), (3, 2), (64, 40))):
@@ -175,7 +175,7 @@ def test_masks_with_holes(emulated: Path, kernel: str, options: dict[str, object
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kv_tiles_in_holes_are_not_read(emulated: Path, kernel: str) -> None:
-    """V is NaN there, which no mask hides. K is transformed by what its tokens' positions are."""
+    """V holds NaN there, which a mask would not hide. The transform of K depends on token positions."""
     dtype, head_dim = FORMS[0]
     twice = (
         "Pair key(Pair x, int32_t, int32_t, const KvToken& token) const { float f = token.position / 100 "
@@ -212,7 +212,7 @@ def test_kv_tiles_in_holes_are_not_read(emulated: Path, kernel: str) -> None:
 
 
 def test_levels_say_where_their_tokens_and_rows_stand(emulated: Path) -> None:
-    """A batch as a composition of two levels, cut anywhere: the same as its own view."""
+    """A batch as a composition of two levels, split anywhere, gives the same result as its own view."""
     for seed in range(6):
         rng = numpy.random.default_rng([seed, 45])
         shape = replace(random_shape(rng, 0), logits_soft_cap=0.0)

@@ -1,6 +1,6 @@
-"""Biases with a slope (ALiBi's) in the attention kernels, without a GPU.
+"""Biases with a slope (ALiBi) in the attention kernels, without a GPU.
 
-Hopper's take KV tiles from the last to the first, keep the maxima that rows find first, and add the bias
+Hopper's kernels visit KV tiles from last to first, keep the maxima that rows find first, and add the bias
 where they exponentiate.
 """
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 KERNELS = device_attention.KERNELS
 ALIBI = builtin.alibi()
 FORMS = ((torch.bfloat16, 64), (torch.float16, 128))
-FAR = 131071  # the position of a row, by far the last
+FAR = 131071  # the position of a row, far beyond the others
 
 
 def biased(slopes: Tensor) -> oracle.Variant:
@@ -42,7 +42,7 @@ def biased(slopes: Tensor) -> oracle.Variant:
 
 
 def slopes_of(name: str, heads: int) -> Tensor:
-    """Those of a model, and others that it should not have."""
+    """The slopes of a model, and other slopes that no model should have."""
     some = {
         "model": builtin.alibi_slopes(heads),
         "steep": torch.linspace(0.7, 1.0, heads),
@@ -70,8 +70,8 @@ def check(
 @pytest.mark.parametrize("name", ["model", "steep", "none", "falling", "both"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
-    """Several KV tiles to an item, parts of split tiles, rows that see nothing in the last KV tile, or one
-    token, or nothing at all.
+    """Items with several KV tiles, parts of split tiles, and rows that see one token, nothing, or nothing in
+    the last KV tile.
     """
     lens = (((300, 7), (300, 3)), ((90, 5, 130, 40), (90, 700, 200, 45)), ((1, 2, 1, 3), (70, 300, 0, 1290)))
     for number, (qo_lens, kv_lens) in enumerate(lens):
@@ -134,8 +134,8 @@ def test_pairs_from_the_work_queue(emulated: Path) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> None:
-    """Logits of tens: those of earlier tokens exceed the nearest ones' by far, above all where a row has seen
-    but one token.
+    """Logits around tens: logits of earlier tokens exceed the nearest ones' by far, most of all if a row has
+    seen only one token.
     """
     for number, (dtype, head_dim) in enumerate(FORMS):
         for name in ("model", "none", "falling"):
@@ -159,9 +159,9 @@ def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> No
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_token_of_large_scores(emulated: Path, kernel: str, first: bool) -> None:
-    """The first token, as models have it, whose scores the bias makes small, or the last one.
+    """The first token, as in models, where the bias makes its scores small, or the last token.
 
-    The others must not vanish beside it in float16.
+    In float16 the other tokens must not vanish next to it.
     """
     for number, (dtype, head_dim) in enumerate(FORMS):
         spec = cases.Spec(
@@ -178,7 +178,7 @@ def test_a_token_of_large_scores(emulated: Path, kernel: str, first: bool) -> No
         case = case_tensors.build(spec, CPU)
         token = case.slots[0][0 if first else -1]
         mean = case.q[: case.rows].double().mean((0, 1))
-        # 40 for a row that lies along the mean of all: a score of 60 to the base of 2.
+        # 40 for a row along the mean of all: a score of 60 to the base of 2.
         row = (mean / mean.norm() ** 2 * 40 * head_dim**0.5).to(dtype)
         case.q[: case.rows] = mean.to(dtype) + case.q[: case.rows] / 16
         case.k_slots[token, 0] = row
@@ -192,12 +192,12 @@ def test_a_token_of_large_scores(emulated: Path, kernel: str, first: bool) -> No
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_far_from_all_that_they_see(emulated: Path, kernel: str, causal: bool) -> None:
-    """Biases of a hundred thousand, where a float32 has no more than seven bits after the point, and slopes
-    that are no powers of 2. Hopper's row tiles of 32 rows and more do not round there.
+    """Biases of a hundred thousand, where a float32 has at most seven fractional bits, and slopes that are
+    not powers of 2. Hopper's row tiles of 32 rows and more do not round there.
     """
     for number, (dtype, head_dim) in enumerate(FORMS):
         generator = torch.Generator().manual_seed(number)
-        rows, tokens = (3, 100)[number], 386  # two in the last KV tile: those of the one before count, too
+        rows, tokens = (3, 100)[number], 386  # two in the last KV tile: the tile before it counts too
         q, k, v = (
             torch.randn(n, heads, head_dim, generator=generator).to(dtype)
             for n, heads in ((rows, 2), (tokens, 1), (tokens, 1))
@@ -228,7 +228,7 @@ def test_rows_far_from_all_that_they_see(emulated: Path, kernel: str, causal: bo
         for slopes in (torch.tensor([0.9171, 0.7333]), torch.tensor([1.0, -0.4141])):
             lse = torch.full((rows, 2), torch.nan)
             out = attention.run(q, KVCache(k[:, None], v[:, None]), lse=lse, variant_args={"slopes": slopes})
-            # The oracle's rows stand at the end of the tokens: `behind` tokens nearer.
+            # The oracle places rows at the end of the tokens: `behind` tokens nearer.
             behind = FAR + 1 - tokens
             far = oracle.Variant(
                 logits=lambda logits, at, s=slopes, b=behind: (
@@ -245,7 +245,7 @@ def test_rows_far_from_all_that_they_see(emulated: Path, kernel: str, causal: bo
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_at_the_end_of_many_tokens(emulated: Path, kernel: str) -> None:
-    """Steep slopes: what lies far from a row has no weight, in whatever part of the tokens it lies."""
+    """Steep slopes: tokens far from a row have no weight, in any part of the KV."""
     for number, (dtype, head_dim) in enumerate(FORMS):
         spec = cases.Spec(
             (1, 33),
@@ -290,7 +290,7 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
 
 
 def test_bits_of_a_row_do_not_depend_on_others(emulated: Path) -> None:
-    """Whether others find larger scores later, or see nothing."""
+    """Even if other rows find larger scores later, or see nothing."""
     spec = cases.Spec(
         (64, 70), (400, 320), num_kv_heads=1, group_size=1, dtype=torch.float16, sm_scale=1.0, num_ctas=2
     )
@@ -310,7 +310,7 @@ def test_bits_of_a_row_do_not_depend_on_others(emulated: Path) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_beside_a_mask_with_holes(emulated: Path, kernel: str) -> None:
-    """KV tiles are listed, and some are skipped; the nearest tokens may be hidden."""
+    """KV tiles are listed, and some are skipped; the mask may hide the nearest tokens."""
     variant = ALIBI & builtin.document()
     for number, page_size in enumerate((16, 3)):
         spec = cases.Spec(
@@ -348,9 +348,9 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_beside_other_hooks(emulated: Path, name: str) -> None:
-    """Keys are transformed tile by tile, also from the last to the first.
+    """Keys are transformed tile by tile, also in order from last to first.
 
-    Logits that others change, too, are not a bias alone.
+    If another hook also changes logits, they are more than a bias.
     """
     variant = TRANSFORMED[name]
     assert variant.has_bias_slope == (name == "keys")

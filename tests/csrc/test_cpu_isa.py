@@ -1,6 +1,6 @@
-"""The CPU executor with each instruction set that the machine has, on the same random cases.
+"""The CPU executor with each instruction set of the machine, on the same random cases.
 
-(The set is chosen once a process.)
+(A process chooses the set once.)
 """
 
 from __future__ import annotations

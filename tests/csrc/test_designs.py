@@ -1,4 +1,4 @@
-"""What the designs of the attention kernel make of tensors (design_test.cpp)."""
+"""How the designs of the attention kernel interpret tensors (design_test.cpp)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_arguments_of_launches(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not COMPILER, reason="needs g++")
 def test_heads_whose_8_bit_elements_are_multiplied_are_those_of_the_manifest(tmp_path: Path) -> None:
-    """Where Python thinks of more, kernels widen instead, and say nothing."""
+    """If Python expects more, kernels silently dequantize instead."""
     asserts = [
         f"static_assert(attn::sm90::multiplies_float8(attn::HeadDims{{{qk}, {v}}}) == "
         f"{str((qk, v) in MULTIPLIED_FLOAT8_HEAD_DIMS).lower()});"

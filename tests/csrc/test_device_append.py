@@ -166,9 +166,9 @@ def test_random_cases(library: ctypes.CDLL, block: int) -> None:
 )
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_aligned_heads(library: ctypes.CDLL, interleaved: bool, norms: tuple[str, ...]) -> None:
-    """What models have: the kernels that move 16 bytes at a time.
+    """Shapes of real models, for the kernels that move 16 bytes at a time.
 
-    Numbers of heads that fill groups, and that do not.
+    Numbers of heads that do and do not fill groups.
     """
     dtype, cpu = torch.bfloat16, torch.device("cpu")
     for seed, (head_dim, rotary_dim, q_heads) in enumerate(
@@ -254,7 +254,7 @@ def test_latents_with_scales_of_their_own(tmp_path: Path) -> None:
     ids=["ordinary", "extreme"],
 )
 def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], dtype: torch.dtype) -> None:
-    """The same bytes as on a CPU, aligned and not."""
+    """The same bytes as on a CPU, aligned or not."""
     for seed in range(12):
         problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
         problem.rotary = problem.q_norm = problem.k_norm = None
@@ -285,7 +285,7 @@ def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], 
 def test_caches_of_the_other_16_bit_type(
     library: ctypes.CDLL, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """K normalised and rotated; V, with numbers beyond float16, the same bits as on a CPU."""
+    """K is normalized and rotated. V, including values beyond float16, has the same bits as on a CPU."""
     for seed in range(16):
         problem = random_problem(seed, dtypes[0], torch.device("cpu"))
         problem.v.mul_(torch.logspace(-9, 7, len(problem.qkv))[:, None, None])
@@ -328,9 +328,7 @@ def test_caches_of_the_other_16_bit_type(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> None:
-    """K and V without Q, norm and RoPE, aligned: the same bytes as on a CPU, and those of other slots as they
-    were.
-    """
+    """K and V without Q, norm and RoPE, aligned: the same bytes as on a CPU, and no change to other slots."""
     for seed, (heads, element) in enumerate(
         [(1, torch.bfloat16), (2, torch.float16), (8, torch.bfloat16), (17, torch.float16)]
     ):
@@ -371,7 +369,7 @@ def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotated_and_rounded(library: ctypes.CDLL, interleaved: bool, dtype: torch.dtype) -> None:
-    """K without Q, with V and without, aligned and not: rotated in float32, then rounded once."""
+    """K without Q, with and without V, aligned and not: rotated in float32, then rounded once."""
     slots, positions = torch.tensor([3, -1, 79, 80, 16, 31, 0]), torch.tensor([0, 5, 49, 7, 31, 2, 90])
     for seed, (head_dim, heads, has_v, offset) in enumerate(
         [(64, 2, True, 0), (128, 5, False, 0), (64, 3, False, 1), (256, 1, True, 1)]

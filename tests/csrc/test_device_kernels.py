@@ -1,6 +1,6 @@
-"""Append and sampling on a GPU, without one: the kernels of tests/csrc/device_kernels.cpp, on fibers.
+"""Append and sampling kernels without a GPU: tests/csrc/device_kernels.cpp runs them on fibers.
 
-What is emulated is CUDA; the kernels are their own.
+Only CUDA is emulated; the kernels are the real ones.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def library(emulated: Path) -> ctypes.CDLL:
 def strided(
     rng: numpy.random.Generator, dtype: torch.dtype, aligned: bool, *shape: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A part of a larger tensor of random numbers, with its dimensions in any order but for the last, and the
-    larger one. `aligned`: rows are whole chunks of 16 bytes.
+    """A slice of a larger random tensor, with its dimensions except the last in any order, and the larger
+    tensor. `aligned`: rows are whole chunks of 16 bytes.
     """
     step = 16 // dtype.itemsize if aligned else 1
     outer = len(shape) - 1
@@ -70,8 +70,8 @@ def strided(
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
 def test_append(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """K and V in any way in larger tensors, of which nothing else is written; chunks of 16 bytes where all
-    rows allow it.
+    """K and V anywhere in larger tensors; the rest must not change. Uses chunks of 16 bytes if all rows allow
+    it.
     """
     for seed in range(60):
         rng = numpy.random.default_rng([seed, 42])
@@ -112,8 +112,8 @@ def assert_same(got: Samples, expected: Samples) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, masked: bool) -> None:
-    """The CPU's tokens, whatever the number of CTAs: each token's own random bits, its bit of the mask, the
-    end of the row.
+    """The CPU's tokens, for any number of CTAs: each token's random bits, its bit of the mask, the end of the
+    row.
     """
     workspace, sampling = torch.zeros(4096, dtype=torch.int64), DeviceSampling(library)
     for number, vocab in enumerate((1, 31, 33, 512, 700, 3000, 9000)):
@@ -151,7 +151,7 @@ def test_sampling_without_filters(library: ctypes.CDLL, dtype: torch.dtype, mask
 
 @pytest.mark.parametrize("poison", [0, 1, -1])
 def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> None:
-    """Some CTAs of a row start after its last one has stopped waiting.
+    """Some CTAs of a row start after its last CTA has stopped waiting.
 
     The row is marked, and no later launch accepts their messages.
     """
@@ -163,7 +163,7 @@ def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> No
         logits = torch.from_numpy(rng.standard_normal((batch, vocab)).astype(numpy.float32)) * 2
         given = {"seed": torch.from_numpy(rng.integers(0, 2**62, batch)), "position": 0, "temperature": 1.0}
         order = rng.permutation(ctas).tolist() if step % 2 else None
-        # by a wait that expired: senders that run before the receiver give up
+        # by a wait that expired: senders give up if they run before the receiver
         closed = workspace.view(torch.int32)[:batch] < 0
         samples = sampling.sample(
             logits, unfiltered=True, workspace=workspace, ctas=ctas, run_seed=step, order=order, **given
@@ -178,7 +178,7 @@ def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> No
 
 @pytest.mark.parametrize("block", range(6))
 def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
-    """Every way of a row, by one CTA or a cluster, gives the CPU's tokens, log-probabilities and rows."""
+    """Every path for a row, by one CTA or a cluster, gives the CPU's tokens, log-probabilities and rows."""
     sampling = DeviceSampling(library)
     for number in range(20 * block, 20 * block + 20):
         choose, generator = random.Random(number), torch.Generator().manual_seed(number)
@@ -239,7 +239,7 @@ def test_sampling_with_filters(library: ctypes.CDLL, block: int) -> None:
 
 @pytest.mark.parametrize("kind", TOP_P_KINDS)
 def test_sampling_with_top_p_in_long_rows(library: ctypes.CDLL, kind: str) -> None:
-    """Such rows are surveyed first, then raced as sums of float32 say."""
+    """Such rows are surveyed first, then raced based on float32 sums."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(TOP_P_KINDS.index(kind))
     for vocab in (16384, 33001):
         batch = 5
@@ -264,7 +264,7 @@ def test_sampling_with_top_p_in_long_rows(library: ctypes.CDLL, kind: str) -> No
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_sampling_of_few_survivors(library: ctypes.CDLL, kind: str) -> None:
-    """Likely tokens in all places, in one warp's segments, in thousands of equals."""
+    """Likely tokens in all places, in one warp's segments, and among thousands of ties."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(100 + ROW_KINDS.index(kind))
     for vocab in (4097, 32000):
         batch = 4
@@ -286,7 +286,7 @@ def test_sampling_of_few_survivors(library: ctypes.CDLL, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_sampling_with_min_p_alone(library: ctypes.CDLL, kind: str) -> None:
-    """Survivors that the first CTA has race, from one to more than there is room for in its lists."""
+    """The first CTA races the survivors: from one to more than fit in its lists."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + ROW_KINDS.index(kind))
     for vocab in (4097, 20001):
         logits = rows_of(kind, 6, vocab, generator).to(choose.choice([torch.float32, torch.bfloat16]))
@@ -303,13 +303,13 @@ def test_sampling_with_min_p_alone(library: ctypes.CDLL, kind: str) -> None:
 
 
 def test_most_likely_tokens_below_the_bound(library: ctypes.CDLL) -> None:
-    """More are asked for than reach the bound of pairs of lanes; the other ones are listed because min-p
-    keeps them.
+    """The request needs more tokens than reach the bound of pairs of lanes. Min-p keeps the others, so they
+    are listed.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.rand(1, 20001, generator=generator) - 3
     segments, pairs = 512 * torch.arange(8)[:, None], 8 * torch.arange(16)
-    # one for each pair of the first CTA's lanes
+    # one for each pair of lanes of the first CTA
     logits[0, (segments + pairs).flatten()] = 5 + torch.rand(128, generator=generator)
     logits[0, 4096 + 8 * torch.arange(100)] = 4 + torch.rand(100, generator=generator)
     settings: dict[str, Any] = {"min_p": 0.05, "seed": 5, "num_top_logprobs": 128}
@@ -336,8 +336,8 @@ def test_speculative_sampling(library: ctypes.CDLL, drafts: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_merge_states(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """As the CPU's loop: in vectors and one by one, with an indptr, rows that a mask leaves alone, states
-    that have seen nothing.
+    """Same as the CPU's loop: vectorized and one by one, with an indptr, masked-out rows, and states that
+    have seen nothing.
     """
     for seed in range(24):
         rng = numpy.random.default_rng([seed, 43])
@@ -370,5 +370,5 @@ def test_probabilities_of_rows_that_are_named(library: ctypes.CDLL) -> None:
         given: dict[str, Any] = {"top_p": 0.8, "seed": 3, "position": torch.arange(6)}
         samples = sample_from_probs(probs, rows=rows, **given)
         assert_same(sampling.sample(probs, from_probs=True, rows=rows, **given), samples)
-        # rows that do not exist are the nearest
+        # row ids that do not exist become the nearest
         assert_same(samples, sample_from_probs(probs[[3, 0, 0, 2, 3, 0]], **given))

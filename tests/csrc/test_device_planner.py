@@ -50,7 +50,7 @@ def test_random_batches(library: ctypes.CDLL, options: dict[str, object], valid:
 def test_requests_without_rows_have_no_row_tile_of_the_largest_kind(
     library: ctypes.CDLL, options: dict[str, object]
 ) -> None:
-    """A batch invariant plan gives them that kind, as it does all requests but decodes.
+    """A batch invariant plan gives that kind to all requests except decodes.
 
     The Hopper kernel's producer reads the flag.
     """
@@ -77,7 +77,7 @@ def test_requests_without_rows_have_no_row_tile_of_the_largest_kind(
 def test_prefix_sums_that_give_all_rows_to_many_requests(
     library: ctypes.CDLL, causal: bool, cascade: bool
 ) -> None:
-    """They fall again and again, which alone is an error, and make more row tiles than the bound knows of."""
+    """They decrease repeatedly, which is already an error, and produce more row tiles than the bound."""
     attention = make_attention(SHAPES[2], cascade=cascade)
     qo_indptr = torch.tensor([0, batches.MAX_ROWS] * 30 + [0], dtype=torch.int32)
     pages = torch.zeros(60, 50, dtype=torch.int32)
@@ -92,10 +92,9 @@ def test_prefix_sums_that_give_all_rows_to_many_requests(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_more_row_tiles_than_there_is_room_for(library: ctypes.CDLL, options: dict[str, object]) -> None:
-    """The batch itself is right.
+    """The batch itself is valid.
 
-    The tiles after the last that there is room for are left out, which is an error, and nothing is written
-    after them.
+    Tiles beyond the available room are dropped, which is an error. Nothing is written after them.
     """
     for seed in range(8):
         attention = make_attention(SHAPES[seed % len(SHAPES)], **options)
@@ -144,7 +143,7 @@ def test_random_forests(library: ctypes.CDLL, mode: object) -> None:
 
 @pytest.mark.parametrize("mode", [True, "always"])
 def test_one_prefix(library: ctypes.CDLL, mode: object) -> None:
-    """One prefix is all that is shared, by all requests or by some."""
+    """All requests, or some of them, share a single prefix."""
     for seed, num_requests in enumerate([2, 3, 16, 31, 32, 33, 64, 65, 200, 513, 640, 641]):
         rng = numpy.random.default_rng([seed, 6])
         prefix = list(range(int(rng.integers(1, 300))))
@@ -187,11 +186,11 @@ def test_only_rows_of_all_that_fill_row_tiles_need_no_list(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, seed: int) -> None:
-    """All requests share as much with the first one, and some of them more with each other."""
+    """All requests share the same length with the first one, and some of them share more with each other."""
     rng = numpy.random.default_rng([seed, 7])
     num_requests = int(rng.choice([3, 33, 70, 500]))
     prefix = list(range(int(rng.integers(1, 20))))
-    # the first has one of its own
+    # the first has a separate one
     branch = numpy.concatenate(
         [[0], rng.permutation(num_requests - 1) % int(rng.integers(1, num_requests - 1)) + 1]
     )
@@ -212,7 +211,7 @@ def test_prefix_that_does_not_begin_at_the_first_request(library: ctypes.CDLL, s
 def test_more_branches_on_a_path_than_a_request_is_compared_with(
     library: ctypes.CDLL, num_requests: int
 ) -> None:
-    """Each request shares a page more with those after it than with those before: 16 nodes are found, of
+    """Each request shares one page more with later requests than with earlier ones: 16 nodes are found, for
     batches of any size.
     """
     pages = [[*range(i + 1), 1000 + i] for i in range(num_requests)]
@@ -227,7 +226,7 @@ def test_more_branches_on_a_path_than_a_request_is_compared_with(
 @pytest.mark.parametrize("num_requests", [512, 641, 1024])
 @pytest.mark.parametrize("kind", ["levels", "pairs", "random"])
 def test_very_many_requests(library: ctypes.CDLL, num_requests: int, kind: str) -> None:
-    """More requests than a CTA has threads, and more prefixes than are linked at a time."""
+    """More requests than a CTA has threads, and more prefixes than are linked at once."""
     rng = numpy.random.default_rng(num_requests)
     requests = range(num_requests)
     pages = {

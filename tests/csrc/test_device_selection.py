@@ -1,5 +1,5 @@
-"""The kernel that packs selected tokens on a GPU, without one: the slots that it writes, and what it tells a
-plan.
+"""The kernel that packs selected tokens, without a GPU: the slots that it writes, and the counts that it
+gives a plan.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def error_word(attention: Attention) -> Tensor:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_what_the_plan_is_told(library: ctypes.CDLL, heads: int, batch_invariant: bool) -> None:
-    """The same schedule as on a CPU, byte for byte: fewer than were planned, none, as many, more; rows that
-    are left out.
+    """The same schedule as on a CPU, byte for byte: fewer tokens than planned, none, as many, more; and rows
+    that are left out.
     """
     planned, topk = [3000, 2500, 64, 1, 0, 130], 3000
     options = {

@@ -1,4 +1,4 @@
-"""What csrc/runtime/driver.cpp tells the CUDA driver: fake_cuda_driver.cpp only prints it."""
+"""The calls of csrc/runtime/driver.cpp to the CUDA driver; fake_cuda_driver.cpp only prints them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OVERLAP, CLUSTER = "6", "4"
 
 @pytest.mark.skipif(not COMPILER, reason="needs g++")
 def test_only_a_kernel_that_waits_overlaps_the_previous_one(tmp_path: Path) -> None:
-    """griddepcontrol begins with Hopper: a kernel of sm_80, whose PTX runs there too, would read what the
-    previous kernel has not yet written.
+    """griddepcontrol begins with Hopper. A kernel of sm_80, whose PTX runs there too, would read data that
+    the previous kernel has not written yet.
     """
     from tvm_ffi import libinfo
 

@@ -1,5 +1,6 @@
-"""What stands in for CUDA when device code runs on a CPU (tests/csrc/emulated/): right results from small
-kernels (tests/csrc/emulation_test.cpp), and each of their faults noticed, as a wrong result or by name.
+"""The emulation of CUDA for device code on a CPU (tests/csrc/emulated/). Small kernels
+(tests/csrc/emulation_test.cpp) give right results. Each of their faults is detected, by a wrong result or by
+name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def library(emulated: Path) -> ctypes.CDLL:
 
 
 def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The kernel's result, or the tensor that TMA stores to, and what it must be."""
+    """The kernel's result, or the tensor that TMA stores to, and the expected value."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
     tensor, out = torch.randn(56, 64, generator=generator).bfloat16(), torch.zeros(64, 64)
@@ -70,7 +71,7 @@ def run(library: ctypes.CDLL, kernel: str, fault: int, seed: int) -> tuple[Tenso
 
 
 def tolerance(kernel: str) -> dict[str, float]:
-    """Sums of products of 8 bits have 14 bits."""
+    """Sums of 8-bit products have 14 bits."""
     return {"rtol": 2e-3, "atol": 2e-2} if "float8" in kernel else {"rtol": 1e-5, "atol": 1e-4}
 
 
@@ -135,7 +136,7 @@ def test_faults_that_are_named(library: ctypes.CDLL, kernel: str, fault: int, me
     ],
 )
 def test_faults_that_give_a_wrong_result(library: ctypes.CDLL, kernel: str, fault: int) -> None:
-    """In half of the orders of threads and copies at least."""
+    """At least in half of the orders of threads and copies."""
     wrong = 0
     for seed in SEEDS:
         try:

@@ -1,5 +1,5 @@
-"""The attention kernels over 8-bit caches without a GPU (test_attention_kernels.py): widened in registers for
-mma.sync, in shared memory for wgmma.
+"""The attention kernels over 8-bit caches without a GPU (test_attention_kernels.py): dequantized in registers
+for mma.sync, in shared memory for wgmma.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]
     ids=str,
 )
 def test_queries_of_8_bits(emulated: Path, kernel: str, form: tuple[torch.dtype, int]) -> None:
-    """The generic kernel always widens them, as it loads them: for whole rows of a tile, and for others."""
+    """The generic kernel always dequantizes Q as it loads it: whole rows of a tile, and partial ones."""
     dtype, head_dim = form
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
         rng = numpy.random.default_rng([number, head_dim, 84])
@@ -148,9 +148,7 @@ def test_queries_of_8_bits(emulated: Path, kernel: str, form: tuple[torch.dtype,
 
 @pytest.mark.parametrize(("rows", "place"), [(40, 0), (128, 9_000)])
 def test_a_needle(emulated: Path, rows: int, place: int) -> None:
-    """Emulated products of 8 bits keep 14 bits of a sum: summed over all 16 384 tokens, one by one, 1 % is
-    lost.
-    """
+    """Emulated 8-bit products keep 14 bits of a sum: summing over all 16 384 tokens one by one loses 1 %."""
     needle = Needle(16_384, place, rows, 64, torch.device("cpu"))
     attention = DeviceAttention(emulated, needle.attention(kernel="hopper"), "hopper")
     attention.plan(needle.view)
@@ -158,7 +156,7 @@ def test_a_needle(emulated: Path, rows: int, place: int) -> None:
 
 
 def test_8_bit_products_of_variants(emulated: Path) -> None:
-    """Logits and a mask of a variant's own, which see scaled scores; a sink."""
+    """A variant's own logits and mask, which see scaled scores; a sink."""
     slanted = replace(
         variant_sources.slanted_oracle(0.03),
         mask=lambda at: (at.token + at.row + at.index + at.kv_len + 5 * at.request + at.kv_head) % 3 != 0,
@@ -191,7 +189,7 @@ def test_8_bit_products_of_variants(emulated: Path) -> None:
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (128, 64)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
-    """Loaded by TMA, gathered, in runs of tokens; V in its own memory."""
+    """Loaded by TMA, gathered, in runs of tokens; V in separate memory."""
     caches = [
         {"page_size": 16},
         {"page_size": 3},
@@ -220,7 +218,7 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, h
         )
 
 
-# Query tokens, tokens, query heads, the cache, scales of K and of V: rows of one row tile and of several, KV
+# Query tokens, tokens, query heads, the cache, scales of K and of V: rows in one and in several row tiles, KV
 # tiles that CTAs share, shared prefixes.
 WIDE_BATCHES = (
     ((1, 2, 1), (200, 70, 0), 16, {"page_size": 16}, ("request and head", "head")),
@@ -239,7 +237,7 @@ WIDE_BATCHES = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_wide_heads(emulated: Path, kernel: str, dtype: torch.dtype) -> None:
-    """Widened on their way to shared memory, and scaled as others are."""
+    """Dequantized on the way to shared memory, and scaled like other heads."""
     for number, (qo_lens, kv_lens, heads, cache, scales) in enumerate(WIDE_BATCHES):
         spec = cases.Spec(
             qo_lens,
@@ -264,7 +262,7 @@ def test_wide_heads(emulated: Path, kernel: str, dtype: torch.dtype) -> None:
 
 
 def test_wide_values_in_the_bytes_of_keys(emulated: Path) -> None:
-    """They are loaded twice: their scales may differ."""
+    """They are loaded twice, since their scales may differ."""
     spec = cases.Spec(
         (1, 30), (200, 90), num_kv_heads=1, group_size=16, head_dim=512, cache_form="pair", num_ctas=3
     )
@@ -313,7 +311,7 @@ def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path) -> No
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_shared_prefixes_with_scales_of_requests(emulated: Path, kernel: str) -> None:
-    """Rows of one row tile, also for wgmma, with scales of their own."""
+    """Rows of one row tile have different scales, also for wgmma."""
     for number, (rows, group_size) in enumerate(((1, 4), (5, 4), (20, 2))):
         spec = cases.Spec(
             (rows,) * 7,
@@ -343,7 +341,7 @@ def test_compositions(emulated: Path, kernel: str) -> None:
         problem = cascade_problem(numpy.random.default_rng([seed, 83]), shape, torch.device("cpu"), 2)
         memory = problem.memory
         memory.kv = rounded_cache(memory.kv, DTYPES[0], 0.75, torch.full((2,), 0.5))
-        # The oracle computes in the type of K and V: these numbers are bf16 numbers.
+        # The oracle computes in the type of K and V, so these values are bf16.
         memory.k_slots, memory.v_slots = (
             slots.to(DTYPES[0]).to(torch.bfloat16) * scale
             for slots, scale in ((memory.k_slots, 0.75), (memory.v_slots, 0.5))

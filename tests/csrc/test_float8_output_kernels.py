@@ -1,5 +1,5 @@
-"""Outputs of 8 bits without a GPU (test_attention_kernels.py): where each kernel writes rows, beside a run of
-the same plan that writes 16 bits.
+"""8-bit outputs without a GPU (test_attention_kernels.py): the rows that each kernel writes, compared with a
+run of the same plan that writes 16 bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCHES = (
     ((1,) * 6, (70, 300, 1, 0, 64, 129)),
     ((150, 5), (200, 90)),
 )
-SHARES = (0.0, 0.3, 0.0)  # of outputs at the limit
+SHARES = (0.0, 0.3, 0.0)  # the share of outputs at the limit
 
 
 def run_and_check(
@@ -38,7 +38,7 @@ def run_and_check(
     tolerance: float = 5e-3,
     **options: Any,
 ) -> None:
-    """Twice: without lse, the Hopper kernel stores rows by TMA where it can."""
+    """Runs twice: without lse, the Hopper kernel stores rows by TMA where possible."""
     scale = scale_for(expected, SHARES[number % 3])
     out_scale = torch.tensor([scale]) if number % 2 else scale
     attention.plan(case.view)
@@ -67,7 +67,7 @@ def run_and_check(
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_caches_of_16_bits(emulated: Path, kernel: str, dtype: torch.dtype, qk: int, v: int) -> None:
-    """Whole pairs, parts of pairs, states; by TMA and gathered; heads whose rows are not whole pieces of 16
+    """Whole pairs, parts of pairs, states; by TMA and gathered; heads whose rows are not multiples of 16
     bytes.
     """
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
@@ -108,8 +108,8 @@ def test_caches_of_16_bits(emulated: Path, kernel: str, dtype: torch.dtype, qk: 
     ],
 )
 def test_caches_of_8_bits(emulated: Path, kernel: str, head_dim: int, float8_q: bool) -> None:
-    """Hopper multiplies Q of 8 bits in tiles of its own where a head is 64 or 128 columns wide; else Q is
-    widened as it is loaded.
+    """Hopper multiplies 8-bit Q in separate tiles if a head has 64 or 128 columns. Otherwise Q is dequantized
+    as it is loaded.
     """
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
         spec = cases.Spec(
@@ -153,7 +153,7 @@ def test_wide_heads(emulated: Path, kernel: str) -> None:
             num_ctas=3,
             seed=number,
         )
-        # as in test_attention_kernels.py, where what is not of 8 bits is compiled, too
+        # as in test_attention_kernels.py, which also compiles kernels without 8-bit types
         spec = spec.with_(dtype=torch.float16)
         case = case_tensors.build(spec.with_(**CACHES[cache], aligned=True), CPU)
         run_and_check(
@@ -166,7 +166,7 @@ def test_wide_heads(emulated: Path, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sinks_and_a_transformed_output(emulated: Path, kernel: str) -> None:
-    """The scale divides what the variant makes of the output."""
+    """The scale divides the variant's transformed output."""
     for number, (qo_lens, kv_lens) in enumerate(BATCHES):
         spec = cases.Spec(
             qo_lens, kv_lens, num_kv_heads=1, group_size=4, head_dim=64, num_ctas=5, seed=number, aligned=True

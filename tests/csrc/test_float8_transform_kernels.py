@@ -1,5 +1,5 @@
-"""Variants that transform K or V of 8-bit caches, in the attention kernels without a GPU: rows are widened in
-shared memory, and transformed there.
+"""Variants that transform K or V of 8-bit caches, in the attention kernels without a GPU. Rows are
+dequantized in shared memory and transformed there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from attn_backend import Attention, BSRView, KVCache, PageTable
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
-# Some columns and all, halves and neighbours as pairs, also where they end inside 16 bytes; K, V and both;
-# what adds to a row shows where it is scaled.
+# Some columns and all, halves and neighbors as pairs, also ending inside 16 bytes; K, V and both. A transform
+# that adds to a row shows where scaling happens.
 FORMS = {
     "rope": (torch.bfloat16, 128, DTYPES[0]),
     "rope_interleaved": (torch.float16, 64, DTYPES[1]),
     "scaled": (torch.bfloat16, 256, DTYPES[0]),
 }
-BATCHES = (  # of every kind of row tile, alone and one after the other
+BATCHES = (  # every kind of row tile, by itself and one after the other
     ((150,), (170,)),
     ((40, 5, 130, 1), (90, 300, 150, 45)),
     ((1, 2, 1, 3), (70, 300, 0, 129)),
@@ -150,7 +150,7 @@ def test_other_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: in
 
 
 def test_latents(emulated: Path) -> None:
-    """They are scaled while they are loaded: K and V are the same bytes, and transformed each by itself."""
+    """They are scaled while loading: K and V are the same bytes, and each is transformed separately."""
     entry, generator = entry_of("scaled"), torch.Generator().manual_seed(3)
     latents = torch.randn(14, 16, 576, generator=generator).to(DTYPES[0])
     q = torch.randn(40, 4, 576, dtype=torch.bfloat16, generator=generator)

@@ -1,4 +1,4 @@
-"""The headers that host and device share: each compiles on its own, and their arithmetic is right
+"""The headers that host and device share: each compiles by itself, and their arithmetic is right
 (headers_test.cpp).
 """
 

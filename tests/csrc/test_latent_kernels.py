@@ -1,5 +1,5 @@
-"""The attention kernels over MLA's caches without a GPU (test_attention_kernels.py): of 8 bits, widened on
-the way to shared memory, and trees of queries.
+"""The attention kernels over MLA's caches without a GPU (test_attention_kernels.py): 8-bit latents,
+dequantized on the way to shared memory, and trees of queries.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FORMS = (
     ("scaled", torch.bfloat16, None),
     ("e5m2", torch.float16, torch.tensor([0.25])),
 )
-# Query tokens, tokens, heads, page size, bytes from row to row: full and partly filled row tiles, parts of
-# split ones, pages of one token and of two KV tiles.
+# Query tokens, tokens, heads, page size, row stride in bytes: full and partial row tiles, parts of split
+# tiles, pages of one token and of two KV tiles.
 BATCHES = (
     ([1, 2, 1], [200, 70, 0], 16, 16, 0),
     ([1, 1], [130, 64], 128, 1, 704),
@@ -80,8 +80,8 @@ def test_latents(
 def test_pairs_of_ctas(
     emulated: Path, form: str, dtype: torch.dtype, scale: float | torch.Tensor | None
 ) -> None:
-    """With 128 heads and more two CTAs widen tokens for each other: split row tiles, several query tokens,
-    two pairs of CTAs a token, the work queue.
+    """With 128 or more heads, two CTAs dequantize tokens for each other: split row tiles, several query
+    tokens, two pairs of CTAs a token, the work queue.
     """
     cases = (
         ([1, 0, 3, 1], [333, 64, 70, 1], 128, 64),
@@ -106,8 +106,8 @@ def test_pairs_of_ctas(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_trees(emulated: Path, kernel: str) -> None:
-    """Draft tokens that are a tree, over latents of 16 bits: a mask in row tiles that hold several tokens and
-    all of their heads.
+    """Draft tokens form a tree over 16-bit latents: a mask in row tiles that hold several tokens and all
+    their heads.
     """
     variant = builtin.tree_mask()
     for number, (nodes, kv_lens, heads, page_size) in enumerate(
@@ -137,8 +137,8 @@ def test_trees(emulated: Path, kernel: str) -> None:
 @pytest.mark.parametrize("form", latent_cases.FORMS_OF_Q)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_parts_of_q(emulated: Path, kernel: str, form: str) -> None:
-    """Over 16-bit latents: row tiles that TMA loads whole and row by row, those that are gathered, parts of
-    groups of heads, states of shared prefixes.
+    """Over 16-bit latents: row tiles that TMA loads whole or row by row, gathered row tiles, parts of groups
+    of heads, states of shared prefixes.
     """
     cases = (
         ([1, 1, 1], [130, 64, 1], 16, 16, {}),

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-# A window of 1400 tokens, of which most lie in holes, and the last 9 of which are not seen.
+# A window of 1400 tokens, mostly holes, with the last 9 tokens hidden.
 GIVEN = Variant.from_source(
     """
   TokenRange range(const ScoreRow& row) const { return {0, row.position - 8}; }
@@ -41,7 +41,7 @@ GIVEN = Variant.from_source(
     name="quarters",
     skips_kv_tiles=True,
 ) & builtin.sliding_window(1400)
-VARIANT = GIVEN.across_levels()  # what an Attention compiles for several levels
+VARIANT = GIVEN.across_levels()  # an Attention compiles this for several levels
 
 
 def seen_of(request: int, position: int, at: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def seen_of(request: int, position: int, at: Tensor) -> Tensor:
 
 
 def cascades() -> list[Cascade]:
-    """The first with row tiles that have holes, in both levels."""
+    """The first one has row tiles with holes in both levels."""
     shape = Shape(2, 4, 64, torch.bfloat16, 16, 5)
     some = [
         Cascade(
@@ -74,7 +74,7 @@ def test_attention(emulated: Path, kernel: str) -> None:
 
 
 def test_row_ranges_and_lists_of_each_level(tmp_path: Path) -> None:
-    """The device finds the host's, bit for bit."""
+    """The device result equals the host's, bit for bit."""
     kernel = manifest.variant_kernels(
         "sm_80", manifest.DESIGNS["generic"], manifest.KernelShape("bf16", HeadDims.of(64)), VARIANT
     )["row_ranges"]

@@ -1,4 +1,4 @@
-"""The attention kernels over caches of the other 16-bit type than Q, without a GPU
+"""The attention kernels over caches with the other 16-bit type than Q, without a GPU
 (test_attention_kernels.py).
 """
 
@@ -22,7 +22,7 @@ from variant_fuzz.catalogue import entry_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
-# Decode, prefill and both: row tiles of every kind, some of which CTAs share. dtype and head_dim, in turn.
+# Decode, prefill and both: row tiles of every kind, some shared by CTAs. dtype and head_dim, in turn.
 BATCHES = (
     ((1, 70, 3, 20), (200, 70, 300, 150)),
     ((1,) * 6, (70, 300, 1, 0, 64, 129)),
@@ -129,7 +129,7 @@ def test_a_variant_that_transforms_q_and_k(emulated: Path, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_outputs_of_8_bits_and_large_numbers(emulated: Path, kernel: str) -> None:
-    """Q beyond float16 counts as the largest one."""
+    """Q beyond the float16 range becomes the largest float16."""
     case = mixed_cases.build(cases.Spec((1, 40), (60, 90), head_dim=64, num_ctas=3), "cpu")
     case.q[:, 0, 0] = torch.tensor([1e30, -torch.inf, 7e4]).bfloat16().repeat(14)[: len(case.q)]
     case.kv.k[..., 0] *= 2.0**-14

@@ -1,4 +1,4 @@
-"""The threads of the CPU executor, above all in a child after fork() (parallel_test.cpp): vLLM and data
+"""The threads of the CPU executor, especially in a child after fork() (parallel_test.cpp): vLLM and data
 loaders fork.
 """
 
@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 COMPILER = shutil.which("g++") or ""
-LIMIT_S = 60  # a child that waits for threads that are gone waits for ever
+LIMIT_S = 60  # a child that waits for threads that do not exist waits forever
 
 IN_PYTHON = """
 import os, sys
@@ -81,7 +81,7 @@ for work in (make_a_larger_attention, use_one_thread_of_torch):
 
 
 def check_run(command: list[str], environment: dict[str, str]) -> None:
-    """Runs it in a session of its own: children that wait for ever are ended with it."""
+    """Runs it in a separate session, so that children that wait forever are ended with it."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -101,7 +101,7 @@ def check_run(command: list[str], environment: dict[str, str]) -> None:
 @pytest.mark.skipif(not COMPILER, reason="needs g++")
 @pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "own threads"])
 def test_loops_before_and_after_fork(openmp: bool, tmp_path: Path) -> None:
-    """With an OpenMP runtime in the process, and with none."""
+    """With and without an OpenMP runtime in the process."""
     program = tmp_path / "parallel_test"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'csrc'}"]
     libraries = ["-ldl", *(["-Wl,--no-as-needed", "-lgomp"] if openmp else [])]
@@ -121,7 +121,7 @@ def test_attention_after_fork() -> None:
 
 
 def test_what_a_forked_child_may_do() -> None:
-    """It may make an Attention of any size. docs/how_it_works.md promises both."""
+    """The child may make an Attention of any size. docs/how_it_works.md promises both."""
     check_run(
         [sys.executable, "-c", IN_FORKED_CHILDREN, str(HELPERS)],
         {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -1,4 +1,4 @@
-"""The planners against the model of the schedule, and what must hold for every schedule."""
+"""The planners compared with the model of the schedule, and the invariants of every schedule."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_attention(
         "cascade": cascade,
         "batch_invariant": batch_invariant,
     }
-    # head_dim 256: of the generic kernel, which has fewer kinds of row tiles there
+    # head_dim 256: the generic kernel, which has fewer kinds of row tiles there
     kernel = attention_kernels.kernel_of(device, SHAPES.index(shape) + 1)
     return Attention(
         num_kv_heads * group_size,
@@ -81,7 +81,7 @@ def test_planner_agrees_with_model(
     ("batch", "tokens", "whole"), [(16, 1024, True), (64, 4096, True), (8, 32768, False), (17, 4096, False)]
 )
 def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int, whole: bool) -> None:
-    """132 CTAs get whole pairs where that costs no more than 4 %."""
+    """132 CTAs get whole pairs if that costs at most 4 %."""
     attention = Attention(32, 8, 128, device=device, num_ctas=132, max_rows=64, max_batch=64)
     pages = torch.arange(batch * tokens // 16, dtype=torch.int32, device=device).view(batch, -1)
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
@@ -108,10 +108,10 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
         ((300,), (300,), False),  # fewer pairs than CTAs
         ((256,), (4096,), False),  # too few, too long
         ((600,), (1700,), False),  # 152 pairs of about the same cost
-        ((1024,), (4096,), True),  # 256: each CTA gets two, or nearly
-        ((1100,), (4096,), False),  # 280: three, where a share is a little more than two
-        ((3300,), (3300,), True),  # of unequal costs; a share holds more than three of the longest
-        ((220,) * 16, (220,) * 16, True),  # nothing would be cut, but there are many
+        ((1024,), (4096,), True),  # 256: each CTA gets two, or almost
+        ((1100,), (4096,), False),  # 280: three, since a share is a little over two
+        ((3300,), (3300,), True),  # with unequal costs; a share holds more than three of the longest
+        ((220,) * 16, (220,) * 16, True),  # no split would be needed, but there are many
         ((1,) * 256, (1024,) * 256, False),  # decode
         ((2048, *(1,) * 255), (4000, *(2000,) * 255), False),
     ],
@@ -119,9 +119,7 @@ def test_batches_of_equal_lengths(device: torch.device, batch: int, tokens: int,
 def test_pairs_come_from_the_work_queue(
     device: torch.device, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], uses_queue: bool
 ) -> None:
-    """The Hopper kernel takes them where the batch computes more than it reads; a CPU plans as for that
-    kernel.
-    """
+    """The Hopper kernel uses them if the batch computes more than it reads; a CPU plans like that kernel."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU that runs the Hopper kernel")
     attention = Attention(
@@ -142,7 +140,8 @@ def test_pairs_come_from_the_work_queue(
 
 
 def test_pairs_of_a_window_come_from_the_work_queue(device: torch.device) -> None:
-    """What a pair costs is what its rows see: under a window a share holds many pairs of a long request."""
+    """A pair costs only the tokens that its rows see: under a window, a share holds many pairs of a long
+    request."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU that runs the Hopper kernel")
     attention = Attention(
@@ -171,7 +170,7 @@ def test_pairs_of_a_window_come_from_the_work_queue(device: torch.device) -> Non
 def test_pairs_stay_whole_where_a_merge_takes_longer(
     device: torch.device, qo_len: int, kv_len: int, whole: bool
 ) -> None:
-    """One prompt, or the last chunk of one, of fewer pairs than CTAs."""
+    """One prompt, or the last chunk of a prompt, with fewer pairs than CTAs."""
     if device.type == "cuda" and not attention_kernels.is_available("hopper"):
         pytest.skip("needs a GPU that runs the Hopper kernel")
     attention = Attention(
@@ -207,7 +206,7 @@ def test_planner_agrees_with_the_host_planner_bit_for_bit(
         for i in range(BATCHES if device.type == "cuda" else BATCHES // 3):
             seed = SHAPES.index(shape) * BATCHES + i
             view = batches.random_view(seed, device, valid)
-            # on a CPU wrong values are refused; their clamped schedule is there all the same
+            # a CPU refuses wrong values; their clamped schedule exists all the same
             with contextlib.suppress(ValueError):
                 attention.plan(view)
             schedule = attention.schedule()
@@ -226,7 +225,7 @@ def test_compositions_agree_with_model_and_host_planner(
     for i in range(30 if device.type == "cuda" else 12):
         seed = SHAPES.index(shape) * 30 + i
         composition = batches.random_composition(seed, device, valid)
-        # on a CPU wrong values are refused; their clamped schedule is there all the same
+        # a CPU refuses wrong values; their clamped schedule exists all the same
         with contextlib.suppress(ValueError):
             attention.plan(composition)
         schedule = attention.schedule()
@@ -235,8 +234,7 @@ def test_compositions_agree_with_model_and_host_planner(
             check_schedule(schedule, num_kv_heads)
             assert schedule.errors == 0, seed
             assert not schedule_model.differences(schedule, model), seed
-        # Damaged prefix sums put a row into several groups of a level: which of them it is linked to is
-        # anyone's.
+        # Damaged prefix sums put a row into several groups of a level; it may be linked to any of them.
         assert schedule_model.same(
             schedule, host_planner.plan(library, attention, composition), links=valid
         ), seed
@@ -246,7 +244,7 @@ def test_compositions_agree_with_model_and_host_planner(
 def test_wrong_values_are_clamped_and_reported(
     device: torch.device, shape: tuple[int, int, int, int | None]
 ) -> None:
-    """On a CPU they are also refused."""
+    """A CPU also refuses them."""
     attention = make_attention(shape, device)
     num_kv_heads, group_size, _, _ = shape
     met = 0
@@ -288,7 +286,7 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
             tile < len(tiles) and head < num_kv_heads and kv_tile < tiles[tile][5]
         )
 
-    # Walk every interval as an executor does: each KV tile of each (row tile, head) once, in order.
+    # Walk every interval like an executor: each KV tile of each (row tile, head) once, in order.
     done = [[0] * num_kv_heads for _ in tiles]
     cost_kinds = schedule.cost_kinds().tolist()
     costs, partial_slots = [], 0
@@ -321,8 +319,8 @@ def check_schedule(schedule: Schedule, num_kv_heads: int) -> None:
     assert all(done[tile] == [tiles[tile][5]] * num_kv_heads for tile in range(len(tiles)))
     assert partial_slots <= 2 * schedule.num_ctas
 
-    # Even: a share of the cost, rounded up, give or take a KV tile, or what comes before a pair's first one,
-    # or a pair that is not cut, at either end; whole pairs where there is a work queue.
+    # Even: a share of the cost, rounded up. It may vary at either end by a KV tile, by the cost before a
+    # pair's first tile, or by an unsplit pair. With a work queue, by whole pairs.
     heaviest = max(
         (
             schedule.kv_tile_cost[kind] * (tile[5] if schedule.uses_queue else 1)

@@ -1,5 +1,5 @@
-"""The kernel in front of the planner without a GPU (device_row_ranges.cpp): it gives the bits of the host's,
-row ranges and lists of KV tiles.
+"""The kernel before the planner, without a GPU (device_row_ranges.cpp): it gives the same bits as the host
+for row ranges and lists of KV tiles.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_random_batches(tmp_path: Path, name: str) -> None:
 
 
 def test_random_lists_of_the_device_planner(tmp_path: Path) -> None:
-    """Whatever they hold: the device planner gives the bits of the host planner."""
+    """For any content, the device planner gives the same bits as the host planner."""
     library = host_planner.build(tmp_path, device=True)
     for seed in range(24):
         rng = numpy.random.default_rng(seed)

@@ -1,6 +1,6 @@
 """Threads that share the runtime (threads_test.cpp), under g++'s thread sanitizer.
 
-The sources of csrc/ are compiled without OpenMP, which is not instrumented: the executor then starts
+The sources of csrc/ are compiled without OpenMP, which is not instrumented. The executor then starts
 std::threads.
 """
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="needs g++")
 
 
 def can_run_sanitized(folder: Path) -> bool:
-    """The sanitizer of g++ 12 cannot map its memory where the kernel randomizes addresses with more than 28
+    """The sanitizer of g++ 12 cannot map its memory if the kernel randomizes addresses with more than 28
     bits.
     """
     program = folder / "empty"

@@ -1,4 +1,4 @@
-"""What the device planner believes of what its CTAs tell each other: nothing that an earlier launch left,
+"""The device planner distrusts messages between its CTAs: it accepts nothing from an earlier launch, and
 nothing that contradicts what it has read itself.
 """
 
@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def forests(count: int) -> Iterator[tuple[int, numpy.random.Generator, Batch, Attention]]:
-    """Batches whose requests share prefixes: one, or a tree of them."""
+    """Batches with shared prefixes: one, or a tree of them."""
     for seed in range(count):
         rng = numpy.random.default_rng([seed, 11])
         batch = random_batch(rng, int(rng.choice([2, 8, 16, 64])))
@@ -76,9 +76,9 @@ def test_whatever_the_workspace_holds(library: ctypes.CDLL) -> None:
 
 
 def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctypes.CDLL) -> None:
-    """One CTA's findings get lost: the plan ends, says so, and plans every request for itself.
+    """The result of one CTA gets lost. The plan still ends, reports it, and plans every request separately.
 
-    The next one is right again.
+    The next plan is right again.
     """
     for seed, rng, batch, attention in forests(16):
         view = batch.view(rng, "cpu")
@@ -106,7 +106,7 @@ def test_a_search_that_does_not_end_leaves_a_plan_without_a_forest(library: ctyp
 def test_ctas_that_start_after_the_wait(library: ctypes.CDLL) -> None:
     """Some CTAs start after the first one has stopped waiting.
 
-    Their messages reach no later plan, although the batch has changed.
+    Their messages reach no later plan, even if the batch has changed.
     """
     failures = 0
     for seed, rng, batch, attention in forests(24):
@@ -169,7 +169,8 @@ def changed(rng: numpy.random.Generator, view: BSRView) -> BSRView:
 
 
 def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention) -> None:
-    """No kernel that runs it reads or writes outside the workspace, the rows of Q, or the page table."""
+    """No kernel that runs the plan reads or writes outside the workspace, the rows of Q, or the page
+    table."""
     config = config_of(attention)
     max_groups, max_rows, max_tiles, max_states, max_merge_rows = (
         config[f"max_{of}"] for of in ("groups", "rows", "tiles", "states", "merge_rows")
@@ -196,7 +197,7 @@ def check_bounds(schedule: Schedule, library: ctypes.CDLL, attention: Attention)
 
 
 def test_metadata_that_changes_during_a_plan(library: ctypes.CDLL) -> None:
-    """The searching CTAs have read other metadata than the one that plans: the plan ends in bounds, and the
+    """The searching CTAs have read different metadata than the planning CTA. The plan ends in bounds, and the
     next one is right.
     """
     failures = 0

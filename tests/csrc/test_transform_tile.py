@@ -1,7 +1,7 @@
 """Transforms of Q, K and V in the attention kernels' shared memory, without a GPU: every kind of row tile,
-every way that caches are loaded, prefixes, chunks.
+every way to load caches, prefixes, chunks.
 
-The emulation gives wgmma NaN for what was written without a fence, and reports threads that wait for ever.
+The emulation gives wgmma NaN for data written without a fence, and reports threads that wait forever.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 KERNELS = device_attention.KERNELS
-# What differs: halves and neighbours as pairs, some columns and all, Q, K and V, all requests alike or each
-# by itself, beside a mask and a score function.
+# The forms: halves and neighbors as pairs, some columns and all, Q, K and V, all requests alike or each
+# differently, with a mask and a score function.
 FORMS = {
     "rope": (torch.bfloat16, 128),
     "rope_interleaved": (torch.float16, 64),
@@ -87,8 +87,8 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
 
 
 def test_large_row_tiles_after_small_ones(emulated: Path) -> None:
-    """One CTA computes both: the ring holds few tiles of what follows a row tile of 16 rows, and of wide
-    heads fewer than transforms might wait for.
+    """One CTA computes both. After a row tile of 16 rows the ring holds few stages, and for wide heads fewer
+    than transforms might wait for.
     """
     entry = entry_of("scaled")
     for seed, (qo_lens, kv_lens) in enumerate(
@@ -129,7 +129,7 @@ def test_every_form_of_cache(emulated: Path, kernel: str, cache: str) -> None:
 @pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, object]) -> None:
-    """A rotated prefix is shared; one that is transformed by request is not."""
+    """A rotated prefix is shared; a prefix that is transformed per request is not."""
     for name in ("rope", "scaled", "by_request", "rope_streaming"):
         entry, (dtype, head_dim) = entry_of(name), FORMS[name]
         merged = 0

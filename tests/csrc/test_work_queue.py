@@ -1,4 +1,5 @@
-"""The order in which the work queue hands out pairs: sections of KV heads whose K and V fit a part of L2."""
+"""The order in which the work queue hands out pairs: sections of KV heads whose K and V fit in a part of
+L2."""
 
 from __future__ import annotations
 
@@ -58,18 +59,18 @@ def check_order(library: ctypes.CDLL, attention: Attention, view: BSRView) -> li
             [pair for pair, _ in section]
             for _, section in groupby(members, lambda pair, heads=heads: pair[0][1] // heads)
         ]
-        # K and V of a section fit, unless it is one head.
+        # K and V of a section fit, unless the section is one head.
         room = int(config_of(attention)["section_tokens"])
         assert heads == 1 or heads * kv_lens[group] <= room
         assert len(sections) == -(-num_heads // heads)
         for section in sections:
             width = len({head for _, head in section})
             tiles = [tile for tile, _ in section]
-            # The row tile that sees most tokens comes first, each with all heads of the section.
+            # The row tile that sees the most tokens comes first, each with all heads of the section.
             assert tiles == sorted(tiles, reverse=True)
             assert all(len(set(section[i : i + width])) == width for i in range(0, len(section), width))
             sizes.append(width)
-    # All pairs of a row group follow one another.
+    # All pairs of a row group are consecutive.
     assert [key for key, _ in groupby(groups[tile] for tile, _ in order)] == sorted(set(groups))
     return sizes
 

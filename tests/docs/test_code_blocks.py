@@ -1,8 +1,8 @@
-"""Every Python block of docs/ and of README.md runs as it stands there, block after block of a page, on a
-CPU; and on a GPU, where one is there.
+"""Every Python block of docs/ and README.md runs unchanged, in page order, on a CPU, and on a GPU if
+available.
 
-A block that needs more than that says so in a comment on the line before it: `<!-- needs: gpu -->`, `<!--
-needs: vllm -->` (any module that may be missing).
+A block that needs more declares it in a comment on the line before it: `<!-- needs: gpu -->`, `<!-- needs:
+vllm -->` (any module that may be missing).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_there(needed: str) -> bool:
     return torch.cuda.is_available() if needed == "gpu" else find_spec(needed) is not None
 
 
-LONG = {"quickstart.md"}  # its first block is that of README.md
+LONG = {"quickstart.md"}  # its first block is the one in README.md
 MARKED = [
     pytest.param(page, marks=pytest.mark.slow if page.name in LONG else (), id=str(page.relative_to(ROOT)))
     for page in PAGES
@@ -60,7 +60,7 @@ def test_blocks_run(page: Path, device: torch.device, capsys: pytest.CaptureFixt
 
 
 def test_no_block_hides() -> None:
-    """A fence of another form would not be found."""
+    """A fence in another form would not be found."""
     assert {page.name for page in PAGES} >= {
         "README.md",
         "quickstart.md",

@@ -1,4 +1,4 @@
-"""Commands in the documents are understood by the programs that they name: each one's own parser reads them.
+"""Commands in the documents are valid: each program's own parser reads them.
 
 Nothing is run.
 """
@@ -30,11 +30,12 @@ IMPORT_AN_ENGINE = {"integration.sglang_attention_kit", "integration.vllm_attent
 
 
 class Understood(BaseException):
-    """Raised where a program has parsed its arguments; no program catches it."""
+    """Raised when a program has parsed its arguments; no program catches it."""
 
 
 def commands() -> list[tuple[str, str]]:
-    """(document, command) of all lines that call a program of ours; lines that end with a backslash go on."""
+    """(document, command) of all lines that call one of our programs; a trailing backslash continues a
+    line."""
     found = []
     for path in DOCUMENTS:
         text = re.sub(r" *(\\\\|\\)\n *", " ", path.read_text())
@@ -49,7 +50,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def understand(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parses a command as its program does, with all that its parse_arguments() checks if it has one.
+    """Parses a command as its program does, including the checks of its parse_arguments() if it has one.
 
     A wrong argument raises SystemExit or ValueError.
     """

@@ -1,5 +1,5 @@
-"""What the site's Markdown would show in another form than it was meant: tables and commands that are broken
-apart, lists that begin within a paragraph.
+"""Markdown that the site would render differently than intended: broken tables and commands, and lists that
+begin within a paragraph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def faults(text: str) -> Iterator[str]:
 
 
 def _in_list(lines: list[str], line: str) -> bool:
-    """Whether the paragraph that the line is in begins as an item: its items go on without indentation."""
+    """Whether the line's paragraph begins as an item, so that its items continue without indentation."""
     first = lines.index(line)
     while first > 0 and lines[first - 1]:
         first -= 1

@@ -1,4 +1,4 @@
-"""Files, folders and functions that the documents name are there."""
+"""Files, folders and functions named in the documents exist."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FOLDERS = (
     "tests",
 )
 SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp", ".md", ".svg", ".yml", ".toml", ".jsonl")
-# Made by a command, or of an installed package; a name that a reader chooses; what is of an engine, of a
-# model, of FlashInfer.
+# Created by a command, part of an installed package, chosen by the reader, or from an engine, a model or
+# FlashInfer.
 ELSEWHERE = re.compile(
     r"(results|dist|lib|build|\.build)(/|$)|.*(ENGINE|<engine>|sm100)|(vllm|sglang)/|tokenizer\.json|BatchDecode/"
 )
@@ -40,15 +40,15 @@ def entries() -> list[Path]:
 
 @cache
 def words() -> set[str]:
-    """All names in the sources, those in our own comments among them."""
+    """All names in the sources, including our own comments."""
     texts = (ROOT / path for path in entries() if path.suffix in (".py", ".h", ".cuh", ".cu", ".cpp"))
     return {word for path in texts for word in re.findall(r"\w+", path.read_text())}
 
 
 def missing(text: str) -> list[str]:
-    """Code spans that look like paths, or like functions, of which there are none.
+    """Code spans that look like paths or functions, but match none.
 
-    A path may begin in the folder that the page is about; * is any text.
+    A path may begin in the folder that the page describes; * is any text.
     """
     prose = re.sub(r"^```.*?^```$", "", text.partition(FLASHINFERS_TESTS)[0], flags=re.DOTALL | re.MULTILINE)
     found = []

@@ -1,5 +1,5 @@
-"""docs/troubleshooting.md: each message that it explains is one that the package, or an engine, still has,
-and each that a user may meet is explained.
+"""docs/troubleshooting.md: each message that it explains still exists in the package or an engine, and each
+message that a user may meet is explained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_IN_SOURCES = {
     "CPU FP8 KV cache requires ...",  # SGLang's own
     "invalid choice: 'attn_backend'",  # SGLang's own
     "Backend CUSTOM must be registered before use",  # vLLM's own
-    "...: CUDA_ERROR_... (...)",  # the driver's name of an error
+    "...: CUDA_ERROR_... (...)",  # the driver's name for an error
 }
 
 
@@ -46,7 +46,7 @@ def attend(
     attention.run(q, KVCache.from_tensor(torch.zeros(2, 2, 16, 2, 64) if cache is None else cache))
 
 
-# Put together from names, values and what must be.
+# Built from names, values and constraints.
 MADE = {
     "q.stride(2) is ..., must be 1": lambda: attend(stride=2),
     "q.dtype is ..., must be ...": lambda: attend(torch.bfloat16),
@@ -76,7 +76,7 @@ def test_a_message_that_is_put_together(message: str, monkeypatch: pytest.Monkey
 
 
 def messages() -> list[str]:
-    """What stands in backquotes in the first column of the tables."""
+    """Text in backquotes in the first column of the tables."""
     rows = re.findall(r"^\| (.*?) \| ", PAGE.read_text(), re.MULTILINE)
     return [
         message
@@ -87,7 +87,7 @@ def messages() -> list[str]:
 
 
 def said() -> str:
-    """The sources, with their messages in one piece: neither broken into lines nor interrupted by values."""
+    """The sources, with each message in one piece: no line breaks, no values in between."""
     files = [
         *sorted((ROOT / "attn_backend").rglob("*.py")),
         *sorted((ROOT / "csrc").rglob("*.cpp")),
@@ -102,7 +102,7 @@ SAID = said()
 
 
 def parts(message: str) -> list[str]:
-    """The words between the values, which stand as `...`, or in capitals."""
+    """The words between the values; values appear as `...` or in capitals."""
     pieces = (piece.strip(" :;,()") for piece in re.split(r"\.\.\.|\b[A-Z]{4,}\b", message))
     return [piece for piece in pieces if len(piece) > 5]
 
@@ -117,7 +117,7 @@ def test_messages_are_found() -> None:
     assert len(messages()) > 50
 
 
-# Of one form each: `NAME is VALUE, must be ...`; `... cannot be traced: ...`; `attn_backend does not support
+# Each has one form: `NAME is VALUE, must be ...`; `... cannot be traced: ...`; `attn_backend does not support
 # ...: ...`.
 OF_ONE_FORM = {
     "ValueError",
@@ -139,14 +139,14 @@ WITHOUT_A_ROW = {
     "this release of vLLM lays out the KV cache itself": "vLLM asks only where it does not",
     "flashinfer is an alias of this package": "bench leaves that peer out",
     "is ..., must be at least 1": "an option of the program that builds the kernels",
-    # what follows `vLLM's own sampler does: `
+    # the text after `vLLM's own sampler does: `
     "neither of vLLM's model runners is loaded (..., ...)": "a reason",
     "....... takes (...), known releases take (...)": "a reason",
     "... of ... draws from ... logits are not among the tokens that vLLM leaves, one with ...": "a reason",
     "draws from ... logits change with the batch that they are made in": "a reason",
     "tokens of probabilities ... were drawn with frequencies ...": "a reason",
     "the sampler flags rows of ordinary logits as invalid": "a reason",
-    # what stands in front of `Attention is slower by a few percent`
+    # the text before `Attention is slower by a few percent`
     "kernels are used without addresses of their code, since the driver rejects them (...)": "a reason",
     "compiled kernels do not say where their code lies (...: ...)": "a reason",
     "..., and ... cannot be made: ...; ...": "it begins with `compiled kernels cannot be kept in`",
@@ -156,7 +156,7 @@ WITHOUT_A_ROW = {
 
 
 def text_of(node: ast.expr) -> str | None:
-    """A message with `...` for its values; None for what only another function knows."""
+    """A message with `...` for its values; None if only another function knows it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -184,7 +184,7 @@ def raised() -> Iterator[str]:
 
 
 def thrown() -> Iterator[str]:
-    """Messages of errors in the C++ sources, but for ValueError and TypeError, which are of one form."""
+    """Messages of errors in the C++ sources, except ValueError and TypeError, which have one form."""
     for file in sorted((ROOT / "csrc").rglob("*")):
         if file.suffix not in (".cpp", ".h"):
             continue

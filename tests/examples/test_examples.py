@@ -1,4 +1,4 @@
-"""Each example runs on a CPU with small sizes, and does what it says."""
+"""Each example runs on a CPU with small sizes, and does what it claims."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture
 def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of that name, as `python examples/NAME.py` finds it and what it imports."""
+    """The module of that name, found with its imports as `python examples/NAME.py` finds them."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     for file in EXAMPLES.glob("*.py"):
         monkeypatch.delitem(sys.modules, file.stem, raising=False)
@@ -29,7 +29,7 @@ def of(name: str) -> pytest.MarkDecorator:
 
 
 def alone(engine: ModuleType, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens of a prompt, by dense attention over the whole text for each."""
+    """Greedy tokens of a prompt: dense attention over the whole text for each token."""
     llama = import_module("llama")
     model = llama.load(None, "cpu")
     tokens = list(prompt)
@@ -61,7 +61,7 @@ def alone(engine: ModuleType, prompt: list[int], count: int) -> list[int]:
 def test_engine_gives_each_request_the_tokens_that_it_gets_alone(example: ModuleType) -> None:
     llama = import_module("llama")
     model = llama.load(None, "cpu")
-    # too few pages, rows and places for all at once
+    # too few pages, rows and request slots for all at once
     engine = example.Engine(model, "cpu", num_pages=24, max_batch=3, max_rows=24)
     common = list(range(70, 110))
     prompts = [[*common, 1, 2], [*common, 3], list(range(9)), [*common[:20], 9], [5], common]

@@ -1,5 +1,5 @@
-"""examples/mini_sglang.py, by what mini-sglang's scheduler and model runner call, over a cache and a table as
-it has them.
+"""examples/mini_sglang.py: the calls of mini-sglang's scheduler and model runner, over a cache and a table in
+its layout.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_prefill_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     steps = [
         [request(3, 0, 40), request(1, 0, 7)],
-        [request(1, 7, 8), request(4, 0, 100)],  # a decode beside a prompt
+        [request(1, 7, 8), request(4, 0, 100)],  # a decode together with a prompt
         [request(3, 40, 60), request(4, 100, 101), request(1, 8, 9)],  # a chunk
         [request(1, 9, 10), request(3, 60, 61), request(4, 101, 102)],
     ]

@@ -21,7 +21,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", ["numpy", "jax", pytest.param("cupy", marks=pytest.mark.gpu)])
 def test_arrays_of_a_framework(example: Any, name: str) -> None:
-    """Q, K, V, tables, the output and the cache that append_kv has written are a framework's."""
+    """Q, K, V, tables, the output and the cache written by append_kv belong to another framework."""
     pytest.importorskip(name, reason=f"{name} is not installed: no array of it was given")
     given = example.arrays()
     wanted = example.expected(given)
@@ -37,8 +37,8 @@ def test_arrays_of_a_framework(example: Any, name: str) -> None:
 
 @pytest.mark.gpu
 def test_streams_of_cupy(example: Any) -> None:
-    """CuPy writes Q on a stream of its own, after kernels that take long; torch reads it on another stream,
-    and CuPy the output on the first.
+    """CuPy writes Q on a separate stream, after slow kernels. torch reads it on another stream, and CuPy
+    reads the output on the first.
     """
     cupy = pytest.importorskip("cupy", reason="cupy is not installed: no array of it was given")
     given = example.arrays()
@@ -52,7 +52,7 @@ def test_streams_of_cupy(example: Any) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
             for _ in range(20):
                 large @ large
-        # not by assignment: CuPy would compile a kernel for it
+        # not by assignment, for which CuPy would compile a kernel
         converted["q"].data.copy_from_device_async(q.data, q.nbytes)
         with torch.cuda.stream(torch.cuda.Stream()):
             out = cupy.from_dlpack(example.attend(converted))

@@ -1,4 +1,5 @@
-"""examples/transformers_attention.py: greedy tokens in float32 are those of transformers' own attention."""
+"""examples/transformers_attention.py: greedy tokens in float32 equal those from transformers' own
+attention."""
 
 from __future__ import annotations
 

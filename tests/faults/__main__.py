@@ -1,11 +1,11 @@
-"""Puts small realistic faults into the sources, one at a time, and tells which the tests notice.
+"""Puts small realistic faults into the sources, one at a time, and reports which ones the tests detect.
 
     python -m tests.faults [--only TEXT] [--jobs N]
 
-Everything happens in a copy of the working tree, which is gone afterwards. Run it from the root of the
-repository, with an interpreter that can run the tests; cmake, ninja and g++ build the host library of the
-copy, 30 seconds once and a few for each fault in C++. The faults are in fault_table.py. Exit status 0: every
-fault was noticed.
+Everything happens in a temporary copy of the working tree. Run it from the root of the repository, with an
+interpreter that can run the tests. It builds the copy's host library with cmake, ninja and g++: 30 seconds
+once, and a few for each fault in C++. The faults are in fault_table.py. Exit status 0: every fault was
+detected.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 from tests.faults.fault_table import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-HOST_SOURCES = (".cpp", ".h")  # what the host library is built of
-TEST_LIMIT_S = 120  # of one test: a fault may make it wait for ever
+HOST_SOURCES = (".cpp", ".h")  # the sources of the host library
+TEST_LIMIT_S = 120  # per test: a fault may make it wait forever
 RUN_LIMIT_S = 1800
 
 
 class Problem(Exception):
-    """What keeps a fault from being tried."""
+    """The reason why a fault cannot be tried."""
 
 
 @contextmanager
@@ -66,11 +66,11 @@ def fault_in(tree: Path, fault: Fault) -> Iterator[None]:
 
 
 def run(command: list[str], tree: Path, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """In the copy, in a session of its own, so that nothing is left of what waits for ever.
+    """Runs a command in the copy, in a separate session, so that nothing stays behind if it waits forever.
 
     Exit status -SIGKILL: it took too long.
     """
-    # a fault may leave a file's size and second as they are
+    # a fault may leave a file's size and time stamp (in seconds) unchanged
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("PYTHONSAFEPATH", None)
     process = subprocess.Popen(
@@ -94,7 +94,7 @@ def run(command: list[str], tree: Path, limit_s: float = RUN_LIMIT_S) -> subproc
 
 
 def build(tree: Path) -> None:
-    """The host library, at first or again."""
+    """Builds the host library, initially or again."""
     folder = tree / ".build" / "host"
     if not folder.is_dir():
         options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
@@ -109,12 +109,12 @@ def build(tree: Path) -> None:
 
 
 def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
-    """Whether a test fails, crashes or waits for ever.
+    """Whether a test fails, crashes or waits forever.
 
     Raises:
         Problem: no test ran, or pytest could not.
     """
-    how = ["-n", str(jobs)] if jobs > 1 else ["-x"]  # with both, the first failure is an interruption
+    how = ["-n", str(jobs)] if jobs > 1 else ["-x"]  # with both, the first failure looks like an interruption
     done = run(
         [
             sys.executable,
@@ -137,7 +137,7 @@ def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
 
 
 def try_fault(tree: Path, fault: Fault, good: dict[tuple[str, ...], bool], jobs: int) -> str:
-    """Returns "noticed", or what is wrong.
+    """Returns "noticed", or a description of the problem.
 
     good: selections that have run without a fault, and whether they passed.
     """
@@ -169,7 +169,7 @@ def main() -> None:
     chosen = [fault for fault in FAULTS if arguments.only in fault.name or arguments.only in fault.file]
     if not chosen:
         parser.error(f"--only is {arguments.only!r}, must be part of the name or file of a fault")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the copy goes with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the copy is removed with it
     noticed = 0
     good: dict[tuple[str, ...], bool] = {}
     with copied_tree() as tree:

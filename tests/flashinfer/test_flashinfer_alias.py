@@ -1,4 +1,4 @@
-"""flashinfer_alias/, and what engines do to FlashInfer's wrappers behind their backs."""
+"""flashinfer_alias/, and how engines bypass the public API of FlashInfer's wrappers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from attn_backend import flashinfer
 from attn_backend.flashinfer import features
 
 ROOT = Path(__file__).resolve().parents[2]
-# What engines' FlashInfer backends import (vLLM 0.26 to 0.33, SGLang 0.5.17 to 0.5.23, mini-sglang).
+# The names that engines' FlashInfer backends import (vLLM 0.26 to 0.33, SGLang 0.5.17 to 0.5.23,
+# mini-sglang).
 NAMES = {
     "flashinfer": [
         "BatchAttentionWithAttentionSinkWrapper",
@@ -142,7 +143,7 @@ def test_the_distribution_has_flashinfers_name(tmp_path: Path) -> None:
 
 
 def buffers(rows: int, pages: int, device: str) -> list[torch.Tensor]:
-    """qo_indptr, kv_indptr, kv_indices, last_page_len of CUDA graphs."""
+    """CUDA graph buffers: qo_indptr, kv_indptr, kv_indices, last_page_len."""
     return [
         torch.zeros(length, dtype=torch.int32, device=device) for length in (rows + 1, rows + 1, pages, rows)
     ]

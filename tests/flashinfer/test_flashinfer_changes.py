@@ -1,5 +1,5 @@
-"""What differs between two runs of one plan is seen, though layers come again every step, and views of their
-K and V are kept.
+"""Differences between two runs of one plan are detected, although layers repeat every step and views of their
+K and V are cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_backend import flashinfer
 from attn_backend.flashinfer import arguments
 
-# of K and V: two of a cache's dimensions may be exchanged without a change of its shape
+# for K and V: two of a cache's dimensions may be exchanged without changing its shape
 PAGE_SIZE = HEADS = 2
 
 
@@ -81,7 +81,7 @@ def test_a_cache_of_another_dtype(form: str) -> None:
 
 
 def test_caches_that_take_turns() -> None:
-    """The caches of several layers, some with one of two tensors in common; (k, v) is always a new tuple."""
+    """The caches of several layers, some sharing one of two tensors; (k, v) is always a new tuple."""
     batch = decodes()
     wrapper, (k, v) = planned(batch), batch.cache.unbind(1)
     other = v * 0.5
@@ -137,7 +137,7 @@ def test_scales_of_runs(options: dict[str, Any], given: list[dict[str, Any]]) ->
         for scales in given
         if not any(isinstance(s, Tensor) for s in scales.values())
     ]
-    assert len(set(products)) > 3  # numbers whose product is another one
+    assert len(set(products)) > 3  # factors with distinct products
     for (one, before), (other, after) in pairwise(zip(given, found, strict=True)):
         assert one == other or not torch.equal(before, after)
 
@@ -179,7 +179,7 @@ def test_refuses_a_head_dim_that_is_not_contiguous(page_size: int, heads: int) -
 @pytest.mark.parametrize("kv_len", [1, 7])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_strides_of_ragged_keys(heads: int, kv_len: int, kv_layout: str) -> None:
-    """Parts of a wider tensor; dimensions of one element, whose strides may be anything."""
+    """Slices of a wider tensor; dimensions of one element may have any stride."""
     batch = make_batch([1], [kv_len], heads=(4, heads, 64))
     k, v = (torch.cat((part, part, part), 1)[:, :heads] for part in (batch.k, batch.v))
     strides = tuple(stride if size > 1 else 5 for size, stride in zip(k.shape, k.stride(), strict=True))

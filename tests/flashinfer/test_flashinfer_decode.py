@@ -194,7 +194,7 @@ def test_output_is_independent_of_the_batch() -> None:
 
 
 def test_views_of_a_cache_end_with_it() -> None:
-    """They are kept from run to run: for the tensor that they are of, as it is, and no longer."""
+    """Views are kept from run to run, but only for the same unchanged tensor."""
     cache = make_batch([1], [7]).cache
     views = arguments.paged_cache(cache, "NHD")
     assert arguments.paged_cache(cache, "NHD") is views
@@ -229,7 +229,8 @@ def test_fast_plan_has_every_option() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_of_requests(device: str) -> None:
-    """In a plan, and in runs of a plan without scales; with a soft cap, which takes the scaled logits."""
+    """In a plan, and in runs of a plan without scales; also with a soft cap, which applies to scaled
+    logits."""
     batch = make_batch([1] * 3, [40, 7, 100], device=device)
     scales = torch.tensor([0.05, 0.3, 0.11], device=device)
     expected = [batch.expected(sm_scale=float(scale), soft_cap=2.0) for scale in scales]

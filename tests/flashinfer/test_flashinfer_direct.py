@@ -1,4 +1,4 @@
-"""Runs that are one call of the library, with tensors as they are given: they do what Attention.run does."""
+"""Runs that take a single library call, with tensors exactly as passed: same results as Attention.run."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ RUNS: dict[str, tuple[Callable[[], Run], dict[str, Any]]] = {
 
 
 def _replace_run(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
-    """Attentions that are made from now on run by this function instead of the library's."""
+    """Attentions created from now on run this function instead of the library's."""
     monkeypatch.setattr("attn_backend.kernels.attention.in_order", lambda function, names: run)
 
 
 def _by_attention_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """What Attention._run_raw does, by Attention.run."""
+    """Attention._run_raw, implemented with Attention.run."""
     run_raw = Attention._run_raw
 
     def run(attention: Attention, *arguments: Any) -> None:
@@ -110,7 +110,7 @@ def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPat
     make, options = RUNS[name]
     torch.manual_seed(0)
     run = make()
-    run(return_lse=True, **options)  # makes what it has to make
+    run(return_lse=True, **options)  # creates everything that it needs
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("not by one call")
@@ -119,7 +119,7 @@ def test_gives_what_attention_run_gives(name: str, monkeypatch: pytest.MonkeyPat
         patch.setattr(Attention, "run", refused)
         out, lse = run(return_lse=True, **options)
         assert torch.equal(run(**options), out)
-        for return_lse in (True, False):  # lse is written if it is given, as in FlashInfer
+        for return_lse in (True, False):  # lse is written if passed, as in FlashInfer
             given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
             returned = run(return_lse=return_lse, out=given[0], lse=given[1], **options)
             assert (
@@ -240,7 +240,7 @@ def test_names_a_page_beyond_the_cache() -> None:
 
 
 def test_runs_again_once_a_late_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of variants that only some plans need come with the first run that asks for them."""
+    """Kernels of variants that only some plans need are loaded by the first run that uses them."""
     run = decode("NHD", "one", pos_encoding_mode="ALIBI")
     expected, library_run, missing = run(), library().run, ["attention_late"]
 

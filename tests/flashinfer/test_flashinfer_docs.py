@@ -1,4 +1,4 @@
-"""The example of docs/flashinfer.md runs as it stands there; what is missing is named."""
+"""The example of docs/flashinfer.md runs unchanged; errors name missing features."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_missing_names_are_found_and_refuse(name: str) -> None:
 
 
 def test_missing_classes_are_classes() -> None:
-    """They are asked for by isinstance and derived from; members of enumerations are looked up."""
+    """Code uses them in isinstance and as base classes, and looks up enumeration members."""
     from attn_backend.flashinfer import SegmentGEMMWrapper, SfLayout
 
     assert not isinstance(1, SegmentGEMMWrapper)
@@ -56,7 +56,7 @@ def test_missing_classes_are_classes() -> None:
     "name", ["CuteDslMoEWrapper", "add_rmsnorm_fp4quant", "gdn_fused_decode_step", "norm", "activation"]
 )
 def test_optional_names_do_not_exist(name: str) -> None:
-    """Code that asks whether FlashInfer has them does without."""
+    """Code that checks whether FlashInfer has them works without."""
     assert not hasattr(flashinfer, name)
     with pytest.raises(ImportError, match=name):
         exec(f"from attn_backend.flashinfer import {name}")

@@ -1,4 +1,4 @@
-"""8-bit K and V under queries of 16 and of 8 bits, with scales, against float64."""
+"""8-bit K and V with 16-bit and 8-bit queries and scales, compared with float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_float8(
     device: str,
     q_dtype: torch.dtype = torch.float16,
 ) -> tuple[Batch, Batch]:
-    """The batch with K and V of 8 bits; with what these stand for, for expected()."""
+    """The batch with 8-bit K and V, and with the values that they represent, for expected()."""
     batch = make_batch(q_lens, kv_lens, dtype=q_dtype, device=device)
     k, v, cache = (x.float().clamp(-400, 400).to(dtype) for x in (batch.k, batch.v, batch.cache))
     return replace(batch, k=k, v=v, cache=cache), replace(
@@ -93,7 +93,7 @@ FLOAT8_Q_SCALES = {
 def make_float8_q(
     q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, device: str, form: str
 ) -> tuple[Batch, Batch, tuple[Tensor | float, ...]]:
-    """As make_float8(), with Q of 8 bits and scales of Q, K and V."""
+    """Like make_float8(), with 8-bit Q and scales of Q, K and V."""
     batch, _ = make_float8(q_lens, kv_lens, dtype, device)
     batch = replace(batch, q=batch.q.to(dtype))
     scales = tuple(
@@ -118,7 +118,7 @@ def close(found: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FLOAT8_Q_SCALES)
 def test_float8_queries(device: str, dtype: torch.dtype, form: str) -> None:
-    """Of every wrapper with a choice of output type, with scales by position, after K and V, and by name."""
+    """For every wrapper with a choice of output type; scales by position after K and V, and by name."""
     batch, meaning, scales = make_float8_q([5, 1, 40, 3], [7, 1, 63, 20], dtype, device, form)
     types = {"q_data_type": dtype, "kv_data_type": dtype, "o_data_type": "float16"}
     expected = meaning.expected(causal=True)
@@ -207,7 +207,7 @@ def test_scales_of_heads_under_16_bit_queries(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_append(device: str) -> None:
-    """Numbers of 16 bits are rounded, numbers of 8 bits are copied."""
+    """16-bit values are rounded, 8-bit values are copied."""
     batch, _ = make_float8([3, 2], [7, 12], DTYPES[0], device)
     seq_lens = flashinfer.get_seq_lens(batch.page_indptr, batch.last_page_len, batch.page_size)
     requests, positions = flashinfer.get_batch_indices_positions(batch.qo_indptr, seq_lens, 5)
@@ -233,7 +233,7 @@ def test_append(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope(device: str, dtype: torch.dtype) -> None:
-    """Keys are turned where they are read, with scales of all and of each head."""
+    """Keys are rotated when they are read; one scale for all heads, and one per head."""
     batch, meaning = make_float8([1, 1], [7, 30], dtype, device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(
@@ -252,7 +252,7 @@ def test_rope(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_scale_of_outputs(device: str) -> None:
-    """It multiplies outputs of 16 bits, as V's does."""
+    """It multiplies 16-bit outputs, like the scale of V."""
     batch, meaning = make_float8([5, 1, 9], [7, 33, 20], DTYPES[0], device)
     o, lse = meaning.expected(causal=True)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
@@ -288,7 +288,7 @@ def test_the_scale_of_outputs(device: str) -> None:
 
 
 def test_scales_that_kernels_do_not_take() -> None:
-    """Negative ones, and a tensor on the host of a cache of 16 bits."""
+    """Negative scales, and a host tensor for a 16-bit cache."""
     batch, meaning = make_float8([1, 1], [7, 30], DTYPES[0], "cpu")
     o, lse = meaning.expected(causal=True)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))

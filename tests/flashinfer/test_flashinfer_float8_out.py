@@ -1,4 +1,4 @@
-"""Outputs of float8_e4m3fn, which those of float8_e4m3fn queries are by default, against float64."""
+"""float8_e4m3fn outputs, the default for float8_e4m3fn queries, compared with float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of(q_lens: list[int], kv_lens: list[int], dtype: torch.dtype, device: str) -
 
 
 def types(batch: Batch, default: bool) -> dict[str, Any]:
-    """With which a plan asks for outputs of float8: by the type of Q if that is what it is by default."""
+    """The types with which a plan asks for float8 outputs; only Q's type if float8 is then the default."""
     return {"q_data_type": batch.q.dtype, "kv_data_type": batch.k.dtype} | (
         {} if default else {"o_data_type": E4M3}
     )
@@ -46,7 +46,7 @@ def paged(batch: Batch, default: bool, **scales: Any) -> Found:
 
 
 def ragged(batch: Batch, default: bool, **scales: Any) -> Found:
-    """Whose first request does not begin with the first row; that is no request's."""
+    """The first request does not begin at the first row, which belongs to no request."""
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(batch.q.device.type))
     wrapper.plan(
         batch.qo_indptr.cpu() + 1, batch.kv_indptr.cpu(), *batch.shape, causal=True, **types(batch, default)
@@ -74,7 +74,7 @@ def any_batch(batch: Batch, default: bool, k_scale: Any = None, v_scale: Any = N
 
 
 def cascade(batch: Batch, default: bool) -> Found:
-    """One level is all that there is; the other has no tokens."""
+    """Only one level has tokens; the other is empty."""
     assert default
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(batch.q.device.type))
     rows = len(batch.q)
@@ -95,7 +95,7 @@ def cascade(batch: Batch, default: bool) -> Found:
 
 
 Run = Callable[..., Found]
-# queries of each request; whether a plan may name the type of outputs
+# queries of each request; whether a plan may name the output type
 RUNS: dict[str, tuple[Run, list[int], bool]] = {
     "decode": (decode, [1, 1, 1], True),
     "paged prefill": (paged, [5, 1, 9], True),
@@ -131,7 +131,7 @@ def test_outputs_of_float8(device: str, name: str, dtype: torch.dtype, default: 
 @pytest.mark.parametrize("dtype", [torch.float16, E4M3], ids=str)
 @pytest.mark.parametrize("form", ["numbers", "tensors"])
 def test_scales(device: str, name: str, dtype: torch.dtype, form: str) -> None:
-    """V's multiplies outputs before they are rounded, under a cache of 16 bits, too."""
+    """The scale of V multiplies outputs before they are rounded, also with a 16-bit cache."""
     run, q_lens, _ = RUNS[name]
     batch = of(q_lens, [7, 33, 20], dtype, device)
     numbers = {"k_scale": 0.5, "v_scale": 2.0**7}
@@ -168,7 +168,7 @@ def test_single_requests(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pod(device: str) -> None:
-    """The prefill's and the decodes' are of Q's type."""
+    """Outputs of the prefill and of the decodes have Q's type."""
     prefill, batch = of([6], [37], E4M3, device), of([1, 1], [7, 20], E4M3, device)
     wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, q_data_type=E4M3, kv_data_type=E4M3)

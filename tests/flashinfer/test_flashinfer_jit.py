@@ -1,4 +1,4 @@
-"""Variants in FlashInfer's C++ (jit_args): the text of a user is compiled as it is."""
+"""Variants in FlashInfer's C++ (jit_args): a user's text is compiled unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ struct EverySecond : AttentionVariantBase {
   })
 };
 """
-# Without softmax; as FlashInfer's Hopper kernels want it.
+# Without softmax, in the form that FlashInfer's Hopper kernels expect.
 SILU = r"""
 struct Silu : AttentionVariantBase {
   float scale;
@@ -68,7 +68,7 @@ struct Silu : AttentionVariantBase {
 SCALE = 0.09
 
 
-# A number of 16 bits for each KV head, which the constructor reads, and one for each token.
+# One 16-bit number for each KV head, read by the constructor, and one for each token.
 OF_KV_HEADS = r"""
 struct OfKvHeads : AttentionVariantBase {
   float sm_scale_log2, of_head;
@@ -226,7 +226,7 @@ def test_kv_heads_and_tensors_of_16_bits(device: str) -> None:
 
 
 def test_the_mask_of_a_plan() -> None:
-    """Names that FlashInfer fills in by itself."""
+    """Names that FlashInfer fills in itself."""
     text = EVERY_SECOND.replace(
         "kv_idx % 2 == 0", "(mine[(qo_idx * kv_len + kv_idx) / 8] >> ((qo_idx * kv_len + kv_idx) % 8)) & 1"
     )

@@ -1,5 +1,5 @@
-"""attn_backend.flashinfer: indptrs that do not start at 0, scales of other lengths, buffers of other lengths,
-options that would be dropped.
+"""attn_backend.flashinfer: indptrs that do not start at 0, scales and buffers of other lengths, and options
+that would be ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def int32(*values: int) -> Tensor:
 
 
 def from_entry_two(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The page tables, behind two ids that are of no request."""
+    """The page tables, after two ids that belong to no request."""
     return batch.page_indptr + 2, torch.cat((int32(0, 0), batch.page_indices)), batch.last_page_len
 
 
@@ -39,7 +39,7 @@ def with_scales(batch: Batch, scales: list[float]) -> tuple[Tensor, Tensor]:
 
 
 class Levels:
-    """Two levels: a prefix that all rows see, and what each request has for itself."""
+    """Two levels: a prefix that all rows see, and each request's own tokens."""
 
     def __init__(self, q_lens: list[int], kv_lens: list[int]) -> None:
         self.own, self.shared = make_batch(q_lens, kv_lens), make_batch([sum(q_lens)], [11], seed=1)
@@ -151,8 +151,8 @@ def test_scales_multiply(
     read_by_kernels: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Numbers and tensors, in any combination: none replaces another one. read_by_kernels: as for tensors on
-    a GPU, which the host does not read.
+    """Numbers and tensors in any combination: none overrides another. read_by_kernels: like tensors on a GPU,
+    which the host does not read.
     """
     if read_by_kernels:
         for module in (scales_module, wrapper_module):
@@ -257,7 +257,7 @@ def test_block_indptrs_from_elsewhere(has_mask: bool) -> None:
 
 
 def test_page_tables_from_elsewhere_with_buffers() -> None:
-    """As without: what lies before the first entry is of no request."""
+    """Same results as without: entries before the first one belong to no request."""
     batch = make_batch([1] * 4, KV_LENS)
     tables = [torch.zeros_like(x) for x in batch.tables()]
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), "NHD", True, False, *tables)
@@ -275,7 +275,7 @@ def test_page_tables_from_elsewhere_with_buffers() -> None:
 
 
 def test_cascade_plans_of_other_lengths_than_the_buffers() -> None:
-    """A shorter one would leave the tail of the plan before it."""
+    """A shorter plan would leave the tail of the previous plan."""
     levels = Levels([1] * 4, KV_LENS)
     buffers = levels.buffers()
     cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace("cpu"), "NHD", True, *buffers)

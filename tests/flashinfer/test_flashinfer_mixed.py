@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers over caches of the other 16-bit type than Q."""
+"""FlashInfer's wrappers over caches with the other 16-bit type than Q."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIRS = pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 def make_mixed(
     q_lens: list[int], kv_lens: list[int], dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> Batch:
-    """Q of numbers that both types have, to which it is rounded."""
+    """Q is rounded to values that both types have."""
     batch = make_batch(q_lens, kv_lens, dtype=torch.bfloat16, device=device)
     return replace(
         batch,

@@ -1,5 +1,5 @@
 """BatchMLAPagedAttentionWrapper and append_paged_mla_kv_cache: caches in one tensor and in two, several query
-tokens, lse, graphs' buffers.
+tokens, lse, graph buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALE = 192**-0.5
 
 @dataclass
 class Batch:
-    """Requests over latents. The page table has a page more than each request needs, if `spare`."""
+    """Requests over latents. With `spare`, the page table has one page more than each request needs."""
 
     q: Tensor  # [rows, heads, 576]
     rows: list[Tensor]  # of each request, [tokens, 576]

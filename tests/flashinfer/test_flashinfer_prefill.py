@@ -61,7 +61,8 @@ def test_more_queries_than_tokens() -> None:
 def runs(
     batch: Batch, device: str, layout: str = "NHD"
 ) -> list[tuple[Any, Callable[..., None], Callable[..., Any]]]:
-    """(wrapper, its plan of the batch, its run): over pages, and over the same K and V one after another."""
+    """(wrapper, its plan of the batch, its run): over pages, and over the same K and V stored
+    contiguously."""
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout)
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), layout)
     k, v = (
@@ -91,7 +92,7 @@ def test_batches(device: str, options: dict[str, Any], kv_layout: str) -> None:
         plan(**named(options))
         check(run(return_lse=True), batch.expected(**options))
         lse = torch.full((len(batch.q), 4), torch.nan, device=device)
-        check((run(lse=lse), lse), batch.expected(**options))  # written if it is given, as in FlashInfer
+        check((run(lse=lse), lse), batch.expected(**options))  # written if passed, as in FlashInfer
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,7 +101,7 @@ def test_batches(device: str, options: dict[str, Any], kv_layout: str) -> None:
 )
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_keys_of_no_tokens(device: str, options: dict[str, Any], kv_layout: str) -> None:
-    """K and V of 0 tokens, and caches of 0 pages: outputs of 0 and lse of -inf, as FlashInfer has them."""
+    """K and V without tokens, and caches without pages: outputs are 0 and lse is -inf, as in FlashInfer."""
     batch = make_batch([3, 1, 17], [0, 0, 0], device=device)
     batch.cache = batch.cache[:0]
     expected = (
@@ -159,8 +160,8 @@ def test_custom_masks(device: str, packed: bool, soft_cap: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_multi_item_scoring(device: str) -> None:
     batch = make_batch([9, 7], [12, 12], device=device)
-    # Prompts of 3 and 5 tokens, items of 3 and 4, of 2 and 2 tokens after a delimiter each, and one at the
-    # end.
+    # Prompts of 3 and 5 tokens. Items of 3 and 4, and of 2 and 2 tokens, each after a delimiter, and one
+    # delimiter at the end.
     positions = [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 0]]
     prefix_lens = [3, 5]
     masks = []
@@ -189,7 +190,7 @@ def test_multi_item_scoring(device: str) -> None:
 def test_multi_item_scoring_of_one_request() -> None:
     batch = make_batch([4], [9])
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
-    # as FlashInfer's tests have it
+    # as in FlashInfer's tests
     items = {
         "token_pos_in_items_ptr": torch.tensor([0, 1, 2, 0]).to(torch.uint16),
         "token_pos_in_items_len": 100,
@@ -331,7 +332,7 @@ def test_heads_of_v_that_are_narrower(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rotation_of_wide_heads(device: str) -> None:
-    """On a Hopper GPU the generic kernel turns them."""
+    """On a Hopper GPU the generic kernel rotates them."""
     generator = torch.Generator().manual_seed(5)
     q, k, v = (
         torch.randn(rows, heads, 512, generator=generator).half().to(device)

@@ -1,4 +1,4 @@
-"""attn_backend.flashinfer.rope: Q and K rotated and rounded to 8 bits, and appended, against float64."""
+"""attn_backend.flashinfer.rope: Q and K rotated, rounded to 8 bits, and appended, compared with float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_backend import flashinfer
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 ROWS, THETA = 9, 1e4
 POSITIONS = torch.tensor([0, 5, 3, 100, 7, 255, 40, 41, 42])
-# Q and KV heads (0: those of MLA, without their dimension), columns that are rotated, columns that are not.
+# Q and KV heads (0: MLA's, without that dimension), rotated columns, other columns.
 SHAPES = [(4, 2, 64, 64), (8, 8, 32, 96), (4, 2, 128, 0), (6, 0, 64, 512), (3, 0, 32, 0)]
 
 
@@ -29,7 +29,7 @@ def table(rotary_dim: int, device: str) -> Tensor:
 def parts(
     heads: int, columns: int, rotary_dim: int, dtype: torch.dtype, device: str, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Rotated columns, and the others, slices of one tensor."""
+    """Rotated columns and other columns, as slices of one tensor."""
     shape = (ROWS, heads, columns + rotary_dim) if heads else (ROWS, columns + rotary_dim)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
     return whole[..., :rotary_dim], whole[..., rotary_dim:]
@@ -42,8 +42,8 @@ def rotated_part(part: Tensor, is_neox: bool) -> Tensor:
 
 
 def check_rounded(found: Tensor, exact: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Each number is the one next to the exact one, which is rounded once: float32 alone lies between them;
-    too large ones are the largest.
+    """Each result is the value nearest to the exact one, rounded once, within float32 error. Values that are
+    too large become the largest.
     """
     assert found.dtype == dtype
     largest = torch.finfo(dtype).max
@@ -60,7 +60,7 @@ def check_rounded(found: Tensor, exact: Tensor, scale: float, dtype: torch.dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rope_quantize(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     qo_heads, kv_heads, rotary_dim, columns = shape
-    is_neox, q_scale, kv_scale = columns != 96, 0.5, 300.0  # of K some are limited
+    is_neox, q_scale, kv_scale = columns != 96, 0.5, 300.0  # K: some values are limited
     q_rope, q_nope = parts(qo_heads, columns, rotary_dim, torch.float16, device, 1)
     k_rope, k_nope = parts(kv_heads, columns, rotary_dim, torch.float16, device, 2)
     options: dict[str, Any] = {
@@ -89,7 +89,7 @@ def test_rope_quantize(device: str, dtype: torch.dtype, shape: tuple[int, int, i
         check_rounded(part, wanted, q_scale if name.startswith("q") else kv_scale, dtype)
     assert torch.equal(q_rope, before[0])
     assert torch.equal(k_rope, before[1])
-    # Into the columns of larger tensors, whose type says what is wanted.
+    # Into columns of larger tensors, whose dtype selects the output type.
     outs = [
         torch.zeros(*x.shape[:-1], rotary_dim + columns, dtype=dtype, device=device) for x in (q_rope, k_rope)
     ]
@@ -103,7 +103,7 @@ def test_rope_quantize(device: str, dtype: torch.dtype, shape: tuple[int, int, i
 
 
 def pages_of(device: str) -> dict[str, Tensor]:
-    """Where nine rows go: to two requests, after tokens that they have; one row is padding."""
+    """Destinations of nine rows: two requests that already have tokens; one row is padding."""
     requests = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, -1], dtype=torch.int32)
     positions = torch.tensor([6, 7, 8, 0, 1, 2, 3, 4, 0], dtype=torch.int32)
     tables = {

@@ -50,7 +50,7 @@ def kept(
     min_p: float = 0.0,
     filter_apply_order: str = "top_k_first",
 ) -> Tensor:
-    """What the filters leave, normalised, in float64."""
+    """The survivors of the filters, normalized, in float64."""
     probs = probs.cpu().double()
     ordered = probs.sort(descending=True).values
     mass = ordered.cumsum(-1) / (
@@ -101,7 +101,7 @@ def test_seeds_offsets_and_generators(device: str) -> None:
         assert isinstance(tokens, Tensor)
         return tokens.tolist()
 
-    assert len(set(draw(seed=1, offset=0))) > 20  # the rows are alike, their draws are not
+    assert len(set(draw(seed=1, offset=0))) > 20  # the rows are equal, their draws are not
     assert draw(seed=1, offset=0) == draw(seed=1, offset=0)
     assert draw(seed=1, offset=0) != draw(seed=1, offset=4)
     assert draw(seed=1, offset=0) != draw(seed=2, offset=0)
@@ -187,7 +187,7 @@ def test_speculation(device: str) -> None:
     _, accepted, emitted = flashinfer.chain_speculative_sampling(
         target[:, :3].contiguous(), drafts, refusing, seed=1, offset=1
     )
-    # the first count goes on after a draft that was refused
+    # the first count continues after a rejected draft
     assert (accepted.tolist(), emitted.tolist()) == ([2, 3], [1, 3])
 
 
@@ -201,7 +201,7 @@ def test_rows_that_cannot_be_sampled() -> None:
 
 @pytest.mark.parametrize("name", [*DRAWS, "logits", "logits, both"])
 def test_a_nan_is_refused_on_request(name: str) -> None:
-    """Every function that draws looks for it, and only where check_nan asks for that."""
+    """Every function that draws checks for NaN, but only if check_nan is set."""
     of_logits = {
         "logits": (sampling.sampling_from_logits, {}),
         "logits, both": (sampling.top_k_top_p_sampling_from_logits, {"top_k": 9, "top_p": 0.6}),
@@ -348,7 +348,7 @@ def test_refusals(error: type[Exception], call: Callable[[], Any], message: str)
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_probabilities_of_16_bits(dtype: torch.dtype) -> None:
-    """Draws are those from the same numbers in float32."""
+    """Same draws as from the same values in float32."""
     probs = torch.softmax(torch.randn(12, 700, generator=torch.Generator().manual_seed(11)), -1).to(dtype)
     given = {"seed": 3, "offset": 5}
     assert torch.equal(

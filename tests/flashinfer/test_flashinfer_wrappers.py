@@ -117,7 +117,7 @@ def test_new_tokens_of_a_page_table(device: str, kv_layout: str) -> None:
     cache = batch.cache.clone()
     for token, request, position in zip(range(10), requests.tolist(), positions.tolist(), strict=False):
         page = int(batch.page_indices[int(batch.page_indptr[request]) + position // 5])
-        cache[page, :, position % 5] = token  # what is to be overwritten
+        cache[page, :, position % 5] = token  # to be overwritten
     cache = cache if kv_layout == "NHD" else cache.transpose(2, 3).contiguous()
     flashinfer.append_paged_kv_cache(
         batch.k[padded],
@@ -185,7 +185,7 @@ def test_prefill_and_decodes(device: str) -> None:
     "options", [{"window_left": 4}, {"sm_scale": 0.3}, {"causal": True, "window_left": 4, "sm_scale": 0.3}]
 )
 def test_options_of_a_prefill_next_to_decodes(options: dict[str, float], kv_layout: str) -> None:
-    """Each option of the prefill counts, and does not change the decodes."""
+    """Each option of the prefill takes effect and does not change the decodes."""
     prompt, decodes = make_batch([9], [30]), make_batch([1] * 4, KV_LENS, seed=1)
     pod = flashinfer.PODWithPagedKVCacheWrapper(workspace("cpu"))
     pod.plan(*decodes.tables(), *decodes.shape, 5)
@@ -226,7 +226,8 @@ def test_rope_and_masks_of_prefills_and_decodes() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_windows_of_a_cascade(device: str) -> None:
-    """Each level's own, as in FlashInfer: two wrappers with this window, whose states are merged."""
+    """Each level has a separate window, as in FlashInfer: two wrappers with this window, whose states are
+    merged."""
     shared, unique = make_batch([6], [40], device=device), make_batch([2, 4], [9, 30], device=device)
     cache = torch.cat((shared.cache, unique.cache))
     indices = unique.page_indices + len(shared.cache)
@@ -252,8 +253,8 @@ def test_windows_of_a_cascade(device: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "mask", "causal"])
 @pytest.mark.parametrize("M", [24, 23, 21])
 def test_block_sparse(M: int, kind: str, device: str) -> None:
-    """Also where M is not a multiple of R: the last row of blocks then has fewer rows. causal: among the
-    tokens of the row's blocks.
+    """Also if M is not a multiple of R: the last row of blocks then has fewer rows. causal: among the tokens
+    of the row's blocks.
     """
     torch.manual_seed(0)
     N, R, C, block_rows = 40, 4, 5, 6
@@ -271,7 +272,7 @@ def test_block_sparse(M: int, kind: str, device: str) -> None:
     mask = torch.zeros(block_rows, N // C, R, C, dtype=torch.bool)
     mask[seen] = blocks
     mask = mask.transpose(1, 2).reshape(-1, N)[:M]
-    if kind == "causal":  # of the tokens that a row of blocks has, the last len(rows) stand at its rows
+    if kind == "causal":  # the last len(rows) tokens of a row of blocks are at its rows
         for rows in mask.split(R):
             rows.logical_and_(
                 rows.cumsum(1) <= rows.sum(1, keepdim=True) - len(rows) + 1 + torch.arange(len(rows))[:, None]
@@ -287,9 +288,7 @@ def test_block_sparse(M: int, kind: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("difference", [-1, 1, 5])
 def test_blocks_of_other_lengths_than_planned(difference: int, name: str) -> None:
-    """More rows would be left as they were allocated; other tokens would lie elsewhere in a cache of all
-    heads.
-    """
+    """More rows would keep uninitialized output; other tokens would lie elsewhere in a cache of all heads."""
     lengths = {"q": 7, "k": 10, "v": 10}
     blocks = flashinfer.BlockSparseAttentionWrapper(workspace("cpu"))
     blocks.plan(

@@ -1,5 +1,5 @@
-"""The public API under random calls: valid ones are compared with float64, invalid ones must be refused by
-the name of what is wrong.
+"""The public API under random calls: valid calls are compared with float64, invalid calls must be refused
+with the name of the wrong argument.
 
     python -m tests.fuzz                                   # 60 seconds on a CPU
     python -m tests.fuzz --seed 3 --calls 200000
@@ -7,9 +7,8 @@ the name of what is wrong.
     python -m tests.fuzz --scenario float8_batches         # 8-bit caches alone
     python -m tests.fuzz --seed 3 --only 41227             # one call, in this process, with its traceback
 
-Run from the root of the repository, with attn_backend installed. Each chunk of calls runs in a process of its
-own, so that a crash or a call that does not come back is a finding like every other. The exit status is 1
-with findings.
+Run from the root of the repository, with attn_backend installed. Each chunk of calls runs in a separate
+process, so a crash or a hang is a finding like any other. The exit status is 1 with findings.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-# `python -m` looks for modules in the working directory first: there is the source tree of attn_backend,
-# which has no built library.
+# `python -m` looks for modules in the working directory first. The source tree of attn_backend is there,
+# without a built library.
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
@@ -106,7 +105,7 @@ def parse() -> argparse.Namespace:
 
 
 def only(arguments: argparse.Namespace) -> int:
-    """One call, with all that is known of it."""
+    """One call, with all details about it."""
     faulthandler.enable()
     scenario, place = divmod(arguments.only, CALLS)
     for i, call in enumerate(
@@ -122,14 +121,14 @@ def only(arguments: argparse.Namespace) -> int:
 
 
 def warm_up() -> None:
-    """Loads once, here, what every process needs.
+    """Loads once, here, everything that each process needs.
 
-    Nothing is computed, so that no thread and no GPU is there to be lost in a fork.
+    It computes nothing, so no threads or GPU state can be lost in a fork.
     """
-    import torch._dynamo.source  # of fake tensors, at the first of which it is imported
+    import torch._dynamo.source  # for fake tensors; the first one imports it
 
     assert torch._dynamo.source is not None
-    with contextlib.suppress(ValueError):  # the first error from C++ imports what describes it
+    with contextlib.suppress(ValueError):  # the first error from C++ imports the code that describes it
         attn_backend.sample(torch.zeros(1, 0))
 
 
@@ -160,7 +159,7 @@ def report(tally: Tally, options: list[str], seconds: float) -> None:
 
 
 def _shortened(message: str) -> str:
-    """One line; of a process that died, its innermost frames too."""
+    """One line; if a process died, also its innermost frames."""
     first, *rest = message.split("\n")
     return "\n".join([first[:240], *(line for line in rest if line.startswith("        File "))])
 

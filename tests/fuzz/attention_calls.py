@@ -1,4 +1,4 @@
-"""Scenarios of attention: batches of all forms on one object, prefix forests, trees, cascades, the
+"""Scenarios of attention: batches of all forms on one object, prefix forests, trees, cascades, and the
 constructor.
 """
 
@@ -70,7 +70,7 @@ def heads_of(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any
 
 
 def object_options(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any]:
-    """Arguments of Attention that change no result."""
+    """Arguments of Attention that do not change results."""
     on_cuda = device.type == "cuda"
     kernel = (
         attention_kernels.kernel_of(device, seed_of(rng))
@@ -122,7 +122,7 @@ def float8_batches(rng: numpy.random.Generator, device: torch.device) -> Iterato
     if heads["dtype"] == torch.float32 and device.type == "cuda":
         heads["dtype"] = torch.bfloat16
     dtype = DTYPES[rng.integers(2)]
-    # On a GPU only what the kernels widen: where they multiply 8 bits less is right of a result.
+    # On a GPU only where kernels dequantize: results are less precise if they multiply 8-bit values.
     has_float8_q = bool(rng.random() < 0.3) and (device.type == "cpu" or dtype == torch.float8_e5m2)
     attention = None
     while True:
@@ -155,11 +155,9 @@ def float8_batches(rng: numpy.random.Generator, device: torch.device) -> Iterato
 
 
 def float8_outputs(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
-    """One object whose runs have outputs of 8 bits, some of them beyond the largest number, and outputs of 16
-    bits.
-    """
+    """One object whose runs have 8-bit outputs, some of them saturated, and 16-bit outputs."""
     heads = heads_of(rng, device) | {"strided": False}
-    if device.type == "cuda":  # what is in the package
+    if device.type == "cuda":  # kernels in the package
         heads |= {"head_dim": 128, "dtype": torch.bfloat16}
     attention = None
     while True:
@@ -182,7 +180,7 @@ def copied(rng: numpy.random.Generator, attention: Attention) -> Call:
     """An object with a workspace has no copies."""
     functions = (copy.copy, copy.deepcopy, pickle.dumps)
     function = functions[rng.integers(3)]
-    wrong = Wrong("Attention", "unknown", attention, ("Attention",))  # a TypeError is right, too
+    wrong = Wrong("Attention", "unknown", attention, ("Attention",))  # a TypeError is also correct
     return Call(
         function.__name__,
         lambda **given: function(given["Attention"]),
@@ -194,7 +192,7 @@ def copied(rng: numpy.random.Generator, attention: Attention) -> Call:
 
 
 def prefix_forests(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
-    """One object that seeks shared prefixes, over batches that have some."""
+    """One object that looks for shared prefixes, over batches that have some."""
     shape = small_shape(rng, device)
     attention = None
     while True:
@@ -237,7 +235,7 @@ def level_call(
     arguments: Arguments,
     kinds: Kinds,
 ) -> Call:
-    """A composition, plan and run, from what the composition is made of."""
+    """A composition, plan and run, from the parts of the composition."""
     attention = problem.attention(max_rows=len(problem.q) + 1 + int(rng.integers(3)))
     shape, kv = problem.shape, problem.memory.kv
     rows = torch.tensor(
@@ -322,7 +320,7 @@ def _at(values: list[int], at: int, value: object) -> list[object]:
 
 
 def cascades(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
-    """cascade, from its qo_indptrs and tables; and the levels by themselves."""
+    """cascade, from its qo_indptrs and tables, and from separate levels."""
     while True:
         shape = small_shape(rng, device)
         num_levels = int(rng.choice([1, 2, 2, 3]))
@@ -379,7 +377,7 @@ def cascade_call(rng: numpy.random.Generator, problem: compositions.Problem, lev
     return level_call(rng, problem, "Composition.cascade", make, arguments, kinds)
 
 
-# ---- The constructor, and what plan and run refuse as a whole ----
+# ---- The constructor, and objects that plan and run refuse as a whole ----
 
 
 def constructors(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:

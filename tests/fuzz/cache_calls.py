@@ -1,5 +1,5 @@
-"""Scenarios of the cache: append_kv into every storage form; the constructors of caches, tables and
-workspaces by themselves.
+"""Scenarios of the cache: append_kv into every storage form, and separate calls of the constructors of
+caches, tables and workspaces.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .call import Call, ChoiceArgument, IntArgument, TensorArgument
 from .mutations import around
 from .steps import INDEX, Arguments, Kinds, cache_arguments, table_arguments, without_prefix
 
-ANY = 2**100  # too large a number may be refused by plan, which knows what it has room for
-WITHOUT_MEMORY = frozenset({"fake", "wrapper", "freed"})  # may be refused by what reads it
+ANY = 2**100  # plan may refuse a number that is too large, since it knows its limits
+WITHOUT_MEMORY = frozenset({"fake", "wrapper", "freed"})  # the code that reads it may refuse it
 
 
 def appends(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
@@ -41,7 +41,7 @@ def append_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
     )
     generator = torch.Generator(device).manual_seed(seed_of(rng))
     shape = (count + int(rng.integers(3)), 2 * kv.num_kv_heads, kv.head_dim)
-    # K and V are slices of one tensor, as a projection leaves them
+    # K and V are slices of one tensor, as a projection returns them
     fused = torch.randn(shape, device=device, generator=generator).to(spec.dtype)
     k, v = fused[:, : kv.num_kv_heads], fused[:, kv.num_kv_heads :]
     if rng.random() < 0.3:  # of different strides
@@ -84,7 +84,7 @@ def append_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
 
 
 def structures(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
-    """What holds metadata, made by itself: what it says of itself is right."""
+    """Creates metadata objects and checks their reported properties."""
     while True:
         case = case_tensors.build(small_spec(rng, device, **heads_of(rng, device)), device)
         yield from around(rng, cache_call(rng, case))
@@ -106,7 +106,7 @@ def cache_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
                 t.untyped_storage().data_ptr() for t in given.values() if isinstance(t, torch.Tensor)
             }, "a copy"
 
-    # Other heads make another cache; and so do another dtype and device, where there is one tensor.
+    # Other heads make another cache. So do another dtype and device, if there is only one tensor.
     own = {
         name: replace(kind, exact=()) if name in ("k", "v", "kv") else kind for name, kind in kinds.items()
     }
@@ -125,7 +125,7 @@ def cache_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
 def table_call(case: case_tensors.Case) -> Call:
     table = case.view.table
     make, arguments, kinds = table_arguments(table)
-    # Alone, these may be of any size.
+    # By themselves, these may have any size.
     free = {"ragged": ("kv_indptr",), "token_slots": ("req_to_token",), "csr": ("kv_indices",)}.get(
         table.form, ()
     )
@@ -149,7 +149,7 @@ def table_call(case: case_tensors.Case) -> Call:
 
     if "page_size" in own:
         own["page_size"] = IntArgument(low=1, high=ANY)
-    # The only tensor is on no other device than the others.
+    # A single tensor cannot disagree with others about the device.
     without = WITHOUT_MEMORY | {"another device"} if table.form == "ragged" else WITHOUT_MEMORY
     return Call(f"PageTable.{table.form}", make, arguments, own, check, public=True, without=without)
 

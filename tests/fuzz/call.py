@@ -1,4 +1,4 @@
-"""Calls of the public API, right and wrong, and what becomes of them."""
+"""Calls of the public API, right and wrong, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 RIGHT = "valid, right"
 REFUSED = "refused by name"
-# wrong values in metadata on a GPU: clamped, and told by raise_for_errors
+# wrong values in metadata on a GPU: clamped, and reported by raise_for_errors
 REPORTED = "taken, reported by name"
 UNNAMED = "refused without its name"
 ACCEPTED = "accepted though invalid"
@@ -26,17 +26,16 @@ BROKEN = "the fuzz itself failed"
 GOOD = (RIGHT, REFUSED, REPORTED)
 FINDINGS = (UNNAMED, ACCEPTED, WRONG_RESULT, VALID_REFUSED, CRASH, HANG, BROKEN)
 
-MISSING = object()  # the value of an argument that is left out
+MISSING = object()  # the value of an omitted argument
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known of an argument, so that it can be made wrong.
+    """The properties of an argument that are needed to make it wrong.
 
-    surface: the function or class that should refuse it; "": the call's own.
-    named: how errors name it; () its own name.
-    others: arguments that errors may name instead where two disagree in size, dtype or device.
-    optional: None is right.
+    surface: the function or class that should refuse it; "": the call's own. named: how errors name it; ()
+    its own name. others: arguments that errors may name instead if two disagree in size, dtype or device.
+    optional: None is valid.
     """
 
     surface: str = ""
@@ -49,8 +48,8 @@ class Argument:
 class TensorArgument(Argument):
     """A tensor.
 
-    dtypes: those that are right. exact: dimensions that may be neither longer nor shorter. written: an
-    output. number: a number may stand there too. leads: where it is, the call happens.
+    dtypes: the valid ones. exact: dimensions that must have exactly this size. written: an output. number: a
+    number is also valid. leads: the call happens on its device.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -62,7 +61,7 @@ class TensorArgument(Argument):
 
 @dataclass(frozen=True)
 class IntArgument(Argument):
-    """low, high: the smallest and the largest that are right. wrong: other values that are not."""
+    """low, high: the smallest and the largest valid value. wrong: other invalid values."""
 
     low: int = -(2**63)
     high: int = 2**63 - 1
@@ -78,8 +77,8 @@ class FloatArgument(Argument):
 
 @dataclass(frozen=True)
 class ChoiceArgument(Argument):
-    """One of a few values, or an object of a class. wrong: what must be refused. types: objects of other
-    types, which must be, too; None: the usual ones.
+    """One of a few values, or an object of a class. wrong: values that must be refused. types: objects of
+    other types that must also be refused; None: the usual ones.
     """
 
     wrong: tuple[object, ...] = ()
@@ -88,8 +87,8 @@ class ChoiceArgument(Argument):
 
 @dataclass(frozen=True)
 class Wrong:
-    """An argument that was made wrong: how, and the names of which one must begin the message. reported: on a
-    GPU the call is taken, and then reported.
+    """An argument that was made wrong: how, and the names with which the message may begin. reported: on a
+    GPU the call is accepted, and reported later.
     """
 
     argument: str
@@ -107,13 +106,11 @@ def _nothing() -> None:
 class Call:
     """One call.
 
-    function: is given `arguments` by name. public: it is the API's own function, so that an argument may also
-    be missing or one too many. check: is given the arguments and the result; raises AssertionError where that
-    is wrong.
-    prepare: called before each call, the repeated ones too.
-    values: wrong values of this call's own, beyond what the kinds of its arguments tell.
-    reported: of a call that was taken with wrong metadata on a GPU: raises what reports it.
-    without: ways to be wrong that this call need not see.
+    function: called with `arguments` by name. public: it is the API's own function, so an argument may also
+    be missing or superfluous. check: gets the arguments and the result; raises AssertionError if they are
+    wrong. prepare: called before each call, including repeated ones. values: this call's own wrong values,
+    beyond the ones for the kinds of its arguments. reported: for a call with wrong metadata that a GPU
+    accepted: raises the reported error. without: kinds of errors that this call need not detect.
     """
 
     surface: str
@@ -151,12 +148,12 @@ class Outcome:
 
 
 class StalePlanError(AssertionError):
-    """run() served a plan although the last one was refused."""
+    """run() used a plan although the last plan was refused."""
 
 
 def is_named(message: str, names: tuple[str, ...]) -> bool:
-    """Whether a message begins with one of the names, or one of its sentences does; a level's number may
-    stand in front.
+    """Whether a message, or one of its sentences, begins with one of the names; a level's number may precede
+    it.
     """
     alternatives = "|".join(map(re.escape, names))
     return (
@@ -169,7 +166,7 @@ def is_named(message: str, names: tuple[str, ...]) -> bool:
 
 
 def judge(call: Call) -> Outcome:
-    """Makes the call. Errors of a GPU that can do nothing more are left to the caller."""
+    """Makes the call. Fatal GPU errors are left to the caller."""
     try:
         call.prepare()
         with call.context():
@@ -219,7 +216,7 @@ def _judge_report(call: Call) -> Outcome:
 
 
 def is_fatal(error: Exception) -> bool:
-    """After an error of the device this process can do nothing more on it."""
+    """After a device error this process cannot continue on the device."""
     text = str(error)
     return any(
         word in text

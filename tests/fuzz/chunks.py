@@ -1,5 +1,5 @@
-"""Chunks of calls, each in a process of its own: one that dies or does not come back is a finding, and the
-next one goes on after it.
+"""Chunks of calls, each in a separate process. A process that dies or hangs is a finding, and the next
+process continues after it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from .call import BROKEN, CRASH, FINDINGS, HANG, Call, Outcome, is_fatal, judge
 
-ADDRESS_SPACE = 32 << 30  # of a process without a GPU: a wrong size must not take the whole machine
-START = 120  # seconds that a process which is begun anew may take to import everything
+ADDRESS_SPACE = 32 << 30  # for a process without a GPU: a wrong size must not exhaust the machine
+START = 120  # seconds that a new process may take to import everything
 CallsOf = Callable[[int], Iterator[Call]]  # the calls of one scenario
 
 
@@ -34,13 +34,13 @@ class Finding:
     title: str
     message: str
     call: int  # the first
-    chunk: int  # call that its process began with
+    chunk: int  # the first call of its process
     count: int = 1
 
 
 @dataclass
 class Tally:
-    """Counts by surface and class, and what was found."""
+    """Counts by surface and class, and the findings."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Tally:
 
 
 def run_call(call: Call, on_cuda: bool) -> Outcome:
-    """judge(), and what a GPU finds out later."""
+    """judge(), plus errors that a GPU reports later."""
     outcome = judge(call)
     if on_cuda:
         import torch
@@ -80,8 +80,8 @@ class Chunk:
     pid: int = 0  # 0: there is no process
     process: subprocess.Popen[bytes] | None = None  # that was begun anew
     events: BinaryIO | None = None
-    errors: BinaryIO | None = None  # what the process writes to its standard error
-    first: int = 0  # call that the process began with
+    errors: BinaryIO | None = None  # the process's standard error
+    first: int = 0  # the first call of the process
     call: int | None = None  # the running one
     surface: str = ""
     title: str = ""
@@ -92,11 +92,9 @@ class Chunk:
 class Runner:
     """Runs scenarios in processes, `jobs` at a time.
 
-    calls_of: the calls of a scenario; runs in the process of the chunk.
-    calls_of_scenario: so many at most.
-    scenarios: of a chunk.
-    command: begins the process of a chunk, which then calls `work`: given the chunk, the descriptor that
-    takes its events, and the seconds that are left.
+    calls_of: the calls of a scenario; runs in the process of the chunk. calls_of_scenario: their maximum
+    number. scenarios: per chunk. command: starts the process of a chunk, which then calls `work` with the
+    chunk, the descriptor for its events, and the seconds left.
         None: the process is forked, which is quicker, and cannot be with a GPU.
     limit: seconds that a call may take.
     """
@@ -123,11 +121,11 @@ class Runner:
         self.tally = Tally()
 
     def run(self, first: int, last: int | None, seconds: float | None) -> Tally:
-        """Scenarios from `first` to `last` - 1; begins none after so many seconds."""
+        """Runs scenarios `first` to `last` - 1; starts none after this many seconds."""
         deadline = time.monotonic() + seconds if seconds is not None else None
         selector = selectors.DefaultSelector()
         running: list[Chunk] = []
-        waiting: list[Chunk] = []  # what is left of chunks whose process died
+        waiting: list[Chunk] = []  # the rest of chunks whose process died
         upcoming = first
         try:
             while True:
@@ -265,7 +263,7 @@ class Runner:
             )
 
     def _hung(self, chunk: Chunk) -> None:
-        os.kill(chunk.pid, signal.SIGABRT)  # faulthandler says where it was
+        os.kill(chunk.pid, signal.SIGABRT)  # faulthandler prints where it was
         time.sleep(0.5)
         os.kill(chunk.pid, signal.SIGKILL)
         self._wait(chunk)
@@ -280,10 +278,10 @@ class Runner:
             call,
             chunk.first,
         )
-        chunk.next += 1  # what is left of this scenario is not called
+        chunk.next += 1  # the rest of this scenario is skipped
 
     def _wait(self, chunk: Chunk) -> int:
-        """The exit status of the process; of a signal the negative number."""
+        """The exit status of the process, or the negative number of its signal."""
         status = (
             os.waitstatus_to_exitcode(os.waitpid(chunk.pid, 0)[1])
             if chunk.process is None
@@ -293,7 +291,7 @@ class Runner:
         return status
 
     def _stack(self, chunk: Chunk) -> str:
-        """The innermost frames of what the process wrote when it died."""
+        """The innermost frames of the output of a process that died."""
         assert chunk.errors is not None
         chunk.errors.seek(0)
         lines = chunk.errors.read().decode(errors="replace").splitlines()

@@ -26,7 +26,8 @@ GARBAGE = -(2**31)
 
 
 class Buffers:
-    """What an engine fills before each replay. Requests beyond a batch have no row and no token."""
+    """The buffers that an engine fills before each replay. Requests beyond a batch have no rows and no
+    tokens."""
 
     def __init__(self, spec: cases.Spec, device: torch.device) -> None:
         """`spec`: heads, dtype, page size, the table's form and dtypes of all batches."""
@@ -98,7 +99,7 @@ def _fill(buffer: Tensor, values: Tensor, rest: int) -> None:
 
 
 def captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A function that replays `step`, which has run once already."""
+    """A function that replays `step`, which has already run once."""
     if device.type == "cpu":
         return step
     graph = torch.cuda.CUDAGraph()

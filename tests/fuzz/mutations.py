@@ -1,4 +1,4 @@
-"""How arguments are made wrong: one at a time, and only in ways that cannot be right by luck."""
+"""How arguments are made wrong: one at a time, and only in ways that cannot be valid by accident."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_CHOICES = (3.5, "x", [1], object(), {}, torch.int8)
 
 
 class Wrapper(Tensor):
-    """A tensor with a shape and a dtype, and no memory of its own."""
+    """A tensor with a shape and a dtype, but no memory."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
@@ -74,7 +74,7 @@ def _of_other_dimensions(rng: numpy.random.Generator, tensor: Tensor, kind: Tens
 
 
 def _of_another_size(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
-    """A dimension one longer or shorter; the rest as it was, strides too where they can be."""
+    """Makes a dimension longer or shorter by one. The rest stays, including strides if possible."""
     if not kind.exact:
         return None
     dim = kind.exact[rng.integers(len(kind.exact))]
@@ -88,7 +88,7 @@ def _of_another_size(rng: numpy.random.Generator, tensor: Tensor, kind: TensorAr
 
 
 def _with_gaps(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
-    """The last dimension not contiguous. One element, or none, has no stride."""
+    """The last dimension is not contiguous. With at most one element there is no stride."""
     if tensor.ndim == 0 or tensor.shape[-1] < 2 or tensor.numel() == 0:
         return None
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
@@ -119,7 +119,7 @@ def _negative(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument)
 
 
 def _conjugate(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
-    """A conjugate view (of a wrong dtype, too), or its imaginary part, which has the negative bit."""
+    """A conjugate view (also with a wrong dtype), or its imaginary part, which has the negative bit."""
     if not tensor.dtype.is_floating_point or tensor.numel() == 0:
         return None
     conjugate = torch.complex(tensor.float(), tensor.float()).conj()
@@ -131,7 +131,7 @@ def _conjugate(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument
 
 
 def _sparse(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
-    """Sparse formats, a quantised one, one of a library."""
+    """Sparse formats, a quantized one, and a library's."""
     if tensor.numel() == 0:
         return None
     style = rng.integers(4)
@@ -153,7 +153,7 @@ def _with_gradient(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgu
 
 
 def _over_itself(rng: numpy.random.Generator, tensor: Tensor, kind: TensorArgument) -> Tensor | None:
-    """An output all of whose elements of a dimension are the same memory."""
+    """An output in which all elements of a dimension share the same memory."""
     dims = [dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1]
     if not kind.written or not dims or tensor.numel() == 0:
         return None
@@ -192,7 +192,7 @@ _DISAGREE = (
 
 def _wrong_ints(kind: IntArgument, value: object) -> Iterator[tuple[str, object]]:
     valid = value if isinstance(value, int) else max(kind.low, 0)
-    # some are right once they are cut
+    # some are valid after truncation
     edges = {
         kind.low - 1,
         kind.high + 1,
@@ -238,7 +238,7 @@ def _wrong_choices(kind: ChoiceArgument, value: object) -> Iterator[tuple[str, o
 
 
 def _wrong_argument(rng: numpy.random.Generator, call: Call, name: str, kind: Argument) -> Wrong | None:
-    """One way to make this argument wrong; None where the way that was picked does not apply."""
+    """One way to make this argument wrong; None if the selected way does not apply."""
     value = call.arguments[name]
     names = kind.named or (name,)
     if isinstance(kind, TensorArgument):
@@ -262,7 +262,7 @@ def _wrong_argument(rng: numpy.random.Generator, call: Call, name: str, kind: Ar
 
 
 def _wrong_signature(rng: numpy.random.Generator, call: Call) -> Wrong:
-    """An argument that is missing, or one too many."""
+    """A missing argument, or one too many."""
     needed = [
         name
         for name, kind in call.kinds.items()
@@ -286,15 +286,15 @@ def with_wrong_argument(rng: numpy.random.Generator, call: Call) -> Call:
             else:
                 name = list(call.kinds)[rng.integers(len(call.kinds))]
                 wrong = _wrong_argument(rng, call, name, call.kinds[name])
-        except (RuntimeError, NotImplementedError):  # torch does not make such a tensor
+        except (RuntimeError, NotImplementedError):  # torch cannot make such a tensor
             continue
         if wrong is not None and wrong.how not in call.without:
             return replace(call, arguments=call.arguments | {wrong.argument: wrong.value}, wrong=wrong)
 
 
 def with_harmless_argument(rng: numpy.random.Generator, call: Call) -> Call:
-    """The call with a tensor of another class, or one that requires a gradient where none is recorded; as
-    right as it was.
+    """The call with a tensor of another class, or one that requires a gradient while none is recorded; as
+    valid as before.
     """
     names = [
         name
@@ -326,7 +326,8 @@ def with_harmless_argument(rng: numpy.random.Generator, call: Call) -> Call:
 
 
 def around(rng: numpy.random.Generator, call: Call) -> Iterator[Call]:
-    """A call, wrong ones made from it, and now and then itself again: a refusal must have changed nothing."""
+    """A call, wrong calls made from it, and sometimes the original again: a refusal must not have changed
+    anything."""
     if rng.random() < 0.75:
         yield with_harmless_argument(rng, call) if rng.random() < 0.1 else call
     for _ in range(int(rng.integers(1, 4))):

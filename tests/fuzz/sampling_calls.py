@@ -1,5 +1,5 @@
-"""Scenarios of sampling: every function, with parameters of all kinds, rows that cannot be sampled among
-them.
+"""Scenarios of sampling: every function, with parameters of all kinds, including rows that cannot be
+sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .steps import INDEX, Arguments, Kinds
 
 INF = math.inf
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# the weights of tokens are this good: a threshold may fall on either side of a token that is closer
+# the precision of token weights: a threshold may fall on either side of a closer token
 RELATIVE = 2e-6
 
 
@@ -41,13 +41,13 @@ def random_logits(rng: numpy.random.Generator, batch: int, vocab: int) -> Tensor
         logits = logits.round()
     if rng.random() < 0.3:
         logits = logits.masked_fill(torch.from_numpy(rng.random((batch, vocab)) < 0.2), -INF)
-    if batch and rng.random() < 0.15:  # a row that cannot be sampled, perhaps
+    if batch and rng.random() < 0.15:  # perhaps a row that cannot be sampled
         logits[rng.integers(batch), rng.integers(vocab)] = float(rng.choice([math.nan, INF, -INF]))
     return logits
 
 
 def with_row_stride(rng: numpy.random.Generator, values: Tensor, device: torch.device) -> Tensor:
-    """On the device; a slice of wider rows, perhaps."""
+    """On the device, perhaps as a slice of wider rows."""
     if rng.random() < 0.7:
         return values.to(device)
     room = torch.full(
@@ -85,7 +85,7 @@ class Parameters:
         self.values: dict[str, list[Any]] = {}
 
     def add_float(self, name: str, choices: list[float | None], wrong: tuple[float, ...] = ()) -> None:
-        """Values are float32's, as the kernels take them."""
+        """Values are float32, as kernels read them."""
         rounded = [None if value is None else float(numpy.float32(value)) for value in choices]
         self._add(
             name,
@@ -124,7 +124,7 @@ class Parameters:
             "position", [None, 0, 1, 77, 2**31 - 1] if self.rng.random() < 0.5 else [None, 2**40, 2**62, 5]
         )
         self.values["position"] = [value or 0 for value in self.values["position"]]
-        # where there is no position either, draws come from torch's generator
+        # without a position too, draws come from torch's generator
         self.kinds["seed"] = replace(self.kinds["seed"], optional=True)
 
     def add_filters(self, vocab: int) -> None:
@@ -137,7 +137,7 @@ class Parameters:
 
 
 def shift(settings: dict[str, Any], factor: float) -> dict[str, Any]:
-    """Settings that keep a little more (factor above 0), or a little less."""
+    """Settings that keep slightly more (factor above 0), or slightly less."""
     shifted = dict(settings)
     if shifted.get("top_p") is not None:
         shifted["top_p"] *= 1 + factor
@@ -147,8 +147,8 @@ def shift(settings: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int, position: int) -> None:
-    """One row [vocab], float64, that can be sampled: the token survives, and of those that do it wins the
-    race.
+    """One row [vocab], float64, that can be sampled: the token survives and wins the race among the
+    survivors.
     """
     temperature = settings.get("temperature", 1.0)
     if temperature == 0:
@@ -157,7 +157,7 @@ def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int,
         )
         return
     more, less = keeps(logits, **shift(settings, RELATIVE)), keeps(logits, **shift(settings, -RELATIVE))
-    # at a large temperature all are about as likely as the most likely one
+    # at a high temperature all tokens are about as likely as the most likely one
     if (settings.get("min_p") or 0.0) * (1 + RELATIVE) >= 1:
         less &= logits == logits.max()
     assert bool(more[token]), f"token {token} does not survive"
@@ -171,7 +171,7 @@ def check_token(logits: Tensor, token: int, settings: dict[str, Any], seed: int,
 def mask_words(
     rng: numpy.random.Generator, batch: int, vocab: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """bool [batch, vocab], and int32 words, perhaps more than are needed, with bits beyond the vocabulary."""
+    """bool [batch, vocab], and int32 words, perhaps too many, with bits beyond the vocabulary."""
     words = (vocab + 31) // 32 + int(rng.integers(2))
     bits = torch.from_numpy(rng.random((batch, words * 32)) < rng.choice([0.1, 0.7, 1.0]))
     packed = (bits.view(batch, words, 32).long() << torch.arange(32)).sum(-1)
@@ -204,7 +204,7 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
         "num_top_logprobs": count,
         "logprobs_of": "tempered" if tempered else "logits",
         "out": out,
-        # what it holds does not matter
+        # its content does not matter
         "workspace": attn_backend.sampling_workspace(device).random_() if rng.random() < 0.3 else None,
         "row_ctas": random_row_ctas(rng, device),
     }
@@ -272,7 +272,8 @@ def sample_call(rng: numpy.random.Generator, device: torch.device) -> Call:
 
 
 def check_top(row: Tensor, expected: Tensor, top: Tensor, ids: Tensor) -> None:
-    """The most likely tokens, the lower id first among equals; what cannot be drawn is token 0 with -inf."""
+    """The most likely tokens; among equals, the lower id first. Token 0 with -inf replaces tokens that cannot
+    be drawn."""
     order = row.sort(descending=True, stable=True).indices
     order = order[row[order] > -INF][: len(top)]
     assert ids.tolist() == [*order.tolist(), *[0] * (len(top) - len(order))], f"top_token_ids {ids.tolist()}"
@@ -348,12 +349,12 @@ def _is_distribution(probs: Tensor) -> bool:
 
 
 def log_of(probs: Tensor) -> Tensor:
-    """Logits of probabilities; those below float32's normal numbers count as 0."""
+    """Logits of probabilities; values below float32's normal range count as 0."""
     return torch.where(probs >= 2.0**-126, probs.double(), 0.0).log()
 
 
 def rows_call(rng: numpy.random.Generator, device: torch.device) -> Call:
-    """The functions that write a row for each row."""
+    """The functions that write one output row for each row."""
     name = str(rng.choice(["softmax", "top_k_mask_logits", "top_k_renorm_probs", "top_p_renorm_probs"]))
     batch, vocab = shape_of(rng)
     of_probs = name.endswith("probs")
@@ -422,7 +423,7 @@ def _check_row(name: str, given: Tensor, row: Tensor, value: Any) -> None:
 def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
     batch, vocab, drafts = int(rng.integers(0, 4)), int(rng.choice([2, 20, 40])), int(rng.integers(0, 4))
     draft, target = random_probs(rng, batch, drafts, vocab), random_probs(rng, batch, drafts + 1, vocab)
-    if rng.random() < 0.4:  # all are accepted that the draft can give
+    if rng.random() < 0.4:  # all tokens that the draft can propose are accepted
         target[:, :drafts] = draft
     ids = torch.from_numpy(rng.integers(0, vocab, (batch, drafts)))
     if ids.numel() and rng.random() < 0.3:
@@ -483,7 +484,7 @@ def speculative_call(rng: numpy.random.Generator, device: torch.device) -> Call:
 
 
 def _check_acceptance(draft: float, target: float, accepted: bool) -> None:
-    """u * draft < target with u in [0, 1): what is certain of it."""
+    """u * draft < target with u in [0, 1): checks the certain cases."""
     assert not accepted or target > 0, "a token that the target does not give was accepted"
     assert accepted or not (target >= draft and target > 0), (
         "a token that the target gives more often than the draft was refused"

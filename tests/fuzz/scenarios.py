@@ -1,4 +1,4 @@
-"""Which calls there are: call number n of a seed belongs to scenario n // CALLS, which shares its objects and
+"""Which calls exist: call number n of a seed belongs to scenario n // CALLS, which shares its objects and
 depends on nothing else.
 """
 
@@ -39,8 +39,8 @@ NAMES = {make.__name__: make for make in SCENARIOS}
 
 
 def calls_of(seed: int, scenario: int, device: torch.device, names: Sequence[str] = ()) -> Iterator[Call]:
-    """The calls of one scenario, on one thread: there are as many processes as cores. names: of NAMES, the
-    only ones; none: all.
+    """The calls of one scenario, on one thread, since there is a process for each core. names: only these
+    from NAMES; none: all.
     """
     torch.set_num_threads(1)
     rng = numpy.random.default_rng([seed, scenario])

@@ -1,5 +1,5 @@
-"""Scenarios of sparse attention: selected_slots, through block tables and without, into tensors of its own
-and in place.
+"""Scenarios of sparse attention: selected_slots, with and without block tables, into separate tensors and in
+place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def selection_call(rng: numpy.random.Generator, case: selections.Case) -> Call:
     )
     kinds: Kinds = {
         "indices": TensorArgument(others=("out",), dtypes=INT32, leads=True),
-        # Without requests it must have as many rows as indices.
+        # Without requests it must have the same number of rows as indices.
         "block_table": TensorArgument(dtypes=INT32, others=("requests",), optional=not given["requests"]),
         "requests": TensorArgument(dtypes=INDEX, optional=not needs_requests),
         "page_size": IntArgument(low=1, high=case.page_stride, named=("page_size", "page_stride")),

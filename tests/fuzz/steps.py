@@ -1,6 +1,4 @@
-"""Steps of an engine as single calls: page table, cache, view, plan and run, with every argument of all of
-them.
-"""
+"""Steps of an engine as single calls: page table, cache, view, plan and run, with every argument of each."""
 
 from __future__ import annotations
 
@@ -31,11 +29,10 @@ Kinds = dict[str, Argument]
 
 @dataclass(frozen=True)
 class Step:
-    """What one step attends to: made from a case, or from a prefix forest.
+    """The input of one step: made from a case, or from a prefix forest.
 
     q, out, lse: with rows of padding; out and lse are NaN. expected: float64 o and lse of the view's rows, in
-    their order. shape: has dtype, sm_scale and logits_soft_cap. q_scale: of q of 8 bits. out_scale: of out of
-    8 bits.
+    order. shape: has dtype, sm_scale and logits_soft_cap. q_scale: for 8-bit q. out_scale: for 8-bit out.
     """
 
     q: Tensor
@@ -50,7 +47,7 @@ class Step:
 
 
 def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Arguments, Kinds]:
-    """The constructor that makes this table, what it is given, and what is known of that."""
+    """The constructor that makes this table, its arguments, and their properties."""
     surface = f"PageTable.{table.form}"
     indptr = TensorArgument(
         surface, ("kv_indptr",), ("kv_indices", "kv_last_page_len", "qo_indptr"), dtypes=INDEX, exact=(0,)
@@ -96,14 +93,14 @@ def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Argumen
 def cache_arguments(
     rng: numpy.random.Generator, kv: KVCache
 ) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
-    """A constructor of caches, and what it is given to make one that holds the same.
+    """A constructor of caches, and the arguments that make a cache with the same content.
 
-    `cache_page_size` is its page_size, a name that the table's has.
+    `cache_page_size` is its page_size; the table uses the same name.
     """
     make, arguments, kinds = _tensors_of_cache(rng, kv)
     if kv.dtype.itemsize == 1:
         for name, kind in kinds.items():
-            if isinstance(kind, TensorArgument):  # of another dtype it has no scales
+            if isinstance(kind, TensorArgument):  # with another dtype it has no scales
                 kinds[name] = replace(kind, others=(*kind.others, "k_scale", "v_scale"))
         for name, scale in (("k_scale", kv.k_scale), ("v_scale", kv.v_scale)):
             one = torch.ones(1, device=kv.device)
@@ -172,7 +169,7 @@ def _tensors_of_cache(
     arguments = {"k": kv.k.flatten(0, 1), "v": kv.v.flatten(0, 1)}
     if form == "ragged":
         return KVCache.from_ragged, arguments, kinds
-    # More tokens than there are slots: a cache of no page, which run() refuses.
+    # More tokens than slots: a cache without pages, which run() refuses.
     page_size = IntArgument(surface, ("page_size",), ("kv.k", "k"), low=1, high=MAX_INT32)
     return (
         KVCache.from_slots,
@@ -186,7 +183,7 @@ def without_prefix(given: Arguments, names: Arguments) -> Arguments:
 
 
 def plan_or_none(attention: Attention, composition: Composition | BSRView, q: Tensor, kv: KVCache) -> None:
-    """attention.plan; after a refusal there must be no plan, not even the one before."""
+    """attention.plan; after a refusal there must be no plan, not even the previous one."""
     try:
         attention.plan(composition)
     except ValueError:
@@ -202,12 +199,12 @@ def plan_or_none(attention: Attention, composition: Composition | BSRView, q: Te
 def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> Call:
     """plan and run of a step.
 
-    Some rows are listed, some q are shorter than the plan, some results are allocated by run.
+    Some rows are listed, some q are shorter than the plan, and run allocates some results.
     """
     view, shape, device = step.view, step.shape, step.q.device
     total = int(view.qo_indptr[-1])
     q, out, lse, places = step.q, step.out, step.lse, None
-    # torch does not write to some rows of a float8 tensor
+    # torch cannot write to some rows of a float8 tensor
     bits = torch.uint8 if q.element_size() == 1 else q.dtype
     if rng.random() < 0.2:
         places = torch.from_numpy(
@@ -215,7 +212,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         ).to(device)
         q = torch.full_like(step.q, torch.nan)
         q.view(bits)[places.long()] = step.q.view(bits)[:total]
-    if rng.random() < 0.15:  # rows of the plan beyond q's are not computed
+    if rng.random() < 0.15:  # rows of the plan beyond q are not computed
         rows = 0 if rng.random() < 0.4 else int(rng.integers(len(q) + 1))
         q, out, lse = q[:rows], out[:rows], lse[:rows]
     make_table, of_table, table_kinds = table_arguments(view.table)
@@ -310,7 +307,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
 
 
 def run_kinds(attention: Attention, q: Tensor, out_dtype: torch.dtype | None = None) -> Kinds:
-    """What is known of the arguments of run(). out_dtype: None: the object's."""
+    """The properties of the arguments of run(). out_dtype: None: the object's."""
     run = "Attention.run"
     return {
         "q": TensorArgument(run, others=("out", "lse"), dtypes=(attention.q_dtype,), exact=(1, 2)),
@@ -329,7 +326,7 @@ def check_result(
 ) -> None:
     """Compares with float64.
 
-    Nothing else may have been written: neither other rows, nor what lies around `out`.
+    Nothing else may have been written: no other rows, and nothing around `out`.
     """
     out, lse, out_scale = given["out"], given["lse"], given.get("out_scale")
     assert out is None or result is out, "run() did not return out"

@@ -15,11 +15,11 @@ from attn_backend import PageTable
 
 from .call import Wrong
 
-HIGH_BITS = 2**32  # an int64 that is right once it is cut to 32 bits
+HIGH_BITS = 2**32  # an int64 that becomes valid when truncated to 32 bits
 
 
 def with_value(tensor: Tensor, at: int | tuple[int, ...], value: int) -> Tensor | None:
-    """A copy with one element changed; None where the dtype does not hold the value."""
+    """A copy with one element changed; None if the dtype cannot hold the value."""
     if not torch.iinfo(tensor.dtype).min <= value <= torch.iinfo(tensor.dtype).max:
         return None
     changed = tensor.clone()
@@ -32,8 +32,7 @@ def wrong_values(
 ) -> list[Wrong]:
     """Ways to make one value wrong.
 
-    Only values that are read count: no page of a request without rows, no last length of a request without
-    pages.
+    Only values that are read: no page of a request without rows, no last length of a request without pages.
     """
     found: list[Wrong] = []
     batch = table.batch_size
@@ -48,7 +47,7 @@ def wrong_values(
             found.append(Wrong(argument, how, changed, names, reported=changed.is_cuda))
 
     def add_indptr(name: str, end: int, *names: str) -> None:
-        """end: the last element may not pass it."""
+        """end: the last element must not exceed it."""
         indptr = arguments[name]
         at = int(rng.integers(1, batch + 1))
         add(name, "does not begin at 0", 0, 1, *names)
@@ -77,7 +76,7 @@ def wrong_values(
         )
 
     lens = _kv_lens(table)
-    # All of these requests' rows are computed, and the last of them sees the last page.
+    # All rows of these requests are computed, and their last row sees the last page.
     read = (
         [i for i in range(batch) if lens[i] > 0 and qo_indptr[i + 1] > qo_indptr[i]]
         if len(q) >= total and arguments["row_list"] is None
@@ -145,7 +144,7 @@ def wrong_values(
 
 
 def _kv_lens(table: PageTable) -> list[int]:
-    """Tokens of each request; of a table of pages at least one where it has pages."""
+    """Tokens of each request; in a page table, at least one if the request has pages."""
     if table.kv_lens is not None:
         return table.kv_lens.tolist()
     assert table.indptr is not None

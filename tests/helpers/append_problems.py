@@ -1,4 +1,4 @@
-"""Random problems of append_qkv, and what it should write, in float64."""
+"""Random problems of append_qkv, and the expected writes, in float64."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def expected(
 
 
 def large_positions() -> Tensor:
-    """Up to 10^6, the largest that a float32 holds exactly, and those around powers of two."""
+    """Up to 10^6, including powers of two and their neighbors, and the largest integer that float32 holds
+    exactly."""
     spread = torch.from_numpy(numpy.random.default_rng(5).integers(10**4, 10**6, 200))
     powers = 2 ** torch.arange(14, 24)
     return torch.cat([spread, powers - 1, powers, torch.tensor([10**5, 10**6, 2**24 - 1])])
@@ -92,12 +93,12 @@ def random_rotary(
 
 @dataclass
 class Problem:
-    """out: None for Q itself."""
+    """out: None: Q itself."""
 
     qkv: Tensor  # [tokens and some more, heads of Q, K and V, head_dim]
     num_qo_heads: int
     kv: KVCache
-    storage: Tensor  # of the cache, which has one page more
+    storage: Tensor  # of the cache, plus one page
     slots: Tensor
     positions: Tensor
     rotary: Rotary | None
@@ -136,7 +137,7 @@ class Problem:
                 check(kv.k[page, place], wanted_k[i])
                 assert torch.equal(kv.v[page, place], self.before[i, q_heads + HEADS :])
                 written += 1
-        # Everything else is as it was: NaN.
+        # Everything else is unchanged: NaN.
         assert int((~self.storage.isnan()).sum()) == 2 * written * HEADS * kv.head_dim
 
 
@@ -149,8 +150,8 @@ def empty_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[KVCache, Tensor]:
-    """A cache of NaN, and the tensor (or the two, as one) that it is a part of, which has one page more:
-    slots beyond the cache must not be written there either.
+    """A cache of NaN, and the tensor (or two, as one) that contains it, with one more page: slots beyond the
+    cache must not be written there either.
     """
 
     def full(*shape: int) -> Tensor:
@@ -185,7 +186,7 @@ def random_problem(seed: int, dtype: torch.dtype, device: torch.device) -> Probl
         dtype,
         device,
     )
-    # One projection's output, sometimes at an odd place; there may be padding after it.
+    # The output of one projection, sometimes at an odd offset, possibly with padding after it.
     offset = int(rng.integers(0, 2)) * int(rng.integers(0, 3))
     qkv = (
         torch.randn(tokens + 2, offset + (q_heads + 2 * HEADS) * head_dim, device=device)

@@ -1,8 +1,8 @@
-"""Which attention kernel the tests' objects use.
+"""The attention kernel that the tests' objects use.
 
-A GPU of compute capability 9.0 has two, unless ATTN_BACKEND_ARCH=sm_80: a random case takes one of them by
-its seed, always the same; a test with the fixture `kernel` runs with each, and fails if it does not ask
-kernel_of() for it.
+A GPU of compute capability 9.0 has two kernels, unless ATTN_BACKEND_ARCH=sm_80. A random case selects one by
+its seed, always the same. A test with the fixture `kernel` runs with each, and fails if it does not call
+kernel_of().
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GPU_KERNELS = ("hopper", "generic")
 
 @dataclass
 class Forced:
-    """What the fixture of a running test asks for. kernel: None on a CPU."""
+    """The kernel that the running test's fixture requests. kernel: None on a CPU."""
 
     kernel: str | None
     was_asked: bool = False
@@ -32,7 +32,7 @@ _forced: list[Forced] = []
 
 
 def is_available(kernel: str) -> bool:
-    """Whether this GPU runs it, by the build that it takes (ATTN_BACKEND_ARCH)."""
+    """Whether this GPU runs it, given the selected build (ATTN_BACKEND_ARCH)."""
     return arch_on(torch.device("cuda")) in manifest.DESIGNS[kernel].archs
 
 
@@ -55,7 +55,7 @@ def kernel_of(device: torch.device, seed: int = 0) -> str | None:
 
 @contextmanager
 def forced(kernel: str | None) -> Iterator[None]:
-    """Everything on a GPU uses this kernel, whatever its seed. None: on a CPU."""
+    """Everything on a GPU uses this kernel, for any seed. None: on a CPU."""
     _forced.append(Forced(kernel))
     try:
         yield
@@ -64,5 +64,5 @@ def forced(kernel: str | None) -> Iterator[None]:
 
 
 def was_asked() -> bool:
-    """Whether the running test has asked kernel_of(), if it is to use one kernel."""
+    """Whether the running test has called kernel_of(), if it must use one kernel."""
     return not _forced or _forced[-1].was_asked

@@ -1,4 +1,4 @@
-"""Random batches for the planners: lengths and tables without any K or V.
+"""Random batches for the planners: lengths and tables without K and V.
 
 Rows of the tables share pages at random.
 """
@@ -99,7 +99,7 @@ def _random_table(
 
 
 def _table(rng: numpy.random.Generator, rows: int, width: int, pad: int, device: torch.device) -> Tensor:
-    """Rows overlap, so that a table of long rows costs no memory."""
+    """Rows overlap, so a table of long rows needs no memory."""
     return _entries(rng, rows * (pad + 1) + width, device).as_strided((rows, width), (pad + 1, 1))
 
 
@@ -123,7 +123,7 @@ def _prefix_sum(lengths: numpy.ndarray) -> numpy.ndarray:
 
 
 def _damaged(rng: numpy.random.Generator, values: numpy.ndarray, valid: bool, limit: int) -> numpy.ndarray:
-    """Unless valid, now and then: wrong values in some places."""
+    """Unless valid, sometimes puts wrong values in some places."""
     if valid or rng.random() < 0.5:
         return values
     wrong = rng.choice(

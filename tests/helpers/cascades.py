@@ -1,5 +1,5 @@
-"""Cascades whose levels say where their rows and tokens stand, and attention over what each row sees of its
-request, in float64.
+"""Cascades whose levels give the positions of their rows and tokens, and float64 attention over the tokens
+that each row sees.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from attn_backend import Attention, Variant
 class Cascade:
     """Requests with shared prefixes.
 
-    `lens`: of each level, the tokens of its groups; `parents`: of each level but the first, the group above
-    each group; `qo_lens`: rows of the groups of the last level, which have at least as many tokens.
+    `lens`: the tokens of the groups of each level. `parents`: for each level except the first, the parent of
+    each group. `qo_lens`: rows of the groups of the last level, which have at least this number of tokens.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Cascade:
         longest: int = 500,
         max_rows: int = 29,
     ) -> Cascade:
-        """longest: of the shared levels; max_rows: of a request."""
+        """longest: bound for shared levels; max_rows: per request."""
         lens, parents = [[skewed(rng, longest, zero=0.1) for _ in range(int(rng.integers(1, 3)))]], []
         for _ in range(num_levels - 1):
             parents.append(
@@ -109,8 +109,8 @@ class Cascade:
         return make_attention(self.shape, self.q.device, variant=variant, **(room | options))
 
     def check(self, attention: Attention, seen: Any, variant_args: Any = None) -> None:
-        """seen(request, position of the row, positions of its request's tokens) -> which it sees, of those up
-        to its own.
+        """seen(request, position of the row, positions of its request's tokens) -> which of the tokens up to
+        its own it sees.
         """
         out = torch.full_like(self.q, torch.nan)
         lse = torch.full(self.q.shape[:2], torch.nan, device=self.q.device)

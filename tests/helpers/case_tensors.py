@@ -1,6 +1,6 @@
 """Tensors of a case.
 
-Unused slots of the cache, padding rows of q and what surrounds every tensor are NaN; unused entries of page
+Unused slots of the cache, padding rows of q and memory around every tensor are NaN; unused entries of page
 tables are not valid pages.
 """
 
@@ -26,9 +26,9 @@ class Case:
     spec: cases.Spec
     device: torch.device
     q: Tensor  # [rows + padding rows, num_qo_heads, head_dim]
-    k_slots: Tensor  # [slots, num_kv_heads, head_dim]: what the cache holds, slot by slot
+    k_slots: Tensor  # [slots, num_kv_heads, head_dim]: the content of the cache, slot by slot
     v_slots: Tensor  # [slots, num_kv_heads, head_dim_v]
-    slots: list[Tensor]  # int64 [kv_len] for each request: where its tokens are
+    slots: list[Tensor]  # int64 [kv_len] for each request: the slots of its tokens
     kv: KVCache
     view: BSRView
     out: Tensor  # [rows + padding rows, num_qo_heads, head_dim_v], NaN
@@ -39,7 +39,7 @@ class Case:
         return sum(self.spec.qo_lens)
 
     def attention(self, num_ctas: int | None = None, **changes: object) -> Attention:
-        """An Attention object with a little room to spare. `changes`: other arguments of Attention."""
+        """An Attention object with some spare room. `changes`: other arguments of Attention."""
         spec = self.spec
         arguments: dict[str, object] = {
             "max_rows": self.rows + 1 + spec.seed % 5,
@@ -65,9 +65,9 @@ class Case:
         return attention.run(self.q, self.kv, out=out, lse=lse, **given)
 
     def on_cpu(self) -> Case:
-        """What the oracle reads of it, on the CPU: for variants whose tensors lie there.
+        """The fields that the oracle reads, on the CPU: for variants whose tensors are there.
 
-        Results are the device's, as they were.
+        Results are the device's, unchanged.
         """
         return replace(
             self,
@@ -78,7 +78,7 @@ class Case:
         )
 
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
-        """float64 o and lse of the batch's rows. changes: to what the oracle is told."""
+        """float64 o and lse of the batch's rows. changes: to the oracle's arguments."""
         spec = self.spec
         return oracle.paged_attention(
             self.q,
@@ -149,7 +149,7 @@ def _allocate(spec: cases.Spec, rng: numpy.random.Generator) -> list[list[int]]:
         own: list[int] = []
         if i > 0 and rng.random() < spec.sharing:
             other = int(rng.integers(i))
-            full = min(kv_len, spec.kv_lens[other]) // spec.page_size  # whole pages that both fill
+            full = min(kv_len, spec.kv_lens[other]) // spec.page_size  # whole pages that both requests fill
             own = pages[other][: int(rng.integers(full + 1))]
         pages.append(own + [int(free.pop()) for _ in range(count - len(own))])
     return pages
@@ -219,7 +219,7 @@ def _make_view(
 
 
 def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, v_slots: Tensor) -> KVCache:
-    """Stores K and V, given slot by slot, the way `spec` says."""
+    """Stores K and V, given slot by slot, in the form that `spec` requests."""
     k = k_slots.unflatten(0, (-1, spec.page_size))  # [pages, page_size, heads, head_dim]
     v = v_slots.unflatten(0, (-1, spec.page_size))
     if spec.layout == "HND":
@@ -235,7 +235,7 @@ def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, 
         return KVCache.from_packed(_placed(torch.cat([k, v], dim=-1), spec, rng), spec.layout)
     if spec.cache_form == "ragged":
         return KVCache.from_ragged(_placed(k_slots, spec, rng), _placed(v_slots, spec, rng))
-    num_incomplete = int(rng.integers(spec.page_size))  # slots at the end that are no page
+    num_incomplete = int(rng.integers(spec.page_size))  # slots at the end that do not form a page
 
     def placed(slots: Tensor) -> Tensor:
         return _placed(
@@ -246,8 +246,8 @@ def _make_cache(spec: cases.Spec, rng: numpy.random.Generator, k_slots: Tensor, 
 
 
 def _placed(tensor: Tensor, spec: cases.Spec, rng: numpy.random.Generator) -> Tensor:
-    """A copy of `tensor`; if the case is strided, inside a larger tensor of NaN, its dimensions in any order
-    but for the last.
+    """A copy of `tensor`. If the case is strided, it lies inside a larger tensor of NaN, with its dimensions
+    except the last in any order.
     """
     if not spec.strided:
         return tensor.contiguous()
@@ -289,8 +289,8 @@ def check(
     tolerance: float | None = None,
     lse_tolerance: float = 0.0,
 ) -> None:
-    """Compares with the oracle; rows of padding must still be NaN. expected: on any device. tolerance: of the
-    output; None: its dtype's. lse_tolerance: if larger than that of all.
+    """Compares with the oracle; rows of padding must still be NaN. expected: on any device. tolerance: for
+    the output; None: the default of its dtype. lse_tolerance: if larger than the default.
     """
     tolerance = cases.TOLERANCE[case.spec.dtype] if tolerance is None else tolerance
     o_ref, lse_ref = (of.to(out.device) for of in (case.expected() if expected is None else expected))

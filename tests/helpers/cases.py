@@ -1,5 +1,5 @@
-"""Cases of attention: what one is (`Spec`), and random ones (`random_spec`). case_tensors.py makes tensors of
-them.
+"""Cases of attention: their definition (`Spec`), and random ones (`random_spec`). case_tensors.py makes their
+tensors.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ TABLE_FORMS = ("csr", "block_table", "token_slots", "ragged")
 CACHE_FORMS = ("tensor", "pair", "packed", "slots", "ragged")
 LAYOUTS = ("NHD", "HND")
 
-# How far from the oracle: ||o - ref|| / ||ref|| over a case; for one (row, head) ten times that; LSE
-# absolute.
+# Distance from the oracle: ||o - ref|| / ||ref|| over a case; ten times that for one (row, head); absolute
+# for LSE.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 LSE_TOLERANCE = 1e-3
 
 
 def lse_tolerance_of_transformed_q(dtype: torch.dtype, head_dim: int, sm_scale: float | None) -> float:
-    """How far lse may be off under a variant that transforms Q, whose rows are then rounded to dtype.
+    """Tolerance of lse under a variant that transforms Q, since its rows are then rounded to dtype.
 
-    A sine is right to some bits (2^-20 on a GPU), and an element that lies near the middle of two numbers of
-    dtype may be rounded to the other one: for an element of 2 to 4 these are 2 eps apart, which the mean of K
-    there multiplies, up to about 2. This happens to one element in many thousands.
+    A sine has limited precision (2^-20 on a GPU), so an element near the middle of two dtype values may round
+    to the other one. For an element of 2 to 4 these are 2 eps apart, and the mean of K there, up to about 2,
+    multiplies that. This happens to one element in many thousands.
     """
     return 4 * torch.finfo(dtype).eps * (head_dim**-0.5 if sm_scale is None else abs(sm_scale))
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A batch, how it is stored and what is computed.
+    """A batch, its storage form, and the computation.
 
     Everything else (data, order of pages, strides) follows from `seed`.
     """
@@ -55,9 +55,9 @@ class Spec:
     sm_scale: float | None = None
     num_ctas: int | None = None
     sharing: float = 0.0  # probability that a request begins with the pages of an earlier one
-    run_pages: int = 1  # this many pages follow one another, then others
-    padding_rows: int = 0  # rows of q and out beyond those of the batch
-    strided: bool = False  # q, out, K and V are slices of larger tensors, in any order of dimensions
+    run_pages: int = 1  # length of runs of consecutive pages
+    padding_rows: int = 0  # additional rows of q and out after the batch
+    strided: bool = False  # q, out, K and V are slices of larger tensors, dimensions in any order
     aligned: bool = False  # their rows start at multiples of 16 bytes: always so on a GPU
     # qo_indptr, kv_indptr, kv_last_page_len, kv_lens, rows: int64 instead of int32
     int64: tuple[bool, ...] = (False,) * 5
@@ -74,7 +74,7 @@ class Spec:
 def random_spec(seed: int, device_type: str) -> Spec:
     """The case number `seed`.
 
-    The same seed gives much the same case on both device types, with what CUDA does not have left out.
+    The same seed gives similar cases on both device types, without features that CUDA lacks.
     """
     rng = numpy.random.default_rng(seed)
     on_cpu = device_type == "cpu"
@@ -135,7 +135,7 @@ def _random_lengths(
             ["decode", "prefill", "chunk", "verify", "mixed", "odd"], p=[0.3, 0.15, 0.2, 0.1, 0.15, 0.1]
         )
     )
-    # multiplications of q . k, of which a GPU makes more in the same time
+    # multiplications of q . k; a GPU does more in the same time
     budget = (2e8 if longest < 8192 else 5e8) / (4 if on_cpu else 1)
     qo_lens, kv_lens = [], []
     for _ in range(batch):

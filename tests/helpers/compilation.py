@@ -1,5 +1,5 @@
-"""What tests compile with g++, kept in the user's cache: compiled once for all workers, and again when a file
-that it is made of has changed.
+"""Libraries that tests compile with g++ into the user's cache: compiled once for all workers, and again if an
+input file has changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
-# takes a quarter of the time, for 200 libraries
+# a quarter of the time, for 200 libraries
 LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 
 
@@ -28,7 +28,7 @@ def compile_object(
     header: str | None = None,
     precompiled: Path | None = None,
 ) -> Path:
-    """`target`, which stays what it is if it exists.
+    """Compiles `target`, unless it exists.
 
     Args:
         options: of g++.
@@ -60,9 +60,9 @@ def compile_object(
 
 
 def with_intrinsics(command: Sequence[str], options: Sequence[str]) -> list[str]:
-    """A compiler's command under which <immintrin.h> is read before the source, precompiled: a fifth of what
-    it takes to compile a variant for a CPU. The precompiled header names no file of a checkout, so it is kept
-    in the cache.
+    """A compiler command that reads a precompiled <immintrin.h> before the source: a variant for a CPU
+    compiles in a fifth of the time. The precompiled header names no file of a checkout, so it is kept in the
+    cache.
     """
     version = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True).stdout
     made = _cache_folder() / f"intrinsics-{_sha256(json.dumps([*command, version, *options]).encode())[:32]}"
@@ -81,7 +81,7 @@ def with_intrinsics(command: Sequence[str], options: Sequence[str]) -> list[str]
 
 
 def link(target: Path, objects: Sequence[Path]) -> Path:
-    """`target`, a shared library, which stays what it is if it exists."""
+    """Links `target`, a shared library, unless it exists."""
     if not target.exists():
         partial = _partial(target)
         subprocess.run(
@@ -92,7 +92,7 @@ def link(target: Path, objects: Sequence[Path]) -> Path:
 
 
 def _partial(target: Path) -> Path:
-    """Renamed when it is whole: workers may share its folder."""
+    """Renamed when complete, since workers may share its folder."""
     return target.with_name(f"{target.name}.{os.getpid()}")
 
 
@@ -141,7 +141,7 @@ def _compile(
     made_of.unlink(missing_ok=True)
     if header is not None:
         (entry / "kernels.h").write_text(header)
-    # of whose headers the compiler no longer says that it has read them
+    # the compiler does not list its headers as read
     precompiled = [] if common is None else [common]
     folders = [f"-I{folder}" for folder in (*precompiled, *includes, entry)]
     subprocess.run(
@@ -168,7 +168,7 @@ def _compile(
 
 
 def _names_in(dependencies: Path) -> set[str]:
-    """Names of the files that g++ has read, by what it has written for make."""
+    """Names of the files that g++ has read, from its make dependencies."""
     return {_name(Path(path)) for path in dependencies.read_text().replace("\\\n", " ").split()[1:]}
 
 
@@ -179,8 +179,8 @@ def _is_current(entry: Path) -> bool:
 
 @cache
 def _digests() -> dict[str, str]:
-    """Digests of the files that may be included, by their names; by "" that of these names, since a new file
-    may be found before another one.
+    """Digests of the files that may be included, by name. The key "" has the digest of these names, since a
+    new file may shadow another one.
     """
     folders = (ROOT / "csrc", ROOT / "tests" / "csrc")
     files = {

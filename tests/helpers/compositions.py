@@ -21,7 +21,7 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class Shape:
-    """What is the same for all levels."""
+    """Properties shared by all levels."""
 
     num_kv_heads: int
     group_size: int
@@ -49,7 +49,7 @@ class Memory:
     kv: KVCache
     page_size: int
     pages: list[list[int]]  # of each segment
-    slots: list[Tensor]  # int64, of each segment: where its tokens are
+    slots: list[Tensor]  # int64, for each segment: the slots of its tokens
 
     def table(self, rng: numpy.random.Generator, segments: list[int]) -> PageTable:
         """A table whose request i is the segment segments[i], in any form."""
@@ -64,8 +64,8 @@ class Memory:
 
 @dataclass
 class Seen:
-    """What some rows of Q see: all tokens of `shared`, and of `own` all or, if causal, those up to the row's
-    position in it and inside its window.
+    """Tokens that some rows of Q see: all of `shared`; of `own` all or, if causal, the tokens up to the row's
+    position and inside its window.
     """
 
     rows: list[int]
@@ -136,8 +136,8 @@ class Problem:
                     )
                     attend([row], torch.cat([shared, own[begin:end]]), False)
             elif seen.causal:
-                # Rows in front of their own tokens see the shared ones only; the others stand at the end of
-                # all tokens.
+                # Rows before their own tokens see only the shared ones; the others are at the end of all
+                # tokens.
                 first = max(len(rows) - len(own), 0)
                 attend(rows[:first], shared, False)
                 attend(rows[first:], torch.cat([shared, own]), True)
@@ -237,9 +237,9 @@ def memory_of_pages(
     num_pages: int,
     copies: Sequence[tuple[int, int, int]] = (),
 ) -> Memory:
-    """Segments whose pages are given; they may share some.
+    """Segments with the given pages, possibly shared.
 
-    `copies`: page, page that begins with a copy of it, tokens of it (all in use, or none is copied).
+    `copies`: page, a page that begins with a copy of it, copied tokens (all are used, or none is copied).
     """
     size = shape.page_size
     slots = [
@@ -283,8 +283,8 @@ def random_table(
     form: str | None = None,
     unused: int = -(2**31),
 ) -> PageTable:
-    """The table of requests with these pages and lengths, in any form or the one that is given; entries that
-    are not used are `unused`, no page.
+    """The table of requests with these pages and lengths, in a random or the given form; unused entries are
+    `unused`, which is no page.
     """
     size, dtype = page_size, [torch.int32, torch.int64][rng.integers(2)]
     form = str(rng.choice(["csr", "block_table", "token_slots"])) if form is None else form
@@ -339,7 +339,7 @@ def make_problem(
 
 
 def random_forest(rng: numpy.random.Generator, depth: int) -> list[int]:
-    """The parent of each node of a random forest of this depth, in any order with parents in front."""
+    """The parent of each node of a random forest of this depth, in any order with parents first."""
     parents, key = [-1] * int(rng.integers(1, 4)), []
     level = list(range(len(parents)))
     for _ in range(depth):
@@ -421,7 +421,7 @@ def cascade_problem(
         tables.append(memory.table(rng, list(rows_of)))
     if window_left < 0:
         composition = Composition.cascade(qo_indptrs, tables, causal=causal)
-    else:  # a window inside the last level's own KV
+    else:  # a window inside the last level's KV
         shared = [
             BSRView(qo_indptr, table, causal=False)
             for qo_indptr, table in zip(qo_indptrs[:-1], tables[:-1], strict=True)
@@ -447,7 +447,7 @@ def cascade_problem(
 
 
 def views_with_row(device: torch.device, row: int) -> tuple[Memory, list[Composition]]:
-    """Rows of Q 0 .. 5, one of them replaced by `row`: in one level, and in each of two."""
+    """Rows 0 .. 5 of Q, one of them replaced by `row`: in one level, and in each of two."""
     rng = numpy.random.default_rng(0)
     memory = make_memory(rng, Shape(2, 4, 64, torch.bfloat16, 4, None), device, [30, 9, 70])
     qo_indptr = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)

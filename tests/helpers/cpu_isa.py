@@ -1,5 +1,5 @@
-"""Instruction sets of the CPU kernels, and whether this machine has them: what it lacks would silently be
-replaced by the best that it has.
+"""Instruction sets of the CPU kernels, and whether this machine has them. The library would silently replace
+a missing one with the best available.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ int main() { return static_cast<int>(attn::cpu::current_isa()); }
 
 
 def environment(isa: str) -> dict[str, str]:
-    """The environment of a process that uses `isa`; skips the test where this CPU has no `isa`, or that
-    cannot be known.
+    """The environment of a process that uses `isa`; skips the test if this CPU lacks `isa`, or if that is
+    unknown.
     """
     if COMPILER is None:
         pytest.skip("needs g++, to ask for the instruction sets of this CPU")
@@ -37,7 +37,8 @@ def environment(isa: str) -> dict[str, str]:
 
 @cache
 def used(wanted: str) -> str:
-    """What the library uses when `wanted` is asked for: csrc/common/cpu/isa.cpp, compiled alone."""
+    """The instruction set that the library uses if `wanted` is requested; compiles only
+    csrc/common/cpu/isa.cpp."""
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder) / "isa.cpp", Path(folder) / "isa"
         source.write_text(PROGRAM)

@@ -1,5 +1,5 @@
-"""The attention kernels and merge on a CPU (tests/csrc/device_attention.cpp), in the place of the CPU's own:
-the schedule is what `plan` made.
+"""The attention kernels and merge on a CPU (tests/csrc/device_attention.cpp) instead of the CPU's own; `plan`
+made the schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.native import DTYPES, KV_DTYPES, kv_element_of, values_of
 
 KERNELS = ("generic", "hopper")
-# Structs of tests/csrc/slanted_variant.h, by the names that a DeviceAttention has for them.
+# Structs of tests/csrc/slanted_variant.h, by their names in DeviceAttention.
 TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
 
 # Caches that TMA loads in different ways, or that are gathered: changes of a cases.Spec.
@@ -112,8 +112,8 @@ def library(
     float8_q: bool = False,
     float8_out: bool = False,
 ) -> ctypes.CDLL:
-    """The kernels of a design for one dtype, widths of heads, variant and dtype of the cache, compiled into
-    `folder`, or found there. float8_q: Q has the dtype of the cache. float8_out: O is of 8 bits.
+    """The kernels of a design for one dtype, head widths, variant and cache dtype, compiled into `folder`
+    unless they exist. float8_q: Q has the dtype of the cache. float8_out: O has 8 bits.
 
     Args:
         variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -147,7 +147,7 @@ def library(
 
 
 class DeviceAttention:
-    """`plan` and `run` of an Attention object on the CPU, whose runs are those of its `kernel`.
+    """`plan` and `run` of an Attention object on the CPU; runs use its `kernel`.
 
     Args:
         folder: for the compiled kernels.
@@ -163,7 +163,7 @@ class DeviceAttention:
         self, folder: Path, attention: Attention, kernel: str, seed: int = 0, variant: str | Variant = "sinks"
     ) -> None:
         dims = HeadDims(attention.head_dim, attention.head_dim_v)
-        # Of outputs of dtype, and of those of 8 bits: compiled when the first run asks for them.
+        # For outputs of dtype and for 8-bit outputs: compiled when the first run needs them.
         of_kernels = (
             folder,
             kernel,
@@ -202,7 +202,7 @@ class DeviceAttention:
         q_scale: Tensor | float | None = None,
         out_scale: Tensor | float | None = None,
     ) -> Tensor:
-        """As Attention.run. slope: of "slanted" and "placed".
+        """Like Attention.run. slope: for "slanted" and "placed".
 
         Raises:
             emulation.DeviceError: a kernel does something wrong.

@@ -37,7 +37,7 @@ def random_shape(rng: numpy.random.Generator, number: int) -> Shape:
 def batch_for(
     rng: numpy.random.Generator, shape: Shape, seed: int, options: dict[str, object]
 ) -> forests.Batch:
-    """A random batch; the first of a batch invariant plan has requests that are cut into chunks."""
+    """A random batch; the first of a batch invariant plan has requests that are split into chunks."""
     if seed > 0 or options != {"batch_invariant": True}:
         cost = shape.num_kv_heads * shape.head_dim * 16
         return forests.random_batch(
@@ -65,8 +65,8 @@ def run_forest(
     variant: str | Variant = "sinks",
     **arguments: Any,
 ) -> tuple[forests.Problem, int]:
-    """What `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch invariant
-    plan.
+    """Rows that `plan` itself puts into several row groups: shared prefixes, and the chunks of a batch
+    invariant plan.
 
     Args:
         folder, kernel, seed, variant: as of DeviceAttention.

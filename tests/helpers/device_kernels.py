@@ -1,4 +1,4 @@
-"""Append and sampling on a CPU by the device's kernels (tests/csrc/device_kernels.cpp)."""
+"""Append and sampling on a CPU with the device's kernels (tests/csrc/device_kernels.cpp)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def append_kv(
 ) -> None:
     """k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim].
 
-    Elements of any type: bytes are copied.
+    Elements of any type, since bytes are copied.
     """
     pointers = (ctypes.c_void_p * 5)(*(t.data_ptr() for t in (k, v, k_cache, v_cache, slots)))
     strides = (ctypes.c_int64 * 10)(
@@ -51,7 +51,7 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """o [rows, states, heads, head_dim], or with an int64 indptr [states, heads, head_dim]; lse likewise.
 
-    Rows that the mask leaves alone are NaN.
+    Rows that the mask excludes are NaN.
     """
     rows = o.shape[0] if indptr is None else len(indptr) - 1
     out, out_lse = (

@@ -1,4 +1,4 @@
-"""Device code, compiled for this CPU with tests/csrc/emulated/ in the place of CUDA."""
+"""Device code, compiled for this CPU with tests/csrc/emulated/ instead of CUDA."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TESTS = ROOT / "tests" / "csrc"
 
 
 class DeviceError(AssertionError):
-    """What the emulation found wrong with a kernel: threads that wait for ever, memory that is read too
+    """An error that the emulation found in a kernel: threads that wait forever, memory that is read too
     early, ...
     """
 
 
-# Without GNU's unique symbols: every library of a process has its own inline variables.
+# Without GNU's unique symbols, so that each library of a process has separate inline variables.
 _FLAGS = ["-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-gnu-unique"]
 _INCLUDES = [TESTS / "emulated", ROOT / "csrc", TESTS]
 
@@ -32,7 +32,7 @@ def build(
     options: Sequence[str] = (),
     precompiled: Path | None = None,
 ) -> ctypes.CDLL:
-    """A library in `folder`, compiled from `source` and the emulation unless it is there (compilation.py).
+    """A library in `folder`, compiled from `source` and the emulation unless it exists (compilation.py).
 
     Args:
         header: text of kernels.h, which the source may include; another one makes another library.
@@ -45,14 +45,14 @@ def build(
 
 
 def cuda_emulation(folder: Path) -> Path:
-    """What every library has of the emulation."""
+    """The functions of the emulation that every library has."""
     return compile_object(
         folder / "cuda_emulation.o", TESTS / "emulated" / "cuda_emulation.cpp", [*_FLAGS, "-O2"], _INCLUDES
     )
 
 
 def check(failure: bytes | None) -> None:
-    """failure: what a function of a library returns, whose `restype` is c_char_p.
+    """failure: the result of a library function whose `restype` is c_char_p.
 
     Raises:
         DeviceError: it is not None.

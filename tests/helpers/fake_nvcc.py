@@ -1,4 +1,4 @@
-"""Compilers that are not, and what they make: for tests of how kernels are compiled and kept."""
+"""Fake compilers and their output, for tests of how kernels are compiled and cached."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FATBIN = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 8) + b"a kernel"
 
 
 def cubin(code: bytes = b"machine code") -> bytes:
-    """An ELF file for a GPU: header, one section of `code`, one of zeros that the file does not hold, the
-    table of sections.
+    """An ELF file for a GPU: header, one section of `code`, one section of zeros that occupies no file space,
+    and the section table.
     """
     table = 64 + len(code)
     header = (
@@ -30,8 +30,8 @@ def cubin(code: bytes = b"machine code") -> bytes:
 
 
 def fake_nvcc(path: Path, body: str, version: str = "Build fake.1") -> Path:
-    """A shell script that answers to --version, and else does `body`, where $out is the output's path; each
-    time it adds a line to PATH.runs.
+    """A shell script that answers --version and otherwise runs `body`, with the output's path in $out; each
+    run adds a line to PATH.runs.
     """
     begin = (
         f'if [ "$1" = --version ]; then echo "fake compiler"; echo "{version}"; exit; fi\necho run >> '
@@ -43,8 +43,8 @@ def fake_nvcc(path: Path, body: str, version: str = "Build fake.1") -> Path:
 
 
 class FakeKernels:
-    """A folder with the source of one kernel `k`, a cache, a folder for temporary files, and a compiler that
-    makes `cubin()` and says `a report`.
+    """A folder with the source of one kernel `k`, a cache, a temporary folder, and a compiler that writes
+    `cubin()` and prints `a report`.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +63,12 @@ class FakeKernels:
         cubins.find_kernel.cache_clear()
 
     def runs(self) -> int:
-        """How often the compiler was asked to compile."""
+        """The number of compilations."""
         log = Path(f"{self.nvcc}.runs")
         return len(log.read_text().splitlines()) if log.exists() else 0
 
     def files(self) -> list[str]:
-        """Names of all files in the cache and among the temporary ones."""
+        """Names of all files in the cache and in the temporary folder."""
         return sorted(
             path.name
             for folder in (self.cache, self.temporary)

@@ -28,8 +28,8 @@ def attention(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [q_len, heads, head_dim] and lse [q_len, heads] to base 2. mask: bool [q_len, kv_len], in the place
-    of causal. rope: (scale, theta).
+    """o [q_len, heads, head_dim] and lse [q_len, heads] to base 2. mask: bool [q_len, kv_len], replaces
+    causal. rope: (scale, theta).
     """
     q, k, v = q.cpu().double(), k.cpu().double(), v.cpu().double()
     q_len, heads, head_dim = q.shape
@@ -72,7 +72,7 @@ def rotated(
     rotary_dim: int | None = None,
     interleave: bool = False,
 ) -> Tensor:
-    """x [rows, heads, head_dim] in float64, turned by the angles of its rows' positions."""
+    """x [rows, heads, head_dim] in float64, rotated by the angles of its rows' positions."""
     x = x.cpu().double()
     rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
     angles = (
@@ -93,7 +93,7 @@ def rotated(
 
 @dataclass
 class Batch:
-    """Requests over a paged cache, and the same K and V one after another."""
+    """Requests over a paged cache, and the same K and V stored contiguously."""
 
     q: Tensor
     k: Tensor
@@ -139,7 +139,7 @@ def make_batch(
     device: str = "cpu",
     seed: int = 0,
 ) -> Batch:
-    """Pages lie anywhere in the cache; unused tokens hold large numbers."""
+    """Pages are anywhere in the cache; unused tokens hold large numbers."""
     generator = torch.Generator().manual_seed(seed)
     num_qo_heads, num_kv_heads, head_dim = heads
 

@@ -1,5 +1,5 @@
-"""Cases over 8-bit caches: those of case_tensors.py with K and V rounded to 8 bits, and scales, which change
-what these stand for. Unused slots are NaN.
+"""Cases over 8-bit caches: the cases of case_tensors.py with K and V rounded to 8 bits, and scales, which
+change the represented values. Unused slots are NaN.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
-# Where Q, K, V and probabilities are multiplied in e4m3: these have three bits after the first, and sums of
-# products 14 in all.
+# If Q, K, V and probabilities are multiplied in e4m3: these have three bits after the first, and sums of
+# products have 14 in all.
 MULTIPLIED_TOLERANCE = 3.5e-2
 MULTIPLIED_LSE_TOLERANCE = 5e-3
 
@@ -57,9 +57,10 @@ def scale_of(scale: Tensor | float | None, request: int, num_kv_heads: int) -> T
 
 
 class Needle:
-    """A prompt of `rows` rows of 8 bits over a haystack of equal tokens with a needle, whose probability is a
-    quarter. All numbers are e4m3's, probabilities divided by the needle's, too: what differs from `expected`
-    is lost in sums. V is VALUE, all of whose bits are set, but for the needle in every other column: -VALUE.
+    """A prompt of `rows` 8-bit rows over a haystack of equal tokens with a needle, whose probability is a
+    quarter. All values are exact in e4m3, including probabilities divided by the needle's, so any difference
+    from `expected` is lost in sums. V is VALUE, with all bits set, except -VALUE for the needle in every
+    other column.
 
     Attributes:
         expected: float64 [head_dim], of each row, divided by VALUE.
@@ -99,7 +100,7 @@ class Needle:
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in 8 bits with the same strides, and all that lies between its elements."""
+    """An 8-bit copy with the same strides, including the memory between its elements."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     return storage.to(dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -111,8 +112,8 @@ def rounded_cache(
 
 
 class Float8Case:
-    """A case whose cache has dtype `dtype`, and scales of these forms. q_form: Q has this dtype, too, and a
-    scale of this form.
+    """A case whose cache has dtype `dtype`, and scales in these forms. q_form: Q also has this dtype, and a
+    scale in this form.
 
     Attributes:
         case: with the 8-bit cache, and Q as it is given to kernels.
@@ -146,7 +147,8 @@ class Float8Case:
         self.run_options = {} if q_form is None else {"q_scale": self._q_scale}
 
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
-        """float64 o and lse over what the 8-bit numbers stand for. changes: to what the oracle is told."""
+        """float64 o and lse over the values that the 8-bit numbers represent. changes: to the oracle's
+        arguments."""
         case, spec = self.case, self.case.spec
         q = (
             case.q.double().cpu()
@@ -200,8 +202,8 @@ class Float8Case:
         kernel: str | None = None,
         variant: oracle.Variant | None = None,
     ) -> None:
-        """Compares with the oracle; rows of padding must still be NaN. kernel: that ran; None: the CPU's, or
-        on a GPU any. variant: one that transforms Q, K or V.
+        """Compares with the oracle; rows of padding must still be NaN. kernel: the kernel that ran; None: the
+        CPU's, or on a GPU any. variant: transforms Q, K or V.
         """
         expected = self.expected(variant=variant)
         is_multiplied = (
@@ -230,9 +232,7 @@ class Float8Case:
 def lse_tolerance_of_transforms(
     case: case_tensors.Case, variant: oracle.Variant, dtype: torch.dtype
 ) -> float:
-    """How far lse may be off where `variant` transforms Q, 0 where it does not; dtype: that rows are rounded
-    to.
-    """
+    """Tolerance of lse if `variant` transforms Q, otherwise 0; dtype: the dtype that rows are rounded to."""
     spec = case.spec
     return (
         cases.lse_tolerance_of_transformed_q(dtype, spec.head_dim, spec.sm_scale)
@@ -242,7 +242,7 @@ def lse_tolerance_of_transforms(
 
 
 def rounding(of: oracle.Variant, variant: Variant, dtype: torch.dtype) -> oracle.Variant:
-    """`of`, what `variant` means, with the rows that it transforms rounded to Q's dtype, as kernels multiply
+    """`of`, the definition of `variant`, with its transformed rows rounded to Q's dtype, as kernels multiply
     them.
     """
 

@@ -1,5 +1,5 @@
-"""Outputs of 8 bits: what they may be, given float64 outputs, and given what a run with the same plan writes
-in 16 bits.
+"""8-bit outputs: the allowed values, given float64 outputs, or given the 16-bit outputs of a run with the
+same plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
-HALF_UNIT = 2.0**-4  # of a normal number, relative to it
+HALF_UNIT = 2.0**-4  # for a normal number, relative to it
 HALF_LEAST = 2.0**-10  # of a subnormal number
 
 
@@ -23,19 +23,19 @@ def out_of_8_bits(case: case_tensors.Case) -> Tensor:
 
 
 def quantised(out: Tensor, out_scale: Tensor | float) -> Tensor:
-    """What a kernel that follows the attention kernel would make of its output."""
+    """The result of a separate kernel that quantizes the attention output."""
     return (out.float() / out_scale).clamp(-LARGEST, LARGEST).to(DTYPE)
 
 
 def check_rounded(
     out: Tensor, exact: Tensor, out_scale: Tensor | float, tolerance: float, where: Any = ""
 ) -> None:
-    """exact: float64, the output before it is divided and rounded. tolerance: of its norm."""
+    """exact: float64, the output before division and rounding. tolerance: relative to its norm."""
     scale = float(out_scale)
     assert out.dtype == DTYPE
     got, limited = out.double().cpu(), (exact.cpu() / scale).clamp(-LARGEST, LARGEST)
     assert not got.isnan().any(), where
-    size = exact.cpu().norm(dim=-1, keepdim=True) / exact.shape[-1] ** 0.5 / scale  # of a number in a row
+    size = exact.cpu().norm(dim=-1, keepdim=True) / exact.shape[-1] ** 0.5 / scale  # for a number in a row
     most = limited.abs() * HALF_UNIT * 1.01 + HALF_LEAST + 20 * tolerance * size
     assert ((got - limited).abs() <= most).all(), (
         f"{float(((got - limited).abs() / most).max()):.2f} times as far off as allowed {where}"
@@ -43,7 +43,7 @@ def check_rounded(
 
 
 def check_like_unfused(out: Tensor, plain: Tensor, out_scale: Tensor | float, where: Any = "") -> None:
-    """plain: of 16 bits, whose rounding makes some numbers fall to the other side."""
+    """plain: the 16-bit output; its rounding can move some numbers to the other side."""
     ours, theirs = out.float(), quantised(plain, out_scale).float()
     different = int((ours != theirs).sum())
     assert different <= 0.15 * ours.numel(), f"{different} of {ours.numel()} {where}"

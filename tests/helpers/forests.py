@@ -29,12 +29,12 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView
 
-NULL_PAGE = 0  # what engines put into rows of the table that pad a batch
+NULL_PAGE = 0  # page id that engines put into padding rows of the table
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests, without any K or V."""
+    """Requests, without K and V."""
 
     page_size: int
     qo_lens: list[int]
@@ -43,9 +43,9 @@ class Batch:
     num_pages: int
     causal: bool = True
     window_left: int = -1
-    # copy-on-write: a page, one that begins with the same tokens, how many of them
+    # copy-on-write: a page, a page that begins with the same tokens, and their number
     copies: tuple[tuple[int, int, int], ...] = ()
-    is_tree: bool = True  # False: two requests may have a page in common after one that differs
+    is_tree: bool = True  # False: two requests may share a page after one that differs
 
     @property
     def rows(self) -> int:
@@ -64,9 +64,7 @@ class Batch:
         return [row for i in requests for row in range(begin[i], begin[i + 1])]
 
     def view(self, rng: numpy.random.Generator, device: torch.device, form: str | None = None) -> BSRView:
-        """The batch as an engine's tensors, in any form; entries that are not used are no page, or the null
-        page.
-        """
+        """The batch as an engine's tensors, in any form; unused entries are no page, or the null page."""
         unused = NULL_PAGE if rng.random() < 0.3 else -(2**31)
         table = random_table(rng, device, self.page_size, self.pages, self.kv_lens, form, unused)
         dtype = [torch.int32, torch.int64][rng.integers(2)]
@@ -80,7 +78,7 @@ class Batch:
 
 @dataclass
 class Problem:
-    """A batch with a cache, which holds NaN where no request has a token."""
+    """A batch with a cache, which holds NaN outside the requests' tokens."""
 
     shape: Shape
     batch: Batch
@@ -126,7 +124,7 @@ class Problem:
         )
 
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
-        """float64 o and lse of the batch's rows. changes: to what the oracle is told."""
+        """float64 o and lse of the batch's rows. changes: to the oracle's arguments."""
         shape, batch, memory = self.shape, self.batch, self.memory
         return oracle.paged_attention(
             self.q[: batch.rows],
@@ -156,7 +154,7 @@ def random_problem(
 ) -> Problem:
     shape = random_shape(rng, device) if shape is None else shape
     elements = shape.num_kv_heads * shape.head_dim
-    # Elements of K and V that are read for the oracle, and a fraction of its multiplications.
+    # Elements of K and V that the oracle reads, and a fraction of its multiplications.
     budget = [4e6, 4e7][rng.random() < 0.04] if device.type == "cpu" else [3e7, 2e8][rng.random() < 0.06]
     batch = random_batch(
         rng,
@@ -243,7 +241,7 @@ def random_batch(
 
 
 def random_tree(rng: numpy.random.Generator, depth: int, max_leaves: int) -> list[int]:
-    """The parent of each node, parents in front; -1: a root.
+    """The parent of each node, parents first; -1: a root.
 
     One or two nodes of every depth have 1 .. 64 children.
     """
@@ -264,7 +262,7 @@ def random_tree(rng: numpy.random.Generator, depth: int, max_leaves: int) -> lis
 
 
 def random_members(rng: numpy.random.Generator, parents: list[int], max_requests: int) -> list[int]:
-    """The node of each request; -1: it shares nothing. Every leaf has one at least."""
+    """The node of each request; -1: it shares nothing. Every leaf has at least one."""
     leaves = sorted(set(range(len(parents))) - set(parents))
     members = list(leaves)
     for leaf in rng.permutation(leaves)[:3].tolist():
@@ -294,14 +292,14 @@ def place_requests(
     qo_lens: list[int],
     own_lens: list[int],
 ) -> Batch:
-    """Full pages of a node are shared by all below it; the page in which it ends is copied by each of them
-    that goes on.
+    """All requests below a node share its full pages. Each one that continues copies the node's last, partial
+    page.
     """
     num_pages = NULL_PAGE + 1
     ends: list[int] = []
     pages: list[list[int]] = []
     copies: list[tuple[int, int, int]] = []
-    source: dict[int, int] = {}  # for a node: the first page that holds its end
+    source: dict[int, int] = {}  # for each node: the first page that holds its end
     for i, node in enumerate([*parents, *node_of]):
         begin, inherited = (ends[node], pages[node]) if node >= 0 else (0, [])
         is_request = i >= len(parents)
@@ -321,7 +319,7 @@ def place_requests(
 
 
 def with_duplicates(rng: numpy.random.Generator, batch: Batch) -> Batch:
-    """Some requests have all the pages of another one, and are as long."""
+    """Some requests have all the pages of another one, and the same length."""
     kv_lens, pages = list(batch.kv_lens), list(batch.pages)
     for _ in range(int(rng.integers(1, 4))):
         i, j = rng.integers(len(pages), size=2).tolist()
@@ -330,7 +328,7 @@ def with_duplicates(rng: numpy.random.Generator, batch: Batch) -> Batch:
 
 
 def with_replaced_pages(rng: numpy.random.Generator, batch: Batch) -> Batch:
-    """Some requests have a page of their own, with the same content, in front of pages that they share."""
+    """Some requests have a separate page with the same content before pages that they share."""
     pages, copies, num_pages = [list(own) for own in batch.pages], list(batch.copies), batch.num_pages
     for i in rng.integers(len(pages), size=int(rng.integers(1, 4))).tolist():
         if pages[i]:
@@ -344,7 +342,7 @@ def with_replaced_pages(rng: numpy.random.Generator, batch: Batch) -> Batch:
 
 
 def with_padding(rng: numpy.random.Generator, batch: Batch, count: int) -> Batch:
-    """Requests that fill up a batch: no token or the first one of the null page, one row or none."""
+    """Requests that fill up a batch: no token or the first token of the null page, one row or none."""
     kv_lens = rng.integers(0, 2, count).tolist()
     pages = [[NULL_PAGE] * kv_len for kv_len in kv_lens]
     return replace(
@@ -356,7 +354,7 @@ def with_padding(rng: numpy.random.Generator, batch: Batch, count: int) -> Batch
 
 
 def renumbered(rng: numpy.random.Generator, batch: Batch) -> Batch:
-    """Pages anywhere in the cache; the null page stays."""
+    """Moves pages anywhere in the cache; the null page stays."""
     place = [NULL_PAGE, *(1 + rng.permutation(batch.num_pages - 1)).tolist()]
     copies = tuple((place[source], place[target], tokens) for source, target, tokens in batch.copies)
     return replace(batch, pages=[[place[page] for page in own] for own in batch.pages], copies=copies)
@@ -364,7 +362,7 @@ def renumbered(rng: numpy.random.Generator, batch: Batch) -> Batch:
 
 @contextmanager
 def naming(seed: int) -> Iterator[None]:
-    """Says which of a test's many forests failed."""
+    """Names the failed forest among a test's many."""
     try:
         yield
     except AssertionError as error:
@@ -373,7 +371,7 @@ def naming(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Node:
-    """The first `end_page` pages of all its members, and no page more, are the same."""
+    """All its members share the first `end_page` pages, and no more."""
 
     members: tuple[int, ...]
     end_page: int
@@ -381,8 +379,8 @@ class Node:
 
 
 def shareable_pages(batch: Batch, request: int, row_limit: float = math.inf) -> int:
-    """Leading pages of a request all of whose tokens all of its rows see; none for a request of `row_limit`
-    rows or more.
+    """Leading pages of a request whose tokens all its rows see; none for requests with at least `row_limit`
+    rows.
     """
     qo_len, kv_len = batch.qo_lens[request], batch.kv_lens[request]
     if qo_len == 0 or qo_len >= row_limit:
@@ -394,13 +392,13 @@ def shareable_pages(batch: Batch, request: int, row_limit: float = math.inf) -> 
 
 
 def radix_tree(batch: Batch, row_limit: float = math.inf) -> list[Node]:
-    """All prefixes that at least two requests share, parents in front."""
+    """All prefixes that at least two requests share, parents first."""
     shareable = [shareable_pages(batch, i, row_limit) for i in range(len(batch.pages))]
     pages = [
         numpy.array(own[:count], dtype=numpy.int64) for own, count in zip(batch.pages, shareable, strict=True)
     ]
     nodes: list[Node] = []
-    left = [(tuple(range(len(pages))), 0, -1)]  # requests that share this many pages, and the node for that
+    left = [(tuple(range(len(pages))), 0, -1)]  # requests that share this number of pages, and their node
     while left:
         members, begin, parent = left.pop()
         parts: dict[int, list[int]] = {}
@@ -420,8 +418,8 @@ def radix_tree(batch: Batch, row_limit: float = math.inf) -> list[Node]:
 
 
 def with_lengths(batch: Batch, qo_lens: list[int], kv_lens: list[int]) -> Batch:
-    """The batch with every length cut to one of these, which include 0: oracles that compile for every shape
-    need few.
+    """The batch with every length reduced to one of these, which include 0, so that oracles that compile for
+    every shape need few shapes.
     """
 
     def cut(length: int, allowed: list[int]) -> int:

@@ -1,5 +1,5 @@
 """The planners, compiled from their sources and called with the configuration of any Attention object: the
-host planner, also for one on a GPU; and the device planner with an emulation of what it uses of CUDA.
+host planner, also for GPU objects, and the device planner with emulated CUDA.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.CDLL:
-    """A library in `folder`, compiled from tests/csrc/host_planner.cpp and the planner unless it is there
+    """A library in `folder`, compiled from tests/csrc/host_planner.cpp and the planner unless it exists
     (compilation.py). `device`: also from tests/csrc/device_planner.cpp. `one_kind`: for plan_with_kind().
     """
     tests = ROOT / "tests" / "csrc"
@@ -72,8 +72,8 @@ def plan_and_lists_rows(
     max_tiles: int | None = None,
     mask: tuple[Tensor, int] | None = None,
 ) -> tuple[Schedule, bool]:
-    """Plans `composition` (moved to the CPU) with the configuration of `attention`; with a seed for the order
-    of its threads, by the device planner.
+    """Plans `composition` (moved to the CPU) with the configuration of `attention`. With a seed for the
+    thread order, uses the device planner.
 
     Args:
         workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
@@ -106,7 +106,7 @@ def plan_and_lists_rows(
 
 
 def random_mask(rng: numpy.random.Generator, attention: Attention) -> tuple[Tensor, int]:
-    """Row ranges that narrow nothing, with random lists of KV tiles after them (KvTileList in
+    """Row ranges that exclude nothing, followed by random lists of KV tiles (KvTileList in
     csrc/planner/schedule.h), and the number of lists.
     """
     num_lists = attention.max_batch + attention.max_rows
@@ -147,10 +147,10 @@ def queue(library: ctypes.CDLL, attention: Attention, view: BSRView) -> tuple[Sc
 
 
 def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, kind: int) -> None:
-    """Has `attention` run a schedule of `view` whose row tiles all are of one kind.
+    """Makes `attention` run a schedule of `view` whose row tiles all have one kind.
 
-    `attention` must look for no prefixes, have room for so many tiles, and its last plan must have been of
-    this view. `library`: built with one_kind.
+    `attention` must not look for prefixes, must have room for the tiles, and must have planned this view
+    last. `library`: built with one_kind.
     """
     config, layout = _config_and_layout(library, attention)
     workspace = torch.zeros(int(layout["bytes"]), dtype=torch.uint8)
@@ -164,7 +164,7 @@ def plan_with_kind(library: ctypes.CDLL, attention: Attention, view: BSRView, ki
 def _config_and_layout(
     library: ctypes.CDLL, attention: Attention, max_tiles: int | None = None
 ) -> tuple[Any, Any]:
-    """ScheduleConfig of `attention`, and the ScheduleLayout that follows from it."""
+    """ScheduleConfig of `attention`, and the resulting ScheduleLayout."""
     config = config_of(attention).copy()
     if max_tiles is not None:
         config["max_tiles"] = max_tiles
@@ -174,7 +174,7 @@ def _config_and_layout(
 
 
 class Levels:
-    """Views as an array of PlanLevel, with the tensors that it points to."""
+    """Views as an array of PlanLevel, together with the tensors that it points to."""
 
     def __init__(
         self,
@@ -184,8 +184,8 @@ class Levels:
         causal: bool | None = None,
         mask: tuple[Tensor, int] | None = None,
     ) -> None:
-        """indices: page indices, if not those of the view copied to the CPU. causal: if not as the views say.
-        mask: as random_mask() makes it.
+        """indices: page indices to use instead of the view's, copied to the CPU. causal: overrides the views'
+        setting. mask: from random_mask().
         """
         self._kept: list[Tensor] = []
         self._causal, self._mask = causal, mask
@@ -256,7 +256,7 @@ class Levels:
 
 
 def _to_cpu(table: Tensor) -> Tensor:
-    """A copy with the same strides: the rows of tests' tables overlap."""
+    """A copy with the same strides, since the rows of tests' tables overlap."""
     if table.device.type == "cpu":
         return table
     stored = torch.empty(0, dtype=table.dtype, device=table.device).set_(table.untyped_storage())
@@ -264,7 +264,7 @@ def _to_cpu(table: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor | None) -> int:
-    """0: absent. An empty array, which has no address either, gets one."""
+    """0: absent. An empty array has no address, but gets one."""
     if tensor is None:
         return 0
     return tensor.data_ptr() or ctypes.addressof(_EMPTY)

@@ -1,6 +1,6 @@
-"""An oracle of paged attention that other people wrote: jax's reference of its TPU kernel, in float32.
+"""An independent oracle of paged attention: jax's reference for its TPU kernel, in float32.
 
-It knows causal attention of requests with tokens.
+It supports causal attention of requests with tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULE = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 def reference() -> Callable[..., Any]:
     """jax's `ref_ragged_paged_attention` on the CPU.
 
-    Skips the test that calls it where jax is not installed.
+    Skips the calling test if jax is not installed.
     """
     jax = pytest.importorskip("jax", reason="jax is not installed: the independent oracle did not run")
     jax.config.update("jax_platforms", "cpu")
@@ -41,12 +41,12 @@ def paged_attention(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
 ) -> Tensor:
-    """Arguments as of oracle.paged_attention, with the pages of each request; causal.
+    """Same arguments as oracle.paged_attention, plus the pages of each request; causal.
 
     Returns float32 o [sum of qo_lens, num_qo_heads, head_dim] on the CPU.
 
-    Rows that see nothing (in front of the first token) are not asked for: 0. jax compiles for every shape, in
-    about a second: cache and table are filled up to powers of two, and requests go one by one.
+    Rows that see nothing (before the first token) are not computed: 0. jax compiles for every shape, in about
+    a second. So cache and table are padded to powers of two, and requests run one by one.
     """
     import jax.numpy as jnp
 
@@ -84,5 +84,5 @@ def paged_attention(
 
 
 def power_of_two(number: int) -> int:
-    """The smallest one that is not less."""
+    """The smallest power of two that is not less."""
     return 1 << max(number - 1, 0).bit_length()

@@ -1,5 +1,5 @@
-"""MLA's latents in every format of a cache, and what their bytes stand for; batches over them against the
-oracle.
+"""MLA latents in every cache format, and the values that their bytes represent; batches over them compared
+with the oracle.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from attn_backend import BSRView, KVCache, PageTable
 
 LATENT, WIDTH = 512, 576
 SM_SCALE = 192**-0.5
-# ||o - ref|| / ||ref|| over latents of 16 bits and of 8: numbers of 8 bits and their scales are exact, but
-# what they become is rounded to 16 bits.
+# ||o - ref|| / ||ref|| over 16-bit and 8-bit latents. 8-bit values and their scales are exact, but their
+# products are rounded to 16 bits.
 TOLERANCE, FLOAT8_TOLERANCE = 5e-3, 1e-2
 PLAIN = "plain"  # latents of Q's dtype
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "scaled": torch.uint8}
@@ -34,7 +34,7 @@ def scaled_rows(latents: Tensor) -> Tensor:
 
 
 def numbers_of(rows: Tensor, scale: float) -> Tensor:
-    """What rows of a cache stand for: float64 [..., 576]."""
+    """The values of a cache's rows: float64 [..., 576]."""
     if rows.dtype != torch.uint8:
         return rows.double() * scale
     latent = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).double()
@@ -43,15 +43,15 @@ def numbers_of(rows: Tensor, scale: float) -> Tensor:
     return torch.cat([latent * scales.repeat_interleave(128, -1), rope], -1)
 
 
-# How the two parts of Q may lie, by the layer of an engine that makes them: strides of rows and heads in any
-# order; rows that TMA cannot load, of tensors whose rows overlap, in one tensor; one of the two such.
+# Layouts of Q's two parts: as an engine's layer makes them (strides of rows and heads in any order), dense,
+# slices of one tensor, and overlapping rows that TMA cannot load, in both parts or in one.
 FORMS_OF_Q = ("engine", "dense", "one tensor", "expanded", "expanded rope")
 
 
 def parts_of_q(q: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """[rows, heads, 512] and [rows, heads, 64] of q [rows, heads, 576], in one of FORMS_OF_Q.
 
-    What lies between rows and heads is NaN. "expanded": all rows are those of the first.
+    Memory between rows and heads is NaN. "expanded": all rows equal the first.
     """
     rows, heads, _ = q.shape
     latent, rope = q[..., :LATENT], q[..., LATENT:]
@@ -63,10 +63,10 @@ def parts_of_q(q: Tensor, form: str) -> tuple[Tensor, Tensor]:
         ].expand(rows, -1, -1)
     if form == "dense":
         return latent.contiguous(), rope.contiguous()
-    # a product's output, turned; rows of padded heads
+    # a product's output, transposed; rows of padded heads
     by_head = q.new_full((heads + 2, rows + 1, LATENT), torch.nan)
     by_head[:heads, :rows] = latent.transpose(0, 1)
-    # what a layer projects: 128 columns that are absorbed, 64 that are rotated
+    # a layer's projection: 128 columns that are absorbed, 64 that are rotated
     projected = q.new_full((rows, heads, 192), torch.nan)
     projected[..., 128:] = rope
     return by_head[:heads, :rows].transpose(0, 1), projected[..., 128:]
@@ -74,14 +74,14 @@ def parts_of_q(q: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Batch:
-    """Requests over latents of one format. Slots that none uses, and what lies beyond the pages, are NaN."""
+    """Requests over latents of one format. Unused slots, and memory beyond the pages, are NaN."""
 
     q: Tensor  # [rows, heads, 576]
     kv: KVCache
     view: BSRView
-    rows: list[Tensor]  # of each request: float64 [tokens, 576]
+    rows: list[Tensor]  # for each request: float64 [tokens, 576]
     causal: bool
-    trees: list[Tensor] | None = None  # of each request: bool [queries, queries], which of them each sees
+    trees: list[Tensor] | None = None  # for each request: bool [queries, queries], the queries that each sees
 
     def share(self, pages: int) -> None:
         """All requests begin with the first one's first pages."""
@@ -125,7 +125,7 @@ class Batch:
         expected, expected_lse = self.expected()
         tolerance = FLOAT8_TOLERANCE if self.kv.k.element_size() == 1 else TOLERANCE
         error, size = float((out.double().cpu() - expected).norm()), float(expected.norm())
-        # 0 where no row sees anything
+        # 0 if no row sees anything
         assert error <= tolerance * size, f"{error:.2e} > {tolerance} * {size:.2e}"
         empty = expected_lse.isneginf()
         assert lse.cpu()[empty].isneginf().all()
@@ -133,7 +133,7 @@ class Batch:
 
 
 def _sees_tree(tree: Tensor, kv_len: int) -> oracle.Variant:
-    """All tokens before a request's queries, and of these what the tree says."""
+    """All tokens before a request's queries, and among the queries, those that the tree allows."""
     first = kv_len - len(tree)
     return oracle.Variant(
         mask=lambda pairs: (pairs.token < first) | tree[pairs.index, (pairs.token - first).clamp(min=0)]
@@ -141,7 +141,7 @@ def _sees_tree(tree: Tensor, kv_len: int) -> oracle.Variant:
 
 
 def make_tree_batch(form: str, nodes: list[int], kv_lens: list[int], **options: object) -> Batch:
-    """As make_batch; the queries of each request are a tree, each below a node that was drawn before."""
+    """Like make_batch. The queries of each request are a tree, each below an earlier node."""
     batch = make_batch(form, nodes, kv_lens, causal=False, **options)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(len(nodes))
     batch.trees = []
@@ -167,7 +167,7 @@ def make_batch(
     seed: int = 0,
     row_bytes: int = 0,
 ) -> Batch:
-    """form: of FORMATS, or PLAIN. row_bytes: from one row to the next; 0: they are contiguous."""
+    """form: one of FORMATS, or PLAIN. row_bytes: row stride; 0: contiguous."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-length // page_size) for length in kv_lens]
     num_pages = sum(pages) + 2
@@ -176,7 +176,7 @@ def make_batch(
         * torch.rand(num_pages, page_size, 1, generator=generator)
         * 4
     )
-    numbers[..., 128:256] *= 8  # other scales for other columns
+    numbers[..., 128:256] *= 8  # different scales for different columns
     order = torch.randperm(num_pages, generator=generator).int()
     table = torch.zeros(len(kv_lens), max(pages, default=0) + 1, dtype=torch.int32)
     used = torch.zeros(num_pages, page_size, dtype=torch.bool)

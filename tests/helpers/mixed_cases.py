@@ -1,5 +1,5 @@
-"""Cases whose cache has another 16-bit type than Q and the output: those of case_tensors.py, with K and V
-rounded to it.
+"""Cases whose cache has the other 16-bit type than Q and the output: the cases of case_tensors.py, with K and
+V rounded to it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attn_backend import KVCache
 
 # dtype, kv_dtype
 MIXTURES = ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16))
-# ||o - ref|| / ||ref|| over a case, ref with Q in the cache's type: probabilities are rounded to that, the
-# output to its own.
+# ||o - ref|| / ||ref|| over a case, with ref's Q in the cache's type. Probabilities are rounded to the
+# cache's type, the output to its own.
 TOLERANCE = 3e-3
 
 
@@ -38,7 +38,7 @@ def build(spec: cases.Spec, device: torch.device | str) -> case_tensors.Case:
 
 
 def as_multiplied(case: case_tensors.Case) -> case_tensors.Case:
-    """With Q in the cache's type; what is beyond the largest float16 is that one."""
+    """With Q in the cache's type; values beyond the float16 range become the largest float16."""
     limit = torch.finfo(case.kv.dtype).max
     return replace(case, q=case.q.double().clamp(-limit, limit).to(case.kv.dtype))
 
@@ -50,14 +50,14 @@ def check(
     variant: oracle.Variant | None = None,
     **changes: Any,
 ) -> None:
-    """Compares with float64: closely where Q is rounded to the cache's type first, as kernels do, and with Q
-    as it is. variant: its tensors are on the CPU. changes: to what the oracle is told.
+    """Compares with float64: closely if Q is first rounded to the cache's type, as in kernels, and also with
+    the original Q. variant: its tensors are on the CPU. changes: to the oracle's arguments.
     """
     multiplied = as_multiplied(case)
     if variant is None:
         case_tensors.check(case, out, lse, multiplied.expected(**changes), TOLERANCE)
         case_tensors.check(case, out, None, case.expected(**changes), cases.TOLERANCE[torch.bfloat16])
-    else:  # which may enlarge what rounding changes
+    else:  # which may amplify rounding differences
         expected = multiplied.on_cpu().expected(variant=variant, **changes)
         case_tensors.check(
             case, out, lse, expected, TOLERANCE, lse_tolerance_of_transforms(case, variant, case.kv.dtype)

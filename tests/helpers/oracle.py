@@ -1,6 +1,6 @@
 """Attention in float64 from its definition.
 
-It shares nothing with the package: tokens are gathered by plain slot numbers, and masks are whole matrices.
+It shares no code with the package: tokens are gathered by plain slot numbers, and masks are whole matrices.
 """
 
 from __future__ import annotations
@@ -60,10 +60,9 @@ def attention(
     """One request: q [rows, num_qo_heads, head_dim] over k [tokens, num_kv_heads, head_dim] and v [tokens,
     num_kv_heads, head_dim_v], on any device, in any float dtype.
 
-    Row i stands at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim_v] and lse
-    [rows, num_qo_heads] (natural logarithm); a row that sees no token has o = 0 and lse = -inf. sinks:
-    [num_qo_heads], logits of which each adds to the sums of its head's rows. request, first_row: what
-    variants are told.
+    Row i is at position tokens - rows + i. Returns float64 o [rows, num_qo_heads, head_dim_v] and lse [rows,
+    num_qo_heads] (natural logarithm). A row that sees no token has o = 0 and lse = -inf. sinks:
+    [num_qo_heads], logits; each adds to the sums of its head's rows. request, first_row: passed to variants.
     """
     variant = variant or Variant()
     rows, num_qo_heads, head_dim = q.shape
@@ -82,7 +81,7 @@ def attention(
     pairs = Pairs(
         request, first_row + index, index, tokens - rows + index, head, head // group_size, token, tokens
     )
-    # Heads in front, the query heads of one KV head as rows of one matrix: [num_kv_heads, group_size * rows,
+    # Heads first; the query heads of one KV head become rows of one matrix: [num_kv_heads, group_size * rows,
     # head_dim].
     queries = _rounded(variant.query, q.transpose(0, 1), pairs).view(
         num_kv_heads, group_size * rows, head_dim
@@ -157,8 +156,8 @@ def paged_attention(
     variant: Variant | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A batch: request i has the next qo_lens[i] rows of q; its tokens are in the slots slots[i] (int64) of
-    k_slots, v_slots [slots, num_kv_heads, head_dim].
+    """A batch: request i has the next qo_lens[i] rows of q, and its tokens are in the slots slots[i] (int64)
+    of k_slots, v_slots [slots, num_kv_heads, head_dim].
 
     Returns float64 o [sum of qo_lens, num_qo_heads, head_dim_v] and lse [sum of qo_lens, num_qo_heads].
     """

@@ -1,4 +1,4 @@
-"""What pytest prints of thousands of tests: how many are done, and one line about those that were skipped."""
+"""Progress output for thousands of tests: the number done, and one line about skipped ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_REASONS = 6
 class Progress:
     """Lines instead of dots: in a log, dots are one line that grows for minutes.
 
-    For the process that deals tests out: its output is not captured.
+    For the process that distributes tests, whose output is not captured.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -78,7 +78,7 @@ class Progress:
 
 
 def skipped_line(reasons: Iterable[str]) -> str:
-    """How many tests were skipped, by reason; "" if none was."""
+    """The number of skipped tests, by reason; "" if none was skipped."""
     counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
     if not counts:
         return ""

@@ -1,5 +1,5 @@
-"""Sampling in float64, from its definition: which tokens survive the filters, with which probabilities; and
-the statistics of draws.
+"""Sampling in float64, from its definition: the tokens that survive the filters, and their probabilities; and
+statistics of draws.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def probabilities(logits: torch.Tensor, kept: torch.Tensor, temperature: float =
 
 
 def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """The chance of counts [vocab] at least as far from `probs` as these; tokens that are expected fewer than
-    5 times are taken together.
+    """The chance of counts [vocab] at least this far from `probs`; tokens with expected counts below 5 are
+    merged.
     """
     expected = probs * counts.sum()
     rare = expected < 5
@@ -78,7 +78,7 @@ def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 def uniformity_p_value(p_values: list[float]) -> float:
-    """Kolmogorov and Smirnov: the chance of values at least as far from uniform (asymptotic, Stephens'
+    """Kolmogorov-Smirnov: the chance of values at least this far from uniform (asymptotic, Stephens'
     correction).
     """
     x = torch.tensor(sorted(p_values), dtype=torch.float64)
@@ -103,7 +103,7 @@ def philox4x32(counter: list[int], key: list[int]) -> list[int]:
 
 
 def race_values(logits: torch.Tensor, seed: int, position: int, temperature: float = 1.0) -> torch.Tensor:
-    """float64 [vocab]: where the tokens of one row [vocab] end in the race of a request's draw.
+    """float64 [vocab]: the race values of the tokens of one row [vocab] in a request's draw.
 
     The survivor with the largest value is drawn.
     """
@@ -111,7 +111,7 @@ def race_values(logits: torch.Tensor, seed: int, position: int, temperature: flo
     counter, key = [position & mask, position >> 32 & mask], [seed & mask, seed >> 32 & mask]
 
     def bits(token: int) -> int:
-        # of eight tokens: four in a row, and four 128 after them
+        # of eight tokens: four consecutive ones, and four that are 128 later
         block = token // 512 * 64 + token // 4 % 32 * 2 + token // 256 % 2
         first = (
             philox4x32([*counter, block, 0], key)[token // 2 % 2 + token // 128 % 2 * 2] >> 16 * (token % 2)

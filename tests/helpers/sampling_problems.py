@@ -10,7 +10,7 @@ from sampling_oracle import bits
 
 
 def random_settings(choose: random.Random, batch: int, vocab: int, device: torch.device) -> dict[str, Any]:
-    """A value for each row of every parameter, edge values among them."""
+    """A value for each row of every parameter, including edge values."""
 
     def each(*values: float) -> torch.Tensor:
         return torch.tensor([choose.choice(values) for _ in range(batch)], device=device)
@@ -49,8 +49,8 @@ def random_logits(choose: random.Random, batch: int, vocab: int, generator: torc
 
 
 def row_about_its_threshold(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows in which a survey of some segments tells something, nothing, or what is wrong, about where the
-    threshold of top-p is.
+    """Rows for which a survey of some segments gives good, no, or misleading information about top-p's
+    threshold.
     """
     logits = torch.randn(batch, vocab, generator=generator)
     places = torch.randint(0, vocab, (batch, 1), generator=generator)
@@ -87,7 +87,7 @@ TOP_P_KINDS += ["one not a number"]
 
 
 def rows_of(kind: str, batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows whose largest values lie in all places, in few, or nowhere."""
+    """Rows whose largest values are in all places, in few, or nowhere."""
     logits = torch.randn(batch, vocab, generator=generator)
     hot = torch.zeros(vocab)
     hot[: min(vocab, 700)] = 6.0

@@ -1,7 +1,7 @@
-"""The schedule worked out from its definition (csrc/planner/schedule.h) with plain integers and whole arrays:
-what both planners are compared with.
+"""The schedule, computed from its definition (csrc/planner/schedule.h) with plain integers and whole arrays.
+Both planners are compared with it.
 
-Without a prefix forest and KV chunks: those are compared between the planners, and with the forest of
+Without a prefix forest and KV chunks. Other tests compare these between the planners, and with the forest of
 tests/helpers/forests.py.
 """
 
@@ -107,7 +107,7 @@ def _clamp(value: int, low: int, high: int) -> int:
 
 
 def _read_groups(view: BSRView, max_rows: int) -> tuple[list[tuple[int, int, int]], list[int], int]:
-    """(qo_begin, qo_len, kv_len) of each row group, where its pages start, and what was wrong."""
+    """(qo_begin, qo_len, kv_len) of each row group, the start of its pages, and the errors."""
     if view.rows is not None:
         max_rows = min(max_rows, view.rows.shape[0])
     table, errors = view.table, 0
@@ -153,7 +153,7 @@ def _row_tiles(
     tiles = []
     for begin in range(0, packed_rows, 16 << kind):
         end = min(begin + (16 << kind), packed_rows)
-        # Positions of the first and the last query of the tile, then the tokens that any of them sees.
+        # Positions of the first and the last query of the tile, then the tokens that any of its queries sees.
         first, last = (kv_len - qo_len + row // group_size for row in (begin, end - 1))
         kv_end = max(min(kv_len, last + 1) if view.causal is not False else kv_len, 0)
         kv_begin = max(first - view.window_left, 0) if view.window_left >= 0 else 0
@@ -176,15 +176,15 @@ def _positions(
     longest: tuple[int, int],
     merges: bool,
 ) -> tuple[list[int], list[list[int]], bool]:
-    """Lays every (row tile, head) in the list of work, and looks up the first KV tile that begins at or after
-    the begin of each share and that an interval may start with, or the first pair. `longest`: cost and kind
-    of the longest pair. `merges`: some row is in several row groups.
+    """Lays every (row tile, head) out in the list of work. For each share it finds the first pair, or the
+    first KV tile at or after the share's begin that may start an interval. `longest`: cost and kind of the
+    longest pair. `merges`: some row is in several row groups.
     """
 
     def distribute_pairs(share: int, total: int) -> tuple[bool, bool]:
         """Whether pairs are whole, and whether there is a work queue.
 
-        Cutting costs a merge, for which five KV tiles stand, and a pair's own cost.
+        A split costs a merge (counted as five KV tiles) and the overhead of a pair.
         """
         cost, kind = longest
         if config.min_queue_pairs == 0 or kind != config.max_kind:
@@ -224,7 +224,7 @@ def _positions(
         if pair < len(ends):
             own, weight = int(pair_costs[pair]), int(weights[pair])
             kv_tile = -(-max(cost - int(starts[pair]) - own, 0) // weight)
-            # to leave all KV tiles but the first to another CTA, which then loads Q, too
+            # the saving if another CTA takes all KV tiles but the first; that CTA also loads Q
             cut_saves = (int(counts[pair]) - 1) * weight
             uncut = whole or (
                 counts[pair] <= 64 and cut_saves <= own and int(ends[pair] - starts[pair]) <= share
@@ -247,7 +247,7 @@ def differences(schedule: Schedule, model: Model) -> list[str]:
 
 
 def same(a: Schedule, b: Schedule, links: bool = True) -> bool:
-    """Whether two schedules are equal bit for bit; without `links` but for those."""
+    """Whether two schedules are equal bit for bit; with `links` False, ignoring links."""
     names = ["groups", "table_begin", "tiles", "cost_begin", "positions", "rows"] + ["links"] * links
     if any(
         getattr(a, name) != getattr(b, name)

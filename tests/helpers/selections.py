@@ -1,4 +1,4 @@
-"""Selections of tokens with everything in them that may be wrong, and what they are."""
+"""Selections of tokens with every kind of invalid entry, and their expected slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of `selected_slots`, of which each that is None is left out."""
+    """Arguments of `selected_slots`; None means that the argument is omitted."""
 
     indices: Tensor
     block_table: Tensor | None
@@ -53,8 +53,8 @@ class Case:
 
 
 def random_case(seed: int, device: torch.device, most_topk: int = 3000) -> Case:
-    """Entries that are none in the middle, duplicates, empty rows; pages that are missing, requests that do
-    not exist, rows further apart than wide.
+    """Empty entries in the middle, duplicates, empty rows, missing pages, nonexistent requests, and row
+    strides larger than rows.
     """
     rng = numpy.random.default_rng([seed, 61])
     rows, batch, columns = (int(rng.integers(1, most)) for most in (9, 5, 30))

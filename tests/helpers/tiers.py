@@ -1,6 +1,4 @@
-"""The fast tier of the tests (`make check`) and the whole (`make test`): tests that take long are marked
-`slow`.
-"""
+"""The fast tier of the tests (`make check`) and all tests (`make test`): slow tests are marked `slow`."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ import torch
 
 
 def mostly_slow(values: Iterable[Any], *, fast: int, without_gpu: int | None = None) -> list[Any]:
-    """The values of a parameter; all but the first `fast` are marked slow. without_gpu: so many of them where
-    there is no GPU, whose kernels need more random cases than the CPU's.
+    """The values of a parameter; all but the first `fast` are marked slow. without_gpu: their number without
+    a GPU. GPU kernels need more random cases than the CPU's.
     """
     values = list(values)[: None if torch.cuda.is_available() else without_gpu]
     return [

@@ -1,4 +1,4 @@
-"""Variants in C++, and the same for the oracle."""
+"""Variants in C++, and the same variants for the oracle."""
 
 from __future__ import annotations
 

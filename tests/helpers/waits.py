@@ -1,5 +1,5 @@
-"""What makes the host wait for the device: found in CUDA's own trace on a GPU, and on a CPU in the calls of
-torch that would.
+"""Operations that make the host wait for the device: found in CUDA's own trace on a GPU, and on a CPU in the
+torch calls that would wait.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ READS = {
 
 
 class NoHostReads(TorchFunctionMode):
-    """In this context an AssertionError is raised where a tensor's values are read on the host, or decide a
-    shape. On a GPU each of these calls would wait.
+    """In this context, reading a tensor's values on the host, or deriving a shape from them, raises
+    AssertionError. On a GPU each of these calls would wait.
     """
 
     def __torch_function__(
@@ -50,17 +50,17 @@ class NoHostReads(TorchFunctionMode):
 
 
 def traced(step: Callable[[], object], steps: int) -> tuple[list[str], list[str]]:
-    """Runs `step` so often on a GPU.
+    """Runs `step` this often on a GPU.
 
-    The names of all events of the trace; and of those that wait for the device, or copy between it and the
-    host.
+    The names of all events in the trace, and of the events that wait for the device or copy between device
+    and host.
     """
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps):
             step()
-        # What the profiler itself does when it stops comes after this marker.
+        # The profiler's own work when it stops comes after this marker.
         with torch.profiler.record_function("steps end"):
             pass
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)

@@ -1,6 +1,6 @@
-"""The workspace of an Attention and the schedule's configuration, which the public API does not show.
+"""The workspace of an Attention and the schedule's configuration, which are not public.
 
-Tests of device code read and poison them. Only this file knows where an Attention keeps them.
+Tests of device code read and poison them. Only this file knows their place in an Attention.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from attn_backend.kernels.native import library, unpack
 
 
 class Workspace(NamedTuple):
-    """schedule: uint8, the bytes of plan's result. partial_o, partial_lse: float32, states of cut row tiles.
-    row_ranges: uint8, ranges of tokens and lists of KV tiles that a variant's rows see.
+    """schedule: uint8, the bytes of plan's result. partial_o, partial_lse: float32, states of split row
+    tiles. row_ranges: uint8, ranges of tokens and lists of KV tiles that a variant's rows see.
     """
 
     schedule: Tensor

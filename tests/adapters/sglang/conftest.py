@@ -25,8 +25,8 @@ if (
 
 @pytest.fixture(autouse=True)
 def queries_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bounds of most tests are those of queries that nothing rounds; test_sglang_float8_queries.py has
-    the others.
+    """These bounds hold where no query is rounded; test_sglang_float8_queries.py has the bounds for rounded
+    queries.
     """
     monkeypatch.setenv("ATTN_BACKEND_SGLANG_FP8_QUERIES", "0")
 

@@ -1,5 +1,5 @@
-"""A small engine around the backend: SGLang's own pools and layers, requests whose slots are shuffled, and
-attention in float64 to compare with.
+"""A small engine around the backend: SGLang's own pools and layers, requests with shuffled slots, and a
+float64 attention reference.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LayerShape:
 
 @dataclass
 class Request:
-    """One sequence: what every layer's K and V are for its tokens, and where they lie."""
+    """One sequence: K and V of its tokens in every layer, and their slots."""
 
     row: int
     k: list[Tensor] = field(default_factory=list)  # a layer: [tokens, num_kv_heads, head_dim]
@@ -69,7 +69,7 @@ class Request:
 
 
 def model_config(**changes: object) -> SimpleNamespace:
-    """What is read of SGLang's ModelConfig."""
+    """The fields of SGLang's ModelConfig that the backend reads."""
     config = {
         "attention_arch": AttentionArch.MHA,
         "is_encoder_decoder": False,
@@ -89,7 +89,7 @@ def plans_of(backend: SGLangAttentionBackend) -> Mapping[Any, Any]:
 class FakeEngine:
     """`layers`: the shapes of the model's layers (same heads).
 
-    `hybrid`: layers with a window get a pool of their own. `kv_dtype`: of the pool.
+    `hybrid`: layers with a window get a separate pool. `kv_dtype`: the pool's dtype.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FakeEngine:
             windowed = [i for i, shape in enumerate(layers) if shape.is_local]
             full = [i for i, shape in enumerate(layers) if not shape.is_local]
             pool = SWAKVPool(size, size, page_size, self.kv_dtype, heads, head_dim, windowed, full, device)
-            # What the allocator would have: pages in another order; slot 0 belongs to no request.
+            # Like the allocator: pages in shuffled order; slot 0 belongs to no request.
             order = torch.randperm(size // page_size, generator=self.generator) + 1
             mapping = torch.zeros(size + page_size, dtype=torch.int64)
             mapping[page_size:] = (order[:, None] * page_size + torch.arange(page_size)).flatten()
@@ -132,7 +132,7 @@ class FakeEngine:
             )
         for layer_id in range(len(layers)):
             for buffer in pool.get_kv_buffer(layer_id):
-                buffer.fill_(float("nan"))  # what no request wrote must not be seen
+                buffer.fill_(float("nan"))  # slots that no request wrote must never be read
         self.pool = pool
         self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, max_tokens, device, enable_memory_saver=False)
         pages = torch.randperm(size // page_size, generator=self.generator) + 1
@@ -146,7 +146,7 @@ class FakeEngine:
         ]
 
     def share_prefix(self, owner: int, others: list[int]) -> None:
-        """What a radix tree does: the others begin with all that `owner` has, in the same slots."""
+        """Like a radix tree: the other requests begin with all tokens of `owner`, in the same slots."""
         first = self.requests[owner]
         table = self.req_to_token_pool.req_to_token
         for request in (self.requests[i] for i in others):
@@ -154,7 +154,7 @@ class FakeEngine:
             request.k, request.v, request.length = list(first.k), list(first.v), first.length
 
     def runner(self, **changes: object) -> SimpleNamespace:
-        """What a backend's constructor reads of SGLang's ModelRunner."""
+        """The attributes of SGLang's ModelRunner that a backend's constructor reads."""
         runner = SimpleNamespace(
             device=self.device,
             dtype=self.dtype,
@@ -217,7 +217,7 @@ class FakeEngine:
         return q, k.view(rows, shape.num_kv_heads, -1), v.view(rows, shape.num_kv_heads, -1)
 
     def remember(self, requests: list[int], new_lens: list[int], layer_id: int, k: Tensor, v: Tensor) -> None:
-        """The reference's own copy of the new tokens."""
+        """Keeps a copy of the new tokens for the reference."""
         layer = self.model[layer_id]
         k, v = self.held(k, layer.k_scale), self.held(v, layer.v_scale)
         for i, k_new, v_new in zip(requests, k.cpu().split(new_lens), v.cpu().split(new_lens), strict=True):
@@ -226,7 +226,7 @@ class FakeEngine:
             request.v[layer_id] = torch.cat([request.v[layer_id], v_new]) if request.length else v_new
 
     def held(self, x: Tensor, scale: Tensor | float | None) -> Tensor:
-        """float64, what a cache of the pool's dtype holds of it."""
+        """The values in float64, as a cache of the pool's dtype stores them."""
         if self.kv_dtype == self.dtype:
             return x.double()
         factor, largest = 1.0 if scale is None else float(scale), torch.finfo(self.kv_dtype).max
@@ -246,7 +246,7 @@ class FakeEngine:
     ) -> Tensor:
         """float64 [rows, num_qo_heads * head_dim]. Call it after remember() and before advance().
 
-        trees: for each request bool [new tokens, new tokens]: which of them a new token sees.
+        trees: one bool mask [new tokens, new tokens] per request: the tokens that each new token sees.
         """
         shape = self.shapes[layer_id]
         group = shape.num_qo_heads // shape.num_kv_heads
@@ -285,7 +285,7 @@ class FakeEngine:
 
 
 def capture(run: Callable[[], list[Tensor]], device: str) -> Callable[[], list[Tensor]]:
-    """A function that runs it again: on a GPU from a graph, without Python."""
+    """A function that runs the step again: from a graph on a GPU, without Python."""
     if device == "cpu":
         return run
     run()

@@ -1,4 +1,4 @@
-"""A small engine whose pool has 8 bits."""
+"""A small engine with an 8-bit pool."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def engine_of(
     scales: str = "tensor",
     **options: object,
 ) -> FakeEngine:
-    """scales: "tensor", as of checkpoints; "number", as of --quantization-param-path; "none". Each layer has
-    its own, others for K than for V.
+    """scales: "tensor", as in checkpoints; "number", as from --quantization-param-path; "none". Each layer
+    has different scales, and K and V differ too.
     """
     engine = FakeEngine(layers, kv_dtype=kv_dtype, **options)  # type: ignore[arg-type]
     for layer_id, layer in enumerate(engine.model):

@@ -1,4 +1,4 @@
-"""A small engine whose layers are DeepSeek's: attention in latents, and in decompressed keys and values."""
+"""A small engine with DeepSeek layers: attention over latents, and over decompressed keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALE = 192**-0.5
 
 
 class SelfAttention(nn.Module):
-    """What a layer of DeepSeek has: attention in the latents, and in decompressed keys and values."""
+    """The two attentions of a DeepSeek layer: over latents, and over decompressed keys and values."""
 
     def __init__(self, layer_id: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Engine(FakeEngine):
         self.kv_dtype = kv_dtype or dtype
         self.pool: Any = MLATokenToKVPool(size, page_size, self.kv_dtype, LATENT, ROPE, 2, device, False)
         for layer_id in range(2):
-            self.pool.kv_buffer[layer_id].fill_(0x7F if kv_dtype else float("nan"))  # NaN, in 8 bits, too
+            self.pool.kv_buffer[layer_id].fill_(0x7F if kv_dtype else float("nan"))  # NaN, also in 8 bits
         self.model = nn.ModuleList(SelfAttention(i) for i in range(2))
         self.latents: dict[tuple[int, int], Tensor] = {}  # of a request in a layer: float64 [tokens, 576]
 
@@ -85,7 +85,7 @@ def step(
     new_lens: list[int],
     apart: bool = True,
 ) -> None:
-    """apart: the model gives the parts of Q and K as they are."""
+    """apart: the model passes the parts of Q and K separately."""
     batch = engine.batch(mode, requests, new_lens)
     backend.init_forward_metadata(batch)
     decompressed = mode == ForwardMode.EXTEND and sum(batch.extend_prefix_lens_cpu) == 0  # as SGLang decides
@@ -93,7 +93,7 @@ def step(
     for layer_id, layer in enumerate(engine.model):
         latent = engine.randn(rows, 1, LATENT + ROPE)
         if engine.kv_dtype != engine.dtype:
-            latent = latent.to(engine.kv_dtype).to(engine.dtype)  # what the pool holds of it
+            latent = latent.to(engine.kv_dtype).to(engine.dtype)  # as the pool stores it
         engine.remember_latents(requests, new_lens, layer_id, latent[:, 0])
         if decompressed:
             q, k, v = (

@@ -44,13 +44,14 @@ def step(
 
 
 def check(out: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
-    """dtype: to which Q was rounded; None: the output's."""
+    """dtype: the dtype to which Q was rounded; None: the output's dtype."""
     assert out.shape == expected.shape
     assert (out.cpu().double() - expected).norm() / expected.norm() <= TOLERANCE[dtype or out.dtype]
 
 
 def rounds_to(engine: FakeEngine) -> torch.dtype | None:
-    """The type to which a pool of the other 16-bit type than the model rounds Q, by its tolerance."""
+    """The dtype that Q is rounded to if the pool has the other 16-bit type than the model, with its
+    tolerance."""
     return torch.bfloat16 if (engine.dtype, engine.kv_dtype) in MIXTURES else None
 
 
@@ -59,7 +60,7 @@ def serve(engine: FakeEngine, **runner: object) -> None:
     backend = SGLangAttentionBackend(engine.runner(**runner))
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])  # 0 and 1 have a prefix in the cache
-    step(engine, backend, ForwardMode.EXTEND, [2], [9])  # alone, and beside another again
+    step(engine, backend, ForwardMode.EXTEND, [2], [9])  # by itself, and together with another request again
     step(engine, backend, ForwardMode.EXTEND, [1, 2], [4, 3])
     for _ in range(3):
         step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1])
@@ -81,8 +82,8 @@ def serve_shared_prefix(
 ) -> tuple[list[Tensor], list[list[int]]]:
     """Five requests that begin with the same 128 tokens.
 
-    Returns the outputs of all layers, and for each step and kind of layer how many requests the taken node
-    has.
+    Returns the outputs of all layers, and the number of requests under the chosen node for each step and kind
+    of layer.
     """
     monkeypatch.setattr(layers, "use_cascade", lambda: cascade)
     backend = SGLangAttentionBackend(engine.runner())

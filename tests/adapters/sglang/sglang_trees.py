@@ -85,7 +85,7 @@ def verify(
 
 
 def clear_padding(engine: FakeEngine) -> None:
-    """Padded requests write slot 0, and read what row 0 of the table names."""
+    """Padded requests write slot 0 and read the slots in row 0 of the table."""
     for layer_id in range(len(engine.model)):
         for buffer in engine.pool.get_kv_buffer(layer_id):
             buffer[: engine.page_size] = 0.0
@@ -93,7 +93,7 @@ def clear_padding(engine: FakeEngine) -> None:
 
 
 def static_batch(mode: ForwardMode, size: int, rows: int, device: str, spec_info: object) -> SimpleNamespace:
-    """What a graph is captured with: tensors that stay where they are."""
+    """The tensors of a captured graph: their addresses do not change."""
     return SimpleNamespace(
         forward_mode=mode,
         batch_size=size,
@@ -118,7 +118,7 @@ TOPK, STEPS = 3, 4
 
 
 class Draft:
-    """The draft of some requests: branches after each, which SGLang's allocator lays out."""
+    """The draft of several requests: each has branches, in the layout of SGLang's allocator."""
 
     def __init__(self, engine: FakeEngine, requests: list[int], topk: int) -> None:
         self.engine, self.requests, self.topk = engine, requests, topk
@@ -160,7 +160,7 @@ class Draft:
         )
 
     def reference(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """float64: each branch is a request of its own, one token long."""
+        """In float64. Each branch is a separate request of one token."""
         outputs = []
         for row in range(q.shape[0]):
             place, branch = divmod(row, self.topk)

@@ -61,23 +61,24 @@ def test_sliding_windows(page_size: int, hybrid: bool, device: str, dtype: torch
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_chunked_local_attention(page_size: int, hybrid: bool) -> None:
-    """Llama 4: with a pool of its own for such layers, whose tables do not begin at token 0."""
+    """Llama 4: such layers have a separate pool, and its tables do not begin at token 0."""
     layers = (LayerShape(chunk=32, logit_cap=5.0), LayerShape(), LayerShape(chunk=32))
     serve(FakeEngine(layers, page_size, hybrid=hybrid), model_config=model_config(attention_chunk_size=32))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_temperature_that_grows_with_the_position(hybrid: bool) -> None:
-    """Grok 2, with a soft cap; in prompts, their later chunks and decodes.
+    """Grok 2, with a soft cap: prompts, their later chunks, and decodes.
 
-    Also where a sliding-window layer has a pool of its own, which holds only the end of a request.
+    Also with a separate pool for sliding-window layers, which holds only the end of a request.
     """
     layers = (LayerShape(temperature_len=8, logit_cap=5.0), LayerShape(temperature_len=30, window=20))
     serve(FakeEngine(layers, page_size=16, hybrid=hybrid))
 
 
 def test_alibi_of_the_module_around() -> None:
-    """Baichuan 13B has its slopes beside its attention, and hands them to one of SGLang's backends alone."""
+    """Baichuan 13B keeps its slopes outside the attention layer, and passes them to only one of SGLang's
+    backends."""
     engine, slopes = FakeEngine(), torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02])
     engine.model.alibi_slopes = slopes
     backend = SGLangAttentionBackend(engine.runner())
@@ -122,7 +123,7 @@ def test_shared_prefix(
 
 
 def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the engine's deterministic mode: each request alone and beside the others."""
+    """In the engine's deterministic mode: each request by itself and in a batch."""
     monkeypatch.setattr(compat, "deterministic", lambda: True)
     engine = FakeEngine(page_size=16)
     backend = SGLangAttentionBackend(engine.runner())
@@ -160,7 +161,7 @@ def test_chain_verification() -> None:
 )
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_encoder_sees_both_sides(attn_type: AttentionType, hybrid: bool) -> None:
-    """Windows, too, are to both sides (EmbeddingGemma), also where their layers have a pool of their own
+    """Windows also extend left and right (EmbeddingGemma), including layers with a separate pool
     (EmbeddingGemma 2).
     """
     layers = (LayerShape(attn_type=attn_type), LayerShape(attn_type=attn_type, window=12))
@@ -169,7 +170,7 @@ def test_encoder_sees_both_sides(attn_type: AttentionType, hybrid: bool) -> None
 
 
 def test_keys_written_by_the_model() -> None:
-    """save_kv_cache=False: a fused rotary kernel has written K and V; or K and V are None: the layer reads
+    """save_kv_cache=False: a fused rotary kernel has written K and V. K and V are None: the layer reads
     another layer's cache.
     """
     engine = FakeEngine()
@@ -211,7 +212,7 @@ def test_captured_decode(page_size: int, hybrid: bool, kv_dtype: torch.dtype | N
         if kv_dtype is not None:
             layer.k_scale, layer.v_scale = torch.tensor(0.05, device=device), torch.tensor(0.3, device=device)
         for buffer in engine.pool.get_kv_buffer(layer_id):
-            buffer[:page_size] = 0.0  # padded requests write slot 0, and read what row 0 of the table names
+            buffer[:page_size] = 0.0  # padded requests write slot 0 and read the slots in row 0 of the table
     engine.req_to_token_pool.req_to_token[0] = 0
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
@@ -273,7 +274,8 @@ def test_idle_steps() -> None:
 
 
 def test_window_slots_beyond_a_batch_are_nobodys() -> None:
-    """A captured prefill writes its padding rows as well: not to the slots of a longer prefill before it."""
+    """A captured prefill also writes its padding rows. They must not go to the slots of an earlier, longer
+    prefill."""
     engine = FakeEngine((LayerShape(window=20),), hybrid=True)
     backend = SGLangAttentionBackend(engine.runner())
     backend.init_forward_metadata(engine.batch(ForwardMode.EXTEND, [0, 1], [40, 10]))
@@ -321,8 +323,8 @@ def test_steps_give_the_same_bits() -> None:
 
 
 def test_halves_of_a_step_that_overlap() -> None:
-    """Two-batch overlap: SGLang makes three backends of ours, plans the whole step and both halves, and then
-    runs the halves in turns, layer by layer.
+    """Two-batch overlap: SGLang makes three of our backends and plans the whole step and both halves. Then it
+    alternates between the halves, layer by layer.
     """
     engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size=16)
     overlapping = TboAttnBackend.init_new(lambda: SGLangAttentionBackend(engine.runner()))
@@ -356,8 +358,8 @@ def test_halves_of_a_step_that_overlap() -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_a_prefix_that_is_still_being_loaded(hybrid: bool) -> None:
-    """HiCache: a layer's KV comes back from the host while the layers before it run, and is there once the
-    pool has waited for that layer.
+    """HiCache: a layer's KV is loaded from the host while earlier layers run. It is ready once the pool has
+    waited for that layer.
     """
     engine = FakeEngine(
         (LayerShape(window=20), LayerShape(), LayerShape(window=20)), page_size=16, hybrid=hybrid

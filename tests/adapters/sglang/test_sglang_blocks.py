@@ -1,6 +1,6 @@
-"""DFLASH: a draft model makes a block of tokens in one pass, in which they see each other, and the target
-verifies them as a chain. Inside a small engine, against attention in float64. What the draft model has of the
-tokens before a block is K and V that SGLang makes of the target's hidden states.
+"""DFLASH: a draft model makes a block of tokens in one pass. They see each other, and the target verifies
+them as a chain. Runs inside a small engine, compared with float64 attention. For the tokens before a block,
+SGLang gives the draft model K and V made from the target's hidden states.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ DFLASH = {
     "spec.speculative_algorithm": "DFLASH",
     "spec.speculative_eagle_topk": 1,
     "spec.speculative_num_draft_tokens": BLOCK,
-    "schedule.chunked_prefill_size": 64,  # of the target's prompts; a block is never cut
+    "schedule.chunked_prefill_size": 64,  # for the target's prompts; a block is never cut
     "memory.disable_radix_cache": False,
 }
-# A draft model's layers: all see the whole block, but for a window that is shorter, and the causal ones that
-# DFLASH has, too.
+# A draft model's layers: every token sees the whole block, unless a window is shorter. DFLASH also has causal
+# layers.
 DRAFT_LAYERS = (
     LayerShape(attn_type=AttentionType.ENCODER_ONLY),
     LayerShape(attn_type=AttentionType.ENCODER_ONLY, window=20),
@@ -61,8 +61,8 @@ def block_of_drafts(custom_mask: Tensor | None = None) -> DFlashVerifyInput:
 
 
 def put(engine: FakeEngine, requests: list[int], new_lens: list[int]) -> None:
-    """K and V of tokens that the target has computed, into the pool, as SGLang's worker does it: no
-    attention, and into the slots where drafts were.
+    """Writes K and V of tokens that the target has computed into the pool, as SGLang's worker does: without
+    attention, and over the slots of drafts.
     """
     batch = engine.batch(ForwardMode.EXTEND, requests, new_lens)
     for layer_id, layer in enumerate(engine.model):
@@ -75,7 +75,7 @@ def put(engine: FakeEngine, requests: list[int], new_lens: list[int]) -> None:
 def expected_of_block(
     engine: FakeEngine, requests: list[int], tensors: list[tuple[Tensor, Tensor, Tensor]]
 ) -> list[Tensor]:
-    """Of each layer. The engine's copies are afterwards what they were: drafts do not stay."""
+    """For each layer. Restores the engine's copies afterwards: drafts do not stay."""
     new_lens, expected = [BLOCK] * len(requests), []
     for layer_id, (q, k, v) in enumerate(tensors):
         before = [(engine.requests[i].k[layer_id], engine.requests[i].v[layer_id]) for i in requests]
@@ -155,7 +155,7 @@ def test_captured_blocks(device: str) -> None:
 def test_blocks_are_verified_as_chains(device: str, dtype: torch.dtype, page_size: int, hybrid: bool) -> None:
     """By the target, causally.
 
-    A mask that SGLang makes for backends which it does not know, and which says nothing, is not read.
+    SGLang makes an empty mask for backends that it does not know. It must not be read.
     """
     engine = FakeEngine(WINDOWED, page_size, dtype, hybrid, device)
     backend = SGLangAttentionBackend(engine.runner())

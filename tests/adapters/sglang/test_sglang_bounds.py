@@ -1,6 +1,4 @@
-"""Batches of SGLang at the bounds that a plan has room for, and beyond them; and a pool that is allocated
-again.
-"""
+"""SGLang batches at and beyond the bounds of a plan, and a pool that is allocated again."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 
 
 def small_backend(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> SGLangAttentionBackend:
-    """With room for 2 requests and 20 rows."""
+    """It has room for 2 requests and 20 rows."""
     monkeypatch.setattr(sglang_backend, "most_requests", lambda *_: 2)
     monkeypatch.setattr(sglang_backend, "longest_extend", lambda _: 18)
     return SGLangAttentionBackend(engine.runner())
@@ -39,7 +37,7 @@ def test_a_batch_beyond_the_bounds(
     step(engine, backend, ForwardMode.EXTEND, requests, new_lens)
     assert next(iter(plans_of(backend).values())).current is not kept
     step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
-    assert next(iter(plans_of(backend).values())).current is kept  # captured graphs may hold it
+    assert next(iter(plans_of(backend).values())).current is kept  # captured graphs may refer to it
 
 
 def test_batches_up_to_the_bounds_take_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Planning and running the steps of a draft model lets nothing wait for the device."""
+"""Planning and running the steps of a draft model never waits for the device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CASES = [(1, 1), (1, 3), (16, 3)]  # page size, branches
 
 
 def drafting(device: str, page_size: int, topk: int) -> tuple[DraftStepsBackend, Callable[[], None]]:
-    """A draft's backend, and a function that plans and runs all its steps through two layers, whose inputs
-    are there already.
+    """A draft's backend, and a function that plans and runs all its steps through two layers. The inputs are
+    already on the device.
     """
     engine = FakeEngine(
         (LayerShape(), LayerShape(window=9)),
@@ -94,7 +94,7 @@ def test_nothing_waits(page_size: int, topk: int) -> None:
 def test_what_is_read_is_seen(
     read: Callable[[torch.Tensor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that reads something while it is planned."""
+    """A step that reads from the device while it is planned."""
     steps, draft = drafting("cpu", 1, 1)
     plan_step = steps.attn_backends[1].plan_step
 

@@ -1,4 +1,4 @@
-"""How SGLang's factory of draft backends comes to know this one."""
+"""How SGLang's factory of draft backends finds this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attn_backend.adapters.sglang.drafts import DraftStepsBackend
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The hook, from a registry that is afterwards as it was."""
+    """The hook, from a registry that is restored afterwards."""
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     plugin.hook_draft_factory(NAME)
     plugin.hook_draft_factory(NAME)
@@ -32,7 +32,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def factory(monkeypatch: pytest.MonkeyPatch, hook: Any) -> DraftBackendFactory:
-    """SGLang's own, with the hook around its function."""
+    """SGLang's own factory, with the hook around its function."""
     if compat.starts_triton_on_cpu(NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")
     original = DraftBackendFactory._create_backend

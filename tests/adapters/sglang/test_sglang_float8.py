@@ -1,4 +1,4 @@
-"""The SGLang backend over 8-bit pools, against attention in float64 over what the pool holds."""
+"""The SGLang backend over 8-bit pools, compared with float64 attention over the stored values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attn_backend.adapters.sglang.backend import LayerCache, SGLangAttentionBack
 
 @pytest.fixture(autouse=True)
 def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested here does not depend on the release."""
+    """These tests do not depend on the release."""
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
 
 
@@ -50,7 +50,7 @@ def test_other_scales(scales: str) -> None:
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_pools_that_write_by_themselves(hybrid: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hybrid pool writes to one of its halves. Neither divides K and V where they lie."""
+    """A hybrid pool writes to one of its halves. Neither half divides K and V in place."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     engine = engine_of(layers=WINDOWED, page_size=16, hybrid=hybrid, dtype=dtype, device=device)
     monkeypatch.setattr(compat, "copies_to_slots", lambda pool: False)
@@ -72,7 +72,7 @@ def test_pools_that_write_by_themselves(hybrid: bool, device: str, monkeypatch: 
 def test_what_is_written_does_not_depend_on_the_pool(
     kv_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits of append_kv and of quantize(): ties, numbers that are too large, the smallest."""
+    """Same bits as append_kv and quantize(): ties, values that are too large, and the smallest values."""
     written = []
     for copies in (True, False):
         monkeypatch.setattr(compat, "copies_to_slots", lambda pool, copies=copies: copies)
@@ -110,7 +110,7 @@ def test_shared_prefix(page_size: int, kv_dtype: torch.dtype, monkeypatch: pytes
 
 
 def test_scales_that_are_loaded_again() -> None:
-    """What was captured reads the new numbers in the same tensors. Other tensors are noticed."""
+    """A captured graph reads new scales from the same tensors. Other tensors are detected."""
     engine = engine_of(layers=(LayerShape(),))
     backend = SGLangAttentionBackend(engine.runner())
     layer = engine.model[0]

@@ -1,6 +1,7 @@
-"""Queries of extends over e4m3 pools, rounded to e4m3: what a Hopper GPU gets, and here a CPU, too.
+"""Queries of extends over e4m3 pools, rounded to e4m3: the default on a Hopper GPU, enabled here on a CPU
+too.
 
-Against attention in float64 over what the pool holds.
+Compared with float64 attention over the stored values.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang import plan as sglang_plan
 from attn_backend.adapters.sglang.backend import QueryRounder, SGLangAttentionBackend, quantize
 
-MOST = 3.5e-2  # of rounded queries, and on a GPU rounded probabilities
+MOST = 3.5e-2  # for rounded queries, and on a GPU rounded probabilities
 EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND_V2)
 
 
 @pytest.fixture(autouse=True)
 def queries_of_8_bits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """As by default on a Hopper GPU. Tests on a GPU ask that one itself."""
+    """The default on a Hopper GPU. Tests on a GPU request it themselves."""
     monkeypatch.delenv("ATTN_BACKEND_SGLANG_FP8_QUERIES", raising=False)
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
     if request.node.get_closest_marker("gpu") is None:
@@ -50,7 +51,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 def check_extend(
     engine: FakeEngine, out: Tensor, q: Tensor, requests: list[int], new_lens: list[int], layer_id: int
 ) -> None:
-    """Rounding is all that makes the difference on a CPU."""
+    """On a CPU, rounding is the only difference."""
     off = error(out, engine.reference(requests, new_lens, layer_id, q))
     assert off <= MOST
     if engine.device == "cpu":
@@ -91,9 +92,7 @@ def step(
 
 
 def serve(engine: FakeEngine) -> SGLangAttentionBackend:
-    """Prompts, later chunks of some, decode steps, mixed steps, drafts that are verified and what follows
-    them.
-    """
+    """Prompts, later chunks, decode steps, mixed steps, verified drafts and the steps after them."""
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5])
@@ -151,8 +150,8 @@ def test_pools_that_write_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.gpu
 def test_full_size(page_size: int) -> None:
-    """The heads of an 8B model: prompts that fill the largest row tiles, a chunk after one, and short ones,
-    whose row tiles widen Q.
+    """The heads of an 8B model: prompts that fill the largest row tiles, a chunk after one, and short
+    prompts, whose row tiles dequantize Q.
     """
     layers = (LayerShape(32, 8, 128, v_head_dim=128), LayerShape(32, 8, 128, v_head_dim=128, window=300))
     engine = engine_of(
@@ -178,8 +177,8 @@ def test_full_size(page_size: int) -> None:
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
-    """Captured as one prompt, replayed for others with padding rows and in other modes, as
-    PrefillCudaGraphRunner does. On a CPU the code just runs again.
+    """Captured with one prompt, replayed for others with padding rows and in other modes, like
+    PrefillCudaGraphRunner. On a CPU the code just runs again.
     """
     rows, requests_at_most = 64, 4
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -192,7 +191,7 @@ def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
     )
     for layer_id in range(2):
         for buffer in engine.pool.get_kv_buffer(layer_id):
-            buffer[:page_size] = 0.0  # padding rows write slot 0, and read what row 0 of the table names
+            buffer[:page_size] = 0.0  # padding rows write slot 0 and read the slots in row 0 of the table
     engine.req_to_token_pool.req_to_token[0] = 0
     backend = SGLangAttentionBackend(engine.runner())
     backend.init_cuda_graph_state(requests_at_most, rows)
@@ -211,7 +210,7 @@ def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
         ]
 
     def plan(batch: SimpleNamespace, in_capture: bool = False) -> None:
-        """With requests of no tokens after those of the batch."""
+        """Appends empty requests to the batch."""
         size = batch.batch_size
         padded = SimpleNamespace(
             **vars(batch) | {"batch_size": requests_at_most, "out_cache_loc": out_cache_loc}
@@ -246,8 +245,8 @@ def test_captured_extends(page_size: int, hybrid: bool, device: str) -> None:
 
 
 def test_the_engines_output() -> None:
-    """Beside captured pieces of a prefill attention runs as it is, over padding rows, into what the engine
-    has made.
+    """Between the captured pieces of a prefill, attention runs eagerly, over padding rows, into the engine's
+    output.
     """
     engine = engine_of(layers=(LayerShape(),), dtype=torch.bfloat16)
     backend = SGLangAttentionBackend(engine.runner())
@@ -274,7 +273,7 @@ def test_batches_beyond_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
     assert plan.current is not kept
     step(engine, backend, ForwardMode.EXTEND, [1, 0], [5, 6])
-    assert plan.current is kept  # captured graphs may hold it
+    assert plan.current is kept  # captured graphs may refer to it
     step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
     assert plan.current is plan.attention
     backend.init_cuda_graph_state(4, 60)
@@ -359,7 +358,7 @@ def test_a_cpu_keeps_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deterministic_inference_keeps_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode beside a prompt has the bits that it has alone."""
+    """A decode has the same bits by itself and in a batch with a prompt."""
     monkeypatch.setattr(compat, "deterministic", lambda: True)
     engine = engine_of(layers=(LayerShape(),), page_size=16)
     backend = SGLangAttentionBackend(engine.runner())
@@ -386,8 +385,8 @@ def test_draft_steps_make_no_plans_for_extends() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding(dtype: torch.dtype) -> None:
-    """Bits of append_kv: ties, numbers that are too large, the smallest; of rows beyond the buffer's, of
-    none, and where Q is a part of other rows.
+    """Same bits as append_kv: ties, values that are too large, the smallest values, rows beyond the buffer,
+    no rows, and Q as a slice of other rows.
     """
     rounder = QueryRounder(8, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The forms in which SGLang's models hand over Q, K and V, besides one row a token and no gradient."""
+"""Other forms in which SGLang's models pass Q, K and V than one row a token without a gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 
 
 def as_gemma3(q: Tensor) -> Tensor:
-    """[1, rows, heads, head_dim], the Q of Gemma 3 in SGLang 0.5.17."""
+    """[1, rows, heads, head_dim]: Q of Gemma 3 in SGLang 0.5.17."""
     return q.reshape(1, -1, SHAPE.num_qo_heads, SHAPE.head_dim)
 
 
@@ -47,8 +47,8 @@ def test_rows_in_the_second_dimension(attn_type: AttentionType) -> None:
 
 
 def test_padding_rows_in_the_second_dimension() -> None:
-    """A graph of prompts with more rows than there are tokens: SGLang cuts the padding off the first
-    dimension of Q and of the output, where none is.
+    """A prompt graph with more rows than tokens: SGLang cuts the padding off the first dimension of Q and of
+    the output, which has no padding.
     """
     engine = FakeEngine()
     backend, layer = SGLangAttentionBackend(engine.runner()), engine.model[0]
@@ -71,7 +71,7 @@ def test_padding_rows_in_the_second_dimension() -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=lambda mode: mode.name)
 def test_a_model_that_is_not_under_no_grad(mode: ForwardMode) -> None:
-    """Whisper's, while decode graphs are captured: its weights require gradients."""
+    """Whisper, while decode graphs are captured: its weights require gradients."""
     engine = FakeEngine()
     backend, layer = SGLangAttentionBackend(engine.runner()), engine.model[0]
     batch = engine.batch(mode, [0, 1], [1, 1])

@@ -1,4 +1,4 @@
-"""Images whose tokens see each other on both sides, in prompts of SGLang, against attention in float64."""
+"""Bidirectional image tokens in SGLang's prompts, compared with float64 attention."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Gemma4ForConditionalGeneration(Gemma3ForConditionalGeneration): ...
 
 
 def images(*spans: tuple[int, int]) -> MultimodalInputs:
-    """First and last tokens of some images, and a video in the same place, whose tokens are text to
-    attention.
+    """First and last tokens of some images, and of a video in the same request: attention treats its tokens
+    as text.
     """
     items = [
         MultimodalDataItem(modality=modality, offsets=list(spans))
@@ -51,8 +51,8 @@ def images(*spans: tuple[int, int]) -> MultimodalInputs:
 def test_images_see_both_sides(model_class: type[torch.nn.ModuleList], hybrid: bool) -> None:
     """Gemma 3: (causal and window) or the same image, in all layers.
 
-    Gemma 4: (causal or the same image) and window; causal in layers without one. The second request has a
-    prefix in the cache, the third no image; decodes after them see no span.
+    Gemma 4: (causal or the same image) and window; causal in layers without a window. The second request has
+    a cached prefix, the third no image; later decodes see no span.
     """
     if compat.starts_triton_on_cpu(compat.NAME):
         pytest.skip(f"SGLang {compat.release()} starts Triton on a CPU for every backend but its own")

@@ -1,5 +1,5 @@
-"""Multi-item scoring (--enable-mis): tables and positions of random prompts against a loop over tokens, and
-attention against float64.
+"""Multi-item scoring (--enable-mis): tables and positions of random prompts compared with a loop over tokens,
+and attention compared with float64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_step(
 
 
 def places_in_items(new_len: int, delimiters: list[int]) -> list[int | None]:
-    """Of each new token its place in its item, 0 for the delimiter before the item; None in the prompt."""
+    """The place of each new token in its item: 0 for the delimiter before the item, None in the prompt."""
     last = [
         max((delimiter for delimiter in delimiters if delimiter <= token), default=None)
         for token in range(new_len)
@@ -52,7 +52,7 @@ def places_in_items(new_len: int, delimiters: list[int]) -> list[int | None]:
 def test_tables_and_positions(seed: int) -> None:
     """Each item continues the prompt.
 
-    Its delimiter has the position of the prompt's last token, its first token the position after it.
+    The delimiter has the position of the prompt's last token; the item's first token has the next position.
     """
     draw = random.Random(seed)
     batch = draw.randint(1, 4)
@@ -97,7 +97,8 @@ def test_steps_without_items(mode: ForwardMode) -> None:
 
 @pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
 def test_items_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token of an item sees the prompt and its item without the delimiter, a delimiter only the prompt.
+    """A token of an item sees the prompt and its item without the delimiter. A delimiter sees only the
+    prompt.
 
     One request has a cached prefix, one no items. Decodes see everything.
     """

@@ -1,4 +1,4 @@
-"""The SGLang backend over a pool of the other 16-bit type than the model (--dtype float16 --kv-cache-dtype
+"""The SGLang backend over a pool with the other 16-bit type than the model (--dtype float16 --kv-cache-dtype
 bfloat16).
 """
 
@@ -21,7 +21,7 @@ from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
 
 @pytest.fixture(autouse=True)
 def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested here does not depend on the release."""
+    """These tests do not depend on the release."""
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
 
 

@@ -1,4 +1,5 @@
-"""Latents in SGLang's own pool, and both ways of its DeepSeek models, against attention in float64."""
+"""Latents in SGLang's own pool, and both attention paths of its DeepSeek models, compared with float64
+attention."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype, apart: bool) -
     engine = Engine(page_size, dtype, device)
     backend = SGLangAttentionBackend(engine.runner())
     step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])  # decompressed
-    # 0 and 1 have a prefix: all in the latents
+    # 0 and 1 have a prefix: all run over latents
     step(engine, backend, ForwardMode.EXTEND, [0, 3, 1], [40, 15, 5], apart)
     for _ in range(2):
         step(engine, backend, ForwardMode.DECODE, [3, 0, 2, 1], [1, 1, 1, 1], apart)
@@ -54,7 +55,7 @@ def test_serving(page_size: int, device: str, dtype: torch.dtype, apart: bool) -
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("device", "dtype"), [case for case in CASES if "float32" not in case.id])
 def test_serving_from_8_bit_latents(device: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Scales of a checkpoint are left alone, as the models leave them alone that write latents."""
+    """A checkpoint's scales are ignored, since the models ignore them when they write latents."""
     engine = Engine(16, dtype, device, kv_dtype)
     for layer in engine.model:
         layer.attn_mqa.k_scale = layer.attn_mqa.v_scale = torch.tensor(0.5, device=device)  # type: ignore[union-attr]
@@ -69,7 +70,7 @@ def test_serving_from_8_bit_latents(device: str, dtype: torch.dtype, kv_dtype: t
 
 
 def test_models_are_told_to_give_parts() -> None:
-    """Not one that scales whole queries, nor a model whose drafts are of another kind."""
+    """Neither a model that scales whole queries, nor a model with drafts of another kind."""
     names = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     before = list(names)
     try:
@@ -109,7 +110,7 @@ def test_layers_share_two_plans() -> None:
     ("prefix_lens", "may_have_prefixes"), [(None, True), ([0, 0], False), ([0, 7], True), ([7, 0], True)]
 )
 def test_prefixes_that_the_host_may_not_know(prefix_lens: list[int] | None, may_have_prefixes: bool) -> None:
-    """Prompts attend to decompressed keys only where the host knows that no request has a prefix."""
+    """Prompts attend to decompressed keys only if the host knows that no request has a prefix."""
     engine = Engine()
     backend = SGLangAttentionBackend(engine.runner())
     batch = engine.batch(ForwardMode.EXTEND, [0, 1], [3, 4])

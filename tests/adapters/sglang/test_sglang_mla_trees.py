@@ -1,5 +1,5 @@
-"""Speculation over latents in SGLang's own pool: trees are verified, and draft models with branches take
-their steps. Against attention in float64.
+"""Speculation over latents in SGLang's own pool: trees are verified, and draft models with branches run their
+steps. Compared with float64 attention.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Page tables of the window pool and of encoder-decoder models, token by token, and cross attention against
-float64.
+"""Page tables of the window pool and of encoder-decoder models, token by token, and cross attention compared
+with float64.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from attn_backend.adapters.sglang.plan import decoder_page_table, window_page_ta
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(12))
 def test_window_pages_hold_what_a_query_sees(seed: int, page_size: int) -> None:
-    """Every token that a query of the request sees is in the table, in the slot that the engine's mapping has
-    for it. Slots before the window map anywhere.
+    """The table has every token that a query of the request sees, in the slot of the engine's mapping. Slots
+    before the window may map anywhere.
     """
     draw = random.Random(seed)
     engine = FakeEngine((LayerShape(window=5), LayerShape()), page_size, hybrid=True)
     table, mapping = engine.req_to_token_pool.req_to_token, engine.pool.full_to_swa_index_mapping.clone()
     window, batch = draw.choice((0, 1, 5, 30)), draw.randint(1, 4)
-    is_uniform = draw.random() < 0.5  # decodes, and drafts that are verified
+    is_uniform = draw.random() < 0.5  # decodes, or drafts to verify
     qo_lens = [draw.randint(1, 9)] * batch if is_uniform else [draw.randint(1, 40) for _ in range(batch)]
     kv_lens = [draw.randint(qo_len, MAX_TOKENS) for qo_len in qo_lens]
     rows = torch.tensor(draw.sample(range(1, 7), batch))

@@ -1,4 +1,4 @@
-"""SGLang's lists of backends by name, and the hooks that read an accepted name where the server's is ours."""
+"""SGLang's lists of backend names, and the hooks that substitute an accepted name if the server uses ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_backend.adapters.sglang.compat import NAME
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
-    """SGLang's registry without hooks, as it was afterwards."""
+    """SGLang's registry without hooks; restored afterwards."""
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     return HookRegistry
 
@@ -62,7 +62,7 @@ def server(backend: str | None, architecture: str = "GptOssForCausalLM") -> Any:
 def test_what_a_check_reads(
     backend: str | None, architecture: str, read: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # no release's own way to a model's configuration
+    # hides the releases' own access to a model's configuration
     monkeypatch.setattr(plugin, "import_module", lambda name: SimpleNamespace())
     seen = []
 

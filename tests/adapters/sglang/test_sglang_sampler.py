@@ -32,9 +32,9 @@ VOCAB = 300
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What a running server has: its options, a process group, and a sampler that was chosen.
+    """The state of a running server: its options, a process group, and a selected sampler.
 
-    Afterwards SGLang is as it was.
+    Restores SGLang afterwards.
     """
     deterministic = SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False)
     features = SimpleNamespace(
@@ -65,7 +65,7 @@ def params(**values: Any) -> SamplingParams:
 
 
 def request(number: int, mask: bool = False, processor: str | None = None, **values: Any) -> SimpleNamespace:
-    """The fields of SGLang's Req that a batch's sampling parameters are made from."""
+    """The fields of SGLang's Req from which a batch's sampling parameters are made."""
     return SimpleNamespace(
         sampling_params=params(**values),
         origin_input_ids=[number, 1, 2],
@@ -170,7 +170,7 @@ def test_seeds_and_positions_matter_and_nothing_else_does(generator: torch.Gener
 
 
 def sglangs_survivors(logits: Tensor, info: SamplingBatchInfo, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """bool [batch, vocab]: what SGLang's own sampler in torch draws from.
+    """bool [batch, vocab]: the tokens that SGLang's own torch sampler draws from.
 
     It sorts, filters, and hands the rest to torch.multinomial.
     """
@@ -240,7 +240,7 @@ def test_reporting_log_probabilities_changes_no_token(greedy_only: bool, generat
         (logits / make_info(requests).temperatures).log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
     )
     torch.testing.assert_close(torch.as_tensor(output.next_token_logprobs), expected, atol=1e-4, rtol=1e-4)
-    # nothing of the reporting run is left behind
+    # the run that reports leaves no state behind
     again, _ = run(sampler, logits, make_info(requests), positions)
     assert torch.equal(again, plain)
 
@@ -287,7 +287,7 @@ def test_custom_logit_processors_are_applied_once(logprobs: bool, monkeypatch: p
 
 
 def test_each_stream_has_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that run at the same time must not exchange messages in the same memory."""
+    """Concurrent kernels must not exchange messages in the same memory."""
     streams = iter((7, 9, 7))
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams))
@@ -390,8 +390,8 @@ def test_registration(switch: str | None, names: set[str], monkeypatch: pytest.M
     "name", ["forward", "_preprocess_logits", "_sample_from_probs", "_sample_from_logprobs"]
 )
 def test_the_functions_that_are_overridden_are_sglangs(name: str) -> None:
-    """A release that renames one would call its own, silently; so would one that calls it with other
-    arguments, but for those that `**others` takes.
+    """A release that renames a function would silently call its own version. So would a release that passes
+    other arguments, except those that `**others` accepts.
     """
     assert name in vars(engine_sampler.Sampler)
     assert name in vars(AttnSampler)

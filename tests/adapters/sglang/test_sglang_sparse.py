@@ -1,8 +1,8 @@
-"""Sparse attention over latents: SGLang's own backend for it around our attention, against attention in
-float64 over the selected tokens.
+"""Sparse attention over latents: SGLang's own backend around our attention, compared with float64 attention
+over the selected tokens.
 
-SGLang's indexer and metadata have kernels for GPUs alone: what they would have found is filled in here, and
-what its constructor would read of a GPU.
+SGLang's indexer and metadata have GPU kernels only. The tests fill in their results, and the GPU properties
+that the constructor would read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     is_scaled = getattr(request, "param", False)
 
     def init(self: Any, runner: Any) -> None:
-        """What forward_decode and forward_extend of 0.5.17 to 0.5.23 read."""
+        """The attributes that forward_decode and forward_extend of 0.5.17 to 0.5.23 read."""
         vars(self).update(
             device="cpu",
             num_q_heads=HEADS,
@@ -113,8 +113,8 @@ def make_layer(number: int) -> RadixAttention:
 
 
 def step(backend: SparseBackend, mode: ForwardMode, seen: list[int], generator: torch.Generator) -> None:
-    """Both layers of a step: row i selects from seen[i] slots, which are written before, but for its own,
-    which is written now.
+    """Both layers of a step: row i selects from seen[i] slots. All were written before, except the row's own
+    slot, which is written now.
     """
     rows = len(seen)
     slots = torch.randperm(SLOTS, generator=generator).int()
@@ -150,7 +150,8 @@ def step(backend: SparseBackend, mode: ForwardMode, seen: list[int], generator: 
 
 @pytest.mark.parametrize("backend", [False, True], indirect=True, ids=["bf16", "656 bytes"])
 def test_steps(backend: SparseBackend) -> None:
-    """Decodes of different lengths, a prompt and decodes again: each step is planned in its first layer."""
+    """Decodes with different lengths, a prompt, then decodes again: each step is planned in its first
+    layer."""
     plans = []
     for rows in backend._rows.values():
         plan = rows.plan
@@ -167,7 +168,7 @@ def test_steps(backend: SparseBackend) -> None:
 
 
 def test_prompts_over_8_bits_are_widened_by_the_engine(backend: SparseBackend) -> None:
-    """A step's own latents, or those that it has widened, come as a tensor of their own."""
+    """A step's own latents, or latents that it has dequantized, arrive in a separate tensor."""
     latents, slots = (
         torch.randn(40, 1, 576).bfloat16(),
         torch.tensor([[3, 5, -1], [39, 0, 7]], dtype=torch.int32),

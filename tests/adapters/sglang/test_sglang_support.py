@@ -1,4 +1,4 @@
-"""Registration, and what is refused while the engine starts."""
+"""Registration, and models that are refused while the engine starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attn_backend.adapters.sglang.compat import NAME
 
 @pytest.fixture(autouse=True)
 def any_release_serves_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused here does not depend on the release."""
+    """These refusals do not depend on the release."""
     monkeypatch.setattr(compat, "starts_triton_on_cpu", lambda name: False)
 
 
@@ -52,7 +52,7 @@ def test_pools_that_do_more_than_copy_write_for_themselves(monkeypatch: pytest.M
         with monkeypatch.context() as changed:
             changed.setattr(plain, name, value, raising=False)
             assert not compat.copies_to_slots(plain), name
-    monkeypatch.setattr(plain, "set_kv_buffer", lambda *_: None)  # a wrapper around this pool's
+    monkeypatch.setattr(plain, "set_kv_buffer", lambda *_: None)  # a wrapper around this pool's method
     assert not compat.copies_to_slots(plain)
     counting = FakeEngine().pool
     counting.__class__ = CountingPool
@@ -70,7 +70,7 @@ def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """cascade and batch_invariant of every Attention that a backend makes."""
+    """cascade and batch_invariant of every Attention that a backend creates."""
     arguments_of: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
         layers,
@@ -172,13 +172,13 @@ def test_refused_layers(changes: dict[str, object], message: str) -> None:
 
 
 class Gemma3ForConditionalGeneration(torch.nn.ModuleList):
-    """Has the method by which models hand masks over images to SGLang's Triton backend."""
+    """Has the method through which models pass image masks to SGLang's Triton backend."""
 
     def prepare_attn_masks(self, forward_batch: object, input_ids: object, mask_dtype: object) -> None: ...
 
 
 class OtherModel(Gemma3ForConditionalGeneration):
-    """A model whose masks have not been read."""
+    """A model whose masks nobody has reviewed."""
 
 
 @pytest.mark.parametrize(
@@ -243,12 +243,12 @@ def test_encoders_need_whole_prompts(
 
 
 class Gemma4ForConditionalGeneration(Gemma3ForConditionalGeneration):
-    """Makes masks whatever its configuration says."""
+    """Makes masks regardless of its configuration."""
 
 
 @pytest.mark.parametrize("sees_both_sides", ["vision", None])
 def test_images_of_gemma_4(sees_both_sides: str | None) -> None:
-    """They see each other in layers with a window alone, which have a pool of their own."""
+    """Image tokens see each other only in layers with a window, which have a separate pool."""
     register()
     engine = FakeEngine((LayerShape(window=9), LayerShape()), hybrid=True)
     config = model_config(

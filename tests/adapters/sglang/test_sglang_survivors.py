@@ -13,7 +13,7 @@ sampler = pytest.importorskip("sglang.srt.layers.sampler", reason="SGLang is not
 
 @pytest.mark.parametrize("has_min_p", [False, True])
 def test_same_survivors(has_min_p: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every filter by itself, top-p of all tokens; rows without ties."""
+    """Each filter by itself, top-p over all tokens; rows without ties."""
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(64, 300, generator=generator) * 2
     k = torch.randint(1, 60, (64,), generator=generator)
@@ -45,7 +45,7 @@ def test_same_survivors(has_min_p: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             for i in range(64)
         ]
     )
-    # At exactly top_p SGLang keeps one token more; a sum of floats gets there by rounding alone.
+    # At exactly top_p, SGLang keeps one more token; a float sum reaches top_p only through rounding.
     assert int((by_definition != theirs).sum()) == 0
     draws = 400
     tokens = sample(

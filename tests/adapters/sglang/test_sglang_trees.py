@@ -1,5 +1,5 @@
-"""Verifying trees of draft tokens, and the steps of a draft model with branches, inside a small engine,
-against attention in float64.
+"""Verification of draft trees, and the steps of a draft model with branches, inside a small engine, compared
+with float64 attention.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_prefixes(trees: list[Tensor], prefix_lens: list[int]) -> Tensor:
-    """The long form of a mask, flat."""
+    """The long form of a mask, flattened."""
     return torch.cat(
         [
             torch.cat([torch.ones(NODES, n, dtype=torch.bool), tree], 1).flatten()
@@ -239,7 +239,7 @@ def test_steps_of_a_draft_model(device: str, dtype: torch.dtype, page_size: int,
 @pytest.mark.parametrize("topk", [1, TOPK])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_captured_steps_of_a_draft_model(topk: int, device: str) -> None:
-    """All steps of a draft in one graph, planned in it."""
+    """One graph plans and runs all steps of a draft."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     engine = FakeEngine((LayerShape(), LayerShape(window=9)), 1, dtype, device=device)
     clear_padding(engine)

@@ -1,6 +1,6 @@
-"""vLLM on a CPU, its engine left out: only what stands between it and this package.
+"""vLLM on a CPU without its engine: only the code between the engine and this package.
 
-Tests look for `vllm.v1`, not for `vllm`: this folder itself can be imported as a package `vllm`.
+Tests look for `vllm.v1`, not for `vllm`, since this folder itself can be imported as a package `vllm`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
 def _make_torchvision_importable() -> None:
     """vLLM imports torchvision when it is installed.
 
-    Where SGLang is too, it is, and beside a torch for CPUs it needs the help that SGLang's tests have.
+    If SGLang is installed, so is torchvision. With a CPU build of torch it needs the same shim as SGLang's
+    tests.
     """
     if (
         torch.cuda.is_available()
@@ -40,7 +41,7 @@ _make_torchvision_importable()
 
 @pytest.fixture
 def registry() -> Iterator[Any]:
-    """vLLM's registry of attention backends; afterwards nothing of ours is registered."""
+    """vLLM's registry of attention backends; ours is unregistered afterwards."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     yield AttentionBackendEnum
@@ -52,8 +53,8 @@ def registry() -> Iterator[Any]:
 
 @pytest.fixture
 def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """None of vLLM's functions is replaced, before and after; but for a helper that counts ranks, which
-    inductor would compile for seconds.
+    """Restores vLLM's functions before and after. The exception is a helper that counts ranks, which inductor
+    would take seconds to compile.
     """
     from vllm.v1.sample import sampler as vllms
     from vllm_sampling import replaced

@@ -1,8 +1,8 @@
-"""A group of ranks for decode context parallelism whose ranks are threads of this process.
+"""A group of ranks for decode context parallelism; the ranks are threads of this process.
 
-What vLLM's groups do around the collectives is theirs (the layouts of DeviceCommunicatorBase, the merge of
-states); the collectives themselves exchange tensors through this process, and the Triton kernels of the merge
-have twins in float64 where there is no GPU.
+Code around the collectives is vLLM's own: the layouts of DeviceCommunicatorBase, and the merge of states. The
+collectives exchange tensors within this process. Without a GPU, float64 twins replace the Triton kernels of
+the merge.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Stands in the place of vLLM's GroupCoordinator. Each thread sees itself as one rank."""
+    """Replaces vLLM's GroupCoordinator. Each thread sees itself as one rank."""
 
     def __init__(self, size: int) -> None:
         self.world_size = size
-        self.num_exchanges = 0  # that all ranks took part in
+        self.num_exchanges = 0  # exchanges in which all ranks took part
         self.device_group = self
         self._of_thread = threading.local()
         self._barrier = threading.Barrier(size)
@@ -47,7 +47,7 @@ class Ranks:
         return rank
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """`work(rank)` of all ranks, at the same time."""
+        """Runs `work(rank)` for all ranks at the same time."""
 
         def run_as(rank: int) -> T:
             self._of_thread.rank = rank
@@ -67,7 +67,7 @@ class Ranks:
         return [future.result() for future in futures]
 
     def exchange(self, mine: Tensor) -> list[Tensor]:
-        """What each rank gives, in their order."""
+        """The values of all ranks, in order."""
         self._given[self.rank_in_group] = mine
         self._barrier.wait(60)
         given = [tensor.clone() for tensor in self._given]
@@ -103,7 +103,7 @@ def _scale_by_share(
     *,
     is_base_e: bool,
 ) -> None:
-    """The twin of CorrectAttnCPOutKernel: the weight of this rank's output, and the LSE of all ranks."""
+    """The twin of CorrectAttnCPOutKernel: the weight of this rank's output, and the LSE over all ranks."""
     assert is_base_e
     total = lses.double().logsumexp(0)
     vlse.copy_(total)
@@ -128,7 +128,7 @@ def _unpack(received: Tensor, width: int, lse_width: int, return_lse: bool, is_b
 
 
 def make_ranks(monkeypatch: pytest.MonkeyPatch, size: int, device: str = "cpu") -> Ranks:
-    """Puts a group into vLLM."""
+    """Installs a group in vLLM."""
     ranks = Ranks(size)
     monkeypatch.setattr(parallel_state, "_DCP", ranks)
     for name, twin in (
@@ -148,7 +148,7 @@ def make_ranks(monkeypatch: pytest.MonkeyPatch, size: int, device: str = "cpu") 
 
 @dataclass
 class Layout:
-    """Where the tokens of a batch lie on the ranks.
+    """The rank and place of each token of a batch.
 
     Attributes:
         table: int32 [requests and padding, 16], the same on all ranks; what lies beyond a request's pages
@@ -215,7 +215,7 @@ def lay_out(
     shared_pages: int = 0,
     padding: int = 0,
 ) -> Layout:
-    """A batch on random pages, but for page 0.
+    """A batch on random pages, never page 0.
 
     Args:
         shared_pages: leading pages that are the same for all requests.
@@ -241,7 +241,7 @@ def lay_out(
 
 
 def place(positions: Tensor, size: int, interleave: int) -> tuple[Tensor, Tensor]:
-    """Where tokens of a request lie: the rank, and the place among those that it holds."""
+    """The rank of each token of a request, and its place among the tokens of that rank."""
     return positions // interleave % size, positions // (
         interleave * size
     ) * interleave + positions % interleave

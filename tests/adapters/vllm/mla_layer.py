@@ -1,4 +1,4 @@
-"""A layer of MLA as vLLM makes it: its widths, its projection, and what its forward reads of it."""
+"""An MLA layer as vLLM makes it: its widths, its projection, and the attributes that its forward reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Projection:
 
 
 class Chosen(MLAPrefillBackend):
-    """What vLLM has chosen for prefills: it must not be asked."""
+    """vLLM's choice for prefills: it must not be called."""
 
     @staticmethod
     def get_name() -> str:
@@ -52,7 +52,7 @@ class Chosen(MLAPrefillBackend):
 
 
 def impl_arguments(kv_b_proj: Any) -> dict[str, Any]:
-    """What vLLM makes an implementation with, besides its heads and its scale."""
+    """The arguments that vLLM passes to an implementation, besides heads and scale."""
     of_all = {
         "alibi_slopes": None,
         "sliding_window": None,
@@ -70,7 +70,7 @@ def impl_arguments(kv_b_proj: Any) -> dict[str, Any]:
 
 
 def make_layer(impl: Any, projection: Projection, dtype: torch.dtype, cache_dtype: str, prefill: Any) -> Any:
-    """What MLAAttention.forward_impl reads of its layer.
+    """The attributes that MLAAttention.forward_impl reads from its layer.
 
     Args:
         prefill: vLLM's prefill backend.
@@ -103,7 +103,7 @@ def make_layer(impl: Any, projection: Projection, dtype: torch.dtype, cache_dtyp
 def make_mla_config(
     layer: Any, dtype: torch.dtype, cache_dtype: str, chosen: Any = None, **changes: Any
 ) -> SimpleNamespace:
-    """The part of VllmConfig that is read; `changes` replaces whole parts.
+    """The parts of VllmConfig that are read; `changes` replaces whole parts.
 
     Args:
         chosen: the user's prefill backend.

@@ -1,4 +1,4 @@
-"""Builder and implementation on CPU tensors, against attention in float64."""
+"""Builder and implementation on CPU tensors, compared with float64 attention."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
     [
         pytest.param([1] * 6, [1, 30, 16, 7, 40, 17], True, id="decode"),
         pytest.param([2, 1, 3, 1], [2, 9, 33, 18], True, id="extend"),
-        # on a CPU, where cost follows the rows
+        # on a CPU, where cost depends on the rows
         pytest.param([30, 1, 3, 25], [30, 9, 33, 60], False, id="long extend"),
     ],
 )
@@ -142,8 +142,8 @@ def test_padding_of_a_full_cuda_graph() -> None:
 
 
 def test_padding_of_a_piecewise_graph() -> None:
-    """Queries and keys are padded, the metadata is not; block table and query_start_loc may still be those of
-    the padded batch.
+    """Queries and keys are padded, the metadata is not. The block table and query_start_loc may still come
+    from the padded batch.
     """
     impl, cache, batch = make_impl(), make_cache("NHD"), make_batch(*MIXED)
     builder = make_builder([impl])
@@ -158,8 +158,8 @@ def test_padding_of_a_piecewise_graph() -> None:
 
 
 def test_halves_of_a_step_that_overlap() -> None:
-    """Dual-batch overlap: vLLM cuts a step's tokens in two, here in the middle of a request; each half has a
-    builder and a thread of its own.
+    """Dual-batch overlap: vLLM splits a step's tokens in two, here in the middle of a request. Each half has
+    a separate builder and thread.
     """
     impl, cache, batch = make_impl(), make_cache("NHD"), make_batch(*MIXED)
     k, v = fill_cache(cache, batch)
@@ -167,7 +167,7 @@ def test_halves_of_a_step_that_overlap() -> None:
     halves, _ = maybe_create_ubatch_slices(
         True, np.array(batch.query_lens), sum(batch.query_lens), len(batch.query_lens), 2
     )
-    # the request that both have a part of
+    # both halves have a part of this request
     assert halves[0].request_slice.stop > halves[1].request_slice.start
     # both are planned before either runs
     metadata = [make_builder([impl]).build(0, half) for half in split_attn_metadata(halves, batch.metadata)]
@@ -199,7 +199,7 @@ def test_idle_batch_of_data_parallelism() -> None:
 def test_capture_and_profiling_batches() -> None:
     impl = make_impl()
     builder = make_builder([impl])
-    batch = make_batch([1] * 8, [PAGE * 8] * 8)  # every request as long as it can be
+    batch = make_batch([1] * 8, [PAGE * 8] * 8)  # every request at its maximum length
     assert isinstance(builder.build_for_cudagraph_capture(batch.metadata), AttnMetadata)
     output = torch.full((4, 6, 64), torch.nan)
     assert impl.forward(None, torch.randn(4, 6, 64), None, None, torch.empty(0), None, output) is output
@@ -207,7 +207,7 @@ def test_capture_and_profiling_batches() -> None:
 
 
 def test_plan_follows_the_last_batch() -> None:
-    """What a CUDA graph relies on: run() reads the batch that was built last."""
+    """A CUDA graph relies on this: run() uses the most recently built batch."""
     impl = make_impl()
     builder = make_builder([impl])
     first = builder.build(0, make_batch(*MIXED).metadata)
@@ -223,7 +223,7 @@ def test_draft_loop_plans_again_from_the_same_tensors() -> None:
     impl, cache, batch = make_impl(), make_cache("NHD"), make_batch([1, 1], [30, 41])
     builder = make_builder([impl])
     k, v = fill_cache(cache, batch)
-    batch.metadata.seq_lens -= 1  # the draft before this one
+    batch.metadata.seq_lens -= 1  # the draft before the current one
     metadata = builder.build(0, batch.metadata)
     batch.metadata.seq_lens += 1
     builder.update_draft_decode_metadata(metadata)
@@ -274,7 +274,7 @@ def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
     assert view.k.data_ptr() == cache.data_ptr()
     assert view.k.shape == view.v.shape == (NUM_PAGES, PAGE, 2, 64)
     freed = weakref.ref(view)
-    gc.disable()  # without the help of the garbage collector: gigabytes depend on it
+    gc.disable()  # without the garbage collector: gigabytes depend on it
     try:
         del cache, view
         assert freed() is None
@@ -290,7 +290,7 @@ def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
         ({"kv_cache_dtype": "nvfp4"}, "nvfp4"),
         ({"attn_type": "encoder"}, "type encoder"),
         ({"sinks": torch.zeros(5)}, r"sinks of shape \(5,\) in a layer of 6 heads"),
-        # 0: a query sees its own chunk only
+        # 0: a query sees only its own chunk
         *(({"chunk_lookback": lookback}, f"chunk_lookback = {lookback}") for lookback in (0, 1, 2)),
         *(({"other": value}, f"other = {value!r}") for value in (0, 0.0, True, -2)),
         ({"other": torch.zeros(1)}, "other = a float32 tensor"),
@@ -387,7 +387,7 @@ def test_what_the_environment_says(
 
 
 def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With VLLM_BATCH_INVARIANT=1: each request alone and beside the others."""
+    """With VLLM_BATCH_INVARIANT=1: each request by itself and in a batch."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     impl, cache, batch = (
         make_impl(),

@@ -1,4 +1,4 @@
-"""What the backend says that it supports."""
+"""The features that the backend claims to support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LLAMA = {
 
 
 def reasons(backend: type[AttnBackend] = AttnBackend, **changes: Any) -> list[str]:
-    """Why vLLM would refuse the backend; skips if this release does not ask."""
+    """The reasons why vLLM would refuse the backend; skips if this release does not check."""
     asked = inspect.signature(AttentionBackend.validate_configuration).parameters
     for name in changes:
         if name not in asked:

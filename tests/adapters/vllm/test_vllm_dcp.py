@@ -1,5 +1,5 @@
-"""Decode context parallelism: builders and layers of all ranks, around vLLM's own collectives and merge of
-their states, against attention in float64.
+"""Decode context parallelism: builders and layers of all ranks with vLLM's own collectives and state merge,
+compared with float64 attention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parallel(size: int, interleave: int = 1, heads: int = 1, **changes: Any) -> SimpleNamespace:
-    """What is read of ParallelConfig."""
+    """The fields of ParallelConfig that are read."""
     settings = {
         "decode_context_parallel_size": size,
         "prefill_context_parallel_size": 1,
@@ -118,7 +118,8 @@ class Deployment:
                 [self.stored(x[mine], scale) for x, scale in ((self.k, "_k_scale"), (self.v, "_v_scale"))], -1
             )
             cache[batch.slots[mine] // PAGE, :, batch.slots[mine] % PAGE] = rows.to(cache.device)
-        # what the 8 bits that are read stand for; of several tokens the step's are not
+        # the values that the 8-bit cache represents; with several tokens a request, the step's tokens are not
+        # read from it
         if self.caches[0].dtype == torch.uint8:
             read = batch.old | (max(lens[0]) == 1)
             for x, scale in ((self.k, "_k_scale"), (self.v, "_v_scale")):
@@ -184,7 +185,7 @@ def random_lens(generator: torch.Generator) -> Lens:
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("size", [2, 4])
 def test_random_batches(monkeypatch: pytest.MonkeyPatch, size: int, interleave: int) -> None:
-    """One after another in the same caches and workspaces."""
+    """Batches share the same caches and workspaces, one after another."""
     deployment = Deployment(make_ranks(monkeypatch, size), interleave)
     generator = torch.Generator().manual_seed(size + interleave)
     for seed, lens in enumerate(
@@ -231,8 +232,8 @@ def test_shared_prefixes_and_drafts_that_are_not_causal(monkeypatch: pytest.Monk
 
 
 def test_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests and rows that a full graph adds; rows that a graph of the rest of the model adds are left
-    alone.
+    """Requests and rows that a full graph adds. Rows that a graph of the rest of the model adds stay
+    untouched.
     """
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
     deployment.fill(([1, 1, 1], [33, 64, 2]), 0, padding=5)
@@ -243,7 +244,7 @@ def test_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_meet_only_where_there_is_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And always if the host does not know, or if a graph is captured."""
+    """They also communicate if the host does not know the lengths, or while a graph is captured."""
     ranks = make_ranks(monkeypatch, 2)
     deployment = Deployment(ranks, 1)
     deployment.fill(PROMPTS, 0)
@@ -274,9 +275,9 @@ def test_a_captured_graph_serves_other_batches(
     replayed_lens: Lens,
     single_tokens: bool,
 ) -> None:
-    """It is captured with the metadata of one batch, and runs by the plans of another.
+    """The graph is captured with the metadata of one batch, and runs with the plans of another.
 
-    One of all batches may be captured over single tokens.
+    A graph for all batches may be captured with single tokens.
     """
     monkeypatch.setattr(dcp, "is_captured", lambda device: True)
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
@@ -293,7 +294,7 @@ def test_a_captured_graph_serves_other_batches(
 
 
 def test_drafts_are_verified_by_graphs_of_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a graph may be replayed for single tokens, which are then planned as it reads them."""
+    """Such a graph may be replayed for single tokens, which are then planned in its form."""
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
     for builder in deployment.builders:
         builder.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
@@ -379,7 +380,7 @@ def test_deployments_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("size", [2, 4])
 def test_on_one_gpu(monkeypatch: pytest.MonkeyPatch, size: int, interleave: int) -> None:
-    """All ranks on the same GPU, with vLLM's kernels for the merge of their states."""
+    """All ranks on the same GPU, with vLLM's kernels for the state merge."""
     deployment = Deployment(make_ranks(monkeypatch, size, "cuda"), interleave, torch.bfloat16, "cuda")
     generator = torch.Generator().manual_seed(size + interleave)
     for seed, lens in enumerate(
@@ -390,8 +391,8 @@ def test_on_one_gpu(monkeypatch: pytest.MonkeyPatch, size: int, interleave: int)
 
 
 class Alone:
-    """The first of two ranks, for which the other one does what it does itself: without threads, which a
-    graph could not capture.
+    """The first of two ranks. The other rank mirrors it, so no threads are needed, which a graph could not
+    capture.
     """
 
     world_size, rank_in_group = 2, 0
@@ -415,8 +416,8 @@ class Alone:
 def test_a_graph_on_one_gpu(
     monkeypatch: pytest.MonkeyPatch, captured_lens: Lens, replayed_lens: Lens
 ) -> None:
-    """Captured over requests without context, it gives a batch with context the same bits as kernels that are
-    launched.
+    """Captured with requests without context; a batch with context gets the same bits as from launched
+    kernels.
     """
     monkeypatch.setattr(parallel_state, "_DCP", Alone())
     deployment = Deployment(Alone(), 1, torch.bfloat16, "cuda")  # type: ignore[arg-type]

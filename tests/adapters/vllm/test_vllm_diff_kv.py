@@ -1,5 +1,5 @@
-"""Keys and values of different sizes: the names that models ask vLLM's registry for, and layers against
-attention in float64.
+"""Keys and values of different sizes: the names that models look up in vLLM's registry, and layers compared
+with float64 attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def width_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_layer(head_size: int, head_size_v: int, **arguments: Any) -> Any:
-    """As a model of vLLM does: the class is told, then makes the layer."""
+    """Like a model in vLLM: configures the class, then makes the layer."""
     CpuDiffKvBackend.set_head_size_v(head_size_v)
     return CpuDiffKvBackend.get_impl_cls()(6, head_size, head_size**-0.5, 2, **arguments)
 
@@ -99,6 +99,6 @@ def test_the_names_are_ours_where_the_user_has_chosen_us(
 
 
 def test_specs_that_do_not_say_the_width_of_v() -> None:
-    """In 0.26 those of cross attention and of chunked local attention."""
+    """In 0.26: the specs of cross attention and of chunked local attention."""
     assert compat.head_size_v(SimpleNamespace(head_size=64)) == 64
     assert compat.head_size_v(SimpleNamespace(head_size=192, head_size_v=128)) == 128

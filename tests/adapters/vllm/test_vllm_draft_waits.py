@@ -1,4 +1,4 @@
-"""Planning and running the steps of a draft model lets nothing wait for the device."""
+"""Planning and running the steps of a draft model never waits for the device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("vllm_as_it_was")
 
 
 def drafting(device: str, kv_cache_dtype: str) -> tuple[AttnMetadataBuilder, Callable[[], None]]:
-    """A draft model's builder, and a function that plans and runs all its steps through two layers, whose
-    inputs are there already.
+    """A draft model's builder, and a function that plans and runs all its steps through two layers. The
+    inputs are already on the device.
 
-    The first step is built; the others are planned again from the same tensors, as in vLLM's loop.
+    The first step is built; the others are replanned from the same tensors, as in vLLM's loop.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     batch = make_batch([1, 1, 1], KV_LENS)
@@ -88,7 +88,7 @@ def test_nothing_is_read_on_the_host(kv_cache_dtype: str) -> None:
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_nothing_of_latents_is_read_on_the_host(cache_dtype: str) -> None:
-    """What is ours of the metadata of MLA; the rest is built by vLLM, from what the host knows."""
+    """Our part of the MLA metadata. vLLM builds the rest from values that the host knows."""
     builder, cm = Problem(cache_dtype=cache_dtype).builder, make_batch([1, 1, 1], KV_LENS).metadata
     with NoHostReads():
         builder._build_decode(cm.block_table_tensor, cm.seq_lens, query_start_loc_device=cm.query_start_loc)
@@ -109,7 +109,7 @@ def test_nothing_waits(kv_cache_dtype: str) -> None:
 def test_what_is_read_is_seen(
     method: str, read: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A builder that reads something while it plans."""
+    """A builder that reads from the device while it plans."""
     builder, draft = drafting("cpu", "auto")
     plans = getattr(builder, method)
 

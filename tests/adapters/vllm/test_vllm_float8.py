@@ -1,5 +1,5 @@
-"""Layers over 8-bit caches, with the scales of vLLM's own layers, against attention in float64 over what the
-cache holds.
+"""Layers over 8-bit caches with the scales of vLLM's own layers, compared with float64 attention over the
+stored values.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def test_each_layer_has_its_own_scales() -> None:
 
 
 def test_scales_that_are_found_later() -> None:
-    """vLLM up to 0.27 may compute them in the first step (calculate_kv_scales): the tensors stay, and are
-    read when kernels run.
+    """vLLM up to 0.27 may compute the scales in the first step (calculate_kv_scales). The tensors stay the
+    same, and kernels read them when they run.
     """
     impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8")
     serve(impl, layer, cache, make_batch(*MIXED))
@@ -141,7 +141,7 @@ def test_scales_that_are_found_later() -> None:
 
 @pytest.mark.parametrize("names", [("_k_scale",), ("_v_scale",), ("_k_scale", "_v_scale")])
 def test_scales_in_other_tensors(names: tuple[str, ...]) -> None:
-    """compressed-tensors puts its own tensors in the layer, once weights are loaded."""
+    """compressed-tensors puts its own tensors into the layer once weights are loaded."""
     impl, layer, cache = make_impl(kv_cache_dtype="fp8"), layer_of(), cache_of("fp8")
     serve(impl, layer, cache, make_batch(*MIXED))
     for name in names:
@@ -151,7 +151,7 @@ def test_scales_in_other_tensors(names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("set_later", [False, True], ids=["constructor", "layer"])
 def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales(set_later: bool) -> None:
-    """Gemma 4's MTP drafts: vLLM sets it on the layer, once its impl exists."""
+    """Gemma 4's MTP drafts: vLLM sets it on the layer after creating the impl."""
     target = "layer.0"
     writer, reader = (
         make_impl(kv_cache_dtype="fp8"),
@@ -226,7 +226,7 @@ def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_encoder_has_no_cache() -> None:
-    """vLLM gives its group the dtype of the others' caches."""
+    """vLLM gives its group the dtype of the other caches."""
     impl = make_impl(kv_cache_dtype="fp8", attn_type="encoder_only")
     assert impl.spec.kv_dtype is None
     batch = make_batch([20, 7], [20, 7], causal=False)
@@ -270,7 +270,7 @@ def test_queries_stay_16_bits_where_kernels_widen_them(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_quantised_queries(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's `Attention` hands them over: e4m3 and a scale, one for all or for each KV head."""
+    """As vLLM's `Attention` passes them: e4m3 and a scale, one for all heads or one for each KV head."""
     monkeypatch.setattr(vllm_attention, "multiplies_float8", lambda *_: True)
     impl, layer, cache, batch = (
         make_impl(kv_cache_dtype="fp8"),

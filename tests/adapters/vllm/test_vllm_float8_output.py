@@ -1,4 +1,4 @@
-"""Layers whose output vLLM wants in 8 bits, against its own path: the quantisation of what they return."""
+"""Layers with 8-bit output, compared with vLLM's own path, which quantizes the layer's output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPE = torch.float8_e4m3fn
 
 @pytest.fixture
 def fuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM is configured to fuse quantisation into attention."""
+    """vLLM is configured to fuse quantization into attention."""
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=True))
     )
@@ -33,7 +33,7 @@ def fuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quantised_by_vllm(output: Tensor, scale: Tensor) -> Tensor:
-    """As vLLM's QuantFP8 with a static scale does it."""
+    """Like vLLM's QuantFP8 with a static scale."""
     limit = torch.finfo(DTYPE).max
     return (output.float() * scale.reciprocal()).clamp(-limit, limit).to(DTYPE)
 
@@ -44,7 +44,7 @@ def quantised_by_vllm(output: Tensor, scale: Tensor) -> Tensor:
     "arguments", [{}, {"sliding_window": 9}, {"alibi_slopes": [0.1] * 6}, {"sinks": torch.linspace(-1, 1, 6)}]
 )
 def test_like_the_path_that_is_not_fused(arguments: dict[str, object], dtype: torch.dtype) -> None:
-    """Layers of one plan, of which one is fused; rows of padding are left alone."""
+    """Layers of one plan, only one of them fused; rows of padding are left alone."""
     impls = [make_impl(**arguments) for _ in range(2)]
     cache, batch = make_cache("NHD", dtype=dtype), make_batch(*MIXED)
     builder = make_builder(list(impls), make_spec(dtype=dtype))
@@ -107,7 +107,7 @@ def test_a_scale_that_changes_under_a_plan() -> None:
 
 @pytest.mark.usefixtures("fuses")
 def test_a_profiling_run() -> None:
-    """Without metadata; vLLM's compiled graph gives the scale then, too."""
+    """Runs without metadata; vLLM's compiled graph passes the scale here too."""
     output = torch.full((4, 6, 64), torch.nan).to(DTYPE)
     make_impl().forward(
         None, torch.zeros(4, 6, 64), None, None, torch.empty(0), None, output, output_scale=torch.ones(1)
@@ -117,7 +117,7 @@ def test_a_profiling_run() -> None:
 
 @pytest.mark.usefixtures("fuses")
 def test_what_is_fused() -> None:
-    """One scale for the whole tensor, known beforehand."""
+    """One scale for the whole tensor, known in advance."""
     impl = make_impl()
     others = (
         "kFp8DynamicTensorSym",
@@ -156,7 +156,7 @@ def test_nothing_is_fused_unless_vllm_is_configured_to() -> None:
         )
 
 
-# Of CUDA, that the pass names and does not call here.
+# CUDA operators that the pass names but does not call here.
 CUDA_OPERATORS = (
     "rms_norm_static_fp8_quant",
     "fused_add_rms_norm_static_fp8_quant",
@@ -166,8 +166,8 @@ CUDA_OPERATORS = (
 
 @pytest.mark.slow
 def test_vllms_pass_takes_the_quantisation_out_of_the_graph() -> None:
-    """Its own pass over the graph of one layer and what quantises its output: it asks the layer, and hands it
-    the scale.
+    """vLLM's own pass over the graph of one layer and its output quantization: it queries the layer, and
+    passes it the scale.
     """
     vllm_config = pytest.importorskip("vllm.config")
     declared = torch.library.Library("_C", "FRAGMENT")

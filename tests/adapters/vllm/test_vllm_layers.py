@@ -1,4 +1,4 @@
-"""Layers that ask for more than a causal mask and a window, against attention in float64."""
+"""Layers that need more than a causal mask and a window, compared with float64 attention."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def serve(impl: Any, batch: Batch, builder: AttnMetadataBuilder | None = None, *
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks(dtype: torch.dtype) -> None:
-    """gpt-oss: they come in the model's dtype, and are loaded after the layer was made, possibly again."""
+    """gpt-oss: sinks have the model's dtype, and are loaded after the layer is made, possibly again."""
     sinks = torch.nn.Parameter(torch.zeros(6, dtype=dtype), requires_grad=False)
     impl = make_impl(sinks=sinks, sliding_window=16)
     for seed in (0, 1):
@@ -83,15 +83,15 @@ def of_this_step(impl: Any, batch: Batch, **expected: Any) -> None:
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_encoders(window: int | None) -> None:
-    """A window is to both sides: ModernBERT."""
+    """The window extends left and right: ModernBERT."""
     batch = make_batch([7, 40, 1], [7, 40, 1], causal=False)
     near = oracle.Variant(mask=lambda pairs: window is None or (pairs.token - pairs.position).abs() < window)
     of_this_step(make_impl(attn_type="encoder_only", sliding_window=window), batch, variant=near)
 
 
 def test_cross_attention() -> None:
-    """Each row sees all tokens of the encoder, however many rows there are: a request without an encoder gets
-    0.
+    """Each row sees all tokens of the encoder, regardless of the number of rows. A request without an encoder
+    gets 0.
     """
     impl, batch = make_impl(attn_type="encoder_decoder"), make_batch([1, 5, 2], [50, 3, 17], causal=False)
     serve(impl, batch, causal=False)
@@ -122,12 +122,12 @@ def test_images_that_see_both_sides(window: int | None) -> None:
 
     builder = make_builder([impl], scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
     serve(impl, batch, builder, causal=False, logits_soft_cap=5.0, variant=oracle.Variant(mask=mask))
-    text = make_batch(*MIXED, seed=1)  # nothing is left of them
+    text = make_batch(*MIXED, seed=1)  # no image state is left
     serve(impl, text, builder, window_left=-1 if window is None else window - 1, logits_soft_cap=5.0)
 
 
 def may_see_both_sides(monkeypatch: pytest.MonkeyPatch, use_non_causal: bool) -> None:
-    """What vLLM's configuration says while layers are made: it is that of the draft."""
+    """vLLM's configuration while layers are made: the draft's configuration."""
     config = SimpleNamespace(attention_config=SimpleNamespace(use_non_causal=use_non_causal))
     monkeypatch.setattr(compat, "get_current_vllm_config_or_none", lambda: config)
 
@@ -137,7 +137,7 @@ def may_see_both_sides(monkeypatch: pytest.MonkeyPatch, use_non_causal: bool) ->
 def test_drafts_that_see_both_sides(
     window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DFLASH: a window is to both sides, and reaches from a draft into what is before it.
+    """DFLASH: a window extends left and right, and reaches from a draft into the tokens before it.
 
     Other steps of the same layers may be causal.
     """
@@ -160,9 +160,7 @@ def test_drafts_that_see_both_sides(
 
 
 def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own meaning of a window where a step is not causal, as (left, right), both without the query
-    itself.
-    """
+    """In steps that are not causal, vLLM defines a window as (left, right), both without the query itself."""
     flash_attn = pytest.importorskip("vllm.v1.attention.backends.flash_attn")
     may_see_both_sides(monkeypatch, True)
     key = make_impl(sliding_window=9).spec
@@ -189,7 +187,7 @@ def test_one_causal_window_in_a_group_is_enough_to_refuse_a_step_that_is_not_cau
 
 
 def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
-    """As vLLM makes it for Llama 4: a class derived from ours that cuts requests."""
+    """As vLLM makes it for Llama 4: a class derived from ours that splits requests."""
 
     class ChunkedLocalAttentionBuilder(AttnMetadataBuilder):
         @classmethod
@@ -224,7 +222,7 @@ def test_chunks_of_an_unknown_size_are_refused() -> None:
 
 @pytest.mark.parametrize("window", [None, 10])
 def test_images_cut_by_a_window(window: int | None) -> None:
-    """Gemma 4: (causal or the same image) and window; nothing but causal in layers without one."""
+    """Gemma 4: (causal or the same image) and window; only causal in layers without a window."""
     spans = {2: [(2, 20)], 3: [(3, 11), (12, 30)], 4: [(90, 95)]}  # some longer than the window
     impl, batch = make_impl(sliding_window=window), make_batch(*MIXED)
     batch.metadata.mm_req_doc_ranges = spans

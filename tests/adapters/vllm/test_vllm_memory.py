@@ -1,4 +1,4 @@
-"""What lies in device memory for longer than a step lies outside the memory pools of vLLM's sleep mode."""
+"""Device memory that outlives a step is allocated outside the memory pools of vLLM's sleep mode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeGpu(threading.local):
-    """What of torch.cuda belongs to a thread: a stream, and the pools that it allocates from."""
+    """The per-thread state of torch.cuda: a stream, and the pools that it allocates from."""
 
     stream = "default"
     pools = 0
@@ -101,7 +101,7 @@ def test_workspaces_are_outside_torchs_pools() -> None:
             for segment in segments
         )
 
-    impl = make_impl()  # heads and head size are all that a builder asks of it
+    impl = make_impl()  # a builder reads only heads and head size from it
     pool, inner = torch.cuda.MemPool(), torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         direct = sampling_workspace(GPU)

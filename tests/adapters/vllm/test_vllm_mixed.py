@@ -1,5 +1,5 @@
-"""Layers over caches of the other 16-bit type than the model (--dtype float16 --kv-cache-dtype bfloat16, and
-the other way round).
+"""Layers over caches with the other 16-bit type than the model (--dtype float16 --kv-cache-dtype bfloat16,
+and vice versa).
 """
 
 from __future__ import annotations

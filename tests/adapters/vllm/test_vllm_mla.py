@@ -1,5 +1,5 @@
-"""MLA: vLLM's own layer, metadata and chunks of a cached prefix around our builder and implementation, on CPU
-tensors, against attention in float64.
+"""MLA: vLLM's own layer, metadata and chunked prefix around our builder and implementation, on CPU tensors,
+compared with float64 attention.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 DECODES = ([1, 1, 1], [33, 64, 5])
 SPECULATION = ([3, 1, 4], [33, 64, 20])
 NEW_PROMPTS = ([40, 7], [40, 7])
-# two in their latents, two after a prefix, one whole prompt
+# two over latents, two after a prefix, one whole prompt
 CACHED_PREFIXES = ([1, 2, 9, 40, 12], [33, 70, 100, 40, 60])
-SEVERAL_CHUNKS = ([1, 5, 6, 7], [90, 180, 190, 200])  # of a workspace of 512 tokens
+SEVERAL_CHUNKS = ([1, 5, 6, 7], [90, 180, 190, 200])  # in a workspace of 512 tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -72,7 +72,7 @@ def test_a_layer_of_vllm(lens: tuple[list[int], list[int]], dtype: torch.dtype) 
 def test_a_layer_over_8_bit_latents(
     lens: tuple[list[int], list[int]], cache_dtype: str, dtype: torch.dtype
 ) -> None:
-    """With the scale of the layer. (vLLM's gather of a cached prefix has no 8 bits on a CPU.)"""
+    """With the scale of the layer. (vLLM's gather of a cached prefix does not support 8 bits on a CPU.)"""
     problem, batch = Problem(dtype, cache_dtype=cache_dtype), make_batch(*lens, table_width=16)
     output, expected = problem.run(batch)
     check(output, expected, dtype)
@@ -86,7 +86,7 @@ def test_a_layer_over_8_bit_latents(
 def test_slots_and_tokens_of_different_numbers(cache_dtype: str, num_tokens: int, num_slots: int) -> None:
     """Both may be padded for a CUDA graph.
 
-    A token without a slot is not written, a slot without a token keeps what it holds.
+    A token without a slot is not written; a slot without a token keeps its content.
     """
     kv_c, k_pe, scale = torch.randn(num_tokens, LATENT), torch.randn(num_tokens, 1, ROPE), torch.tensor(0.25)
     empty = (
@@ -112,7 +112,7 @@ def test_slots_and_tokens_of_different_numbers(cache_dtype: str, num_tokens: int
 
 
 def test_chunks_take_turns_in_every_layer() -> None:
-    """The second layer finds the plan of the first one's last chunk."""
+    """When the second layer starts, the current plan belongs to the first layer's last chunk."""
     problem, batch = Problem(), make_batch(*SEVERAL_CHUNKS, table_width=16)
     problem.run(batch)
     prefill, planned = problem.builder._prefill_backend, []
@@ -132,7 +132,7 @@ def test_padding_of_a_full_graph() -> None:
 
 
 def test_a_graph_serves_the_next_batch() -> None:
-    """The plan lies in the builder's workspace: metadata of an older batch runs the newest plan."""
+    """The plan lies in the builder's workspace, so metadata of an older batch runs the newest plan."""
     problem = Problem()
     problem.run(make_batch([1, 1], [20, 50]))
     older = problem.metadata.decode.attention
@@ -196,8 +196,8 @@ def test_layers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request has the same bits alone and in a batch, also after a cached prefix that others' would cut
-    into other chunks: nothing is decompressed.
+    """A request has the same bits by itself and in a batch, also after a cached prefix that other prefixes
+    would split into other chunks: nothing is decompressed.
     """
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
     problem, batch = Problem(), make_batch(*SEVERAL_CHUNKS, table_width=16)
@@ -298,7 +298,7 @@ def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.Mon
         config = SimpleNamespace(model_config=SimpleNamespace(use_mla=uses_mla))
         monkeypatch.setattr(compat, "get_current_vllm_config_or_none", lambda config=config: config)
         assert registry.CUSTOM.get_class() is wanted
-        module, name = wanted.full_cls_name()  # by which vLLM finds it again
+        module, name = wanted.full_cls_name()  # vLLM finds it again by this name
         assert getattr(__import__(module, fromlist=[name]), name) is wanted
     for name, backend in (("CPU_MLA", CpuMlaBackend), ("AMX_MLA", AmxMlaBackend)):
         if name in registry.__members__:

@@ -1,5 +1,5 @@
 """Decode context parallelism of MLA: vLLM's layers, builders, gathers and merges of all ranks around our
-builder and implementation, against float64.
+builder and implementation, compared with float64.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def gather(
     batch_size: int,
     seq_starts: Tensor,
 ) -> None:
-    """vLLM's kernel that gathers a rank's part of cached prefixes, and more where the part of another rank is
-    longer.
-    """
+    """vLLM's kernel that gathers a rank's part of cached prefixes, and more if another rank's is longer."""
     for i in range(batch_size):
         begin, end = cu_seq_lens[i : i + 2].tolist()
         tokens = torch.arange(end - begin) + seq_starts[i]
@@ -137,7 +135,7 @@ class Deployment:
             self.impls, self.layers, self.builders, self.caches = zip(*ranks.run(make), strict=True)
 
     def step(self, lens: tuple[list[int], list[int]], seed: int = 0, padding: int = 0) -> None:
-        """One layer over a batch, whose older tokens are already in the caches."""
+        """One layer over a batch; its older tokens are already in the caches."""
         generator = torch.Generator().manual_seed(seed)
         batch = lay_out(lens, self.size, self.interleave, generator, padding=padding)
         latents = torch.randn(len(batch.slots), LATENT + ROPE, generator=generator)
@@ -213,12 +211,12 @@ def test_padding_of_a_full_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("cache_dtype", "comm"), [("fp8", "ag_rs"), ("auto", "a2a")])
 def test_decodes(monkeypatch: pytest.MonkeyPatch, cache_dtype: str, comm: str) -> None:
-    """Over latents of 8 bits; with the engine's other merge."""
+    """Over 8-bit latents, with the engine's other merge."""
     Deployment(make_ranks(monkeypatch, 2), 4, cache_dtype, comm).step(DECODES)
 
 
 def test_what_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speculation's requests are prefills: full graphs are made for decodes of one token alone."""
+    """Requests with speculation are prefills: full graphs are made only for decodes of one token."""
     deployment = Deployment(make_ranks(monkeypatch, 2), 1)
     assert all(impl.need_to_return_lse_for_decode and impl.lse_base_on_e for impl in deployment.impls)
     assert [builder.reorder_batch_threshold for builder in deployment.builders] == [1, 1]

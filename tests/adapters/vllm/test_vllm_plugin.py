@@ -25,7 +25,7 @@ from attn_backend.adapters.vllm.backend import CpuAttnBackend
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 from attn_backend.adapters.vllm.plugin import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register
 
-# no more than a shim for torchvision, see conftest.py
+# only a shim for torchvision, see conftest.py
 CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
 STOCK_CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 
@@ -150,7 +150,7 @@ def test_a_draft_model_on_another_backend_is_told_of(
 
 @pytest.mark.gpu
 def test_touches_no_gpu() -> None:
-    """In a process of its own: others may have initialised CUDA in this one."""
+    """In a separate process, since other tests may have initialized CUDA in this one."""
     program = (
         "import torch; from attn_backend.adapters.vllm import register; register(); assert not "
         "torch.cuda.is_initialized()"

@@ -1,5 +1,5 @@
-"""The probe and the check that come before vLLM's samplers are replaced; V1's sampler with the functions that
-this package puts in.
+"""The probe and the check that run before vLLM's samplers are replaced; V1's sampler with this package's
+functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("vllm_as_it_was")
 
 @pytest.fixture
 def warnings() -> Iterator[list[logging.LogRecord]]:
-    """What vLLM's logger was told; whether it hands records on depends on vLLM's configuration."""
+    """The records of vLLM's logger. vLLM's configuration decides whether it propagates them."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ def test_wrong_frequencies_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class V1Request:
-    """What V1's runner keeps of a request."""
+    """The state that V1's runner keeps for a request."""
 
     def __init__(self, params: SamplingParams, length: int) -> None:
         self.params, self.length = params, length
@@ -214,13 +214,13 @@ class V1Runner:
         )
 
     def step(self, logits: Tensor) -> Any:
-        """One token for each request; like the engine, the lengths grow afterwards."""
+        """One token for each request; the lengths grow afterwards, as in the engine."""
         output = v1_runner.GPUModelRunner._sample(self, logits.clone(), None)  # type: ignore[arg-type]
         self.seq_lens[: len(self.requests)] += 1
         return output
 
     def book(self, output: Any, discarded: Any) -> None:
-        """What vLLM does with a step's tokens; those of `discarded` do not count."""
+        """vLLM's bookkeeping of a step's tokens; the tokens of `discarded` do not count."""
         self.discard_request_mask = SimpleNamespace(np=discarded)
         v1_runner.GPUModelRunner._bookkeeping_sync(
             self, SimpleNamespace(num_scheduled_tokens={}), output, None, torch.empty(0), 0
@@ -282,7 +282,7 @@ def test_v1_reporting_log_probabilities_changes_no_token(mode: str, generator: t
 
 def test_v1_processors_of_the_user_see_tempered_logits(generator: torch.Generator) -> None:
     class AllowLikely:
-        """Argmax invariant: keeps what is within 1 of the largest tempered logit."""
+        """Argmax invariant: keeps logits within 1 of the largest tempered logit."""
 
         def apply(self, logits: Tensor) -> Tensor:
             return logits.masked_fill(logits < logits.amax(-1, keepdim=True) - 1, float("-inf"))
@@ -319,12 +319,12 @@ def test_v1_requests_without_a_seed_get_one_that_stays(generator: torch.Generato
     seeds = first.input_batch.sampling_metadata._attn_backend_draws.seed.tolist()
     assert len(set(seeds)) == 4
     assert seeds[3] == -(2**63) + 5
-    # preempted, and back in other rows
+    # preempted, and resumed in other rows
     assert V1Runner(dict(reversed(requests.items()))).tokens(logits) == tokens[::-1]
 
 
 def test_v1_position_is_that_of_the_last_token(generator: torch.Generator) -> None:
-    """As in V2, whose positions begin with 0."""
+    """As in V2, whose positions begin at 0."""
     assert sampler.install(CPU)
     requests = v1_requests([SamplingParams(temperature=1.0, seed=i) for i in range(40)], first_length=1)
     logits = torch.zeros(40, VOCAB)
@@ -337,7 +337,7 @@ def test_v1_position_is_that_of_the_last_token(generator: torch.Generator) -> No
 
 
 class Generator:
-    """A request's torch.Generator on a GPU, of which a draw takes four numbers."""
+    """A request's torch.Generator on a GPU; a draw advances it by four numbers."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.offset = seed, 0
@@ -356,8 +356,8 @@ class Generator:
 def test_v1_generators_are_left_to_verification(
     mode: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rejection sampler has vLLM's dict of them: a step without drafts neither empties it nor winds back
-    what its draws have not advanced.
+    """The rejection sampler keeps vLLM's dict of generators. A step without drafts neither empties it nor
+    rewinds generators that its draws have not advanced.
     """
     assert sampler.install(CPU)
     requests = v1_requests([SamplingParams(temperature=0.7, seed=i) for i in range(3)])
@@ -366,7 +366,7 @@ def test_v1_generators_are_left_to_verification(
     runner = V1Runner(requests, mode, logprobs=2)
     generators, batch = dict(runner.input_batch.generators), runner.input_batch
     assert len(generators) == 3
-    discarded = np.array([True, False, True])  # chunks of prompts, whose draws do not count
+    discarded = np.array([True, False, True])  # chunks of prompts: their draws do not count
     output = runner.step(distinct_logits(3, generator))
     runner.book(output, discarded)
     assert batch.generators is batch.sampling_metadata.generators

@@ -1,4 +1,4 @@
-"""V2's sampler of vLLM with the functions that this package puts in."""
+"""vLLM's V2 sampler with this package's functions."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class HostTensor:
 
 
 class V2Sampler:
-    """Builds vLLM's V2 sampler, without its logits processors on a CPU, and gives it the batches that the
-    model runner does.
+    """Builds vLLM's V2 sampler (on a CPU without its logits processors), and gives it batches as the model
+    runner does.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class V2Sampler:
         return sampled[0].cpu(), sampled[1]
 
 
-# Between `self` and the last argument of Sampler.sample and of Sampler.apply_sampling_params; read from the
-# released sources.
+# Arguments between `self` and the last one of Sampler.sample and of Sampler.apply_sampling_params, taken from
+# the released sources.
 RELEASES = {
     "0.26, 0.27": "logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos",
     "0.28 to 0.30": "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",
@@ -115,7 +115,7 @@ RELEASES = {
 
 
 def function_of(arguments: str) -> Any:
-    """A function that does nothing with these arguments."""
+    """An empty function with these arguments."""
 
     def function(*arguments: Any, **named: Any) -> None: ...
 
@@ -221,7 +221,7 @@ def test_v2_sees_changed_parameters(v2: V2Sampler) -> None:
 
 
 def test_v2_rows_of_several_positions(v2: V2Sampler) -> None:
-    """More rows than requests: the batch is not remembered, and every row has its own position."""
+    """More rows than requests: the batch is not remembered, and every row has a separate position."""
     v2.add(3, SamplingParams(temperature=1.0, seed=1))
     values = torch.zeros(5, VOCAB)
     single = [v2.sample(values[:1], [3], [position])[0].item() for position in range(5)]
@@ -234,7 +234,7 @@ def test_v2_rows_of_several_positions(v2: V2Sampler) -> None:
 
 
 def test_v2_leaves_temperature_and_filters_to_others_as_they_were(v2: V2Sampler) -> None:
-    """The rejection sampler wants logits that the temperature has been applied to."""
+    """The rejection sampler expects logits with the temperature already applied."""
     v2.add(0, SamplingParams(temperature=0.5, min_p=0.1, seed=1))
     states = v2.sampler.sampling_states
     v2.sample(torch.zeros(1, VOCAB), [0], [0])

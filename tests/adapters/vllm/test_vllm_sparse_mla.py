@@ -1,8 +1,7 @@
-"""Sparse MLA: vLLM's own layer and metadata around our builder and implementation, on CPU tensors, against
-attention in float64 over the selected tokens.
+"""Sparse MLA: vLLM's own layer and metadata around our builder and implementation, on CPU tensors, compared
+with float64 attention over the selected tokens.
 
-vLLM's indexer has kernels for GPUs alone, and vLLM refuses such models on a CPU: what it would select is
-filled in here.
+vLLM's indexer has GPU kernels only, and vLLM refuses such models on a CPU. The tests fill in the selection.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ TOPK = 24
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sampler, no group of ranks, and torch for the small kernel of vLLM's that says which request a row
-    is of.
-    """
+    """No sampler and no group of ranks; torch replaces vLLM's small kernel that maps rows to requests."""
     monkeypatch.setenv("ATTN_BACKEND_SAMPLER", "0")
     monkeypatch.setattr(
         sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1, raising=False
@@ -135,8 +132,8 @@ class Problem:
         )
 
     def run(self, batch: Batch, padding: int = 0) -> tuple[Tensor, Tensor]:
-        """One layer over a batch, whose older tokens are already in the cache: its output and that in
-        float64.
+        """One layer over a batch; its older tokens are already in the cache. Returns its output and the
+        float64 output.
         """
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
             old = slots[: len(slots) - query_len]
@@ -155,7 +152,7 @@ class Problem:
         return output, self.expected(batch, q, chosen)
 
     def select(self, batch: Batch) -> list[Tensor]:
-        """Fills the buffer; for each row the slots of what it selects."""
+        """Fills the buffer; returns the selected slots of each row."""
         chosen, row = [], 0
         self.indices.fill_(-1)
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
@@ -202,7 +199,7 @@ def test_a_layer_of_vllm(lens: tuple[list[int], list[int]], dtype: torch.dtype) 
 )
 @pytest.mark.parametrize("between", [0, 2])
 def test_a_layer_over_8_bit_latents(cache_dtype: str, dtype: torch.dtype, between: int) -> None:
-    """Whole rows with the layer's scale, and rows with scales of their own; also with blocks of other layers
+    """Whole rows with the layer's scale, and rows with separate scales; also with blocks of other layers
     between.
     """
     problem = Problem(dtype, cache_dtype, between=between)
@@ -212,9 +209,7 @@ def test_a_layer_over_8_bit_latents(cache_dtype: str, dtype: torch.dtype, betwee
 
 
 def test_short_prompts_are_decompressed() -> None:
-    """Prompts of at most TOPK tokens, of which none is left out; requests with few new tokens stay in their
-    latents.
-    """
+    """Prompts of at most TOPK tokens, all selected; requests with few new tokens stay in latents."""
     problem = Problem(prefill=True)
     assert type(problem.builder._prefill_backend) is MlaPrefill
     output, expected = problem.run(make_batch([1, 3, 10, TOPK], [60, 20, 10, TOPK], table_width=16))
@@ -226,9 +221,7 @@ def test_short_prompts_are_decompressed() -> None:
 
 @pytest.mark.parametrize(("cache_dtype", "dtype"), [("auto", torch.float32), ("fp8_ds_mla", torch.bfloat16)])
 def test_batch_invariance(cache_dtype: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests stay in their latents, short prompts too, and the bits of each are those that it has
-    alone.
-    """
+    """All requests stay in latents, short prompts too. Each has the same bits as by itself."""
     monkeypatch.setattr(compat, "batch_invariant", lambda: True)
     problem, batch = (
         Problem(dtype, cache_dtype, prefill=True),
@@ -400,7 +393,8 @@ def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.Mon
 
 
 def test_what_a_cache_is_like() -> None:
-    """Releases that ask for its shape, and those that lay it out themselves: a block's rows have numbers."""
+    """Releases that ask for the shape, and releases that lay the cache out themselves: a block's rows are
+    numbered."""
     assert SparseMlaBackend.get_kv_cache_shape(7, 64, 1, 576) == (7, 64, 576)
     assert SparseMlaBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
     spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)

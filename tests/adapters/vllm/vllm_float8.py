@@ -1,4 +1,4 @@
-"""Layers, caches and builders of 8 bits, as vLLM makes them."""
+"""8-bit layers, caches and builders, as vLLM makes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
 def layer_of(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> torch.nn.Module:
     """The part of vLLM's `Attention` that has scales.
 
-    A list: one for each KV head, as compressed-tensors brings them.
+    A list has one scale for each KV head, as in compressed-tensors.
     """
     layer = torch.nn.Module()
     set_default_quant_scales(layer, register_buffer=True)
@@ -41,7 +41,7 @@ def layer_of(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 
 
 
 def cache_of(kv_cache_dtype: str, memory: str = "NHD", num_kv_heads: int = 2, head_size: int = 64) -> Tensor:
-    """As vLLM hands it over: uint8. Full of NaN."""
+    """As vLLM passes it: uint8. Full of NaN."""
     return make_cache(memory, num_kv_heads, head_size, FLOAT8_CACHES[kv_cache_dtype]).view(torch.uint8)
 
 
@@ -51,7 +51,7 @@ def builder_of(impls: list[AttnImpl], dtype: torch.dtype = torch.float32, **spec
 
 
 def held(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
-    """float64, what the cache holds of K or V [tokens, heads, head_size]."""
+    """In float64: K or V [tokens, heads, head_size] as the cache stores it."""
     dtype = FLOAT8_CACHES[kv_cache_dtype]
     largest, factor = torch.finfo(dtype).max, scale.reshape(-1, 1)
     return (x.float() / factor).clamp(-largest, largest).to(dtype).double() * factor.double()
@@ -62,7 +62,7 @@ def fill(
 ) -> tuple[Tensor, Tensor]:
     """Writes random K and V of all tokens of the batch as vLLM does.
 
-    Returns what the cache then holds, as slots.
+    Returns the stored values by slot.
     """
     k, v = torch.randn(2, NUM_PAGES * PAGE, impl.num_kv_heads, impl.head_size).to(dtype)
     for slots in (

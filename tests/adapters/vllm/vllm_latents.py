@@ -77,14 +77,14 @@ class Problem:
         self.dtype, self.cache_dtype = dtype, cache_dtype
 
     def run(self, batch: Batch, padding: int = 0) -> tuple[Tensor, Tensor]:
-        """One layer over a batch, whose older tokens are already in the cache: its output and that in
-        float64.
+        """One layer over a batch; its older tokens are already in the cache. Returns its output and the
+        float64 output.
         """
         latents = torch.full((NUM_PAGES * PAGE, LATENT + ROPE), torch.nan, dtype=self.dtype)
         for query_len, slots in zip(batch.query_lens, batch.slots, strict=True):
             latents[slots] = torch.randn(len(slots), LATENT + ROPE).to(self.dtype)
             old = slots[: len(slots) - query_len]
-            # latents are what their 8 bits stand for, and of new ones what they will
+            # the values that 8-bit latents represent; new ones as they will be stored
             if self.cache.dtype == torch.uint8:
                 rounded = (latents[slots].float() / self.layer._k_scale).to(torch.float8_e4m3fn)
                 latents[slots] = (rounded.float() * self.layer._k_scale).to(self.dtype)

@@ -22,7 +22,7 @@ NUM_PAGES = 64
 
 
 class Layer(AttentionLayerBase):
-    """What a builder sees of a layer."""
+    """The attributes of a layer that a builder reads."""
 
     def __init__(self, impl: Any, backend: type = AttnBackend) -> None:
         self.impl, self._backend = impl, backend
@@ -34,7 +34,7 @@ class Layer(AttentionLayerBase):
 
 
 def make_config(layers: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
-    """The part of VllmConfig that is read; `changes` replaces whole parts."""
+    """The parts of VllmConfig that are read; `changes` replaces whole parts."""
     parts = {
         "scheduler_config": SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
         "compilation_config": SimpleNamespace(

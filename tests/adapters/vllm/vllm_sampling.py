@@ -1,5 +1,5 @@
-"""What the tests of both of vLLM's samplers share: its functions as they were, requests, and the tokens that
-vLLM's own filters leave.
+"""Shared by the tests of both vLLM samplers: its original functions, requests, and the tokens that vLLM's own
+filters leave.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ORIGINALS = {
 
 
 def replaced() -> set[bool]:
-    """Whether each of vLLM's functions is now another one."""
+    """For each of vLLM's functions, whether it is now replaced."""
     return {
         getattr(owner, name) is not original
         for owner, names in ORIGINALS.items()

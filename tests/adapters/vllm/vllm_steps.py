@@ -1,4 +1,4 @@
-"""Steps of a layer as vLLM runs it, compared with attention in float64."""
+"""Steps of a layer as vLLM runs it, compared with float64 attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
 
 
 def fill_cache(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Random K and V for all tokens of the batch, those before its queries already in the cache.
+    """Random K and V for all tokens of the batch; tokens before its queries are already in the cache.
 
     Returns them as slots [pages * PAGE, heads, head_size].
     """
@@ -56,7 +56,7 @@ def run_layer(
     update: bool = True,
     padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One layer as vLLM runs it: returns the queries and the output, both with `padding` rows at the end; the
+    """One layer as vLLM runs it. Returns the queries and the output, both followed by `padding` rows; the
     output was full of NaN.
     """
     tokens = sum(batch.query_lens)
@@ -82,7 +82,7 @@ def check(
     dtype: torch.dtype | None = None,
     **mask: Any,
 ) -> None:
-    """dtype: to which Q was rounded; None: its own."""
+    """dtype: the dtype to which Q was rounded; None: Q's own dtype."""
     tokens = sum(batch.query_lens)
     expected, _ = oracle.paged_attention(query[:tokens], k, v, batch.query_lens, batch.slots, **mask)
     error = (output[:tokens].double() - expected).norm() / expected.norm()
