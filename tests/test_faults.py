@@ -1,4 +1,4 @@
-"""The faults of faults/fault_table.py can still be put into the sources: their texts are there, once."""
+"""The faults of faults/fault_table.py can still be put into the sources: each text occurs exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzz: it finds what it is there to find, and makes the same calls again."""
+"""The fuzz finds the faults that it should find, and repeats the same calls."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ SCRIPT = [
 def test_everything_is_found() -> None:
     """Each call is a scenario.
 
-    After those that end their process the next ones are made, by another process; so are those after a
-    scenario that fails.
+    After calls that end their process, another process makes the next ones. The same holds after a failed
+    scenario.
     """
 
     def calls(scenario: int) -> Iterator[Call]:
@@ -144,7 +144,7 @@ def test_the_same_seed_makes_the_same_calls() -> None:
 
 @pytest.mark.slow
 def test_all_kinds_of_calls_are_made() -> None:
-    """Every public function, and every way to be wrong that a CPU has."""
+    """Every public function, and every kind of error that a CPU has."""
     calls = [call for scenario in range(400) for call in calls_of(0, scenario, CPU)]
     assert len(calls) == 400 * CALLS
     ways = {call.wrong.how for call in calls if call.wrong}
@@ -178,7 +178,7 @@ def test_all_kinds_of_calls_are_made() -> None:
 
 
 def spoiled(call: Call) -> Call:
-    """The call, whose result is a little wrong afterwards."""
+    """The call, with a slightly wrong result."""
 
     def function(**given: Any) -> Any:
         result = call.function(**given)
@@ -188,7 +188,7 @@ def spoiled(call: Call) -> Call:
         elif isinstance(result, torch.Tensor) and result.dtype == torch.int32:  # of selected_slots
             result.add_(1)
         elif isinstance(result, torch.Tensor):
-            with torch.no_grad():  # of 8 bits by more than rounding may
+            with torch.no_grad():  # 8-bit values by more than rounding may
                 result.copy_(result.float().mul(1.5)) if result.element_size() == 1 else result.mul_(1.05)
         elif isinstance(result, attn_backend.Samples | attn_backend.SpeculativeSamples):
             result.token_ids.add_(1)
@@ -216,14 +216,14 @@ def test_wrong_results_are_noticed(scenario: Callable[..., Iterator[Call]]) -> N
             continue
         outcome = judge(spoiled(call))
         seen += outcome.kind == WRONG_RESULT
-        # A row that sees nothing is 0, and stays 0.
+        # A row that sees nothing is 0 and stays 0.
         assert outcome.kind == WRONG_RESULT or scenario.__name__ not in ("appends", "sampling"), outcome
     assert seen >= 5
 
 
 @pytest.mark.slow
 def test_as_a_program() -> None:
-    """With processes that begin anew; those of `make fuzz` are forked."""
+    """With newly started processes; `make fuzz` forks its processes."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""What an engine pays for loading the plugin: nothing heavy is imported, and neither is the library of
-kernels before it is needed.
+"""The cost of loading the plugin in an engine: nothing heavy is imported, and the library of kernels only
+when needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may know whom: imports of the package, includes of csrc/."""
+"""Allowed dependencies: imports of the package, includes of csrc/."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MAY_IMPORT = {
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute name) of everything that a file imports, also by importlib.import_module("name");
-    relative imports resolved.
+    """(line, absolute name) of every import in a file, including importlib.import_module("name"); relative
+    imports are resolved.
     """
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -65,7 +65,7 @@ def module_of(path: Path) -> str:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Modules of ours that a file imports, anywhere but for type checkers only."""
+    """Our modules that a file imports, except imports only for type checkers."""
     typing_only = {
         line
         for node in ast.walk(ast.parse(path.read_text()))
@@ -77,7 +77,7 @@ def imported_modules(path: Path) -> set[str]:
     for line, name in imported(path):
         if name in modules and line not in typing_only:
             statements.setdefault(line, set()).add(name)
-    # `from .part import module` needs the module; its package, which does not import it, is only the way
+    # `from .part import module` needs the module, but not its package, which does not import it
     return {
         name
         for names in statements.values()
@@ -87,13 +87,13 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def part_of(path: Path) -> str:
-    """A key of MAY_IMPORT; 'attn_backend' for another file right in the package."""
+    """A key of MAY_IMPORT; 'attn_backend' for another file directly in the package."""
     inside = path.relative_to(PACKAGE).with_suffix("").parts
     return inside[0] if inside[0] in MAY_IMPORT else "attn_backend"
 
 
 def part_of_name(name: str) -> str | None:
-    """The part that an imported name belongs to; None for what is not ours."""
+    """The part that an imported name belongs to; None if it is not ours."""
     parts = name.split(".")
     if parts[0] != "attn_backend":
         return None
@@ -161,7 +161,7 @@ TESTS = sorted(path for folder in ("tests", "benchmarks/tests") for path in (ROO
 
 @pytest.mark.parametrize("path", [*FILES, *TESTS], ids=ids)
 def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
-    # but by their own tests
+    # except by their own tests
     foreign = {
         name
         for name, own in (("integration", "tests/integration"), ("benchmarks", "benchmarks/tests"))
@@ -172,7 +172,8 @@ def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TESTS, ids=ids)
 def test_tests_share_helpers_only(path: Path) -> None:
-    """No test imports another test, nor changes what a helper has: other tests of the process read it."""
+    """No test imports another test or changes the state of a helper, since other tests of the process read
+    it."""
     tests = {path.stem for path in TESTS if path.name.startswith("test_")}
     helpers = {path.stem for path in TESTS} - tests
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in tests]
@@ -195,7 +196,7 @@ def test_no_torch_header(path: Path) -> None:
     assert not re.findall(r'#\s*include\s*[<"](?:torch|ATen|c10|caffe2|pybind11)[/.].*', path.read_text())
 
 
-# Subjects of csrc/ that each may include, besides itself. runtime launches them all.
+# Subjects of csrc/ that each may include, besides itself. runtime launches all of them.
 MAY_INCLUDE = {
     "common": set(),
     "cache": {"common"},
@@ -236,7 +237,8 @@ def test_finds_lazy_imports() -> None:
 
 
 def test_no_import_cycle() -> None:
-    """Lazy imports count: two modules that need each other are one, or a third has what both need."""
+    """Lazy imports count: if two modules need each other, they should be one, or a third module should have
+    the shared code."""
     graph = {module_of(path): imported_modules(path) for path in FILES}
     done: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""The oracle against torch's scaled_dot_product_attention, and on what that does not cover."""
+"""The oracle compared with torch's scaled_dot_product_attention, and on cases that torch does not cover."""
 
 from __future__ import annotations
 

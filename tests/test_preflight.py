@@ -1,4 +1,4 @@
-"""The checks of the machine: each problem is named with its remedy, and all are listed together."""
+"""The checks of the machine: each problem is named with its fix, and all are listed together."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def test_disk_problems_give_the_numbers_of_each_file_system(
 @pytest.mark.parametrize(
     ("answers", "asked", "text"),
     [
-        # the index answers: the rest is pip's
+        # the index answers: pip does the rest
         ({"torch": (0, FOUND), "vllm": (1, NOT_FOUND)}, ["torch"], None),
-        # all are on this machine
+        # all are installed
         ({"torch": (0, BROKEN + FOUND), "vllm": (0, BROKEN + FOUND)}, ["torch", "vllm"], None),
         (
             {"torch": (0, BROKEN + FOUND), "vllm": (0, BROKEN + "Available versions: 0.3.1, 0.32.1")},
@@ -269,7 +269,7 @@ def test_cmake_names_a_missing_compiler(tmp_path: Path) -> None:
 
 
 class TestMake:
-    """What `make` prints on a machine that is not ready, before it has downloaded anything."""
+    """The output of `make` on a machine that is not ready, before any download."""
 
     @pytest.fixture
     def checkout(self, tmp_path: Path) -> Path:
@@ -282,7 +282,7 @@ class TestMake:
 
     @pytest.mark.parametrize("target", ["demo", "test", "check", "wheel", "docs"])
     def test_a_path_with_a_space_and_a_missing_compiler_are_named(self, target: str, checkout: Path) -> None:
-        # a make above this one exports its own
+        # a parent make exports its own
         variables = {
             name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ
         }

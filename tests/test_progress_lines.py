@@ -1,4 +1,4 @@
-"""What pytest prints of thousands of tests."""
+"""pytest's output for thousands of tests."""
 
 from __future__ import annotations
 

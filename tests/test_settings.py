@@ -1,4 +1,4 @@
-"""Settings from environment variables: every variable, its default, and what is refused by name."""
+"""Settings from environment variables: every variable, its default, and refusals by name."""
 
 from __future__ import annotations
 

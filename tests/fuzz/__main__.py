@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-# `python -m` looks for modules in the working directory first. The source tree of attn_backend is there,
+# `python -m` looks for modules in the working directory first. It contains the source tree of attn_backend,
 # without a built library.
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]

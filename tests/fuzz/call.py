@@ -77,8 +77,8 @@ class FloatArgument(Argument):
 
 @dataclass(frozen=True)
 class ChoiceArgument(Argument):
-    """One of a few values, or an object of a class. wrong: values that must be refused. types: objects of
-    other types that must also be refused; None: the usual ones.
+    """One of a few values, or an object of a class. wrong: values to refuse. types: objects of other types,
+    also to refuse; None: the usual ones.
     """
 
     wrong: tuple[object, ...] = ()

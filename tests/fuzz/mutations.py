@@ -293,8 +293,8 @@ def with_wrong_argument(rng: numpy.random.Generator, call: Call) -> Call:
 
 
 def with_harmless_argument(rng: numpy.random.Generator, call: Call) -> Call:
-    """The call with a tensor of another class, or one that requires a gradient while none is recorded; as
-    valid as before.
+    """The call with a tensor of another class, or with a tensor that requires a gradient while none is
+    recorded; as valid as before.
     """
     names = [
         name

@@ -65,7 +65,7 @@ class Case:
         return attention.run(self.q, self.kv, out=out, lse=lse, **given)
 
     def on_cpu(self) -> Case:
-        """The fields that the oracle reads, on the CPU: for variants whose tensors are there.
+        """The fields that the oracle reads, on the CPU: for variants with CPU tensors.
 
         Results are the device's, unchanged.
         """
@@ -290,7 +290,7 @@ def check(
     lse_tolerance: float = 0.0,
 ) -> None:
     """Compares with the oracle; rows of padding must still be NaN. expected: on any device. tolerance: for
-    the output; None: the default of its dtype. lse_tolerance: if larger than the default.
+    the output; None: its dtype's. lse_tolerance: if larger than the default.
     """
     tolerance = cases.TOLERANCE[case.spec.dtype] if tolerance is None else tolerance
     o_ref, lse_ref = (of.to(out.device) for of in (case.expected() if expected is None else expected))

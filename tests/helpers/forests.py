@@ -45,7 +45,7 @@ class Batch:
     window_left: int = -1
     # copy-on-write: a page, a page that begins with the same tokens, and their number
     copies: tuple[tuple[int, int, int], ...] = ()
-    is_tree: bool = True  # False: two requests may share a page after one that differs
+    is_tree: bool = True  # False: two requests may share a page after a page that differs
 
     @property
     def rows(self) -> int:
@@ -292,7 +292,7 @@ def place_requests(
     qo_lens: list[int],
     own_lens: list[int],
 ) -> Batch:
-    """All requests below a node share its full pages. Each one that continues copies the node's last, partial
+    """All requests below a node share its full pages. Each longer one copies the node's last, partial
     page.
     """
     num_pages = NULL_PAGE + 1

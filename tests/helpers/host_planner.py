@@ -1,5 +1,5 @@
-"""The planners, compiled from their sources and called with the configuration of any Attention object: the
-host planner, also for GPU objects, and the device planner with emulated CUDA.
+"""The planners, compiled from their sources and called with the configuration of any Attention object. The
+host planner also serves GPU objects; the device planner runs with emulated CUDA.
 """
 
 from __future__ import annotations

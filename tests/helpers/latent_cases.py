@@ -44,7 +44,7 @@ def numbers_of(rows: Tensor, scale: float) -> Tensor:
 
 
 # Layouts of Q's two parts: as an engine's layer makes them (strides of rows and heads in any order), dense,
-# slices of one tensor, and overlapping rows that TMA cannot load, in both parts or in one.
+# or slices of one tensor. The others have overlapping rows that TMA cannot load, in both parts or in one.
 FORMS_OF_Q = ("engine", "dense", "one tensor", "expanded", "expanded rope")
 
 

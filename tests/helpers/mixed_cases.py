@@ -51,7 +51,7 @@ def check(
     **changes: Any,
 ) -> None:
     """Compares with float64: closely if Q is first rounded to the cache's type, as in kernels, and also with
-    the original Q. variant: its tensors are on the CPU. changes: to the oracle's arguments.
+    the original Q. variant: has CPU tensors. changes: to the oracle's arguments.
     """
     multiplied = as_multiplied(case)
     if variant is None:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that start real servers, and of the tests of the tools themselves."""
+"""Fixtures of the tests that start real servers, and of the tests of the tools."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With --dist loadfile the tests of a file and an engine run in one worker, not all of a file: a worker
-    that has nothing left to do waits for the other.
+    """With --dist loadfile, tests of a file and an engine run in one worker, rather than all tests of a file.
+    Otherwise idle workers would wait.
 
-    A test's engine is what the first of its parameters begins with.
+    A test's engine is the prefix of its first parameter.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -37,11 +37,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def small_engines():
-    """What engines find in their environment.
+    """The environment of the engines.
 
-    The workers of pytest-xdist share the cores: each starts engines of one thread, which vLLM would bind to
-    the same core as those of the other workers. Nothing is compiled by torch: the engines' helpers about a
-    CPU's attention would be, in every server anew.
+    The workers of pytest-xdist share the cores. Each starts engines with one thread, and vLLM would bind all
+    of them to the same core. torch compiles nothing: otherwise every server would compile the engines'
+    helpers for CPU attention again.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -53,9 +53,9 @@ def small_engines():
 
 @pytest.fixture(scope="session")
 def forks(small_engines, tmp_path_factory):
-    """A function that gives the process whose forks are programs of an engine (forked_engines.py).
+    """A function that returns the process whose forks run an engine's programs (forked_engines.py).
 
-    It is made when it is first needed.
+    It is created when first needed.
     """
     from forked_engines import MODULES, Forks
 
@@ -79,9 +79,9 @@ def forks(small_engines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forked_engines(forks):
-    """Servers and clients of the module's tests start as forks, where each has one thread.
+    """Servers and clients of the module's tests start as forks of a process with one thread.
 
-    Those of the soaks start as a user's do.
+    Servers of the soaks start as a user's do.
     """
     from forked_engines import engine_of
 
@@ -123,9 +123,9 @@ def sharegpt() -> Path:
 
 @pytest.fixture(scope="session")
 def need_engine():
-    """A function that skips the test where a package is not installed.
+    """A function that skips the test if a package is not installed.
 
-    `make test` sets REQUIRE_ENGINES: there it fails.
+    `make test` sets REQUIRE_ENGINES: there it fails instead.
     """
 
     def need(package: str) -> None:

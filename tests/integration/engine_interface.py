@@ -1,7 +1,8 @@
-"""What the adapters touch of the engines, besides what they import: that is read from their own sources.
+"""The parts of the engines that the adapters use, besides their imports, which are read from the adapters'
+sources.
 
-Each name must be in every release that is listed, but for those with a reason in MAYBE: there the adapters
-look first.
+Every listed release must have each name, except the names with a reason in MAYBE, for which the adapters
+check first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ MLA = "vllm.model_executor.layers.attention.mla_attention"
 DSA = "sglang.srt.layers.attention.dsa_backend"
 SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
-# Our classes, and the engines' that they derive from.
+# Our classes, and their base classes in the engines.
 BASES = {
     "vllm": [
         ("vllm/backend.py:AttnBackend", "vllm.v1.attention.backend:AttentionBackend"),
@@ -204,7 +205,7 @@ MEMBERS = {
     },
 }
 
-# What is read of the engines' modules.
+# The names that are read from the engines' modules.
 MODULES = {
     "vllm": {"vllm.envs": "VLLM_BATCH_INVARIANT"},
     "sglang": {
@@ -257,7 +258,7 @@ CALLS = {
     },
 }
 
-# Names that some releases lack: the adapters ask before they use them.
+# Names that some releases lack: the adapters check before they use them.
 MAYBE = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec.dcp_sharded": "compat.dcp_group asks",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.supports_draft_decode_metadata_update": "set; read "
@@ -306,7 +307,7 @@ ASKED = {
     "spec": "ours",
 }
 
-# Places where the name is a variable.
+# Places in which the name is a variable.
 ASKED_BY_VARIABLE = {
     ("sglang/compat.py", "f'get_{group}'"): "test_settings_have_the_names_that_are_asked_for",
     ("sglang/compat.py", "name"): "the same, and methods of MHATokenToKVPool",
@@ -319,7 +320,7 @@ ASKED_BY_VARIABLE = {
     ("vllm/sampler.py", "name"): "the same, and top_k, top_p, min_p of SamplingStates",
 }
 
-# Of vLLM's layer: how it makes an implementation, by position.
+# How vLLM's layer creates an implementation, by position.
 IMPL_ARGUMENTS = (
     "num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype "
     "logits_soft_cap attn_type kv_sharing_target_layer_name"

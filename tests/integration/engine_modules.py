@@ -1,4 +1,4 @@
-"""Modules, classes and functions of a release of an engine, read from its sources and never imported."""
+"""Modules, classes and functions of an engine release, read from its sources and never imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 class Parameters(NamedTuple):
     """The parameters of a function, without self."""
 
-    names: list[str]  # positional ones, then those that are named only
+    names: list[str]  # positional ones, then keyword-only ones
     num_positional: int
     num_required: int  # of the positional ones
     required_named: list[str]
@@ -31,7 +31,7 @@ class Release:
         self._modules: dict[str, ast.Module | None] = {}
 
     def module(self, name: str) -> ast.Module | None:
-        """None: there is no such module among the sources that are kept."""
+        """None: the stored sources have no such module."""
         if name not in self._modules:
             path = next(
                 (
@@ -45,7 +45,7 @@ class Release:
         return self._modules[name]
 
     def find(self, module: str, name: str, depth: int = 0) -> ast.AST | None:
-        """What a module calls `name`: a class, a function, an assignment; found where it is imported from.
+        """The meaning of `name` in a module: a class, a function, or an assignment. Imports are followed.
 
         A dotted name is looked up in classes.
         """
@@ -81,8 +81,8 @@ class Release:
         return f"{module.replace('.', '/')}/__init__.py" in self._paths
 
     def member(self, module: str, class_: ast.ClassDef, name: str, depth: int = 0) -> ast.AST | None:
-        """A method, a field or an attribute of a class: its own, one that a method assigns to self, or a
-        base's.
+        """A method, a field or an attribute of a class: from the class, from an assignment to self in a
+        method, or from a base.
         """
         for node in _statements(class_.body):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
@@ -104,7 +104,7 @@ class Release:
         return None
 
     def _home(self, module: str, name: str) -> tuple[str, ast.AST | None]:
-        """The module that defines what `module` calls `name`, and what it is."""
+        """The module that defines `name` of `module`, and its definition."""
         tree = self.module(module)
         for node in _statements(tree.body) if tree else []:
             if isinstance(node, ast.ImportFrom) and name in [
@@ -117,7 +117,7 @@ class Release:
         return module, self.find(module, name)
 
     def parameters(self, path: str) -> Parameters | None:
-        """The parameters of "module:name" or "module:Class.name"; None: there is no such function."""
+        """The parameters of "module:name" or "module:Class.name"; None if the function does not exist."""
         module, _, name = path.partition(":")
         found = self.find(module, name)
         # of a list
@@ -194,7 +194,7 @@ def _assigned_to_self(class_: ast.ClassDef) -> dict[str, ast.Attribute]:
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Those of a module or a class, in `if` and `try` too."""
+    """The statements of a module or a class, including those inside `if` and `try`."""
     found: list[ast.stmt] = []
     for node in body:
         found.append(node)

@@ -1,8 +1,8 @@
-"""Programs of the engines as forks of a process that has imported the engine: each of a server's processes
-needs 20 s for that, and a few for all else.
+"""Engine programs as forks of a process that has imported the engine. Each process of a server would need 20
+s for the import, and a few seconds for everything else.
 
-What such a program would spawn by multiprocessing is a fork, too. This file is also the process that is
-forked.
+Processes that such a program would spawn by multiprocessing are forks too. This file is also the process that
+is forked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 
 POLL_S = 0.05
-# What the programs of an engine import sooner or later. Not this package: its plugin is loaded by each of
-# them.
+# The modules that an engine's programs eventually import. Our package is not among them, since each program
+# loads its plugin.
 MODULES = {
     "vllm": (
         "vllm.entrypoints.cli.serve",
@@ -48,7 +48,7 @@ MODULES = {
 
 
 def engine_of(command: Sequence[str]) -> str | None:
-    """The engine whose module this command runs, perhaps through another program: PYTHON -m MODULE ..., or
+    """The engine whose module this command runs, possibly through another program: PYTHON -m MODULE ..., or
     PYTHON FILE MODULE ...
     """
     package = command[2].partition(".")[0]
@@ -56,7 +56,7 @@ def engine_of(command: Sequence[str]) -> str | None:
 
 
 class Forks:
-    """A process that has imported `modules`, and whose forks are programs.
+    """A process that has imported `modules`; its forks are programs.
 
     Args:
         log: of what it says while it imports.
@@ -74,7 +74,7 @@ class Forks:
         other.close()
 
     def start(self, arguments: list[str], log: Path, environment: dict[str, str]) -> Program:
-        """As integration.processes.start, in a session of its own. arguments: of the interpreter."""
+        """Like integration.processes.start, in a separate session. arguments: of the interpreter."""
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"$ {sys.executable} {' '.join(arguments)}\n")
         return Program(self, self.ask("start", arguments, log, environment))
@@ -96,7 +96,7 @@ class Forks:
 
 
 class Program(psutil.Process):
-    """A program that has been started, with what psutil.Popen has besides."""
+    """A started program, with the interface of psutil.Popen."""
 
     def __init__(self, forks: Forks, pid: int) -> None:
         self._forks = forks
@@ -118,9 +118,9 @@ class Program(psutil.Process):
 
 
 def serve(connection: Connection) -> None:
-    """Starts programs until nobody can ask for one any more.
+    """Starts programs until no process can request one.
 
-    Returns in a program, too, when that has ended.
+    Also returns in a program, when the program has ended.
     """
     while True:
         try:
@@ -140,7 +140,7 @@ def serve(connection: Connection) -> None:
 
 
 def run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
-    """What an interpreter with these arguments does after it has started."""
+    """The work of an interpreter with these arguments after it has started."""
     os.setsid()
     os.chdir(log.parent)
     os.environ.clear()
@@ -156,7 +156,8 @@ def run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
             os.dup2(output.fileno(), descriptor)
     multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.context.ForkContext()
     if registry := sys.modules.get("vllm.model_executor.models.registry"):
-        # what a class of models can do: another interpreter imports vLLM to say it, for CUDA's sake
+        # the abilities of a model class: vLLM would import itself in another interpreter for this, because of
+        # CUDA
         registry._run_in_subprocess = lambda function: function()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -171,6 +172,6 @@ if __name__ == "__main__":
         import_module(module)
     if "attn_backend" in sys.modules or threading.active_count() > 1:
         sys.exit("attn_backend was imported or a thread started, but programs begin without")
-    # the engines collect garbage when they start, which would look through all that was imported, each time
+    # the engines collect garbage when they start, and would scan all imported objects each time
     gc.freeze()
     serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The server of a few lines that tests of the tools start in an engine's place."""
+"""A server of a few lines that tests of the tools start instead of an engine."""
 
 from __future__ import annotations
 

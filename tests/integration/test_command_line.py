@@ -1,4 +1,5 @@
-"""The command lines of the tools that start servers: options, what a comparison starts with, exit statuses.
+"""The command lines of the tools that start servers: options, the initial set-up of a comparison, exit
+statuses.
 
 No engine is started.
 """
@@ -22,7 +23,7 @@ TOOLS = {"tokens": compare_tokens, "sampling": compare_sampling, "speculation": 
 
 @pytest.fixture
 def model_folder(tmp_path):
-    """A model without weights, and beside it ShareGPT conversations whose first turns have 1 ...
+    """A model without weights, and ShareGPT conversations whose first turns have 1 ...
 
     20 tokens.
     """

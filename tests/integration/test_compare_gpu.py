@@ -1,4 +1,4 @@
-"""How far answers are from one another where tokens may differ (integration/tiny_models/compare_gpu.py)."""
+"""The distance between answers whose tokens may differ (integration/tiny_models/compare_gpu.py)."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_the_engines_own_backend_is_the_measure(ours, near, tmp_path):
 @pytest.mark.parametrize(
     ("ours", "stock", "near"),
     [
-        # its own has another token, which is less probable
+        # the engine's own backend has another token, which is less probable
         (Answer([1, 2, 3], [-1.0, -2.1, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), True),
         # not ours either
         (Answer([1, 8, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.8, -3.0]), False),
-        # both have another token: the engine's model
+        # both have another token: a difference of the engine's model
         (Answer([1, 7, 3], [-1.0, -2.5, -3.0]), Answer([1, 7, 3], [-1.1, -2.6, -3.1]), True),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_token_is_transformers_or_the_own_backends(ours, stock, near, tmp_path
 
 
 def test_nothing_to_compare_is_a_line(tmp_path):
-    """Answers that differ from transformers' at once: of the own backend, and of ours."""
+    """Answers that differ from transformers' at the first token: the engine's own backend, and ours."""
     elsewhere = Answer([9, 9, 9], [-1.3, -2.0, -3.0])
     for name in ("near", "far", "wrong"):
         (tmp_path / name).mkdir()
@@ -124,11 +124,11 @@ def test_a_family_that_failed_is_not_near(tmp_path):
     assert compare_answers(tmp_path, ours=None, stock=REFERENCE) == (False, f"failed, log {logs[0]}")
 
 
-# What SGLang's engine is asked (integration/tiny_models/sglang_engine_runner.py)
+# Requests to SGLang's engine (integration/tiny_models/sglang_engine_runner.py)
 
 
 class FakeEngine:
-    """Keeps what it is asked, and gives `outputs`."""
+    """Records its requests, and returns `outputs`."""
 
     def __init__(self, outputs):
         self.outputs, self.asked = outputs, None
@@ -172,9 +172,7 @@ def test_sglang_has_graphs_for_all_questions():
 
 
 def test_checkpoints_as_sglang_expects_them(tmp_path):
-    """In bfloat16; of Llama 4 with the rows that are rotated together, neighbours in transformers, half a
-    head apart.
-    """
+    """In bfloat16. For Llama 4, RoPE pairs are neighbors in transformers, and half a head apart here."""
     folder = tmp_path / "model"
     (folder / "1_Pooling").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"dtype": "float32", "text_config": {"dtype": "float32"}}))
@@ -323,7 +321,7 @@ def test_items_are_scored_after_their_delimiters(need_engine):
     )
 
 
-# What is seen of a run (integration/tiny_models/runner.py)
+# The visible output of a run (integration/tiny_models/runner.py)
 
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -377,7 +375,7 @@ def test_a_family_has_a_log_and_lines_that_say_how_it_goes(tmp_path):
 
 
 def test_a_family_is_compared_when_both_backends_have_ended(tmp_path, monkeypatch, capsys):
-    """While others of theirs still run; what an earlier run has left does not count."""
+    """While others of theirs still run; leftovers of an earlier run do not count."""
     may_go_on, models, results = threading.Event(), tmp_path / "models", tmp_path / "results"
     for name, who in (("gemma2", "reference"), ("phi3", "reference"), ("phi3", "sglang-ours")):
         path = (results if who != "reference" else models) / name / f"{who}.answers.json"

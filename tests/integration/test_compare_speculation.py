@@ -1,5 +1,5 @@
-"""The comparison of speculation with the engine's own backend: what is asked, what is counted, and when it
-holds. No engine is started.
+"""The comparison of speculation with the engine's own backend: its requests, its counts, and its verdict. No
+engine is started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from integration.two_samples import chi_square, same_mean, zero_mean
 
 
 def test_chi_square_is_that_of_the_formula():
-    """For one and for two degrees of freedom, whose probabilities have a closed form."""
+    """For one and two degrees of freedom, where the probabilities have a closed form."""
     one, other = [0] * 30 + [1] * 70, [0] * 50 + [1] * 50
     assert chi_square(one, other) == pytest.approx(math.erfc((400 / 80 + 400 / 120) ** 0.5 / 2**0.5))
     three = [0] * 20 + [1] * 30 + [2] * 50, [0] * 40 + [1] * 30 + [2] * 30
@@ -42,7 +42,7 @@ def test_chi_square_is_that_of_the_formula():
 def test_rare_values_share_a_cell():
     frequent = [0] * 40, [0] * 40
     assert chi_square(*frequent) is None
-    # five rare ones go to the only other cell
+    # five rare ones go into the only other cell
     assert chi_square(frequent[0] + [1, 2, 3], frequent[1] + [4, 5]) is None
     one, other = frequent[0] + list(range(1, 11)), frequent[1] + list(range(20, 30))
     assert chi_square(one, other) == pytest.approx(1.0)  # ten and ten
@@ -81,7 +81,7 @@ def test_the_options_of_speculation_are_those_of_this_name():
 
 
 class CountingEngine:
-    """Drafts two tokens for each asked, of which the second is wrong; counts as servers do."""
+    """Drafts two tokens for each requested one, and the second is wrong; counts like a server."""
 
     def __init__(self):
         self.counted, self.seeds = Drafts(3, 5), []
@@ -114,7 +114,7 @@ def test_what_a_server_is_asked():
 
 
 def greedy(*ids, gap=0.1):
-    """An answer in whose every place the tokens 1 and 2 are `gap` apart."""
+    """An answer in which the tokens 1 and 2 are `gap` apart at every place."""
     return [Token(token_id, -0.5, {token_id: -0.5, 3 - token_id: -0.5 - gap}) for token_id in ids]
 
 
@@ -137,7 +137,7 @@ def verdict_of(near_tie=None, plain=None, **changes):
 def test_equal_servers_hold():
     verdict = verdict_of()
     assert verdict.holds
-    # four of tokens, drafts, greedy and sampled accept lengths, two of distributions
+    # four for tokens, drafts, greedy and sampled accept lengths, two for distributions
     assert len(verdict.checks) == 9
     assert len(verdict_of(sampled=Sampled([], [])).checks) == 6
 
@@ -155,7 +155,7 @@ def test_without_a_reference():
     servers = {"backend": answered(2), "plain": answered(3, drafts=[Drafts(0, 0)] * 2)}
     verdict = judge(servers, None)[0]
     assert verdict.holds
-    assert len(verdict.checks) == 4  # two of tokens, drafts, one of distributions
+    assert len(verdict.checks) == 4  # two for tokens, drafts, one for distributions
     assert not judge(servers | {"backend": answered(2, drafts=[Drafts(0, 0)] * 2)}, None)[0].holds
 
 
@@ -173,7 +173,7 @@ def test_another_accept_length_is_seen():
 
 
 def test_answers_with_other_tokens_have_other_accept_lengths():
-    """Which are not compared; but some answer must be."""
+    """They are not compared, but some answer must be."""
     parted = [greedy(1, 2, 2), greedy(2, 2, 2)]
     assert verdict_of(0.25, one_at_a_time=parted, drafts=[Drafts(9, 9), Drafts(4, 6)]).holds
     assert not verdict_of(0.25, one_at_a_time=[greedy(2, 2, 1), greedy(1, 2, 2)]).holds

@@ -1,4 +1,4 @@
-"""Answers are compared token by token up to their first difference, which may be a near tie."""
+"""Answers are compared token by token up to the first difference, which may be a near tie."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ time.sleep(float(sys.argv[2]))
 
 
 class FakeEngine:
-    """Servers of a few lines, which need some time to start, or end at once.
+    """Servers of a few lines that need some time to start, or end at once.
 
     Token 0 of an answer is the server's port.
     """
@@ -89,7 +89,7 @@ class FakeEngine:
 
 @pytest.fixture
 def side_by_side(tmp_path):
-    """A function that has two servers answer two prompts."""
+    """A function that makes two servers answer two prompts."""
 
     def answers(*backends):
         launches = [
@@ -116,7 +116,7 @@ def test_servers_side_by_side_start_at_the_same_time(side_by_side, monkeypatch):
     assert [[[token.token_id for token in one] for one in of_server] for of_server in answers] == [
         [[port, 1, 2], [port, 3]] for port in ports
     ]
-    assert made[1] - made[0] < 0.9  # the second one was ready by then
+    assert made[1] - made[0] < 0.9  # the second server was ready by then
 
 
 def test_a_server_that_does_not_start_ends_a_comparison_side_by_side(side_by_side, capfd):

@@ -1,4 +1,4 @@
-"""`make demo` without an engine: its choices, its messages, and Ctrl-C at every moment."""
+"""`make demo` without an engine: its choices, its messages, and Ctrl-C at any moment."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from integration.processes import own_modules
 from integration.serve_benchmark import parse_arguments
 from integration.tokenizer import write_word_tokenizer
 
-STOP_WITHIN_S = 10  # a server that ignores nothing ends at once; the rest is a slow machine's
+STOP_WITHIN_S = 10  # a server that ignores nothing ends at once; the rest allows for a slow machine
 SAY_WITHIN_S = 2
 
-# A server that answers GET at once and POST after the number of seconds in its second argument.
+# A server that answers GET at once, and POST after its second argument in seconds.
 SERVER = """
 import http.server, json, sys, tempfile, time
 tempfile.mkdtemp()
@@ -77,7 +77,8 @@ sys.argv = ["demo", "--model", model, "--results", results, "--num-prompts", "12
 demo.main()
 """
 
-# Seconds until the server answers, when it starts to listen, and the line of a log after which Ctrl-C comes.
+# Seconds until the server answers, the time when it starts to listen, and the log line after which Ctrl-C
+# comes.
 MOMENTS = {
     "start": ("0", "never", "server started"),
     "warm-up": ("600", "at once", "a request arrived"),
@@ -188,7 +189,7 @@ def test_both_backends_get_the_dtype_that_suits_the_cpu(engine, flags, tmp_path,
             Launch("python", Model("none", tmp_path, True), backend, "cpu", 1, settings.dtype)
         )
         assert command[command.index("--dtype") + 1] == expected
-        # SGLang is eager unless it is told otherwise
+        # SGLang is eager by default
         assert ("--enforce-eager" in command) == (engine == "vllm")
         assert "--enable-torch-compile" not in command
     assert settings.backends == [OURS, STOCK]

@@ -1,4 +1,4 @@
-"""Metadata for a package that is on PYTHONPATH and not installed."""
+"""Metadata for a package that is on PYTHONPATH but not installed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every class, method, argument and attribute of the engines that the adapters touch, in every release that
-they support.
+"""Every class, method, argument and attribute of the engines that the adapters use, in every supported
+release.
 
-The sources of the releases are read (`python -m integration.engine_sources` fetches them once), nothing is
-imported.
+The tests read the sources of the releases (`python -m integration.engine_sources` fetches them once), and
+import nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine_modules import Parameters, Release, parameters_of
 from attn_backend.releases import RELEASES, was_checked
 from integration.engine_sources import CannotFetch, sources
 
-pytestmark = pytest.mark.slow  # the first time, it fetches 600 MB
+pytestmark = pytest.mark.slow  # the first run fetches 600 MB
 ADAPTERS = Path(__file__).resolve().parents[2] / "attn_backend" / "adapters"
 ALL = [
     pytest.param(engine, version, id=f"{engine}-{version}")
@@ -43,7 +43,7 @@ ALL = [
 
 @cache
 def _read(engine: str, version: str) -> Release | str:
-    """The release, or why there is none."""
+    """The release, or the reason why it is missing."""
     try:
         return Release(sources(engine, version))
     except (CannotFetch, OSError) as error:
@@ -51,9 +51,9 @@ def _read(engine: str, version: str) -> Release | str:
 
 
 def read(engine: str, version: str) -> Release:
-    """Skips the test where the release cannot be fetched.
+    """Skips the test if the release cannot be fetched.
 
-    `make test` sets REQUIRE_ENGINES: there it fails.
+    `make test` sets REQUIRE_ENGINES: there it fails instead.
     """
     found = _read(engine, version)
     if isinstance(found, Release):
@@ -122,7 +122,7 @@ def test_names_of_modules_are_there(engine: str, version: str, release: Release)
 
 @pytest.mark.parametrize("engine", RELEASES)
 def test_what_the_adapters_ask_for_is_in_the_tables(engine: str) -> None:
-    """Each name that getattr or hasattr looks for: one that an engine renames would silently read as a
+    """Each name that getattr or hasattr looks for. If an engine renamed one, it would silently read as a
     default.
     """
     listed = {
@@ -169,7 +169,7 @@ def _accepts(parameters: Parameters, positional: int, named: list[str]) -> bool:
 
 @pytest.mark.parametrize(("engine", "version"), ALL)
 def test_overrides_take_what_the_engine_gives(engine: str, version: str, release: Release) -> None:
-    """By position and by name; and what the engine demands is there."""
+    """By position and by name; they also have everything that the engine requires."""
     wrong = []
     for ours, base in BASES[engine]:
         class_ = our_class(ours)
@@ -179,7 +179,7 @@ def test_overrides_take_what_the_engine_gives(engine: str, version: str, release
             theirs = release.parameters(f"{base}.{name}")
             if theirs is None or name == "__init_subclass__":
                 continue
-            # of the others the engine makes some by arguments of their own
+            # the engine creates some of the others with different arguments
             if name == "__init__" and not ours.endswith("MetadataBuilder"):
                 continue
             mine = parameters_of(method)
@@ -219,7 +219,7 @@ def test_layers_of_vllm_make_implementations_as_ours_expects(version: str) -> No
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_mla_names_what_ours_reads(version: str) -> None:
-    """Arguments that are read by their names, and the two forms of chunks of a cached prefix."""
+    """Arguments that are read by name, and the two forms of chunks of a cached prefix."""
     release = read("vllm", version)
     decode = release.parameters(f"{MLA}:MLACommonMetadataBuilder._build_decode")
     assert decode is not None
@@ -254,8 +254,8 @@ def test_mla_names_what_ours_reads(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> None:
-    """The builder of vLLM makes ours by the names of fields, which are other ones in other releases; and what
-    the indexer has found is where it is read.
+    """vLLM's builder makes ours with field names, which differ in other releases. The indexer's result must
+    be in the place that ours reads.
     """
     release = read("vllm", version)
     build = release.find(SPARSE_MLA, "SparseMLACommonMetadataBuilder.build")
@@ -289,8 +289,8 @@ def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> 
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_vllm_shares_kv_over_ranks_as_ours_expects(version: str) -> None:
-    """Its own backend calls the group and both merges as ours does; several new tokens of a request are
-    prefills where MLA's latents are shared.
+    """Its own backend calls the group and both merges as ours does. With shared MLA latents, requests with
+    several new tokens are prefills.
     """
     release = read("vllm", version)
     stock = release.find("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl")
@@ -321,7 +321,7 @@ def test_vllm_shares_kv_over_ranks_as_ours_expects(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_functions_that_the_sampler_replaces_have_known_arguments(version: str) -> None:
-    """The lists are those by which the sampler itself decides whether it may replace them."""
+    """The sampler uses the same lists to decide whether it may replace these functions."""
     release = read("vllm", version)
     namespace: dict[str, object] = {}
     source = (ADAPTERS / "vllm" / "sampler.py").read_text()
@@ -361,7 +361,7 @@ def test_the_builder_of_chunks_is_known_by_its_name(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
-    """As buffers, which stay where they are; and the names of such caches."""
+    """They are buffers, which do not move; also checks the names of such caches."""
     release = read("vllm", version)
     function = release.find("vllm.model_executor.layers.attention.attention", "set_default_quant_scales")
     assert isinstance(function, ast.FunctionDef)
@@ -383,7 +383,7 @@ def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["sglang"])
 def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
-    """K and V of the pool's dtype are not divided again, and are stored as uint8."""
+    """K and V in the pool's dtype are not divided again, and are stored as uint8."""
     release = read("sglang", version)
     writes = release.find("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer")
     assert isinstance(writes, ast.FunctionDef)
@@ -407,8 +407,8 @@ def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["sglang"])
 def test_sparse_attention_of_sglang_is_one_method(version: str) -> None:
-    """All that flashmla_sparse does with the selected tokens, with as many slots of each row in every layer;
-    and models look for a name on the backend.
+    """All uses of the selected tokens in flashmla_sparse, with the same number of slots for each row in every
+    layer. Models also look for a name on the backend.
     """
     release = read("sglang", version)
     backend = release.find(DSA, "DeepseekSparseAttnBackend")
@@ -484,7 +484,8 @@ def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
 
 @pytest.mark.parametrize("engine", RELEASES)
 def test_what_some_releases_lack_is_in_others(engine: str) -> None:
-    """In the first one or in the last one. What is not in vLLM's source distribution is in none."""
+    """Either the first or the last one. No release has names that are missing from vLLM's source
+    distribution."""
     ends = [read(engine, version) for version in (RELEASES[engine][0], RELEASES[engine][-1])]
     paths = [
         path
@@ -526,7 +527,7 @@ def test_reasons_are_about_names_that_are_used() -> None:
 
 
 def test_members_are_named_in_the_adapters() -> None:
-    """Everything that the table lists is still read by an adapter."""
+    """An adapter still reads everything that the table lists."""
     text = "".join(file.read_text() for file in ADAPTERS.rglob("*.py"))
     unread = {
         name

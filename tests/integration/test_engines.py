@@ -1,4 +1,4 @@
-"""The commands and the environment that servers and clients of each engine are started with.
+"""The commands and the environment with which each engine's servers and clients are started.
 
 No engine is started.
 """
@@ -25,7 +25,7 @@ from integration.workload import make_workload
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_path, monkeypatch):
-    # a user's setting must not turn off what the report calls ours
+    # a user's setting must not turn off the backend that the report calls ours
     monkeypatch.setenv("ATTN_BACKEND_CASCADE", "0")
     on, off, stock = (
         Launch("python", Model("none", tmp_path, True), backend, device, 1)
@@ -43,7 +43,7 @@ def test_the_cascade_is_a_matter_of_the_environment_alone(engine, device, tmp_pa
 def test_an_engines_flashinfer_backend_gets_this_package_in_flashinfers_place(
     engine, backend, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # where FlashInfer itself may be
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # FlashInfer itself may be there
     theirs, ours = (
         Launch("python", Model("none", tmp_path, True), name, "cuda", 1)
         for name in (backend, backend + ON_OURS)

@@ -1,4 +1,4 @@
-"""A demo installs only its engine, finished steps are not repeated, and pip's output goes to a log.
+"""A demo installs only its engine, completed steps are not repeated, and pip's output goes to a log.
 
 Nothing is installed.
 """
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Names of the steps that are taken."""
+    """Names of the executed steps."""
     taken = []
 
     def create(folder, with_pip):
@@ -242,7 +242,7 @@ environment.main()
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_the_machine_is_checked_before_anything_is_downloaded(installed, tmp_path, monkeypatch, missing):
-    """g++, the disk and the network are of no interest where nothing has to be installed."""
+    """g++, the disk and the network do not matter if nothing has to be installed."""
     asked = []
 
     def check(*, environment, needs, requirements, compiles):

@@ -1,5 +1,5 @@
-"""Features of the engines that a CPU can run, with this backend: tokens and log-probabilities in float32 are
-transformers'. And the table of all of them.
+"""Engine features that a CPU can run, with this backend: tokens and log-probabilities in float32 equal
+transformers'. Also the table of all features.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_answers_are_those_of_transformers(name, models, need_engine, tmp_path):
 
 
 def answers(*logprobs, other=None):
-    """One answer with the tokens 1, 2, ... other: the log-probability of a token 9 in the last place."""
+    """An answer with the tokens 1, 2, ... other: the log-probability of a token 9 at the last place."""
     made = [Token(token, logprob, {token: logprob}) for token, logprob in enumerate(logprobs, 1)]
     if other is not None:
         made[-1].alternatives[9] = other
@@ -61,7 +61,7 @@ def answers(*logprobs, other=None):
 
 
 def parted(logprob, other):
-    """As answers(-1.0, ...), with 9 in the last place."""
+    """Like answers(-1.0, ...), with 9 at the last place."""
     return [[*answers(-1.0)[0], Token(9, logprob, {9: logprob, 2: other})]]
 
 
@@ -282,7 +282,7 @@ def test_an_outcome_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
 
 
 def test_how_a_test_ended(tmp_path):
-    """A case that fails decides, and skipped ones show nothing."""
+    """One failed case decides; skipped cases prove nothing."""
     cases = {
         "good[1]": "",
         "good[2]": "<skipped/>",

@@ -1,5 +1,5 @@
-"""What the engines' own FlashInfer backends do with wrappers behind their backs, in every release: their
-functions, read from its sources, on our wrappers.
+"""How the engines' FlashInfer backends bypass the wrappers' public API, in every release: their functions,
+read from the sources, run on our wrappers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from attn_backend import flashinfer
 from attn_backend.releases import RELEASES
 from integration.engine_sources import CannotFetch, sources
 
-pytestmark = pytest.mark.slow  # the first time, it fetches 600 MB
+pytestmark = pytest.mark.slow  # the first run fetches 600 MB
 NAMES = {
     "torch": torch,
     "Optional": Optional,
     "Union": Union,
     "fast_decode_plan": flashinfer.fast_decode_plan,
-    # of a cache in flashinfer.utils, which vLLM does without where it is missing
+    # for a cache in flashinfer.utils; vLLM works without it if it is missing
     "pin_host_range_buf": lambda _length: None,
 }
-# Attributes of vLLM's own wrapper, which has two of FlashInfer's.
+# Attributes of vLLM's own wrapper around two of FlashInfer's.
 VLLMS_OWN = {"_context", "_new_tokens"}
 
 
@@ -41,7 +41,7 @@ def read(engine: str, version: str, file: str) -> str:
 
 
 def function(source: str, name: str) -> Any:
-    """A function of the engine's, alone."""
+    """A single function of the engine."""
     node = next(
         (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name),
         None,
@@ -75,9 +75,9 @@ def test_what_vllm_reads(version: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_vllms_plan_of_decodes(version: str) -> None:
-    """Its first call plans; in later ones it has filled the buffers itself.
+    """The first call plans; in later calls it has filled the buffers itself.
 
-    It says fixed_split_size = -1 and means none.
+    It passes fixed_split_size = -1 and means none.
     """
     plan = function(read("vllm", version, "v1/attention/backends/flashinfer.py"), "fast_plan_decode")
     indptr, indices, last = buffers(4, 100, 3)
@@ -146,7 +146,7 @@ def test_sglangs_plan_of_graphs(version: str) -> None:
 
 
 def latents(lens: list[int]) -> Batch:
-    """Pages of one token, 576 columns wide; K and V of the batch are parts of them."""
+    """Pages of one token with 576 columns; K and V of the batch are slices of them."""
     return make_batch([1] * len(lens), lens, heads=(16, 1, 576), page_size=1, dtype=torch.bfloat16)
 
 

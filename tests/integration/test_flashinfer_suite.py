@@ -1,4 +1,4 @@
-"""FlashInfer's tests, copied: what is changed in them, what is counted."""
+"""FlashInfer's tests, copied: the changes to them, and the counts."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ TRACE_LINE = "tests/trace/test_*_reference_correctness.py"
 
 
 def checkout_with(folder: Path) -> Path:
-    """The files that a checkout has, empty but for one."""
+    """The files of a checkout, all empty except one."""
     for name in (
         *FILES,
         *HELPERS,
@@ -167,7 +167,7 @@ def test_outcomes_are_counted(tmp_path: Path) -> None:
         "cases": 9,
         "taken": 8,
         "passed": 2,
-        "failed": 2,  # a limit that is refused in another way, too
+        "failed": 2,  # a limit that is also refused in another way
         "not supported": 1,
         "no such limit": 1,
         "skipped": 2,

@@ -1,5 +1,5 @@
-"""The process whose forks are the engines' programs in tests (forked_engines.py), with another module in an
-engine's place.
+"""The process whose forks run the engines' programs in tests (forked_engines.py), with another module instead
+of an engine.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from integration import http
 
 
 class Slow(BaseHTTPRequestHandler):
-    """Answers GET at once and keeps the connection; does not answer POST before the test ends."""
+    """Answers GET at once and keeps the connection; does not answer POST until the test ends."""
 
     protocol_version = "HTTP/1.1"
     arrived, ends = threading.Semaphore(0), threading.Event()
@@ -47,7 +47,7 @@ def url():
 def test_cancelled_requests_fail_at_once_in_every_thread(url, monkeypatch):
     monkeypatch.setattr(http, "CONNECTIONS", Connections())
     count = 6
-    assert http.is_ready(url)  # one of the requests uses this connection again
+    assert http.is_ready(url)  # one of the requests reuses this connection
     with ThreadPoolExecutor(count) as pool:
         asked = [pool.submit(http.post_json, url, {}) for _ in range(count)]
         assert all(Slow.arrived.acquire(timeout=30) for _ in range(count))

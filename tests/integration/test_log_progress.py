@@ -1,4 +1,4 @@
-"""How far a process is, by its log."""
+"""The progress of a process, from its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that ship, that are made from a config alone, and names of none."""
+"""Models that ship, models made from only a config, and unknown names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The perplexity of texts, from the probabilities that a server gives to their tokens."""
+"""The perplexity of texts, from the probabilities that a server assigns to their tokens."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_what_sglang_answers(monkeypatch):
 
 @dataclass
 class FakeEngine:
-    """Each token has the probability that its server's cache dtype stands for."""
+    """The server's cache dtype determines the probability of each token."""
 
     name: str = "fake"
-    kv_cache_dtypes: list[str] = field(default_factory=list)  # of the servers that were started
+    kv_cache_dtypes: list[str] = field(default_factory=list)  # one for each started server
     forgets: bool = False
 
     def prompt_logprobs(self, url, prompt):
@@ -128,7 +128,7 @@ def test_a_server_that_leaves_tokens_out_is_an_error(evaluate):
 
 
 def write_checkpoint_with_scales(folder, target, scale):
-    """The model in `folder` as llm-compressor writes one with an fp8 KV cache: the config declares it, and
+    """The model in `folder` as llm-compressor writes it with an fp8 KV cache: the config declares it, and
     each layer has scales.
     """
     from safetensors.torch import load_file, save_file
@@ -158,8 +158,8 @@ def write_checkpoint_with_scales(folder, target, scale):
 def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(
     need_engine, forked_engines, smollm2, sharegpt, tmp_path
 ):
-    """Scales that are far too small ruin K and V, so a high perplexity shows that they are used, and that
-    `auto` means what was declared. SGLang has no 8-bit caches on a CPU.
+    """Scales that are far too small ruin K and V. A high perplexity shows that the scales are used, and that
+    `auto` follows the declaration. SGLang has no 8-bit caches on a CPU.
     """
     need_engine("vllm")
     write_checkpoint_with_scales(smollm2.folder, tmp_path / "model", 1e-4)

@@ -20,7 +20,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts `integration.phases` with a script in the place of make."""
+    """A function that starts `integration.phases` with a script instead of make."""
 
     def started(name, script):
         make = tmp_path / "make"

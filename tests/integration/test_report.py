@@ -1,4 +1,4 @@
-"""Reports hold what was measured, in every form, and those of several runs become one."""
+"""Reports contain all measurements, in every form, and reports of several runs can be merged."""
 
 from __future__ import annotations
 

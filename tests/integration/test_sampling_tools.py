@@ -1,4 +1,4 @@
-"""The tools that look at sampling: servers with and without this package's sampler, clients that bring seeds,
+"""The tools that examine sampling: servers with and without this package's sampler, clients that send seeds,
 comparisons. No engine is started.
 """
 
@@ -111,7 +111,7 @@ def test_clients_are_changed_only_where_their_options_do_not_do(tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_each_sampling_parameter_reaches_the_server_on_one_way(engine, tmp_path):
-    """By an option of the client, or in what bench_client.py adds to each request."""
+    """By a client option, or added to each request by bench_client.py."""
     (tmp_path / "chats.json").write_text(
         json.dumps([{"conversations": [{"value": "a b c d e"}, {"value": "f g h i j"}]}] * 4)
     )
@@ -163,7 +163,7 @@ def test_every_request_of_a_client_gets_a_seed_of_its_own():
 
 
 def test_the_client_is_run_with_what_was_asked_for(tmp_path):
-    """The whole way, with a client of a few lines; modules of integration/ must not hide the standard
+    """The whole path, with a client of a few lines; modules of integration/ must not shadow the standard
     library's.
     """
     shuffles = "numbers = list(range(50)); random.shuffle(numbers)"
@@ -185,7 +185,7 @@ def test_the_client_is_run_with_what_was_asked_for(tmp_path):
 
 
 def test_a_client_is_gone_when_it_is_done_and_one_that_fails_says_so(tmp_path):
-    """Nothing waits for what the engine's modules do at their end, such as to stop their processes."""
+    """Nothing waits for the engine's exit handlers, for example those that stop its processes."""
     (tmp_path / "slow_end.py").write_text(
         "import atexit, time\natexit.register(time.sleep, 60)\nprint('result')"
     )
@@ -201,7 +201,7 @@ def test_a_client_is_gone_when_it_is_done_and_one_that_fails_says_so(tmp_path):
 
 
 class CountingEngine:
-    """Answers with its arguments, so that what was sent can be told from what came back."""
+    """Answers with its arguments, so that the test can tell sent values from returned ones."""
 
     def sample(self, url, prompt, max_tokens, sampling, seed, logprobs):
         return [*prompt, seed % 1000]

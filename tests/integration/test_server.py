@@ -1,4 +1,4 @@
-"""Servers are always stopped, and one that does not use this package is not measured.
+"""Servers are always stopped, and a server that does not use this package is not measured.
 
 No engine is started.
 """
@@ -33,7 +33,7 @@ if sys.argv[2] == "fails":
 
 
 class FakeEngine:
-    """An engine whose server is a few lines of Python with one worker process that does not listen to INT."""
+    """An engine whose server is a few lines of Python, with one worker process that ignores INT."""
 
     name = "fake"
 
@@ -89,8 +89,8 @@ def test_server_and_its_workers_are_gone_however_the_block_ends(ending, launch, 
 
 
 def test_servers_may_be_kept_by_threads(launch, tmp_path, monkeypatch):
-    # Only the main thread can have a server hear INT where a shell has made this process ignore it: such a
-    # server stops after the grace.
+    # Only the main thread can make a server receive INT if a shell has made this process ignore it. Such a
+    # server stops after the grace period.
     monkeypatch.setattr("integration.processes.STOP_GRACE_S", 2)
     log = tmp_path / "server.log"
 
@@ -104,7 +104,7 @@ def test_servers_may_be_kept_by_threads(launch, tmp_path, monkeypatch):
 
 
 def test_a_server_hears_interrupts_though_its_starter_ignores_them(launch, tmp_path):
-    """As what a shell starts in the background does."""
+    """Like a process that a shell starts in the background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         begin = time.monotonic()

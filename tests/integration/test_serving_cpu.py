@@ -1,7 +1,7 @@
-"""Both engines serve a real model on the CPU with this backend; the tests of an engine share a server.
+"""Both engines serve a real model on the CPU with this backend; the tests of an engine share one server.
 
-The tokens are those of the engine's own backend in float32, its own client has figures, a seed gives the same
-tokens one at a time and in batches, and SGLang's drafts change no token.
+Tokens equal the ones from the engine's own backend in float32, and the engine's own client reports figures. A
+seed gives the same tokens one at a time and in batches. SGLang's drafts change no token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STANDALONE = ["--speculative-algorithm", "STANDALONE", "--speculative-num-steps"
 class Served:
     """A server with this package's backend.
 
-    `stock`: the answers to `prompts` of one with the engine's own.
+    `stock`: the answers to `prompts` from a server with the engine's own backend.
     """
 
     engine: Any
@@ -90,7 +90,7 @@ def test_serves_the_same_tokens_as_the_stock_backend(served, smollm2, sharegpt, 
     from integration.workload import ShareGPT
 
     actual = generate_all(served.engine, served.url, served.prompts, MAX_TOKENS, CONCURRENCY)
-    # its prefixes are in the cache now
+    # now its prefixes are in the cache
     again = generate_all(served.engine, served.url, served.prompts, MAX_TOKENS, CONCURRENCY)
     # 4 answers to each prompt
     workload = ShareGPT(NUM_PROMPTS // 4, 4, "ShareGPT", smollm2.folder, sharegpt, output_len=8)
@@ -135,7 +135,7 @@ def test_a_seed_gives_the_same_tokens_in_every_batch(served, smollm2, sharegpt):
 
 @pytest.mark.parametrize("served", ["sglang"], indirect=True)
 def test_drafts_change_no_token(served, smollm2, tmp_path):
-    """SGLang drafts and verifies with this backend: n-grams, and trees of a draft model."""
+    """SGLang drafts and verifies with this backend: n-grams, and trees from a draft model."""
     from dataclasses import replace
 
     from integration.http import post_json
@@ -173,5 +173,6 @@ def test_drafts_change_no_token(served, smollm2, tmp_path):
         accepted[name] = [answer["meta_info"]["spec_accept_length"] for answer in got]
     print(accepted)
     assert accepted["ngram"][0] > 2  # the first text repeats itself
-    # The model agrees with itself, but for this: SGLang's draft models do not see the first token of a text.
+    # The model agrees with itself, with one exception: SGLang's draft models do not see the first token of a
+    # text.
     assert min(accepted["tree"]) > 2

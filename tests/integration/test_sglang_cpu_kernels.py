@@ -1,5 +1,5 @@
-"""The stand-ins for SGLang's compiled kernels that speculative decoding calls on a CPU, against what a tree
-is.
+"""The stand-ins for SGLang's compiled kernels for speculative decoding on a CPU, compared with the definition
+of a tree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NODES = 6
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The stand-in, whatever sgl_kernel is installed."""
+    """The stand-in, even if another sgl_kernel is installed."""
     import importlib.util
 
     path = Path(__file__).parents[2] / "integration" / "sglang_cpu" / "sgl_kernel" / "speculative.py"
@@ -174,7 +174,7 @@ def test_slots_are_read_before_any_is_written(kernels):
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that pins memory")
 def test_memory_for_lora_is_left_unpinned(monkeypatch):
-    """From the moment on at which SGLang imports its code for LoRA in torch."""
+    """From the moment when SGLang imports its torch code for LoRA."""
     monkeypatch.setattr(sys, "meta_path", [])
     for name in ("tensor", "arange", "empty", "zeros"):
         monkeypatch.setattr(torch, name, getattr(torch, name))  # put back in the end

@@ -1,5 +1,5 @@
-"""All servers at once, load after load: the order, what is sent before it, what a failure costs, clients that
-have been prepared. No engine is started.
+"""All servers at once, load after load: the order, the requests before it, the cost of a failure, and
+prepared clients. No engine is started.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ time.sleep(0.2)
 class FakeEngine:
     """Servers and clients of a few lines.
 
-    A server of the backend "fails" ends at once, one of "mute" does not answer; clients of "breaks" fail.
+    The server of the backend "fails" ends at once, the one of "mute" does not answer; clients of "breaks"
+    fail.
     """
 
     name = "fake"
@@ -115,8 +116,8 @@ class Numbered(Workload):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that measures some backends with two loads, side by side if nothing else is said; gives the
-    engine, and what was raised.
+    """A function that measures some backends with two loads, side by side by default; returns the engine, and
+    the raised error.
     """
     engine = FakeEngine(tmp_path)
     model = Model("none", tmp_path, True)

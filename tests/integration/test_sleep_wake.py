@@ -1,4 +1,4 @@
-"""Sleeps, wakes and comparisons around an engine that is not there."""
+"""Sleeps, wakes and comparisons around a fake engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from integration.model import Model
 
 
 class Engine:
-    """Answers from its weights, which level 2 takes away; `forgets`: the sleep after which its answers are
-    other ones for good.
+    """Answers from its weights, which level 2 discards; `forgets`: the sleep after which its answers differ
+    permanently.
     """
 
     def __init__(self, forgets=None):
@@ -38,7 +38,8 @@ class Engine:
 
 @pytest.fixture
 def tool(monkeypatch, tmp_path):
-    """Runs the command with these arguments and this engine; `taken`: workspaces in sleep mode's memory."""
+    """Runs the command with these arguments and this engine; `taken`: workspaces allocated in sleep mode's
+    memory."""
 
     def run(engine, *arguments, taken=0, held=6, random_weights=False):
         model = Model("model", tmp_path, random_weights)

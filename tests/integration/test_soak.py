@@ -1,4 +1,4 @@
-"""A soak of a server that is not there: what it sends, what it counts, and what it does not let pass."""
+"""A soak of a fake server: its requests, its counts, and the faults that it must detect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERSON = {"name": "Ada", "age": 36, "likes": ["tea"]}
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers requests as the server's `fault` says."""
+    """Answers requests with the server's `fault`."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -39,7 +39,7 @@ class Answers(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.close_connection = True
-            with contextlib.suppress(OSError):  # a client that hangs up does not read to the end
+            with contextlib.suppress(OSError):  # a client that hangs up does not read everything
                 for _ in range(100):
                     self.wfile.write(b'data: {"text": "x"}\n')
             return
@@ -81,9 +81,8 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def run_soak(monkeypatch, tmp_path):
-    """Runs the command against a server with this fault; `grows`: MiB that each look at the memory finds
-    more;
-    `preempted`: what it counts at each look at its preemptions; None: it does not answer.
+    """Runs the command against a server with this fault. `grows`: MiB of growth at each memory reading.
+    `preempted`: the counts at each reading of its preemptions; None: it does not answer.
     """
 
     def counted(preempted):
@@ -186,7 +185,7 @@ def test_batch_invariance_is_demanded_of_undisturbed_requests(run_soak, capsys):
     assert run_soak("", *invariant)
     assert not run_soak("forgets", *invariant)
     assert "have another text when asked again alone" in capsys.readouterr().out
-    # one preemption between any two looks
+    # one preemption between any two readings
     assert not run_soak("forgets", *invariant, preempted=itertools.count())
     printed = capsys.readouterr().out
     assert "no request was kept without a cached prefix while none was preempted" in printed

@@ -1,5 +1,5 @@
-"""A short soak of both engines on a CPU: no error, requests preempted and aborted, JSON by a schema, and the
-same texts when asked again alone.
+"""A short soak of both engines on a CPU: no errors, preempted and aborted requests, JSON by a schema, and the
+same texts when requested again one at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tiny random model of each family that asks something of attention, in both engines on the CPU: tokens and
+"""A tiny random model of each family with special attention needs, in both engines on the CPU: tokens and
 log-probabilities in float32.
 """
 
@@ -31,9 +31,9 @@ SERVED = [
 
 @pytest.fixture(scope="module")
 def answers(forks, tmp_path_factory):
-    """A function that gives the folder with all answers of an engine.
+    """A function that returns the folder with all answers of an engine.
 
-    Served once, with each backend by a fork of a process that has imported the engine.
+    Served once per backend, by a fork of a process that has imported the engine.
     """
     folders, programs = {}, []
 

@@ -1,4 +1,4 @@
-"""Data sets of the serving benchmark: a cut ShareGPT file, prescribed lengths, and their names on the command
+"""Data sets of the serving benchmark: a cut ShareGPT file, fixed lengths, and their names on the command
 line.
 """
 
@@ -176,7 +176,7 @@ def test_real_text_stays_text_for_a_word_tokenizer(model_folder):
     maker = TextMaker(model_folder, seed=0)
     one, other = "Tell me about the weather, in 2024!", "Tell me about an interpretation"
     assert not maker.reads_text
-    assert set(maker.tokenizer.encode(one).ids) == {0}  # what the engines would see
+    assert set(maker.tokenizer.encode(one).ids) == {0}  # as the engines would tokenize it
     first, second = (
         maker.tokenizer.encode(maker.readable(one)).ids,
         maker.tokenizer.encode(maker.readable(other)).ids,

@@ -1,4 +1,4 @@
-"""A process without root's rights, and what the cache logs."""
+"""A process without root's rights, and the log of the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @contextmanager
 def unprivileged(folder: Path) -> Iterator[None]:
-    """Root may write everywhere: becomes another user, to whom the folders above are open."""
+    """Root may write everywhere, so this becomes another user who can access the parent folders."""
     if os.geteuid() != 0:
         yield
         return

@@ -9,7 +9,7 @@ import torch
 
 
 class Driver:
-    """What the test needs of libcuda."""
+    """The libcuda functions that the test needs."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()  # makes the context

@@ -1,4 +1,4 @@
-"""ATTN_BACKEND_ARCH: every lookup of a kernel takes that arch's build, on the GPUs that can run it."""
+"""ATTN_BACKEND_ARCH: every kernel lookup takes the build for that arch, on the GPUs that can run it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def arch() -> str:
 
 @pytest.fixture
 def hopper(arch: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """A GPU that is not there, under ATTN_BACKEND_ARCH=`arch`.
+    """A simulated GPU under ATTN_BACKEND_ARCH=`arch`.
 
-    Returns name and arch of each kernel that is looked for.
+    Returns name and arch of each kernel that is looked up.
     """
     monkeypatch.setenv("ATTN_BACKEND_ARCH", arch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -72,7 +72,7 @@ def test_a_target_is_what_some_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None
         "sm_100",
         "compute_80",
     ]
-    # An arch for 10.0 alone, as sm_100a would be: GPUs of 10.3 still get sm_100.
+    # An arch only for 10.0, like sm_100a: GPUs of 10.3 still get sm_100.
     monkeypatch.setitem(
         manifest.BUILDS, "sm_100a", replace(manifest.BUILDS["sm_90a"], capability=(10, 0), has_siblings=True)
     )
@@ -177,7 +177,7 @@ def test_kernels_of_attention(hopper: list[tuple[str, str]]) -> None:
     assert all(name in manifest.kernels("sm_80") for name, _ in hopper)
 
 
-# What attention of models with latents, and of Gemma 4, asks for: heads, dtype, dtype of the cache.
+# The needs of models with latents, and of Gemma 4: heads, dtype, dtype of the cache.
 WIDE_HEADS = [
     *(
         (dims, dtype, dtype)
@@ -194,7 +194,7 @@ WIDE_HEADS = [
 def test_kernels_of_wide_heads_are_in_the_package(
     hopper: list[tuple[str, str]], arch: str, dims: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    """Those of every design that the arch has."""
+    """Kernels of every design of the arch."""
     for kernel, design in manifest.DESIGNS.items():
         if arch in design.archs:
             room = (4, 4, 1, None, True, False)
@@ -260,7 +260,7 @@ def test_variants_are_compiled_to_ptx(compiler: str, tmp_path: Path, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_driver_knows_what_a_kernel_was_compiled_for(arch: str) -> None:
-    """csrc/runtime/driver.cpp asks it whether the kernel has griddepcontrol."""
+    """csrc/runtime/driver.cpp checks whether the kernel has griddepcontrol."""
     if arch == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this GPU does not run sm_90a")
     driver, function, version = Driver(), ctypes.c_void_p(), ctypes.c_int()

@@ -1,5 +1,5 @@
-"""Where kernels' code lies: cubins are completed, what the loader makes of them is the code, and plain cubins
-are used where that fails.
+"""Addresses of kernel code: cubins are completed, the loader's result is the code, and plain cubins are used
+if that fails.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ REJECTED = code_address.RejectedKernelError("loading kernels.cubin: CUDA_ERROR_I
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel has been rejected, and no warning was given."""
+    """No kernel was rejected, and there was no warning."""
     monkeypatch.setattr(code_address, "rejected", [])
     code_address.warn_once.cache_clear()
     cubins.find_kernel.cache_clear()
@@ -191,7 +191,7 @@ def test_no_plain_copy_stays_in_the_temporary_folder(end: str, tmp_path: Path) -
 def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Attention is made all the same, with files that were looked up again."""
+    """An Attention is still created, with files that were looked up again."""
     asked, plain = [], []
 
     def create(*arguments: Any) -> int:
@@ -210,7 +210,7 @@ def test_when_the_driver_rejects_a_kernel_plain_ones_are_used(
     assert len(caplog.records) == 1
     assert "CUDA_ERROR_INVALID_IMAGE" in caplog.text
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_IMAGE"):
-        cubins.use_plain_kernels_or_raise(REJECTED)  # plain ones are rejected, too
+        cubins.use_plain_kernels_or_raise(REJECTED)  # plain ones are also rejected
 
 
 def test_the_runtime_throws_errors_by_the_names_that_are_known_here() -> None:

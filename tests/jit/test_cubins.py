@@ -64,7 +64,8 @@ def test_kernel_set_is_complete() -> None:
 
 
 def test_kernels_that_ci_leaves_out_are_like_others() -> None:
-    """Of float16, or of the generic design for Hopper: CI compiles the same of bfloat16, or for Ampere."""
+    """For float16, or of the generic design on Hopper: CI compiles the same kernels for bfloat16, or for
+    Ampere."""
     distinct = {arch: set(manifest.distinct_kernels(arch)) for arch in ARCHS}
     left_out = {arch: manifest.kernels(arch).keys() - names for arch, names in distinct.items()}
     for arch, names in left_out.items():

@@ -1,4 +1,4 @@
-"""Compilers that do not do what they should: each ends in one message, and nothing of theirs stays behind."""
+"""Misbehaving compilers: each leads to one message, and leaves no files behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The cache of compiled kernels: what is believed, what is made anew, and what is said where nothing can be
-kept.
+"""The cache of compiled kernels: which entries are trusted, which are rebuilt, and the message if nothing can
+be stored.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_folders_are_writable_for_nobody_else_whatever_the_umask(fake: FakeKerne
 
 
 def another(path: Path) -> None:
-    """A whole cubin, but not the one that was compiled."""
+    """A complete cubin, but another than the compiled one."""
     path.write_bytes(cubin(b"somebody's code"))
 
 
@@ -249,7 +249,7 @@ def test_where_others_may_write_a_private_folder_is_taken(
     assert fake.runs() == runs, "the private folder is a cache, too"
 
 
-GROUPS = {  # name and members of the group, whether it is the user's first; trusted
+GROUPS = {  # name and members of the group, whether it is the user's primary group; trusted
     "private": ("me", [], True, True),
     "private, the user is a member": ("me", ["me"], True, True),
     "shared": ("me", ["me", "somebody"], True, False),
@@ -330,7 +330,7 @@ def test_a_private_folder_that_is_not_private_is_refused(how: str, fake: FakeKer
     assert fake.runs() == 0
 
 
-# Where nothing can be kept
+# If nothing can be stored
 
 
 def test_a_cache_that_is_a_file_is_named(fake: FakeKernels) -> None:
@@ -367,7 +367,7 @@ def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(
 
 
 def know_the_key(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed package, which the key hashes, may lie where another user cannot read."""
+    """The installed package, which the key hashes, may be unreadable for another user."""
     kept = cubins.cached_kernel("k", "sm_90a", str(fake.nvcc))
     monkeypatch.setattr(cubins, "cached_kernel", lambda *_: kept)
 
@@ -390,7 +390,7 @@ def test_a_full_cache_is_named_and_nothing_stays_behind(fake: FakeKernels) -> No
     target = fake.cache / "sm_90a" / "k-0.cubin"
     kernel_cache.prepare(target)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # like a full disk, a file does not get larger
+    # as on a full disk, a file cannot grow
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""What a user sees of work that takes minutes."""
+"""The visible progress of work that takes minutes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_status_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress.status("demo", "starting [fast]") as tell:
         tell("requests [3] of 4")
         time.sleep(1.5)
-    # the import of rich may take a second
+    # importing rich may take a second
     assert re.search(r"demo: starting \[fast\] \(\d s\)", terminal.getvalue())
     assert re.search(r"demo: requests \[3\] of 4 \(\d s\)", terminal.getvalue())
 

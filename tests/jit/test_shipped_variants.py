@@ -1,4 +1,4 @@
-"""Built-in variants whose kernels ship: found by what they are, without a compiler."""
+"""Built-in variants whose kernels ship: found by their content, without a compiler."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_combinations_share_what_is_compiled(package: FakeKernels, monkeypatch: 
 def test_results_on_a_gpu(
     name: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses only kernels that a wheel ships; nothing else is compiled."""
+    """Uses only kernels that a wheel ships, and compiles nothing else."""
     monkeypatch.setattr(cubins, "shipped_kernel", lambda kernel, arch: cubins.compile_kernel(kernel, arch)[0])
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     monkeypatch.setattr(cubins, "_find", lambda what, *_: pytest.fail(f"{what} is not shipped"))
@@ -148,7 +148,7 @@ def test_results_on_a_gpu(
             head_dim=head_dim, dtype=dtype, group_size=2, num_kv_heads=2, causal=True, logits_soft_cap=0.0
         )
         case = case_tensors.build(spec, "cuda")
-        attention = case.attention(variant=variant, kernel=None)  # of the other design none ships
+        attention = case.attention(variant=variant, kernel=None)  # none of the other design ships
         attention.plan(case.view)
         attention.run(
             case.q, case.kv, out=case.out, lse=case.lse, sm_scale=spec.sm_scale, variant_args=on_gpu

@@ -1,5 +1,5 @@
-"""How a variant's kernels are compiled and kept: with which compiler, once, whatever happens to compilers,
-processes and files.
+"""How a variant's kernels are compiled and cached: with which compiler, and only once, even if compilers,
+processes or files fail.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def test_a_compiler_that_is_killed_leaves_nothing(fake: FakeKernels) -> None:
 
 
 def read_what_is_installed(fake: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages may lie where another user cannot read: keys hash a file of ours, and pyelftools is imported
-    when the first kernel is there.
+    """Another user may be unable to read installed packages. Keys hash one of our files, and pyelftools is
+    imported once the first kernel exists.
     """
     code_address.publish_code_addresses(fake.folder / "good")
     kept = code_address.recipe()
@@ -459,7 +459,7 @@ def test_without_a_cpp_compiler_the_message_says_what_to_do(
 
 
 def test_the_instruction_sets_have_the_flags_of_the_package() -> None:
-    """csrc/common/cpu/isa.cmake has them for the kernels in the package."""
+    """csrc/common/cpu/isa.cmake has the flags for the kernels in the package."""
     text = (Path(__file__).parents[2] / "csrc" / "common" / "cpu" / "isa.cmake").read_text()
     known = {"avx2": "", "avx512": "${avx2}", "amx": "${avx512}"}
     flags: dict[str, list[str]] = {}
@@ -568,9 +568,10 @@ def test_the_command_names_what_is_wrong(
 
 @needs_cpp
 def test_what_is_in_the_cache_is_found_without_a_compiler(cache: Path) -> None:
-    """In a process of its own, which remembers nothing.
+    """In a separate process, which has no state.
 
-    A header is read at most twice: for the digest of all, and for those that the source includes.
+    A header is read at most twice: for the digest of all headers, and for the headers that the source
+    includes.
     """
     cubins.find_library(ALIBI, "baseline", "float32", 64)
     program = (

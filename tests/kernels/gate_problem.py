@@ -1,4 +1,4 @@
-"""A small batch, for tests of who may use an Attention at the same time."""
+"""A small batch, for tests of concurrent use of an Attention."""
 
 from __future__ import annotations
 

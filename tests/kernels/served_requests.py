@@ -13,7 +13,7 @@ PAGE_SIZE = 16
 
 
 class Served:
-    """64 requests below a tree of prefixes, as block tables whose tensors stay where they are."""
+    """64 requests below a tree of prefixes, as block tables whose tensors never move."""
 
     def __init__(self, cascade: object = True, num_requests: int = 64) -> None:
         self.rng = numpy.random.default_rng(0)

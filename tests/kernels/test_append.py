@@ -1,4 +1,4 @@
-"""append_kv: every storage form, slots that are skipped, and what it refuses."""
+"""append_kv: every storage form, skipped slots, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_form(device: torch.device, form: str, layout: str, page_size: int
                 page, place = divmod(int(slots[i]), page_size)
                 assert torch.equal(written_k[page, place], k[i])
                 assert torch.equal(written_v[page, place], v[i])
-            # Everything else is as it was: NaN.
+            # Everything else is unchanged: NaN.
             assert int((~storage.isnan()).sum()) == 2 * len(kept) * HEADS * head_dim
 
 
@@ -81,7 +81,7 @@ def test_append_writes_rows_of_different_widths(device: torch.device, form: str)
 
 @pytest.mark.parametrize("of_v", ["heads first", "dense", "wide tokens", "wide heads"])
 def test_k_and_v_lie_in_different_ways(device: torch.device, of_v: str) -> None:
-    """K and V of the tokens and both halves of the cache each have token and head strides of their own."""
+    """K and V of the tokens, and both halves of the cache, have different token and head strides."""
     tokens, head_dim = 9, 64
     k = torch.randn(tokens, 10, head_dim, device=device).bfloat16()[:, 4 : 4 + HEADS]
     random_v = torch.randn(tokens, HEADS, head_dim, device=device).bfloat16()

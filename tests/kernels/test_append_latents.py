@@ -1,4 +1,4 @@
-"""append_mla_kv into 8-bit caches: float8 with one scale, and rows with scales of their own."""
+"""append_mla_kv into 8-bit caches: float8 with one scale, and rows with separate scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATENT, ROPE = 512, 64
 def tokens(
     count: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents whose columns differ in magnitude, some of them zeros; the rotated parts are slices of a
+    """Latents whose columns differ in magnitude, some of them zeros; RoPE parts are slices of a
     projection.
     """
     generator = torch.Generator().manual_seed(count)
@@ -65,7 +65,7 @@ def test_whole_rows_with_one_scale(
 
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
 def test_attention_reads_what_was_written(device: torch.device, form: str) -> None:
-    """Also the launch that follows the append."""
+    """Also for the launch that follows the append."""
     kv_dtype = latent_cases.FORMATS[form]
     cache = torch.zeros(6, 16, 656 if form == "scaled" else 576, dtype=torch.uint8, device=device).view(
         kv_dtype

@@ -1,4 +1,4 @@
-"""append into caches of the other 16-bit type: numbers are rounded, and limited to what float16 has."""
+"""append into caches of the other 16-bit type: values are rounded, and clamped to the float16 range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def numbers(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Numbers of every magnitude, some beyond float16 and some below it; some infinite, some NaN."""
+    """Values of every magnitude, some above and some below the float16 range; some infinite, some NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-30, 18, shape, generator=generator)
     x[torch.rand(shape, generator=generator) < 0.02] = torch.inf
@@ -27,7 +27,7 @@ def numbers(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 72, 8, 512])
 def test_append_kv(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], head_dim: int) -> None:
-    """Aligned and not, slots that are skipped."""
+    """Aligned and unaligned, with skipped slots."""
     dtype, kv_dtype = dtypes
     for form, layout, offset in (("pair", "NHD", 0), ("tensor", "HND", 3), ("packed", "NHD", 0)):
         kv, storage = empty_cache(form, layout, 5, 4, head_dim, kv_dtype, device)
@@ -50,7 +50,7 @@ def test_append_kv(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_append_qkv(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], interleaved: bool) -> None:
-    """With norms and without, aligned and not: each kernel. Q keeps its dtype."""
+    """With and without norms, aligned and not: covers each kernel. Q keeps its dtype."""
     dtype, kv_dtype = dtypes
     for seed, (head_dim, rotary_dim, offset, norms) in enumerate(
         ((128, 128, 0, 2), (64, 32, 0, 0), (72, 64, 3, 1))

@@ -1,4 +1,4 @@
-"""append_mla_kv: latents and rotated parts into any pages, and the attention over them."""
+"""append_mla_kv: latents and RoPE parts into any pages, and the attention over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LATENT, ROPE = 512, 64
 def latent_cache(
     pages: int, page_size: int, form: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[pages, page_size, 576] of NaN, and the larger tensor of which it is a part."""
+    """[pages, page_size, 576] of NaN, and the larger tensor that contains it."""
     shape = {
         "dense": (pages + 1, page_size, 576),
         "wide rows": (pages + 1, page_size, 640),
@@ -35,7 +35,7 @@ def test_every_form(device: torch.device, form: str, page_size: int, dtype: torc
     slots = torch.randperm(40 * page_size, generator=generator)[:tokens]
     slots[[0, 7, 24]] = torch.tensor([-1, 40 * page_size, 2**31 - 1])
     latent = torch.randn(tokens + 2, LATENT, generator=generator).to(dtype).to(device)
-    # the rotated part is a slice of it
+    # the RoPE part is a slice of it
     projection = torch.randn(tokens + 1, ROPE + 24, generator=generator).to(dtype).to(device)
     rope = projection[:, 24:]
     for index_dtype in (torch.int32, torch.int64):

@@ -1,5 +1,5 @@
-"""append_qkv and rotate_qk against float64: norms, rotary embeddings of both layouts, every place that K and
-V may go to, and what is refused.
+"""append_qkv and rotate_qk compared with float64: norms, both layouts of rotary embeddings, every destination
+of K and V, and refusals.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def test_rotate_qk(device: torch.device, interleaved: bool, in_place: bool) -> N
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_angles_of_large_positions(device: torch.device, interleaved: bool) -> None:
-    """A product of position and frequency that is rounded to a float32 is off by 5e-3 at position 100,000,
-    and by 0.03 at 10^6.
+    """A product of position and frequency, rounded to float32, is off by 5e-3 at position 100,000, and by
+    0.03 at 10^6.
     """
     positions = large_positions().to(device)
     for dtype in GPU_DTYPES if device.type == "cuda" else CPU_DTYPES:

@@ -1,4 +1,4 @@
-"""plan and run: edges, the same bits every time, and results that do not depend on how the work is split."""
+"""plan and run: edge cases, determinism, and results that do not depend on how the work is split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def run(spec: Spec, device: torch.device, num_ctas: int | None = None) -> case_tensors.Case:
-    """Plans and runs a case, with and without lse; the result is in its `out` and `lse`."""
+    """Plans and runs a case, with and without lse; the result is in `out` and `lse` of the case."""
     case = case_tensors.build(spec, device)
     attention = case.attention(num_ctas)
     attention.plan(case.view)
@@ -76,8 +76,8 @@ def test_growth_keeps_every_option(device: torch.device) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_csr_with_lengths(device: torch.device, page_size: int) -> None:
-    """Requests own pages beyond their lengths, which hold NaN and are shared with others: the same bits as
-    without them.
+    """Requests own pages beyond their lengths, which hold NaN and are shared with others. The bits equal a
+    run without them.
     """
     case = case_tensors.build(Spec((1, 5, 40, 1), (70, 5, 130, 0), page_size=page_size, sharing=0.5), device)
     attention = case.attention()
@@ -159,9 +159,7 @@ def test_page_sizes(device: torch.device, table_form: str, page_size: int) -> No
 def test_pages_of_one_token_that_follow_one_another(
     device: torch.device, table_form: str, window_left: int, head_dim: int
 ) -> None:
-    """In runs that end anywhere in a KV tile, and are too short for one; the last of them ends with the
-    cache.
-    """
+    """In runs that end anywhere in a KV tile and are too short for one; the last run ends with the cache."""
     for run_pages in (33, 64, 150, 5000):
         for seed in range(3 if device.type == "cuda" else 1):
             spec = Spec(
@@ -207,7 +205,7 @@ def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided
 def test_many_short_requests(
     device: torch.device, head_dim: int, group_size: int, table_form: str, num_ctas: int
 ) -> None:
-    """Requests of a few KV tiles, many for each CTA; long ones, short prompts and long prompts between them;
+    """Requests of a few KV tiles, many for each CTA, mixed with long ones, short prompts and long prompts;
     the same bits every time.
     """
     rng = numpy.random.default_rng(num_ctas)
@@ -234,7 +232,7 @@ def test_many_short_requests(
     check(case)
     attention = case.attention(num_ctas)
     attention.plan(case.view)
-    for _ in range(20 if device.type == "cuda" else 2):  # on a CPU nothing takes turns that could be others
+    for _ in range(20 if device.type == "cuda" else 2):  # a CPU has no varying order
         assert same_bits(
             case.run(attention, out=torch.full_like(case.out, torch.nan))[: case.rows], case.out[: case.rows]
         )
@@ -288,7 +286,7 @@ def test_empty_batches(device: torch.device) -> None:
     "page_size", [None, 1, 16], ids=lambda size: "ragged" if size is None else f"pages of {size}"
 )
 def test_a_cache_without_tokens(device: torch.device, page_size: int | None, max_levels: int) -> None:
-    """Every row sees nothing: its output is 0 and its lse is -inf, as of a request without tokens."""
+    """Every row sees nothing: its output is 0 and its lse is -inf, as for a request without tokens."""
     lengths, qo_indptr = (
         torch.zeros(2, dtype=torch.int32, device=device),
         torch.tensor([0, 2, 73], dtype=torch.int32, device=device),
@@ -345,9 +343,7 @@ def test_a_cache_without_the_tokens_of_a_plan(device: torch.device) -> None:
 
 
 def test_tokens_that_no_row_sees_may_be_anything(device: torch.device) -> None:
-    """What lies in front of every window may have been given up by the engine: its pages belong to another
-    request, or to none.
-    """
+    """The engine may have freed pages before every window: they belong to another request, or to none."""
     for qo_len, kv_len, window_left in [(1, 300, 10), (1, 300, 63), (20, 500, 100), (130, 300, 5)]:
         case = case_tensors.build(Spec((qo_len,), (kv_len,), window_left=window_left), device)
         expected = case.expected()
@@ -360,7 +356,7 @@ def test_tokens_that_no_row_sees_may_be_anything(device: torch.device) -> None:
 
 
 def test_large_logits(device: torch.device) -> None:
-    """Softmax of logits of some thousands: exponentials must not overflow."""
+    """Softmax of logits in the thousands: exponentials must not overflow."""
     for sm_scale in (10.0, 100.0):
         case = case_tensors.build(Spec((1, 30), (200, 100), sm_scale=sm_scale, dtype=torch.float16), device)
         attention = case.attention()
@@ -374,8 +370,8 @@ def test_large_logits(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("growth", [0.5, 3.0, 30.0, 400.0])
 def test_logits_that_grow(device: torch.device, growth: float, dtype: torch.dtype) -> None:
-    """Rows whose largest logits come last, by little or beyond what exponentials can hold relative to the
-    first; rows beside them keep their bits.
+    """Rows whose largest logits come last, larger by a little, or beyond the range of exponentials relative
+    to the first; neighboring rows keep their bits.
     """
     head_dim = 128
     case = case_tensors.build(Spec((600,), (700,), head_dim=head_dim, group_size=2, dtype=dtype), device)
@@ -383,7 +379,7 @@ def test_logits_that_grow(device: torch.device, growth: float, dtype: torch.dtyp
     attention.plan(case.view)
 
     tokens = torch.arange(700, device=device)
-    # every third row sees logits that grow with the tokens, in an element that others have not
+    # the logits of every third row grow with the tokens, in an element that other rows lack
     grows = torch.arange(600, device=device) % 3 == 1
     case.q[:600, :, 0] = torch.where(grows, head_dim**0.5, 0.0)[:, None].to(dtype)
     growing = (tokens / 700 * growth).to(dtype)[:, None]
@@ -437,7 +433,7 @@ def test_slices_of_a_fused_projection(device: torch.device) -> None:
 
 
 def test_fewer_rows_than_planned(device: torch.device) -> None:
-    """Rows of the plan beyond those of q are ignored."""
+    """Rows of the plan beyond q are ignored."""
     case = case_tensors.build(Spec((3, 4, 5), (30, 40, 50)), device)
     attention = case.attention()
     attention.plan(case.view)
@@ -466,8 +462,8 @@ def test_one_plan_serves_many_layers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("as_composition", [False, True])
 def test_a_plan_keeps_its_tensors(device: torch.device, as_composition: bool) -> None:
-    """Only the plan keeps them alive, and their memory would otherwise be reused: page tables and row lists
-    are read by `run`.
+    """Only the plan keeps page tables and row lists alive until `run` reads them; otherwise their memory
+    would be reused.
     """
     case = case_tensors.build(Spec((3, 1, 40), (300, 700, 400), padding_rows=2), device)
     tensors = [
@@ -551,7 +547,7 @@ def test_threads_do_not_change_a_bit(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", mostly_slow(range(60), fast=20))
 def test_split_does_not_change_the_result(device: torch.device, seed: int) -> None:
-    """One CTA: nothing is merged. Many: most pairs are."""
+    """One CTA: nothing is merged. Many CTAs: most pairs are."""
     spec = cases.random_spec(seed, device.type)
     whole = run(spec, device, num_ctas=1)
     check(whole)
@@ -565,7 +561,7 @@ def test_split_does_not_change_the_result(device: torch.device, seed: int) -> No
 
 
 def test_workspace_grows_by_the_states_of_the_levels() -> None:
-    """Each level needs head_dim + 1 floats for each row and query head, and little else: the schedule's
+    """Each level needs head_dim + 1 floats for each row and query head, plus a little for the schedule's
     links.
     """
     sizes = []

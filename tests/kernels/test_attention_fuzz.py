@@ -1,4 +1,4 @@
-"""plan and run against the float64 oracle on random cases."""
+"""plan and run compared with the float64 oracle on random cases."""
 
 from __future__ import annotations
 

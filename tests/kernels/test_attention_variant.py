@@ -1,6 +1,6 @@
-"""Attention with a variant: its results, what is refused, when its arguments are read.
+"""Attention with a variant: its results, its refusals, and when its arguments are read.
 
-On a CPU with each instruction set that the machine has.
+On a CPU with each instruction set of the machine.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def test_tensors_that_are_shorter_than_declared_are_refused(
 
 @needs_cpp
 def test_shapes_are_those_of_the_plan_and_of_q() -> None:
-    """Also where the arguments stay and the batch grows."""
+    """Also if the arguments stay the same and the batch grows."""
     cpp = (
         "float logits(float logit, const ScoreRow& row, int32_t) const { return logit * of_row(row.row) + "
         "of_request(row.request); }"
@@ -402,7 +402,8 @@ def test_a_run_under_another_mask_than_the_plans_is_refused() -> None:
 
 @needs_cpp
 def test_rotating_the_cache_within_or_beforehand_is_the_same() -> None:
-    """Against plain attention over queries and keys that were rotated before, rounded once as kernels do."""
+    """Compared with plain attention over queries and keys that were rotated in advance, and rounded once as
+    in kernels."""
     frequencies = builtin.llama3_frequencies(48)
     reference = builtin.rope(frequencies).reference()
     assert reference is not None

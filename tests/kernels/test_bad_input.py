@@ -323,7 +323,7 @@ def test_run_refuses_what_is_not_aligned_on_a_gpu() -> None:
             attention.run(q, make_cache(device))
 
 
-# Page ids: nothing outside the cache is read, and the caller is told.
+# Page ids: nothing outside the cache is read, and the caller gets an error.
 
 
 def wrong_pages(device: torch.device) -> list[BSRView]:
@@ -355,7 +355,7 @@ def plan_and_run(
 
 @pytest.mark.usefixtures("kernel")
 def test_page_ids_outside_the_cache_are_reported(device: torch.device) -> None:
-    """The cache lies between two walls of NaN: reading one of them would show."""
+    """The cache lies between two walls of NaN, so reading outside it would be visible."""
     room = torch.full(
         (2, PAGES + 8, PAGE_SIZE, KV_HEADS, HEAD_DIM), torch.nan, dtype=torch.bfloat16, device=device
     )
@@ -371,7 +371,7 @@ def test_page_ids_outside_the_cache_are_reported(device: torch.device) -> None:
                 match=r"^(kv_indices\[\d\]|(block_table|req_to_token): page \d of request \d) is -?\d+, must "
                 r"be .*0",
             ):
-                plan_and_run(attention, view, q, kv, out)  # plan refuses what no cache has
+                plan_and_run(attention, view, q, kv, out)  # plan refuses ids that no cache has
         else:
             attention.plan(view)
             attention.run(q, kv, out=out)
@@ -404,7 +404,7 @@ def test_ragged_rows_outside_the_tensor_are_reported(device: torch.device) -> No
 @pytest.mark.parametrize("window_left", [-1, 16])
 @pytest.mark.parametrize("begin", [0, 3])
 def test_the_last_rows_that_an_int32_counts_are_reported(begin: int, window_left: int) -> None:
-    """Numbers of the KV tile's rows pass 2^31."""
+    """Element indices of the KV tile's rows exceed 2^31."""
     device = torch.device("cuda")
     attention = make_attention(device)
     # without a window all tokens are read, which takes minutes

@@ -1,5 +1,5 @@
-"""batch_invariant=True: a request's output and lse have the same bits alone, in any batch, at any place in
-it, whoever shares its prefix.
+"""batch_invariant=True: a request's output and lse have the same bits by itself, in any batch, at any place
+in it, and with any sharing of its prefix.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_some(
     expected: list[tuple[Tensor, Tensor]],
     rng: numpy.random.Generator,
 ) -> None:
-    """They have the bits that `expected` has for each request of the problem."""
+    """Checks for the bits that `expected` has for each request of the problem."""
     for i, (out, lse) in zip(requests, run_some(problem, attention, requests, rng), strict=True):
         qo_len, kv_len = problem.batch.qo_lens[i], problem.batch.kv_lens[i]
         same = same_bits(out, expected[i][0]) and same_bits(lse, expected[i][1])
@@ -84,7 +84,7 @@ def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
 @pytest.mark.parametrize("qo_len", mostly_slow([1, 16, 17, 2, 3, 8, 40, 64, 130], fast=3))
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths_around_chunks(device: torch.device, causal: bool, qo_len: int) -> None:
-    """All lengths in one batch; then each alone, and beside a few others."""
+    """All lengths in one batch; then each by itself, and with a few others."""
     kv_lens = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 639, 640, 641, 1023, 1024, 1025, 1280, 1281, 4097]
     kv_lens += [8191, 8192, 8193, 20000, 40000] * (qo_len <= 2)
     rng = numpy.random.default_rng(qo_len)
@@ -122,7 +122,8 @@ def test_windows(device: torch.device, qo_len: int, window_left: int) -> None:
 @pytest.mark.parametrize("qo_len", [1, 4, 33])
 @pytest.mark.parametrize("prefix", [16, 500, 5000])
 def test_neighbours_that_share_its_prefix(device: torch.device, prefix: int, qo_len: int) -> None:
-    """A request alone, with 39 others that share all but its last pages, and with 39 that share nothing."""
+    """A request by itself, with 39 others that share all but its last pages, and with 39 that share
+    nothing."""
     rng = numpy.random.default_rng(prefix)
     full, own = prefix // 16, -(-(prefix % 16 + qo_len + 7) // 16)
     kv_len, num = prefix + qo_len + 7, 40
@@ -145,7 +146,7 @@ def test_neighbours_that_share_its_prefix(device: torch.device, prefix: int, qo_
 
 @pytest.mark.parametrize("seed", range(20))
 def test_other_objects(device: torch.device, seed: int) -> None:
-    """The room that an object has, the CTAs that it plans for and the form of the table do not matter."""
+    """An object's room, its number of CTAs and the form of the table do not matter."""
     rng = numpy.random.default_rng([seed, 31])
     problem = random_problem(rng, device)
     expected = run_some(problem, problem.attention(**ROOM), everything(problem), rng)
@@ -214,7 +215,7 @@ def test_threads_do_not_change_a_bit(seed: int) -> None:
 @pytest.mark.gpu
 @each_kernel
 def test_run_captured_once_serves_every_batch() -> None:
-    """Bits of a replay are those of the request alone, run eagerly."""
+    """Bits of a replay equal an eager run of the single request."""
     device, rng = torch.device("cuda"), numpy.random.default_rng(34)
     problem = random_problem(rng, device, SHAPE, depth=3, max_requests=64, style="mixed")
     captured, eager = problem.attention(**ROOM), problem.attention(**ROOM)

@@ -45,7 +45,7 @@ def attention(device: torch.device, **options: object) -> Attention:
 
 
 class Layer(torch.nn.Module):
-    """Projections, attention and what samples from it; `fused`: norm and rotary embedding in the append."""
+    """Projections, attention and sampling; `fused`: norm and rotary embedding in the append."""
 
     def __init__(self, attention: Attention, fused: bool, device: torch.device) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_a_variant_with_arguments(device: torch.device) -> None:
 
 @pytest.mark.slow
 def test_numbers_that_change_between_calls_keep_their_types(device: torch.device) -> None:
-    """torch.compile makes symbols of numbers that change: an int parameter must stay an int."""
+    """torch.compile turns changing numbers into symbols: an int parameter must stay an int."""
     variant = Variant.from_source(
         "float logits(float logit, const ScoreRow& row, int32_t kv_position) const { return logit + factor * "
         "(float)((kv_position + shift) % 7); }",
@@ -191,7 +191,7 @@ def test_q_is_written_where_no_out_is_given(device: torch.device) -> None:
 
 @pytest.mark.slow
 def test_an_8_bit_cache_with_scales(device: torch.device) -> None:
-    """Scales as numbers and as tensors, which a graph reads each time that it runs; V of another width."""
+    """Scales as numbers and as tensors, which a graph reads on each run; V has a different width."""
     made = attention(device, kv_dtype=torch.float8_e4m3fn, head_dim_v=32)
     rows = sum(QO_LENS)
     q, k = (torch.randn(rows, heads, HEAD_DIM, device=device).bfloat16() for heads in (HEADS, KV_HEADS))

@@ -35,10 +35,10 @@ from attn_backend.validation import describe
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES, ROWS, VOCAB = 4, 2, 64, 4, 6, 3, 40
 E4M3 = torch.float8_e4m3fn
-# Numbers that a float parameter may be given. Most parameters refuse some of them.
+# Candidate values for a float parameter. Most parameters refuse some of them.
 NUMBERS = (0.5, 2, True, 0.0, -1.0, math.nan, 10**400, "x", None)
 INTS = (3, 0, -1, True, 2.0, 2**63, "x")
-# A compiled function refuses more. Only these arguments; the reason.
+# Arguments that only compiled functions refuse, with the reason.
 REFUSED_IN_GRAPHS = {
     "selected": "call selected_slots before",
     "seed": "a graph would repeat its draws",
@@ -59,7 +59,7 @@ float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
 
 @dataclass
 class Case:
-    """A function, arguments that it accepts, and more values of each argument."""
+    """A function, valid arguments, and more values of each argument."""
 
     name: str
     function: Callable[..., Any]
@@ -374,7 +374,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> list[Any] | Exception:
-    """The bytes that a call returns and that its tensors hold afterwards, or its error."""
+    """The bytes that a call returns, and the bytes of its tensors afterwards, or its error."""
     own = copy.deepcopy(
         {name: value for name, value in arguments.items() if not isinstance(value, torch.Generator)}
     )
@@ -390,9 +390,7 @@ def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> list[Any] | 
 
 
 def difference(case: Case, name: str, value: Any) -> tuple[str, bool]:
-    """How a compiled call differs from an eager one, "" if it does not; and whether the eager call is not
-    refused.
-    """
+    """How a compiled call differs from an eager one, or ""; and whether the eager call succeeds."""
     arguments = case.arguments | {name: value}
     torch._dynamo.reset()
     eager = outcome(lambda given: case.function(**given), arguments)
@@ -419,8 +417,8 @@ def difference(case: Case, name: str, value: Any) -> tuple[str, bool]:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without what torch.compile logs, which pytest would capture, and without its timing of guards, which
-    flushes caches: they take longer than the test.
+    """Disables torch.compile's logs, which pytest would capture, and its timing of guards, which flushes
+    caches: they take longer than the test.
     """
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0)
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Compositions of several levels against the float64 oracle: random trees and cascades, CUDA graphs."""
+"""Compositions of several levels compared with the float64 oracle: random trees and cascades, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_most_levels(device: torch.device, seed: int) -> None:
 @each_kernel
 @pytest.mark.parametrize("num_levels", [2, 3])
 def test_long_shared_prefix(device: torch.device, num_levels: int) -> None:
-    """One group of many rows over a KV that all CTAs share, beside short ones."""
+    """One group of many rows over a KV that all CTAs share, together with short ones."""
     rng = numpy.random.default_rng(num_levels)
     shape = Shape(2, 4, 128, torch.bfloat16, 16, None)
     memory = make_memory(rng, shape, device, [5000, *[17] * (64 * (num_levels - 1))])
@@ -101,7 +101,7 @@ def test_lse_may_be_left_out(device: torch.device) -> None:
 @each_kernel
 @pytest.mark.parametrize("num_ctas", [None, 1, 37])
 def test_one_object_serves_any_number_of_levels(device: torch.device, num_ctas: int | None) -> None:
-    """Nothing of a plan is left in the next one."""
+    """The next plan keeps no state of the previous one."""
     shape = Shape(2, 3, 64, torch.bfloat16, 16, num_ctas)
     attention = make_attention(shape, device, max_rows=MAX_ROWS, max_batch=1024, max_levels=MAX_LEVELS)
     for seed, depth in enumerate([4, 0, 6, 1, 0, 7, 2, 5]):
@@ -116,7 +116,7 @@ def test_one_object_serves_any_number_of_levels(device: torch.device, num_ctas: 
 
 @each_kernel
 def test_rows_that_see_nothing_are_zero(device: torch.device) -> None:
-    """A row in a level has a result, even if all that it sees is empty; a row in no level has none."""
+    """A row in a level has a result, even if it only sees empty KV; a row in no level has none."""
     rng = numpy.random.default_rng(0)
     memory = make_memory(rng, SHAPE, device, [0, 0, 40])
     composition = Composition.tree([-1, 0, 0], memory.table(rng, [0, 1, 2]), [1, 2, -1, 0])
@@ -182,7 +182,7 @@ def test_a_level_without_rows_changes_nothing(device: torch.device, seed: int) -
         for at in range(len(levels) + 1):
             problem.run(attention, Composition((*levels[:at], empty, *levels[at:])))
             problem.check()
-            if len(levels) > 1:  # one level may take a shorter way, and round once less
+            if len(levels) > 1:  # a single level may take a shorter path, and round once less
                 assert same_bits(problem.out, first)
                 assert same_bits(problem.lse, first_lse)
 
@@ -301,8 +301,8 @@ def test_plan_and_run_never_synchronise() -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["csr", "csr_lens", "block_table", "token_slots"])
 def test_levels_of_several_page_sizes(device: torch.device, form: str, layout: str) -> None:
-    """A prefix in pages of 64 and what each request has for itself in pages of 16, of one cache: as if all
-    pages had 16 tokens, and as one level has it.
+    """A prefix in pages of 64 and each request's own tokens in pages of 16, in one cache. Same result as with
+    pages of 16 for all tokens, and as with one level.
     """
 
     def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -372,7 +372,7 @@ def test_wrong_values_of_larger_pages() -> None:
 
 
 def test_larger_pages_whose_ids_change_are_refused() -> None:
-    """Their ids are copied when they are planned: later ones would not be read."""
+    """Their ids are copied when they are planned: later changes would be ignored."""
     indptr, zero = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
     large = BSRView(indptr, PageTable.csr(indptr, zero, zero + 64, 64), causal=False, pages_change=True)
     small = BSRView(indptr, PageTable.csr(indptr, zero + 5, zero + 9, 16))

@@ -1,5 +1,5 @@
-"""Plans and draws on a GPU whose metadata, workspace or neighbours do what they must not: each ends in
-bounded time, and the next one is right.
+"""Plans and draws on a GPU with invalid metadata, workspace, or concurrent launches: each ends in bounded
+time, and the next one is right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attn_backend import sample, sampling_workspace
 
 pytestmark = pytest.mark.gpu
 
-_LONGEST = 60.0  # seconds: far more than any of these takes, and far less than for ever
+_LONGEST = 60.0  # seconds: far longer than any of these takes, but still bounded
 
 
 def synchronize() -> None:
@@ -28,7 +28,7 @@ def synchronize() -> None:
 
 @pytest.mark.parametrize("cascade", [True, "always"])
 def test_whatever_the_workspace_holds(cascade: object) -> None:
-    """As after a sleep that discards memory: random bytes, ones, another object's schedule."""
+    """As after a sleep that discards memory: random bytes, ones, or another object's schedule."""
     served = Served(cascade)
     expected = served.run().clone()
     planned = served.attention.schedule()

@@ -91,7 +91,7 @@ def test_plan_in_the_graph_reads_what_the_engine_writes(
     tensors: tuple[torch.Tensor, KVCache], after_append: bool
 ) -> None:
     """A whole step as an engine captures it: append, plan and run, over buffers that are filled before each
-    replay; requests beyond the batch are empty.
+    replay. Requests beyond the batch are empty.
 
     after_append: two layers after the plan, whose runs start while their appends still write.
     """
@@ -110,7 +110,7 @@ def test_plan_in_the_graph_reads_what_the_engine_writes(
     def step() -> None:
         if after_append:
             captured.plan(view)
-            for new in (v_new, k_new):  # what the first layer reads is not what the second does
+            for new in (v_new, k_new):  # the first layer reads different values than the second
                 append_kv(new, v_new, kv, slots)
                 captured.run(q, kv, out=out, after_append=True)
         else:

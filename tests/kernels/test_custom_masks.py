@@ -1,6 +1,4 @@
-"""Masks that are tensors, as bits and as booleans: 2-D ragged, over a batch whose requests have masks of
-their own.
-"""
+"""Tensor masks, as bits and as booleans: 2-D ragged, over a batch whose requests have different masks."""
 
 from __future__ import annotations
 
@@ -62,8 +60,8 @@ def expected(case: case_tensors.Case, name: str, masks: list[Tensor], **more: An
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", TREE)
 def test_masks_of_any_kind(device: torch.device, name: str, packed: bool) -> None:
-    """Whether plan has the mask or not, alone and intersected with a causal view, given to the variant or to
-    runs.
+    """With and without the mask in plan, by itself and intersected with a causal view, passed to the variant
+    or to runs.
     """
     for seed in range(3):
         case, masks = (

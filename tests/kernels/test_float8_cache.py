@@ -1,4 +1,4 @@
-"""8-bit caches: K and V are widened to Q's type, and have scales."""
+"""8-bit caches: K and V are dequantized to Q's type, with scales."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_wide_heads_with_sinks(device: torch.device, kernel: str | None) -> None
 
 
 def test_wide_values_in_the_bytes_of_keys(device: torch.device, kernel: str | None) -> None:
-    """With scales of their own."""
+    """V has separate scales."""
     spec = cases.Spec(
         (1, 30), (200, 90), num_kv_heads=1, group_size=16, head_dim=512, cache_form="pair", num_ctas=3
     )
@@ -167,8 +167,8 @@ def test_queries_of_8_bits(device: torch.device, kernel: str | None, q_form: str
 def test_a_needle_among_128k_tokens(
     device: torch.device, kernel: str | None, head_dim: int, place: int
 ) -> None:
-    """One CTA's sum over all tokens must lose little: tensor cores add products of 8-bit numbers with about
-    14 bits.
+    """One CTA's sum over all tokens must lose little, although tensor cores add 8-bit products with about 14
+    bits.
     """
     needle = Needle(131_072, place, 128 if device.type == "cuda" else 3, head_dim, device)
     attention = needle.attention(kernel=kernel_of(device))
@@ -177,7 +177,7 @@ def test_a_needle_among_128k_tokens(
 
 
 def test_output_of_8_bit_queries(device: torch.device) -> None:
-    """Allocated in dtype, whichever the width of V is."""
+    """Allocated in dtype, for any width of V."""
     for head_dim_v in (64, 32):
         problem = Float8Case(
             cases.Spec((3,), (40,), head_dim=64, head_dim_v=head_dim_v, cache_form="pair"),
@@ -226,7 +226,7 @@ def test_refused_query_dtypes_and_scales(device: torch.device) -> None:
 
 
 def test_shared_prefixes_with_scales_of_requests(device: torch.device) -> None:
-    """Rows of one row group, which reads the shared pages once, have scales of their own."""
+    """Rows of one row group, which reads the shared pages once, have different scales."""
     for seed in range(6):
         spec = cases.Spec(
             (1,) * 9,
@@ -298,7 +298,7 @@ def one_request(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number(device: torch.device, dtype: torch.dtype) -> None:
-    """Each of the 256 values as the only one that a row sees: subnormal numbers, infinities and NaN, too."""
+    """Each row sees only one of the 256 values, including subnormals, infinities and NaN."""
     bits = torch.arange(256, dtype=torch.uint8, device=device)
     v = bits.view(dtype)[:, None].expand(256, 64).contiguous()
     for q_dtype in (torch.bfloat16, torch.float16):
@@ -332,9 +332,7 @@ def test_extreme_scales(device: torch.device, k_scale: float, v_scale: float) ->
 
 @pytest.mark.parametrize("exponent", [-100, -30, -15, 15, 60])
 def test_queries_of_any_magnitude(device: torch.device, exponent: int) -> None:
-    """Rows of one row tile, too, differ: what they are multiplied in may have a smaller range than their
-    type.
-    """
+    """Rows of one row tile differ too: the multiplication may have a smaller range than their type."""
     generator = torch.Generator(device).manual_seed(4)
     k, v = (
         torch.randn(200, 2, 128, device=device, generator=generator).to(torch.float8_e4m3fn) for _ in range(2)
@@ -351,7 +349,7 @@ def test_queries_of_any_magnitude(device: torch.device, exponent: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_saturated_values(device: torch.device, dtype: torch.dtype) -> None:
-    """K at its limits, V too: one token takes all."""
+    """K and V at their limits: one token takes all the weight."""
     generator = torch.Generator(device).manual_seed(4)
     largest = torch.finfo(dtype).max
     k, v = (
@@ -403,7 +401,7 @@ def test_bits_of_8_bit_queries_do_not_depend_on_the_batch(device: torch.device, 
 
 
 def test_saturated_queries(device: torch.device, kernel: str | None) -> None:
-    """All numbers at their limits."""
+    """All values at their limits."""
     generator = torch.Generator(device).manual_seed(4)
     shapes = ((40, 4, 128), (300, 2, 128), (300, 2, 128))
     q, k, v = (
@@ -447,8 +445,8 @@ def test_scales_are_read_when_the_kernel_runs(device: torch.device) -> None:
 
 
 def test_a_variant_sees_scaled_scores(device: torch.device) -> None:
-    """A variant's logits are those of the numbers that the cache stands for, its mask hides, and what it adds
-    is not scaled.
+    """A variant's logits are computed from the represented values. Its mask hides tokens, and its additions
+    are not scaled.
     """
     problem = Float8Case(
         cases.Spec((5, 1, 20), (40, 50, 20), group_size=2, num_ctas=3),

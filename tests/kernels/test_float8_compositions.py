@@ -1,6 +1,4 @@
-"""8-bit caches in compositions of several levels: scales are those of the request whose row it is, in every
-level.
-"""
+"""8-bit caches in compositions of several levels: every level uses the scales of the row's request."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from attn_backend import Composition
 
 
 def problem_over_8_bits(seed: int, device: torch.device) -> tuple[Problem, torch.Tensor, torch.Tensor]:
-    """A tree or a cascade with scales of any form, and its float64 o and lse.
+    """A tree or a cascade with scales in any form, and its float64 o and lse.
 
-    Rows that see the same are a request.
+    Rows that see the same tokens are a request.
     """
     rng = numpy.random.default_rng([seed, 88])
     shape = random_shape(rng, device)
@@ -67,7 +65,7 @@ def test_random_compositions(device: torch.device, seed: int) -> None:
 
 
 def test_row_groups_are_not_requests(device: torch.device) -> None:
-    """Levels of different numbers of row groups do not say whose scale a row has."""
+    """Levels with different numbers of row groups do not determine a row's scale."""
     problem, _, _ = problem_over_8_bits(0, device)
     bare = Composition(tuple(replace(level, requests=None) for level in problem.composition.levels))
     assert len({level.batch_size for level in bare.levels}) > 1

@@ -1,4 +1,4 @@
-"""Outputs of 8 bits: divided by a scale, rounded and limited; lse stays what it is."""
+"""8-bit outputs: divided by a scale, rounded and clamped; lse does not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiers import mostly_slow
 from attn_backend import Attention, BSRView, KVCache, PageTable
 from attn_backend.jit import compilers, manifest
 
-HEAD_DIMS = (128, 64, 72, 256)  # kernels for the first are in the package
+HEAD_DIMS = (128, 64, 72, 256)  # the package has kernels for the first one
 
 
 def run(
@@ -51,8 +51,8 @@ def of_form(scale: float, form: int, device: torch.device) -> torch.Tensor | flo
 
 @pytest.mark.parametrize("block", mostly_slow(range(8), fast=2))
 def test_random_cases(device: torch.device, kernel: str | None, block: int) -> None:
-    """Over caches of 16 and of 8 bits, under queries of both; a third of the cases have outputs beyond the
-    largest number.
+    """Over 16-bit and 8-bit caches, with both kinds of queries; in a third of the cases outputs exceed the
+    largest value.
     """
     for seed in range(9 * block, 9 * (block + 1)):
         spec = cases.random_spec(seed + 1700, device.type)
@@ -117,7 +117,7 @@ def test_wide_heads(device: torch.device, kernel: str | None, head_dims: tuple[i
 
 
 def test_compositions(device: torch.device, kernel: str | None) -> None:
-    """Rows of several row groups, which are rounded once, where their states are merged."""
+    """Rows of several row groups are rounded once, when their states are merged."""
     for seed in range(3):
         shape = Shape(
             num_kv_heads=2, group_size=2, page_size=8, head_dim=128, dtype=torch.bfloat16, num_ctas=7
@@ -156,7 +156,7 @@ def test_sinks(device: torch.device, kernel: str | None) -> None:
 
 @pytest.mark.parametrize("num_ctas", [1, 9])
 def test_what_a_variant_makes_of_the_output_is_divided(device: torch.device, num_ctas: int) -> None:
-    """Rows are rounded by the kernel that has all of a row, and by the one that merges."""
+    """The kernel that has a complete row rounds it, and so does the kernel that merges."""
     case = case_tensors.build(
         cases.Spec((3, 1, 40), (40, 300, 90), num_kv_heads=1, group_size=2, num_ctas=num_ctas), device
     )
@@ -193,7 +193,7 @@ def one_token(
 
 @pytest.mark.parametrize("out_scale", [1.0, 0.25, 2.0**-40, 2.0**-149, 2.0**120])
 def test_every_number(device: torch.device, out_scale: float) -> None:
-    """To nearest, to even among equals, limited; as torch rounds what is in range."""
+    """To nearest even, clamped; as torch rounds values in range."""
     values = torch.cat(
         [
             sign * torch.arange(0, 2**16, 37, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
@@ -202,7 +202,7 @@ def test_every_number(device: torch.device, out_scale: float) -> None:
     )
     values = values[values.isfinite() & (values.abs() < 1e30)]
     has_amx = device.type == "cpu" and cpu_isa.used(os.environ.get("ATTN_BACKEND_CPU_ISA") or "amx") == "amx"
-    # AMX takes subnormal numbers for 0
+    # AMX treats subnormal values as 0
     seen = values.where(values.abs() >= torch.finfo(torch.float32).tiny, 0) if has_amx else values
     attention, q, kv = one_token(device, values, torch.bfloat16)
     for scale in (out_scale, torch.tensor(out_scale, device=device)):

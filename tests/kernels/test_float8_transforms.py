@@ -1,4 +1,4 @@
-"""Variants that transform K or V of 8-bit caches: they see numbers times their scale."""
+"""Variants that transform K or V of 8-bit caches: they see scaled values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from variant_fuzz.catalogue import entry_of
 
 from attn_backend import Attention
 
-# The variant, the dtype of Q, that of the cache, head_dim, head_dim_v, the form of the scale of Q in 8 bits.
+# The variant, the dtypes of Q and of the cache, head_dim, head_dim_v, the form of 8-bit Q's scale.
 FORMS: list[tuple[str, torch.dtype, torch.dtype, int, int, str | None]] = [
     ("rope", torch.bfloat16, DTYPES[0], 128, 128, None),
     ("scaled", torch.bfloat16, DTYPES[1], 72, 200, None),
@@ -74,7 +74,7 @@ def test_random_cases(
 
 @pytest.mark.parametrize("head_dim", [512])
 def test_wide_heads(device: torch.device, head_dim: int) -> None:
-    """On a GPU with the generic kernel alone."""
+    """Only the generic kernel supports this on a GPU."""
     spec = cases.Spec((1, 30), (200, 90), num_kv_heads=2, group_size=4, head_dim=head_dim, num_ctas=3)
     run_and_check(
         "scaled",

@@ -1,6 +1,6 @@
-"""The forest that `plan` finds, and the row groups made of it, against the radix tree of the page tables.
+"""The forest that `plan` finds, and its row groups, compared with the radix tree of the page tables.
 
-Most of it needs no K and no V.
+Most tests need no K and V.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_forest_is_the_radix_tree(device: torch.device, block: int) -> None:
         attention, _ = plan_only(rng, device, batch, MODES[seed % 2])
         schedule = attention.schedule()
         with naming(seed):
-            # By cost, requests that fill the largest row tile do not share: that would save nothing.
+            # By cost, requests that fill the largest row tile do not share, since that would save nothing.
             full_tile = (16 << schedule.max_kind) * attention.num_kv_heads / attention.num_qo_heads
             check_forest(batch, schedule.forest, math.inf if MODES[seed % 2] == "always" else full_tile)
 
@@ -69,7 +69,7 @@ def test_forest_is_the_radix_tree(device: torch.device, block: int) -> None:
 def test_one_prefix_is_cut_evenly(
     device: torch.device, requests: int, prefix: int, suffix: int, parts: int
 ) -> None:
-    """`parts`: CTAs of each pair of the prefix; 0: too many pairs for that."""
+    """`parts`: CTAs for each pair of the prefix; 0: too many pairs for that."""
     attention = Attention(
         32,
         8,
@@ -97,7 +97,7 @@ def test_one_prefix_is_cut_evenly(
     ]
     kv_tiles = prefix // schedule.kv_tile
     begins: dict[tuple[int, int], list[int]] = {}
-    # those without work start where the next does
+    # CTAs without work start at the next CTA's position
     for tile, head, kv_tile in sorted({tuple(position) for position in schedule.positions[:-1].tolist()}):
         if tile in tiles_of_prefix:
             begins.setdefault((tile, head), []).append(kv_tile)
@@ -116,7 +116,7 @@ def test_one_prefix_is_cut_evenly(
 def check_forest(batch: Batch, forest: tuple[PrefixNode, ...], row_limit: float = math.inf) -> None:
     """Nodes in any order.
 
-    Where requests are compared with more others than a plan has time for, some nodes may be missing.
+    If requests are compared with more others than a plan has time for, some nodes may be missing.
     """
     tree = radix_tree(batch, row_limit)
     expected = {(node.members[0], node.end_page): node for node in tree}
@@ -148,7 +148,7 @@ def key_of(forest: tuple[PrefixNode, ...], index: int) -> tuple[int, int] | None
 
 
 def nearest_taken(forest: tuple[PrefixNode, ...], index: int) -> PrefixNode | None:
-    """The node of this index, or the one above it that was taken."""
+    """The node with this index, or its nearest ancestor that was taken."""
     for _ in forest:
         if index < 0 or forest[index].group >= 0:
             break
@@ -169,15 +169,15 @@ def test_every_pair_is_covered_once(device: torch.device, block: int) -> None:
 
 
 def check_cover(batch: Batch, view: BSRView, schedule: Schedule) -> None:
-    """What the row groups read for a row, put together, is its request's KV; and the links of a row lead to
-    the groups that hold it.
+    """The KV that row groups read for a row, combined, is its request's KV; and the links of a row lead to
+    exactly these groups.
     """
     # (page, tokens in it) that groups read for each row
     seen: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]
     groups_of: list[list[tuple[int, int]]] = [[] for _ in range(batch.rows)]
     indices = view.table.indices
     assert indices is not None
-    flat = indices.cpu().flatten()  # rows of these tables lie side by side
+    flat = indices.cpu().flatten()  # rows of these tables are contiguous
     for number, (qo_begin, qo_len, kv_len, _, level, *_) in enumerate(schedule.groups.tolist()):
         table_begin, step = int(schedule.table_begin[number]), view.table.entry_step
         pages = flat[table_begin : table_begin - (-kv_len // batch.page_size) * step : step].tolist()
@@ -246,8 +246,8 @@ def test_a_long_prefix_pays(device: torch.device) -> None:
 def test_levels_pay_together(
     device: torch.device, groups: int, requests: int, common: int, of_group: int, own: int, taken: int
 ) -> None:
-    """Prefixes below a prefix: what all save together is what counts, and rows of a deeper one pay for their
-    states once.
+    """Prefixes below a prefix: their total saving counts, and rows of a deeper prefix pay for their states
+    once.
     """
     count = groups * requests
     batch = place_requests(
@@ -274,8 +274,8 @@ def test_levels_pay_together(
 
 
 def chain(num_requests: int, step: int) -> Batch:
-    """Request i shares `step` pages more with those after it than with those before: a path of as many nodes
-    as there are requests, less one.
+    """Request i shares `step` more pages with later requests than with earlier ones: a path with one node
+    less than there are requests.
     """
     pages = [[*range(step * (i + 1)), 10**5 + i] for i in range(num_requests)]
     return Batch(4, [1] * num_requests, [len(own) * 4 for own in pages], pages, 10**5 + num_requests)
@@ -284,7 +284,7 @@ def chain(num_requests: int, step: int) -> Batch:
 @pytest.mark.parametrize("order", ["shallow first", "deep first", "random"])
 @pytest.mark.parametrize("num_requests", [2, 8, 9, 17, 60])
 def test_long_paths(device: torch.device, num_requests: int, order: str) -> None:
-    """More nodes on a path than a row can be linked to, and more branches than a plan looks at."""
+    """More nodes on a path than a row can link to, and more branches than a plan examines."""
     rng = numpy.random.default_rng(num_requests)
     batch = compact(chain(num_requests, 3))
     requests = {
@@ -317,7 +317,7 @@ def compact(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize(("requests", "rows"), [(31, 1), (32, 1), (33, 1), (8, 8), (9, 8)])
 def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) -> None:
-    """Rows that fill row tiles of 128 need no row list, others do; after them Q holds NaN."""
+    """Rows that fill row tiles of 128 need no row list, others do; NaN follows them in Q."""
     rng = numpy.random.default_rng([requests, rows])
     pages = [[*range(20), 20 + i] for i in range(requests)]
     batch = Batch(
@@ -334,7 +334,7 @@ def test_prefix_of_all_requests(device: torch.device, requests: int, rows: int) 
 
 @pytest.mark.parametrize("num_requests", [1023, 1024, 1025])
 def test_forest_of_very_many_requests(device: torch.device, num_requests: int) -> None:
-    """Above 1024 requests no forest is sought."""
+    """Above 1024 requests plan does not look for a forest."""
     if (
         device.type == "cuda"
         and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 163 * 1024

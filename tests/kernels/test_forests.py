@@ -1,5 +1,5 @@
-"""Prefixes that `plan` finds in page tables by itself: random forests against the float64 oracle, the same
-bits every time, one CUDA graph for all.
+"""Prefixes that `plan` finds in page tables by itself: random forests compared with the float64 oracle, the
+same bits every time, one CUDA graph for all.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def test_against_the_oracle(device: torch.device, block: int) -> None:
 @pytest.mark.parametrize("kernel_of_costs", ["hopper", "generic"])
 @pytest.mark.parametrize("block", mostly_slow(range(4), fast=2))
 def test_schedules_of_gpu_kernels_on_a_cpu(block: int, kernel_of_costs: str) -> None:
-    """What the costs of a GPU's kernels do to a schedule (pairs that are not cut, prefixes that are cut
-    evenly) is merged as well as what a CPU's do.
+    """Schedules from the costs of a GPU's kernels (whole pairs, evenly split prefixes) merge as well as a
+    CPU's schedules.
     """
     for seed in range(25 * block, 25 * block + 25):
         rng = numpy.random.default_rng([seed, 7])
@@ -78,7 +78,7 @@ def assert_close(problem: Problem, o: Tensor, lse: Tensor, expected: Tensor, exp
 @each_kernel
 @pytest.mark.parametrize("seed", range(12))
 def test_same_bits_in_every_run(device: torch.device, seed: int) -> None:
-    """What is left of other plans in the workspace does not matter, nor in which order threads come."""
+    """Neither leftovers of other plans in the workspace nor the order of threads matters."""
     rng = numpy.random.default_rng([seed, 4])
     problem, other = (random_problem(rng, device, SHAPE, depth=depth) for depth in (1 + seed % 6, 3))
     room = {
@@ -151,7 +151,7 @@ def test_form_of_the_table_does_not_matter(device: torch.device, seed: int) -> N
     assert all(same_bits(out, results[0][0]) and same_bits(lse, results[0][1]) for out, lse in results[1:])
 
 
-# Tables that are wrong, and other arguments.
+# Wrong tables, and other arguments.
 
 WRONG = (-1, -(2**31), 2**31 - 1, 10**6, 10**9, 0, 7)
 
@@ -163,8 +163,8 @@ def test_refuses_other_modes(device: torch.device) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_wrong_values_never_reach_outside(device: torch.device, seed: int) -> None:
-    """Such tables are refused on a CPU; on a GPU they are clamped: what is written lies inside `out` and
-    `lse`, and the object is still usable.
+    """A CPU refuses such tables. A GPU clamps them: it writes only inside `out` and `lse`, and the object
+    stays usable.
     """
     rng = numpy.random.default_rng([seed, 8])
     problem = random_problem(rng, device, replace(SHAPE, seed=seed), max_rows=200)
@@ -249,8 +249,8 @@ def test_run_captured_once_serves_every_forest(cascade: object) -> None:
 @pytest.mark.gpu
 @each_kernel
 def test_plan_in_the_graph_finds_every_forest() -> None:
-    """As an engine captures a step: tables and lengths lie in buffers that are filled before each replay;
-    requests beyond the batch are empty.
+    """As an engine captures a step: tables and lengths are in buffers that are filled before each replay.
+    Requests beyond the batch are empty.
     """
     device, rng = torch.device("cuda"), numpy.random.default_rng(11)
     shape, most_rows, most_requests, num_pages = Shape(2, 4, 128, torch.bfloat16, 16, None), 256, 96, 4096

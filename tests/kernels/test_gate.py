@@ -1,5 +1,5 @@
-"""What every argument passes before anything reads it: tensors without plain memory, numbers that no 32 bits
-hold, objects that cannot be shared or copied.
+"""Checks on every argument before it is used: tensors without plain memory, numbers beyond 32 bits, objects
+that cannot be shared or copied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from attn_backend import (
 
 
 class Wrapper(Tensor):
-    """A subclass that holds nothing itself, as those for distributed or quantized tensors do."""
+    """A subclass that holds no memory itself, like those for distributed or quantized tensors."""
 
     @staticmethod
     def __new__(cls, like: Tensor) -> Wrapper:
@@ -138,7 +138,7 @@ def test_tensors_without_plain_memory_are_refused(device: torch.device, kind: st
         assert "must be" in str(refused.value), name
     if kind not in ("gradient", "negated"):
         for name, call in index_calls(problem, SPOILT[kind]).items():
-            # A view's tensors are on one device: which of two is on the wrong one cannot be known.
+            # A view's tensors are on one device: if two differ, either may be the wrong one.
             with pytest.raises(ValueError, match=rf"^{name}[ .]" if kind != "meta" else "must be"):
                 call()
         problem.attention.plan(problem.view)
@@ -295,7 +295,7 @@ def test_numbers_of_run(name: str, value: object) -> None:
 
 
 def test_shapes_beyond_32_bits() -> None:
-    """Views of one element, as large as they say: nothing is read before they are refused."""
+    """Expanded views of one element: they are refused before anything is read."""
     problem = Problem(torch.device("cpu"))
     problem.run()
     many = problem.q[:1].expand(2**31, -1, -1)
@@ -343,7 +343,7 @@ def test_an_object_is_not_copied(copies: Callable[[object], object]) -> None:
 
 
 def test_lengths_far_beyond_ragged_k_and_v(device: torch.device) -> None:
-    """Two thousand million tokens of which sixteen exist: refused at once on a CPU, clamped on a GPU."""
+    """Two billion tokens, but only sixteen exist: refused at once on a CPU, clamped on a GPU."""
     attention = Attention(
         QO_HEADS, KV_HEADS, HEAD_DIM, device=device, max_rows=256, max_batch=4, kernel=kernel_of(device)
     )

@@ -1,5 +1,5 @@
-"""Heads whose K and V differ in width, wide ones, and V that lies in K's bytes: random batches and
-compositions against the oracle.
+"""Heads whose K and V differ in width, wide heads, and V inside K's bytes: random batches and compositions
+compared with the oracle.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RAGGED = {"table_form": "ragged", "cache_form": "ragged", "page_size": 1}
 
 
 def small_spec(seed: int, device: torch.device, head_dim: int, head_dim_v: int, v_in_k: bool) -> cases.Spec:
-    """A random batch of heads of these widths."""
+    """A random batch with heads of these widths."""
     spec = cases.random_spec(seed, device.type)
     form = spec.cache_form if spec.cache_form in ("slots", "ragged") else "pair"
     heads = {"num_kv_heads": 1, "group_size": [16, 5, 64, 1, 128][seed % 5]} if head_dim > 256 else {}
     form = "pair" if v_in_k else form
     spec = spec.with_(head_dim=head_dim, head_dim_v=head_dim_v, v_in_k=v_in_k, cache_form=form, **heads)
-    if head_dim > 256:  # what the oracle has time for
+    if head_dim > 256:  # limited by the oracle's time
         rows, tokens = (40, 1200) if device.type == "cuda" else (15, 500)
         spec = spec.with_(
             qo_lens=tuple(min(n, rows) for n in spec.qo_lens),

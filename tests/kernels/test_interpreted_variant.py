@@ -25,7 +25,7 @@ from attn_backend.kernels import variant
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
-# levels, a forest, chunks; number 1 has so many rows and tokens that it takes twenty times as long as these
+# levels, a forest, chunks; number 1 has too many rows and tokens: it takes twenty times as long as these
 CASES = (0, 2, 5)
 INTERPRETED = [entry for entry in entries() if variant.can_be_interpreted(entry.variant)]
 
@@ -58,9 +58,9 @@ def attention(variant: Variant, **options: Any) -> Attention:
 
 @pytest.mark.parametrize("q_form", [None, *float8_cases.Q_SCALES])
 def test_caches_of_8_bits(q_form: str | None) -> None:
-    """With scales of each form, of which logits know nothing: a bias is not scaled.
+    """With scales in each form. Logits ignore them: a bias is not scaled.
 
-    Rows of one request and after a prefix that several share.
+    Rows of one request, also after a prefix that several share.
     """
     variant = builtin.document() & builtin.alibi() & builtin.soft_cap(3.0)
     for seed, k_form in enumerate(float8_cases.SCALES):
@@ -88,7 +88,7 @@ def test_caches_of_8_bits(q_form: str | None) -> None:
 
 @pytest.mark.parametrize("q_form", [None, "head"])
 def test_transforms_of_caches_of_8_bits(q_form: str | None) -> None:
-    """They see numbers times their scale, each token with that of its own request."""
+    """They see scaled values, each token with the scale of its request."""
     variant = builtin.rope(builtin.rope_frequencies(32))
     for seed, k_form in enumerate(float8_cases.SCALES):
         spec = cases.Spec(

@@ -1,4 +1,4 @@
-"""Random forests against an oracle that other people wrote."""
+"""Random forests compared with an independent oracle."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def expected(problem: Problem) -> torch.Tensor:
 
 
 def test_forests(device: torch.device) -> None:
-    """And on a CPU our own oracle, with which the other tests compare: it agrees with jax to float32's
+    """On a CPU it also checks our own oracle, which the other tests use: it agrees with jax to float32's
     precision.
     """
     for seed in range(FORESTS):

@@ -1,4 +1,4 @@
-"""Masks with holes: KV tiles in which no row of a row tile sees anything are not visited, and no result
+"""Masks with holes: KV tiles in which no row of a row tile sees anything are skipped, and no result
 changes.
 """
 
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
-BLOCK = 128  # tokens, of the patterns below: a KV tile on Hopper
+BLOCK = 128  # tokens in the patterns below: a KV tile on Hopper
 
 
 def block_sparse(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ def block_sparse(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 
 
 def dilated(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
-    """Every `step`-th block, from the query's own on, other ones for each head."""
+    """Every `step`-th block, starting at the query's own, different ones for each head."""
     return ((q_idx // BLOCK - kv_idx // BLOCK) % step == h % 2) & (kv_idx <= q_idx)  # type: ignore[name-defined]  # noqa: F821
 
 
@@ -56,7 +56,7 @@ DOCUMENTS = builtin.document()
 
 @dataclass(frozen=True)
 class Mask:
-    """A variant, what it is given, and the same for the oracle."""
+    """A variant, its arguments, and the same mask for the oracle."""
 
     variant: Variant
     arguments: dict[str, Any]
@@ -173,8 +173,8 @@ def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
 
 
 def test_a_request_keeps_its_bits(device: torch.device) -> None:
-    """Under a batch invariant plan: alone, and among others."""
-    # cut into chunks: also where these have six KV tiles, on Hopper, some have holes between them
+    """With a batch invariant plan: by itself, and with others."""
+    # split into chunks; on Hopper, where these have six KV tiles, some have holes between them
     tokens = 7000
     mask = next(masks(numpy.random.default_rng(3), 1, tokens, device))
     spec = Spec((1,), (tokens,), head_dim=64, dtype=torch.bfloat16)
@@ -221,9 +221,9 @@ def one_request(
 
 @pytest.mark.parametrize("number", range(NUM_MASKS))
 def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: int) -> None:
-    """A block mask of flex_attention, with a row tile's queries and a KV tile's tokens as blocks.
+    """A block mask of flex_attention, whose blocks are a row tile's queries and a KV tile's tokens.
 
-    The KV tiles are the same, not only as many.
+    The KV tiles are the same, not just their number.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -244,7 +244,7 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
 
     kept = torch.zeros(tokens // rows, tokens // schedule.kv_tile, dtype=torch.bool, device=device)
     full = torch.ones_like(kept)
-    for head in (0, 1):  # what some head sees, and what both see
+    for head in (0, 1):  # tokens that some head sees, and that both see
         block_mask = create_block_mask(
             lambda b, h, q, k, head=head: seen(b, h + head, q, k),
             1,
@@ -275,7 +275,7 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
         marked[tile, [kv_tile for kv_tile, is_seen in zip(kv_tiles, whole, strict=True) if is_seen]] = True
         listed_tiles[tile] = schedule.tiles[tile, 3] < 0
     assert torch.equal(visited, kept)
-    # more may be: what causality hides is not asked about
+    # more may be listed: the mask is not evaluated for tokens that causality hides
     assert not bool((full & listed_tiles[:, None] & ~marked).any())
     assert int(schedule.tiles[:, 5].sum()) == int(kept.sum()) + int((~kept.any(1)).sum())
     first, last = kept.int().argmax(1), kept.shape[1] - kept.flip(1).int().argmax(1)
@@ -283,8 +283,8 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
 
 
 def kv_tiles_of(attention: Attention, schedule: Schedule) -> Iterator[tuple[list[int], list[bool]]]:
-    """For each row tile of one request: the KV tiles that are visited, by their numbers, and which are listed
-    as seen by all rows.
+    """For each row tile of one request: the numbers of the visited KV tiles, and those listed as visible to
+    all rows.
     """
     memory = workspace_of(attention).row_ranges.view(torch.int32).cpu()
     for _, _, _, kv_begin, kv_end, num_kv_tiles in schedule.tiles.tolist():
@@ -299,7 +299,7 @@ def kv_tiles_of(attention: Attention, schedule: Schedule) -> Iterator[tuple[list
 
 @pytest.mark.parametrize("rows", [1, 64, 200])
 def test_holes_are_not_read(device: torch.device, rows: int) -> None:
-    """V is NaN there, which no mask hides."""
+    """V holds NaN there, which a mask would not hide."""
     tokens = 3000
     view, q, k, v = one_request((4, 1), tokens, rows, device)
     attention = Attention(
@@ -314,7 +314,7 @@ def test_holes_are_not_read(device: torch.device, rows: int) -> None:
 
 
 def test_more_kv_tiles_than_are_listed(device: torch.device) -> None:
-    """Every second KV tile of a very long request: all are visited."""
+    """Every second KV tile of a very long request: all tiles are visited."""
     tokens = 128 * 2 * 1100
     view, q, k, v = one_request((1, 1), tokens, 1, device)
     every_second = Variant.from_functions(
@@ -333,7 +333,7 @@ def test_more_kv_tiles_than_are_listed(device: torch.device) -> None:
 
 
 def test_row_tiles_that_see_nothing(device: torch.device) -> None:
-    """They lie between row tiles that see tokens. Their outputs are zeros, their lse is -inf."""
+    """They are between row tiles that see tokens. Their outputs are zeros, their lse is -inf."""
     seen = lambda b, h, q_idx, kv_idx: ((q_idx // 256) % 2 == 0) & ((kv_idx // 200) % 3 == 1)  # noqa: E731
     variant = Variant.from_functions(mask_mod=seen, name="some_rows")
     case = case_tensors.build(
@@ -359,7 +359,7 @@ def test_interval_masks_have_no_lists() -> None:
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph(device: torch.device) -> None:
-    """Captured once: holes that move are found again by each replay."""
+    """Captured once: each replay finds moved holes again."""
     if device.type != "cuda":
         pytest.skip("graphs are CUDA's")
     case = case_tensors.build(Spec((300, 1, 40), (700, 1900, 40), head_dim=64, dtype=torch.bfloat16), device)

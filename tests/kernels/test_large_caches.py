@@ -1,4 +1,4 @@
-"""Caches of more than 2**32 numbers: where a page lies does not fit in 32 bits."""
+"""Caches of more than 2**32 elements: page offsets do not fit in 32 bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attend(attention: Attention, q: torch.Tensor, kv: KVCache, pages: list[int])
 
 
 def last_pages(num_pages: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
-    """Three pages, the last first, and the slots of the tokens in them."""
+    """Three pages in reverse order, and the slots of their tokens."""
     pages = [num_pages - 1, num_pages - 3, num_pages - 2]
     places = torch.arange(TOKENS)
     return pages, (torch.tensor(pages)[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE).to(device)
@@ -36,9 +36,9 @@ def last_pages(num_pages: int, device: torch.device) -> tuple[list[int], torch.T
 
 @pytest.mark.parametrize("latent", [False, True], ids=["heads", "latents"])
 def test_the_last_pages(device: torch.device, latent: bool) -> None:
-    """Appends and attention there give the bits of a cache of three pages.
+    """Appends and attention there give the same bits as a cache of three pages.
 
-    Memory that is not written is not taken from a CPU.
+    On a CPU, memory that is never written is not allocated.
     """
     generator = torch.Generator().manual_seed(7)
     num_kv_heads, head_dim = (1, 576) if latent else (2, 128)

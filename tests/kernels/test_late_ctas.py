@@ -1,6 +1,6 @@
 """CTAs that start after their receiver has stopped waiting (csrc/common/launch_number.cuh): the launch
-reports a failure, and the next one accepts none of their messages. A delay stands before every sender: past
-the limit of the wait in the chosen launches, 1 ms in all others.
+reports a failure, and the next one accepts none of their messages. Every sender is delayed: beyond the limit
+of the wait in the chosen launches, by 1 ms in all others.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = cubins.kernel_sources(cubins.arch_of(torch.cuda.get_device_capability()))[
         manifest.sampling_name("f32")
     ]
-    entry = "sampling/device/logits.cu"  # included by its source: the calls are in it
+    entry = "sampling/device/logits.cu"  # included through its source, which has the calls
     source = source.replace(f'#include "{entry}"', (cubins.source_root() / entry).read_text())
     call = "  attn::sample_unfiltered<"
     assert source.count(call) == 2

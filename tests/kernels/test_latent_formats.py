@@ -1,4 +1,4 @@
-"""MLA over 8-bit caches: whole rows with one scale, and rows with scales of their own."""
+"""MLA over 8-bit caches: whole rows with one scale, and rows with separate scales."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(batch: latent_cases.Batch, form: str, **options: object) -> Attention:
 @pytest.mark.parametrize("number", mostly_slow(range(6), fast=2))
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
 def test_batches(device: torch.device, form: str, number: int) -> None:
-    """Pages of 1 to 64 tokens, 3 to 128 heads, rows that lie apart, scales."""
+    """Pages of 1 to 64 tokens, 3 to 128 heads, strided rows, scales."""
     qo_lens, kv_lens = BATCHES[number % 3]
     scale = None if form == "scaled" else [0.5, torch.tensor([0.7]), None][number % 3]
     batch = latent_cases.make_batch(
@@ -60,7 +60,7 @@ def test_batches(device: torch.device, form: str, number: int) -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
 def test_sparse(device: torch.device, form: str, heads: int) -> None:
-    """Tokens that each row selects, out of the first request's."""
+    """Tokens that each row selects from the first request."""
     batch = latent_cases.make_batch(
         form, [6], [200], heads=heads, page_size=8, device=device, scale=None if form == "scaled" else 0.25
     )
@@ -95,10 +95,9 @@ def test_shared_prefixes(device: torch.device) -> None:
 @pytest.mark.parametrize("heads", [128, 256])
 @pytest.mark.parametrize("form", latent_cases.FORMATS)
 def test_pairs_of_ctas(form: str, heads: int) -> None:
-    """CTAs that widen tokens for each other.
+    """CTAs that dequantize tokens for each other.
 
-    Whatever else is in a batch, and however often it runs, a request has the same bits, in a captured graph,
-    too.
+    A request has the same bits in any batch and on every run, also in a captured graph.
     """
     device = torch.device("cuda")
     lens = [1, 31, 32, 33, 63, 64, 65, 127, 129, 1000, 2001, 0]

@@ -1,5 +1,5 @@
-"""MLA on random batches against float64: heads, query tokens, pages, formats of latents, shared prefixes that
-are found or given, trees, parts of Q.
+"""MLA on random batches compared with float64: heads, query tokens, pages, latent formats, found or given
+shared prefixes, trees, parts of Q.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PREFIX_LENS = 64, 200  # a plan looks for prefixes of at least 64 tokens
 
 @dataclass
 class Case:
-    """Cases of consecutive seeds have each form, each number of heads and each kind together, in turn; all
-    else is drawn.
+    """Consecutive seeds cycle through all combinations of form, number of heads and kind; the rest is
+    random.
     """
 
     seed: int
@@ -53,7 +53,7 @@ class Case:
         self.heads = HEADS[self.seed // 3 % 4]
         self.kind = KINDS[self.seed // 12 % 4]
         if self.kind == "tree" and self.form == "scaled":
-            self.kind = "found"  # rows with scales of their own have no variants
+            self.kind = "found"  # rows with separate scales have no variants
         self.page_size = draw.choice([1, 16, 64, MAX_PAGE_SIZE, _skewed(draw, MAX_PAGE_SIZE)])
         # speculation, or decodes and chunks of prompts together
         of_all = draw.choice([None, 1, _skewed(draw, MAX_QO_LEN)])
@@ -101,7 +101,7 @@ class Case:
         return made
 
     def composition(self, view: BSRView) -> BSRView | Composition:
-        """What is planned: levels say which pages all requests begin with."""
+        """The planned metadata: levels give the pages that all requests share."""
         if self.kind != "levels":
             return view
         table, device = view.table, view.qo_indptr.device
@@ -158,7 +158,7 @@ def test_random_case(device: torch.device, seed: int) -> None:
 
 
 def test_cases_are_of_every_sort() -> None:
-    """Those that run without a GPU."""
+    """The combinations that run without a GPU."""
     cases = [Case(seed, max_kv_len=300) for seed in range(CPU_CASES)]
     assert {(case.form, case.heads) for case in cases} == {(form, heads) for form in FORMS for heads in HEADS}
     assert {(case.form, case.kind) for case in cases} == {

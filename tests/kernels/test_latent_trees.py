@@ -1,5 +1,5 @@
-"""Trees of draft tokens over MLA's latents: each token sees those before the draft, and of the draft those
-above it.
+"""Trees of draft tokens over MLA's latents: each token sees the tokens before the draft, and its ancestors in
+the draft.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attn_backend.variants import builtin
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
-# Draft tokens of each request, their tokens with them, heads, page size.
+# Draft tokens of each request, the requests' total tokens, heads, page size.
 BATCHES = [([7, 1, 16], [90, 64, 16], 16, 16), ([33, 5], [200, 130], 3, 1), ([4, 4], [300, 66], 128, 64)]
 
 

@@ -1,4 +1,4 @@
-"""Attention states that lie in tensors, merged, against float64."""
+"""Merged attention states in tensors, compared with float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def merged(o: Tensor, lse: Tensor, log2: bool) -> tuple[Tensor, Tensor]:
 
 
 def states(*shape: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Some of which have seen nothing."""
+    """Some of them have seen nothing."""
     o, lse = torch.randn(*shape, dtype=dtype), torch.randn(*shape[:-1]) * 3
     lse[torch.rand(lse.shape) < 0.2] = -math.inf
     return o.to(device), lse.to(device)
@@ -148,7 +148,7 @@ def test_refusals(call: object, message: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_prefix_in_tensors_of_its_own(device: str) -> None:
-    """Two runs over two caches, merged: what one run over all tokens gives."""
+    """Merging two runs over two caches gives the result of one run over all tokens."""
     prefix_len, own_lens, heads, kv_heads, head_dim = 70, [9, 33, 20], 8, 2, 64
     q = torch.randn(len(own_lens), heads, head_dim, device=device).bfloat16()
     prefix = torch.randn(2, prefix_len, kv_heads, head_dim, device=device).bfloat16()

@@ -1,5 +1,5 @@
-"""Caches of the other 16-bit type than Q and the output: Q is rounded to the cache's type, the output has
-Q's.
+"""Caches with the other 16-bit type than Q and the output: Q is rounded to the cache's type, the output has
+Q's type.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_compositions(
             num_ctas=[None, 5][seed],
             seed=seed,
         )
-        problem = make(rng, shape, device, 2)  # numbers that both types have
+        problem = make(rng, shape, device, 2)  # values that both types have
         if dtypes[0] == torch.float16:
             problem = replace(problem, q=problem.q.half(), out=problem.out.half())
         else:
@@ -190,7 +190,7 @@ def test_sinks_and_outputs_of_8_bits(device: torch.device, kernel: str | None) -
 def test_numbers_that_float16_does_not_have(device: torch.device, kernel: str | None) -> None:
     """Q in bfloat16 becomes the largest float16, not infinity; NaN stays NaN.
 
-    What the output cannot hold is infinite, as in any product of float16.
+    Values beyond the output's range become infinite, as in any float16 product.
     """
     k = torch.full((3, 1, 64), 2.0**-14, device=device)
     v = torch.arange(3, device=device, dtype=torch.float32)[:, None, None].expand(3, 1, 64)

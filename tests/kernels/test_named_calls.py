@@ -1,4 +1,4 @@
-"""The library's functions whose arguments are given by name."""
+"""The library's functions, whose arguments are passed by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MLA with Q in two tensors: the columns that are multiplied with the latent, and the rotated ones, each with
-strides of its own.
+"""MLA with Q in two tensors: the columns that multiply the latent, and the RoPE columns, with different
+strides.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make(batch: latent_cases.Batch, form: str = PLAIN, **options: Any) -> Attent
 @pytest.mark.parametrize("form_of_q", FORMS_OF_Q)
 @pytest.mark.parametrize("form", [PLAIN, *FORMATS])
 def test_batches(device: torch.device, form: str, form_of_q: str) -> None:
-    """Pages of 1, of 7 and of 64 tokens, 3 to 128 heads. One tensor of all columns gives the same bits."""
+    """Pages of 1, 7 and 64 tokens, 3 to 128 heads. One tensor with all columns gives the same bits."""
     for number, (qo_lens, kv_lens) in enumerate(BATCHES * 2):
         heads, page_size = [16, 128, 3, 16][number], [64, 1, 7, 16][number]
         dtype = torch.float16 if number == 3 and form != "scaled" else torch.bfloat16
@@ -93,7 +93,7 @@ def test_shared_prefixes(device: torch.device) -> None:
 
 
 def test_rows_that_no_request_has_are_not_read(device: torch.device) -> None:
-    """Rows of a captured graph's padding may hold NaN; rows of the plan beyond Q's last are not computed."""
+    """Padding rows of a captured graph may hold NaN; rows of the plan beyond Q are not computed."""
     batch = latent_cases.make_batch(PLAIN, [1, 1, 1], [40, 70, 9], device=device)
     attention = make(batch, batch_invariant=True)
     attention.plan(batch.view)
@@ -144,7 +144,7 @@ def test_in_a_compiled_function(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_in_a_graph() -> None:
-    """Parts that change where they lie, as a layer's do from replay to replay."""
+    """Parts whose addresses change, like a layer's from replay to replay."""
     batch = latent_cases.make_batch(PLAIN, [1] * 4, [300, 70, 9, 1], device="cuda")
     attention = make(batch)
     attention.plan(batch.view)
@@ -161,7 +161,7 @@ def test_in_a_graph() -> None:
 
 
 def test_other_widths_on_a_cpu() -> None:
-    """The CPU's kernels take any, float32 among them."""
+    """The CPU's kernels accept any width, including in float32."""
     latents, q, q_rope = torch.randn(9, 1, 80), torch.randn(3, 4, 48), torch.randn(3, 4, 32)
     attention = Attention(4, 1, 80, head_dim_v=48, dtype=torch.float32, device="cpu", max_rows=3, max_batch=1)
     indptr = torch.tensor([0, 3], dtype=torch.int32)

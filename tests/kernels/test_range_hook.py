@@ -1,5 +1,5 @@
-"""A variant's range() in C++: what a row sees lies inside, plans ask the mask about nothing else, and kernels
-visit no other KV tiles.
+"""A variant's range() in C++ contains everything that a row sees. Plans evaluate the mask only inside it, and
+kernels visit no other KV tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler"),
 ]
 
-# From the block before a row's own on, of odd heads one more.
+# From the block before a row's own block on; one more block for odd heads.
 RANGE_CPP = """
   TokenRange range(const ScoreRow& row) const {
     const int32_t blocks = 1 + row.qo_head % 2;
@@ -93,7 +93,7 @@ def test_row_tiles_begin_and_end_where_their_ranges_do(device: torch.device, var
 
 
 def test_ranges_and_masks_are_intersected(device: torch.device) -> None:
-    """Of variants that are combined: two ranges, a mask, and an interval."""
+    """Combined variants: two ranges, a mask, and an interval."""
     first = Variant.from_source(
         "TokenRange range(const ScoreRow& row) const { return {-2147483647 - 1, row.position - 3}; }",
         name="before",
@@ -126,7 +126,7 @@ def test_ranges_and_masks_are_intersected(device: torch.device) -> None:
 
 
 def test_plans_ask_the_mask_inside_of_the_range_only(device: torch.device) -> None:
-    """A mask that would see everything counts who asks it."""
+    """A mask that would show everything counts its evaluations."""
     if device.type == "cuda":
         pytest.skip("counts on the CPU")
     counting = Variant.from_source(

@@ -1,4 +1,4 @@
-"""Levels whose rows of Q are scattered: the same bits as side by side, and lists that lead outside of Q."""
+"""Levels with scattered rows of Q: the same bits as contiguous rows, and lists that point outside Q."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ each_kernel = pytest.mark.usefixtures("kernel")
 
 @pytest.mark.parametrize("seed", range(60))
 def test_row_list_equals_the_plain_view(device: torch.device, seed: int) -> None:
-    """Rows of Q in any places, some between them in no request: the same bits as side by side."""
+    """Rows of Q at any places, some rows between them in no request: the same bits as contiguous rows."""
     spec = cases.random_spec(seed, device.type)
     case = case_tensors.build(spec, device)
     shape = Shape(
@@ -58,7 +58,7 @@ def test_row_list_equals_the_plain_view(device: torch.device, seed: int) -> None
     assert lse[left].isnan().all()
 
 
-# Row lists that lead outside Q.
+# Row lists that point outside Q.
 
 BAD_ROWS = [-1, -(2**31), 8, 2**31 - 1, 10**6]
 
@@ -77,7 +77,7 @@ def test_bad_rows_are_refused_on_a_cpu(row: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", BAD_ROWS)
 def test_bad_rows_are_reported_from_a_gpu(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q, O and lse lie between walls: what is written outside would show."""
+    """Q, O and lse lie between guard regions, so writes outside them would be visible."""
     device, wall = torch.device("cuda"), 64
     memory, compositions = views_with_row(device, row)
     room = torch.ones(wall + 8 + wall, 8, 64, dtype=torch.bfloat16, device=device)
@@ -103,7 +103,7 @@ def test_bad_rows_are_reported_from_a_gpu(row: int, monkeypatch: pytest.MonkeyPa
 
 @each_kernel
 def test_rows_beyond_q_are_not_computed(device: torch.device) -> None:
-    """Rows of a plan that q does not have, but max_rows allows."""
+    """Rows of a plan that q lacks, but max_rows allows."""
     memory, compositions = views_with_row(device, 7)
     heads = torch.ones(8, 8, 64, dtype=torch.bfloat16, device=device)
     for composition in compositions:
@@ -121,7 +121,7 @@ def test_rows_beyond_q_are_not_computed(device: torch.device) -> None:
 
 
 def test_row_list_that_is_too_short(device: torch.device) -> None:
-    """qo_indptr ends beyond the row list: refused on a CPU, on a GPU clamped and reported."""
+    """qo_indptr ends beyond the row list: a CPU refuses it, a GPU clamps and reports it."""
     memory = make_memory(numpy.random.default_rng(0), Shape(2, 4, 64, torch.bfloat16, 4, None), device, [30])
     table = memory.table(numpy.random.default_rng(0), [0])
     view = BSRView(

@@ -1,5 +1,5 @@
-"""What a variant's mask lets each row see: found in front of a plan, it narrows row tiles and changes no
-result.
+"""The range of tokens that a variant's mask lets each row see. It is found before a plan, narrows row tiles,
+and changes no result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 DOCUMENTS = builtin.document()
-# Holes inside, another interval for each head.
+# Holes inside; a different interval for each head.
 HEADS = Variant.from_source(
     "bool mask(const ScoreRow& row, int32_t kv_position) const { return kv_position / width % (2 + "
     "row.qo_head) != 0; }",
@@ -100,7 +100,7 @@ def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
 
 
 def test_row_tiles_end_where_their_documents_do(device: torch.device) -> None:
-    """Beside a causal mask: KV tiles of earlier documents and of later tokens are not visited."""
+    """With a causal mask too, KV tiles of earlier documents and of later tokens are not visited."""
     tokens, length = 4096, 512
     case = case_tensors.build(
         Spec((tokens,), (tokens,), head_dim=64, dtype=torch.bfloat16, num_kv_heads=1, group_size=4), device
@@ -171,7 +171,7 @@ def test_a_batch_of_no_requests(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph(device: torch.device) -> None:
-    """Captured once: documents that change are found again by each replay."""
+    """Captured once: each replay finds changed documents again."""
     if device.type != "cuda":
         pytest.skip("graphs are CUDA's")
     case = case_tensors.build(Spec((300, 1, 40), (700, 900, 40), head_dim=64, dtype=torch.bfloat16), device)

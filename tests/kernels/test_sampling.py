@@ -1,6 +1,6 @@
-"""Sampling against its definition, and what every edge case gives.
+"""Sampling compared with its definition, and the result of every edge case.
 
-Where a GPU is: the same tokens as on the CPU, bit for bit.
+With a GPU: the same tokens as on the CPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_random_numbers_are_philox() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0])
 def test_the_survivor_that_wins_the_race_is_drawn(device: torch.device, scale: float) -> None:
-    """The draw is an exponential race with a Philox word for each token: that and nothing else."""
+    """The draw is an exponential race with a Philox word for each token."""
     vocab, batch = 1003, 24
     generator = torch.Generator().manual_seed(0)
     seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
@@ -163,7 +163,7 @@ def test_log_probabilities(device: torch.device, vocab: int, of: str) -> None:
 
 
 def test_most_likely_tokens_among_equals_are_the_first(device: torch.device) -> None:
-    """Thousands of equal values: more than there is room for."""
+    """Thousands of equal values: more than fit."""
     logits = torch.zeros(2, 9000)
     logits[1, 5000:] = 1.0
     samples = sample(logits.to(device), num_top_logprobs=5)
@@ -238,7 +238,7 @@ def test_token_mask(device: torch.device) -> None:
     mask[0, 42] = mask[1, 99] = mask[2, 31] = mask[2, 32] = True
     mask[4] = True
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(8))
-    logits[0, 7] = NAN  # not allowed: it does not matter
+    logits[0, 7] = NAN  # not allowed, so it does not matter
     logits[1, 5] = INF
     samples = sample(
         logits.to(device), token_mask=bits(mask).to(device), seed=3, num_top_logprobs=2, return_logprobs=True
@@ -259,7 +259,7 @@ def test_token_mask(device: torch.device) -> None:
 @pytest.mark.parametrize("is_slice", [False, True])
 @pytest.mark.parametrize("vocab", [31, 64, 1000])
 def test_token_mask_wider_than_needed(device: torch.device, vocab: int, is_slice: bool) -> None:
-    """What lies beyond a row's words does not count: words of a larger vocabulary, or a slice of an engine's
+    """Bits beyond a row's words do not count: words for a larger vocabulary, or a slice of an engine's
     buffer.
     """
     generator = torch.Generator().manual_seed(8)
@@ -267,7 +267,7 @@ def test_token_mask_wider_than_needed(device: torch.device, vocab: int, is_slice
     mask = torch.rand(batch, vocab, generator=generator) < 0.3
     mask[5] = False
     logits = torch.randn(batch, vocab, generator=generator)
-    logits[3] = torch.where(mask[3], NAN, 0.0)  # a bad row: its first token that is allowed
+    logits[3] = torch.where(mask[3], NAN, 0.0)  # a bad row: its first allowed token
     wide = torch.randint(-(2**31), 2**31 - 1, (batch + 1, words + 3), dtype=torch.int32, generator=generator)
     wide[1:, :words] = bits(mask)
     given = wide.to(device)[1:, : words + 1 if is_slice else words + 3]

@@ -1,5 +1,5 @@
-"""Rows from which nothing can be drawn; and a hundred thousand rows of anything: no hang, no fault, every
-flag right, every token legal.
+"""Rows from which nothing can be drawn, and a hundred thousand rows of anything: no hangs, no crashes,
+correct flags, legal tokens.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_a_nan_parameter_makes_a_bad_row(device: torch.device, parameter: str) -
 
 
 def nasty(generator: torch.Generator, rows: int, vocab: int) -> torch.Tensor:
-    """Rows in which a share of the values, none to all of them, is nasty; a few rows hold one value only."""
+    """Rows in which none to all of the values are nasty; a few rows hold only one value."""
     values = torch.randn(rows, vocab, generator=generator) * 4
     share = torch.rand(rows, 1, generator=generator) ** 4 * torch.randint(
         0, 2, (rows, 1), generator=generator
@@ -195,7 +195,7 @@ def test_speculative_sampling_of_nasty_probabilities(device: torch.device) -> No
     )
     drawn = tokens.gather(1, accepted[:, None].long())
     assert bool(((drawn >= 0) & (drawn < vocab)).all())
-    # What the token was drawn from; where the draft leaves nothing, the target.
+    # The distribution of the token: where the draft leaves nothing, the target.
     row, refused = torch.arange(BATCH), accepted < drafts
     own, of_draft = target[row, accepted.long()], draft[row, accepted.long().clamp_max(drafts - 1)]
     rest = torch.where(refused[:, None], own - of_draft, own)

@@ -1,5 +1,5 @@
-"""What is drawn follows the exact distribution: chi-square over a million draws (on a GPU) of every
-combination of filters, p-values uniform.
+"""Draws follow the exact distribution: chi-square over a million draws (on a GPU) for every combination of
+filters, p-values uniform.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attn_backend import chain_speculative_sampling, sample, sample_from_probs
 pytestmark = pytest.mark.slow
 
 DRAWS = 1 << (20 if torch.cuda.is_available() else 18)
-# A correct sampler, too, may fail by chance: only a p-value below this is taken for a wrong distribution.
+# A correct sampler may also fail by chance: only a p-value below this counts as a wrong distribution.
 LEAST_P_VALUE = 1e-5
 
 COMBINATIONS: list[dict[str, Any]] = [
@@ -28,7 +28,7 @@ COMBINATIONS: list[dict[str, Any]] = [
         ({"temperature": 0.7}, {"temperature": 1.6}),
     )
     for order in ({}, {"filter_order": "joint"})
-    if p or not order  # the order matters to top-p alone
+    if p or not order  # the order matters only to top-p
 ]
 
 
@@ -68,7 +68,7 @@ def test_positions_are_draws_too(device: torch.device) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.95}, {"top_k": 700}, {"min_p": 0.3}], ids=str)
 def test_rows_of_many_segments(device: torch.device, settings: dict[str, Any]) -> None:
-    """Flat rows of a few thousand tokens, which the candidates do not cover; tokens are counted in groups."""
+    """Flat rows of a few thousand tokens, more than the candidates cover; tokens are counted in groups."""
     vocab, rows = 5000, 1 << (14 if device.type == "cpu" else 20)
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(9)) * 0.5
     kept = keeps(logits, **settings)
@@ -112,8 +112,8 @@ def test_from_probs(device: torch.device, settings: dict[str, Any]) -> None:
 
 
 def test_speculative_sampling_draws_from_the_target(device: torch.device) -> None:
-    """The first token is distributed as the target says, whatever the draft; how many are accepted, as the
-    overlap says.
+    """The first token follows the target's distribution for any draft; the number of accepted tokens follows
+    the overlap.
     """
     generator = torch.Generator().manual_seed(11)
     vocab, drafts, rows = 12, 2, 1 << 19

@@ -1,4 +1,4 @@
-"""Exact draws of probabilities and of speculation: which random numbers they use, and nothing else.
+"""Exact draws from probabilities and in speculation: the random numbers that they use, and nothing else.
 
 Logits: test_sampling.py.
 """
@@ -13,11 +13,11 @@ from sampling_oracle import keeps, philox4x32, race_values
 
 from attn_backend import chain_speculative_sampling, sample_from_probs
 
-CLEAR = 1e-5  # values of the race that are further apart than this are told apart in float32
+CLEAR = 1e-5  # race values that differ by more than this are distinct in float32
 
 
 def seeds_and_positions(generator: torch.Generator, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both have 64 bits: one in the place of the other is another draw."""
+    """Both have 64 bits, and swapping them gives a different draw."""
     return torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator), torch.randint(
         0, 2**62, (batch,), generator=generator
     )
@@ -66,7 +66,7 @@ def test_from_probs(device: torch.device, as_tensors: bool) -> None:
 
 
 def accepts(seed: int, position: int, draft: float, target: float) -> bool:
-    """24 bits of a stream of its own, against the ratio."""
+    """24 bits of a separate stream, compared with the ratio."""
     mask = 0xFFFFFFFF
     word = philox4x32([position & mask, position >> 32 & mask, 0, 1], [seed & mask, seed >> 32 & mask])[0]
     return (word >> 8) / 2**24 * draft < target
@@ -75,8 +75,8 @@ def accepts(seed: int, position: int, draft: float, target: float) -> bool:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("as_tensors", [True, False])
 def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dtype) -> None:
-    """A draft token is accepted by the word of its own position, and the last token is drawn at the position
-    after the accepted ones.
+    """The word at a draft token's own position accepts it. The last token is drawn at the position after the
+    accepted ones.
     """
     vocab, drafts, batch = 60, 4, 64
     generator = torch.Generator().manual_seed(21)
@@ -87,7 +87,7 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
         + torch.randn(batch, drafts + 1, vocab, generator=generator),
         -1,
     )
-    # always accepted; where the id is no token, nothing is left to draw from but the target
+    # always accepted; if the id is no token, only the target is left to draw from
     target[::4, :drafts] = draft[::4]
     ids = torch.stack(
         [torch.multinomial(draft[:, i], 1, generator=generator)[:, 0] for i in range(drafts)], 1
@@ -136,7 +136,7 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
         ([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], True),  # nothing is left: drawn from the target
         ([0.5, 0.5, 0.0], [0.0, -0.1, 1.1], False),  # negative, whether or not the draft has more ...
         ([0.5, 0.0, 0.5], [0.0, -0.1, 1.1], False),
-        ([0.5, 0.5, 0.0], [-0.1, 0.5, 0.0], False),  # ... and where nothing else is left
+        ([0.5, 0.5, 0.0], [-0.1, 0.5, 0.0], False),  # ... and if nothing else is left
         ([0.5, 0.5, 0.0], [0.0, math.nan, 1.0], False),
         ([0.5, math.nan, 0.0], [0.0, 0.5, 0.5], False),
         ([0.5, 0.5, 0.0], [0.0, math.inf, 1.0], False),
@@ -146,7 +146,7 @@ def test_speculation(device: torch.device, as_tensors: bool, ids_dtype: torch.dt
 def test_what_a_draft_is_refused_for_may_spoil_the_row(
     device: torch.device, draft: list[float], target: list[float], valid: bool
 ) -> None:
-    """It spoils no other row. Draft token -1 is never accepted."""
+    """Other rows stay intact. Draft token -1 is never accepted."""
     good = torch.tensor([0.2, 0.3, 0.5])
     drafts = torch.stack([good, torch.tensor(draft), good])[:, None]
     targets = torch.stack([good, torch.tensor(target), good])[:, None].repeat(1, 2, 1)

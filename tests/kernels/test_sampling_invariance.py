@@ -1,4 +1,4 @@
-"""A request's token depends on its logits, its parameters, its seed and its position, and on nothing else."""
+"""A request's token depends only on its logits, its parameters, its seed and its position."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_gpu_gives_the_bits_of_a_cpu(number: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", TOP_P_KINDS)
 def test_top_p_alone_in_long_rows_is_on_a_gpu_as_on_a_cpu(kind: str) -> None:
-    """There a GPU surveys the row first and believes sums of float32 as far as they go."""
+    """There a GPU first surveys the row, and trusts float32 sums within their precision."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(TOP_P_KINDS.index(kind))
     for vocab in (16383, 16384, 33001, 128256):
         batch = 24
@@ -231,7 +231,8 @@ def test_a_captured_launch_reads_seeds_and_positions_anew() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", cpu_isa.ISAS[1:])
 def test_every_instruction_set_of_a_cpu_draws_the_same(isa: str) -> None:
-    """The same as the baseline, whose code has no fused multiply-add instruction, and calls the library's."""
+    """The baseline gives the same result. Its code has no fused multiply-add instruction and calls the
+    library's."""
     program = (
         "import torch, attn_backend as a; g = torch.Generator().manual_seed(4); x = torch.randn(64, 3000, "
         "generator=g) * 3; s = torch.arange(64);"

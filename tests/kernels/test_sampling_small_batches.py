@@ -1,5 +1,5 @@
-"""The ways that a GPU takes in small batches (csrc/sampling/device/unfiltered.cuh, candidates.cuh) give what
-a CPU gives.
+"""A GPU's special paths for small batches (csrc/sampling/device/unfiltered.cuh, candidates.cuh) give the
+CPU's results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_rows_without_filters_that_many_ctas_share(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_a_workspace_serves_one_launch_after_another() -> None:
-    """Replays of a graph too, whose positions are read when they run."""
+    """Also in graph replays, whose positions are read when they run."""
     workspace, seed, position = (
         sampling_workspace("cuda"),
         torch.arange(4, device="cuda"),
@@ -66,7 +66,7 @@ def test_a_workspace_serves_one_launch_after_another() -> None:
 
 @pytest.mark.gpu
 def test_what_a_workspace_does_not_suit_goes_another_way() -> None:
-    """Filters, log-probabilities, batches that are too large: the workspace is not written."""
+    """Filters, log-probabilities, and batches that are too large: the workspace is not written."""
     workspace = sampling_workspace("cuda")
     generator = torch.Generator().manual_seed(0)
     for batch, wanted in (
@@ -113,7 +113,7 @@ def test_rows_of_which_few_tokens_survive(kind: str) -> None:
     "kind", ["flat", "peaked", "largest at low ids", "few values", "mostly excluded", "far below zero"]
 )
 def test_few_tokens_survive_top_k_and_a_top_p_of_all_tokens(kind: str) -> None:
-    """SGLang's order: the mass of the whole row is part of the answer."""
+    """SGLang's order: the result depends on the mass of the whole row."""
     choose, generator = random.Random(kind), torch.Generator().manual_seed(200 + ROW_KINDS.index(kind))
     for vocab in VOCABS[4:]:
         logits = rows_of(kind, 6, vocab, generator).to(

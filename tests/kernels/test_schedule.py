@@ -1,4 +1,4 @@
-"""What Schedule tells of a plan, against the plan's own arithmetic."""
+"""The properties that Schedule reports of a plan, compared with the plan's own arithmetic."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attn_backend.kernels.schedule import Schedule, describe_errors
 
 
 def check_costs(schedule: Schedule, num_kv_heads: int) -> None:
-    """A row tile begins where all before it ends, at the costs of its kind: those of rows that leave states
-    are others.
+    """A row tile begins where the previous one ends, at the costs of its kind. Rows that leave states have
+    different costs.
     """
     kinds = schedule.cost_kinds()
     of_head = (
@@ -32,7 +32,7 @@ def check_costs(schedule: Schedule, num_kv_heads: int) -> None:
     ids=str,
 )
 def test_cost_kinds(device: torch.device, options: dict[str, object]) -> None:
-    kernel = "hopper" if device.type == "cpu" else None  # the costs of both sorts of rows differ
+    kernel = "hopper" if device.type == "cpu" else None  # the costs of the two sorts of rows differ
     attention = Attention(
         24,
         3,

@@ -1,4 +1,4 @@
-"""selected_slots: which tokens, in which order, and what is refused."""
+"""selected_slots: which tokens, their order, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_through_a_block_table(device: torch.device) -> None:
     indices = int32([0, 5, -1, 3], [9, 100, 2, 8], [4, 8, -1, 1]).to(device)
     requests = torch.tensor([0, 1, 0], dtype=torch.int32, device=device)
     found = selected_slots(indices, block_table, requests, page_size=4)
-    # 100 lies beyond the table, 8 of request 0 on a page that it does not have.
+    # 100 is beyond the table; 8 of request 0 is on a page that the request lacks.
     assert found.tolist() == [[28, 9, 31, -1], [37, 18, 36, -1], [8, 29, -1, -1]]
     assert selected_slots(indices[:2], block_table, page_size=4).equal(found[:2]), (
         "a row of the table for each row of Q"
@@ -104,7 +104,7 @@ def test_refuses(device: torch.device) -> None:
         ("out", lambda: selected_slots(indices, out=indices.new_empty(1, 2).expand(2, 2))),
         ("out", lambda: selected_slots(indices, out=3)),  # type: ignore[arg-type]
         ("indices", lambda: selected_slots(indices[:1], out=indices.view(1, 4)[:, 1:3])),
-        # same address, but rows of another stride
+        # same address, but different row stride
         ("indices", lambda: selected_slots(wide[:, :2], out=wide.view(-1)[:4].view(2, 2))),
         ("indices", lambda: selected_slots(wide.view(-1)[:4].view(2, 2), out=wide[:, :2])),
     ]:

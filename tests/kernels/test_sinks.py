@@ -1,4 +1,4 @@
-"""Attention sinks: logits that join the sum of each row once, wherever its parts were computed."""
+"""Attention sinks: logits that join the sum of each row once, no matter where its parts were computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_random_cases(device: torch.device, seed: int) -> None:
     case.run(attention, out=case.out, lse=case.lse, sinks=sinks)
     case_tensors.check(case, case.out, case.lse, case.expected(sinks=sinks))
     case_tensors.check_padding(case)
-    # the same object, without sinks: and rows are stored in another way where no lse is wanted
+    # the same object without sinks; without lse, rows are stored in another way
     without = case.run(attention)
     case_tensors.check(case, without, None)
     case_tensors.check(case, case.run(attention, sinks=sinks), None, case.expected(sinks=sinks))

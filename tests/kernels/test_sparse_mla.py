@@ -1,4 +1,5 @@
-"""Sparse MLA: each query token attends to tokens of its own, anywhere in the cache, against the oracle."""
+"""Sparse MLA: each query token attends to a different selection of tokens, anywhere in the cache, compared
+with the oracle."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Expected(NamedTuple):
 
     o: Tensor
     lse: Tensor
-    # what rounding may change of o: each probability, and then the output, by half of bfloat16's last bit
+    # the effect of rounding on o: each probability, and then the output, by half of bfloat16's last bit
     rounding: Tensor
 
 
@@ -54,7 +55,7 @@ def joined(parts: list[Expected]) -> Expected:
 
 
 def expected(q: Tensor, tokens: Tensor, slots: Tensor) -> Expected:
-    """tokens: [slots, 576]. slots: [rows, topk], each token as often as it stands there."""
+    """tokens: [slots, 576]. slots: [rows, topk]; duplicates count."""
     parts = []
     for row, chosen in zip(q, slots.tolist(), strict=True):
         keys = tokens[[slot for slot in chosen if slot >= 0]][:, None]
@@ -72,7 +73,7 @@ def check(found: tuple[Tensor, Tensor], wanted: Expected) -> None:
 
 
 def random_indices(generator: torch.Generator, counts: list[int], topk: int, tokens: int) -> Tensor:
-    """int32 [rows, topk], unsorted; those that are none lie anywhere between."""
+    """int32 [rows, topk], unsorted, with empty entries anywhere between."""
     indices = torch.full((len(counts), topk), -1, dtype=torch.int32)
     for row, count in enumerate(counts):
         places = torch.randperm(topk, generator=generator)[:count]
@@ -101,9 +102,9 @@ def test_any_tokens_in_any_order(
 
 
 def test_one_plan_serves_layers_that_select_other_tokens(device: torch.device) -> None:
-    """Through the block table; on a GPU the second and third layer replay a graph.
+    """Through the block table; on a GPU the second and third layers replay a graph.
 
-    Rows that select the same tokens share no prefix in the plan: those of the next layer differ.
+    Rows that select the same tokens share no prefix in the plan, since the next layer's tokens differ.
     """
     generator = torch.Generator().manual_seed(5)
     page_size, lens, counts, topk = 4, [70, 33, 9], [32, 32, 32, 32, 9, 9], 32
@@ -162,8 +163,8 @@ def test_slots_beyond_the_cache_are_refused_on_a_cpu() -> None:
         attn.run(torch.zeros(1, 16, 576).bfloat16(), KVCache.from_latent(torch.zeros(8, 1, 576).bfloat16()))
 
 
-# How many tokens of each row a plan is for, and how many the layers have. A batch invariant plan cuts the
-# first row into KV chunks.
+# The number of tokens of each row in the plan, and in the layers. A batch invariant plan splits the first row
+# into KV chunks.
 PLANNED = [1300, 130, 64, 65, 1, 0, 200, 97]
 LAYERS = {
     "as planned": PLANNED,
@@ -179,9 +180,9 @@ LAYERS = {
 def test_layers_that_select_fewer_than_were_planned(
     device: torch.device, heads: int, batch_invariant: bool
 ) -> None:
-    """Each row attends to what there is, in each layer: in one graph, on a GPU.
+    """Each row attends to the available tokens in each layer: in one graph, on a GPU.
 
-    Entries that are none lie anywhere; some tokens are there twice.
+    Empty entries are anywhere; some tokens appear twice.
     """
     topk, rows = 1300, len(PLANNED)
     generator = torch.Generator().manual_seed(heads)
@@ -229,7 +230,7 @@ def test_layers_that_select_fewer_than_were_planned(
 
 @pytest.mark.parametrize("after_append", [False, True])
 def test_slots_that_were_written_by_hand(device: torch.device, after_append: bool) -> None:
-    """A run without a selection packs what there is in the plan's slots, and counts it."""
+    """A run without a selection packs the content of the plan's slots, and counts it."""
     generator = torch.Generator().manual_seed(8)
     cache = torch.randn(300, 1, 576, generator=generator).bfloat16().to(device)
     q = torch.randn(3, 16, 576, generator=generator).bfloat16().to(device)
@@ -298,7 +299,7 @@ def test_more_than_were_planned_are_reported(device: torch.device) -> None:
 
 
 def test_one_of_several_levels(device: torch.device) -> None:
-    """Selected tokens beside a window of the request's last ones: the states merge."""
+    """Selected tokens together with a window of the request's last ones: the states merge."""
     generator = torch.Generator().manual_seed(10)
     cache = torch.randn(64, 1, 576, generator=generator).bfloat16().to(device)
     q = torch.randn(3, 16, 576, generator=generator).bfloat16().to(device)
@@ -326,7 +327,7 @@ def halved(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 @pytest.mark.parametrize("has_variant", [False, True])
 def test_heads_that_are_no_latents(device: torch.device, has_variant: bool) -> None:
-    """Any attention may be over selected tokens: groups of heads, K and V of their own."""
+    """Any attention may run over selected tokens: grouped heads, separate K and V."""
     variant = Variant.from_functions(halved) if has_variant else None
     generator = torch.Generator().manual_seed(11)
     k, v = (torch.randn(400, 1, 2, 128, generator=generator).bfloat16().to(device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Structs of csrc/ as Python fills and reads them."""
+"""Structs of csrc/, as Python writes and reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One object, several threads: refused or served rightly; and what ATTN_BACKEND_DEBUG=1 adds to that."""
+"""One object, several threads: refused, or correct results; and the additional checks of
+ATTN_BACKEND_DEBUG=1."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from attn_backend.kernels.native import InUseError
 
 
 def test_two_threads_are_refused_or_served_rightly() -> None:
-    """Either the other thread is not in the middle of a run, or it is refused: no result is wrong."""
+    """Either the other thread is not inside a run, or this one is refused: no result is wrong."""
     problem = Problem(torch.device("cpu"))
     expected = problem.run()
     served, refused, wrong = [], [], []
@@ -41,7 +42,7 @@ def test_two_threads_are_refused_or_served_rightly() -> None:
 
 
 def test_a_refused_thread_leaves_the_others_plan() -> None:
-    """Its refusal comes after the other one has left: what that one planned is still there."""
+    """Its refusal comes after the other thread has left, and keeps that thread's plan."""
     problem = Problem(torch.device("cpu"))
     expected = problem.run()
     plan_level = problem.attention._plan_level

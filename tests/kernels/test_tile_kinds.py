@@ -1,5 +1,5 @@
-"""Every kind of row tile of every kernel by force, against the float64 oracle: schedules whose row tiles all
-have one kind, however many rows requests have.
+"""Forces every kind of row tile of every kernel, compared with the float64 oracle: all row tiles of a
+schedule have one kind, for any number of rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, blo
         attention = case.attention(cascade=False, max_batch=len(spec.qo_lens) + tiles_of(spec, kind))
         attention.plan(case.view)
         if kind > attention.schedule().max_kind:
-            # what the generic kernel has no registers for
+            # the generic kernel lacks registers for these
             assert (device.type, spec.head_dim) == ("cuda", 256)
             continue
         host_planner.plan_with_kind(library, attention, case.view, kind)

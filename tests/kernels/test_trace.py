@@ -1,4 +1,4 @@
-"""A step on a GPU, in CUDA's own trace: launches, and nothing that waits or copies back."""
+"""A step on a GPU in CUDA's own trace: only launches, no waits and no copies back."""
 
 import pytest
 import torch

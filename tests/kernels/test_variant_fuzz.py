@@ -26,7 +26,7 @@ from attn_backend.variants import builtin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
-# Those that differ most; the rest: python -m tests.variant_fuzz.
+# The variants that differ most; for the rest: python -m tests.variant_fuzz.
 ON_A_CPU = (
     "tree_mask_alibi",
     "slanted",
@@ -49,7 +49,7 @@ ON_A_CPU += (
     "by_request",
 )
 
-# of builtin.__all__: what variants are made with
+# in builtin.__all__: used to create variants
 NO_VARIANTS = ("alibi_slopes", "rope_frequencies", "llama3_frequencies")
 
 needs_cpp = pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
@@ -84,7 +84,7 @@ def test_random_batches(name: str) -> None:
 @needs_cpp
 @pytest.mark.slow
 def test_wrong_results_are_noticed() -> None:
-    """In each kind of batch, a run with other arguments than the reference's is noticed."""
+    """In each kind of batch, a run with different arguments than the reference is detected."""
     entry = next(entry for entry in entries() if entry.name == "alibi")
     form = Form(torch.float32, 64, None, CPU, sinks=True)
     seen = set()
@@ -161,7 +161,7 @@ def test_run_captured_once_serves_every_plan_and_all_that_tensors_hold(kernel: s
         for name, value in changed.items():
             args[name].copy_(value)
         sinks.normal_(0, 2)
-        # The same requests and tokens, other queries: the last ones are left out, or a window is there.
+        # The same requests and tokens with other queries: the last ones are left out, or there is a window.
         qo_lens = [max(qo_len - step * (qo_len > 8), 1) for qo_len in spec.qo_lens]
         qo_indptr = torch.tensor([0, *numpy.cumsum(qo_lens).tolist()], dtype=torch.int32, device="cuda")
         window_left = [-1, 100][step % 2]

@@ -1,4 +1,4 @@
-"""Which module a message names for a variant: importing it must give the variant, without running the
+"""The module that a message names for a variant: importing it must give the variant, without running the
 program.
 """
 
@@ -33,7 +33,7 @@ place = place_of({})
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path, with a module that makes a variant; what is imported from it is forgotten."""
+    """A folder on the path, with a module that makes a variant; its imports are removed afterwards."""
     (tmp_path / "place_masks.py").write_text(MASKS)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -42,7 +42,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def program(folder: Path, imports: str, expression: str) -> tuple[str, str]:
-    """What place_of() says of an expression in a program that is run as __main__."""
+    """The result of place_of() for an expression in a program that runs as __main__."""
     path = folder / "place_program.py"
     path.write_text(PROGRAM.format(imports, expression))
     place: tuple[str, str] = runpy.run_path(str(path), run_name="__main__")["place"]
@@ -54,7 +54,7 @@ def program(folder: Path, imports: str, expression: str) -> tuple[str, str]:
 )
 @pytest.mark.parametrize("first", ["place_masks", "place_serving"])
 def test_the_module_that_makes_a_variant_is_named(first: str, imports: str, modules: Path) -> None:
-    """Not one that imports it, whichever was imported first."""
+    """Not a module that imports it, regardless of the import order."""
     (modules / "place_serving.py").write_text(imports.split("\n", maxsplit=1)[0] + "\n")
     importlib.import_module(first)
     serving = importlib.import_module("place_serving")

@@ -1,5 +1,5 @@
-"""Windows, and masks with holes, over all levels of a composition: what a row sees is counted in positions of
-its request, against float64.
+"""Windows, and masks with holes, over all levels of a composition: they count in positions of the request;
+compared with float64.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def test_a_mask_with_holes_over_several_levels(device: torch.device, seed: int, 
 @needs_cpp
 @pytest.mark.parametrize("variant", [SLIDING, STREAMING], ids=["window", "streaming"])
 def test_kv_tiles_of_a_level_that_no_row_sees_are_not_visited(device: torch.device, variant: Variant) -> None:
-    """Of a shared level of 4096 tokens: the row that stands nearest sees its end, and under Streaming-LLM all
-    see its beginning; another shared level is too far away.
+    """In a shared level of 4096 tokens, the nearest row sees the end, and with Streaming-LLM all rows see the
+    beginning. Another shared level is too far away.
     """
     rng = numpy.random.default_rng(0)
     cascade = Cascade(rng, SHAPE, device, [[4096, 4096], [30, 60, 90, 1000]], [[0, 0, 0, 1]], [1, 1, 2, 1])
@@ -82,8 +82,8 @@ def test_kv_tiles_of_a_level_that_no_row_sees_are_not_visited(device: torch.devi
 
 @needs_cpp
 def test_rows_of_which_a_window_leaves_nothing(device: torch.device) -> None:
-    """In a shared level an empty state; in all levels an output of zero: rows that stand after the last
-    token.
+    """Rows positioned after the last token: an empty state in a shared level, an output of zero in all
+    levels.
     """
     cascade = Cascade(numpy.random.default_rng(1), SHAPE, device, [[64], [200, 7]], [[0, 0]], [1, 1])
     cascade.levels["positions"] += torch.tensor([0, 5000], dtype=torch.int32, device=device)
@@ -101,7 +101,7 @@ def test_rows_of_which_a_window_leaves_nothing(device: torch.device) -> None:
 
 @needs_cpp
 def test_trees(device: torch.device) -> None:
-    """Each node of a tree is a group of a cascade; a row stands at the end of its path."""
+    """Each node of a tree is a group of a cascade; a row is at the end of its path."""
     rng = numpy.random.default_rng(3)
     cascade = Cascade(
         rng, SHAPE, device, [[70, 300], [90, 40, 20], [30, 60, 1]], [[0, 0, 1], [0, 1, 2]], [1, 1, 1]
@@ -151,7 +151,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_cpp
 def test_kernels_for_levels_are_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command that the error of a machine without compilation names."""
+    """Runs the command that the error on a machine without compilation names."""
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     cascade = Cascade.random(numpy.random.default_rng(0), torch.device("cpu"), 2)

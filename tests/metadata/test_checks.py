@@ -1,4 +1,4 @@
-"""Values of CPU tensors: each wrong one is named."""
+"""Values of CPU tensors: the error names each wrong one."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_refuses(qo_indptr: list[int], table: PageTable, message: str, dtype: to
     "table",
     [
         GOOD,
-        # a request without pages has no last page; entries beyond the last are not used
+        # a request without pages has no last page; entries after the last are unused
         csr([0, 0, 2], [3, 0, -9], [-1, 4]),
         csr_of_lens([0, 2, 5], [3, -1, 0, 1, -9], [4, 7]),  # nor are a request's pages beyond its length
         csr_of_lens([0, 1, 1], [-3], [0, 0]),
@@ -152,7 +152,7 @@ def test_accepts_random_cases() -> None:
 
 
 def test_refuses_what_planners_clamp() -> None:
-    """The planners' own checks (of everything but page ids) and these agree."""
+    """They agree with the planners' own checks (of everything except page ids)."""
     config = Attention(
         1, 1, 64, device="cpu", max_rows=batches.MAX_ROWS, max_batch=batches.MAX_BATCH
     ).schedule()

@@ -1,4 +1,4 @@
-"""BSR views and compositions: what they refuse, and the levels that the constructors make."""
+"""BSR views and compositions: their refusals, and the levels that the constructors make."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_padding_requests_are_legal() -> None:
 
 
 def chain(nodes: int) -> Composition:
-    """A path of `nodes` nodes; one row sees them all."""
+    """A path of `nodes` nodes; one row sees all of them."""
     return Composition.tree(range(-1, nodes - 1), PageTable.ragged(torch.arange(nodes + 1)), [nodes - 1])
 
 
@@ -131,7 +131,7 @@ def test_refuses(argument: str, make: object) -> None:
 
 
 def test_row_list_may_be_longer() -> None:
-    # what qo_indptr does not use is not read
+    # entries that qo_indptr does not use are not read
     view = BSRView(QO_INDPTR, TABLE, rows=torch.tensor([5, 0, -9, 10**6], dtype=torch.int32))
     check_values(view, 6)
 
@@ -216,7 +216,7 @@ def test_tree() -> None:
         ([0, 0, 2, 3, 3, 4, 4], [0, 6, 3, 1]),
         ([0, 0, 0, 0, 0, 0, 2], [0, 6]),
     ]
-    # Levels that no row sees are left out, but for one.
+    # Levels that no row sees are omitted, except one.
     assert described(Composition.tree(parents, TREE_TABLE, [3])) == [([0, 0, 0, 0, 1, 1, 1], [0])]
     assert described(Composition.tree(parents, TREE_TABLE, [-1, -1])) == [([0] * 7, [])]
     assert described(Composition.tree(parents, TREE_TABLE, [])) == [([0] * 7, [])]

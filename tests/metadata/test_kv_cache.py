@@ -15,7 +15,7 @@ def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def assert_is_view(kv: KVCache, k: torch.Tensor, v: torch.Tensor) -> None:
-    """k, v: [pages, page_size, heads, head_dim], as they should be seen."""
+    """k, v: [pages, page_size, heads, head_dim], the expected views."""
     assert kv.k.shape == k.shape
     assert torch.equal(kv.k, k)
     assert torch.equal(kv.v, v)
@@ -135,7 +135,7 @@ def test_refuses(argument: str, make: object) -> None:
 
 
 def test_unchecked_views_are_those_that_are_checked() -> None:
-    cache = torch.randn(3, 2, 1, 2, 16)  # pages of one token, whose stride may be anything
+    cache = torch.randn(3, 2, 1, 2, 16)  # pages of one token, which may have any stride
     k, v = cache.unbind(1)
     checked, unchecked = KVCache.from_pair(k, v), KVCache.unchecked(k.as_strided(k.shape, (64, 7, 16, 1)), v)
     for name in ("k", "v"):

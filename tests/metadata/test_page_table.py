@@ -1,4 +1,4 @@
-"""Page tables: what each form keeps, and what each refuses."""
+"""Page tables: the content and the refusals of each form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BSRView.selected and KVCache.by_slot: which tokens, and what is refused."""
+"""BSRView.selected and KVCache.by_slot: which tokens, and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_cache_by_slots() -> None:
     assert by_slot.v[13, 0, 0].equal(latents[3, 1, :512])
     wide = torch.randn(24, 640).bfloat16()[:, :576].unflatten(0, (6, 4))
     assert KVCache.from_latent(wide).by_slot().k[9, 0, 0].equal(wide[2, 1])
-    layers = torch.randn(6, 2, 4, 576).bfloat16()  # pages of another layer between those of this one
+    layers = torch.randn(6, 2, 4, 576).bfloat16()  # pages of other layers between this layer's pages
     of_one = KVCache.from_latent(layers[:, 1])
     assert (kv.page_stride, of_one.page_stride, of_one.by_slot().num_pages) == (4, 8, 44)
     assert of_one.by_slot().k[3 * 8 + 2, 0, 0].equal(layers[3, 1, 2])

@@ -1,4 +1,4 @@
-"""repr() of metadata: short, and made from handles, without a look at what tensors hold."""
+"""repr() of metadata: short, and made without reading tensor contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from attn_backend.validation import describe, refuse
 
 
 class NothingIsRead(TorchDispatchMode):
-    """Every operator is an error: what copies or reads elements, and what would make a GPU wait."""
+    """Every operator is an error, including copies, element reads, and operations that would make a GPU
+    wait."""
 
     def __torch_dispatch__(
         self, func: object, types: object, args: object = (), kwargs: object = None

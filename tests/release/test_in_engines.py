@@ -1,4 +1,4 @@
-"""The check of a wheel inside the engines: what it links, and what it refuses."""
+"""The check of a wheel inside the engines: its links and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make wheel` refuses to release."""
+"""The wheels that `make wheel` refuses to release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random batches under every variant of the tests, against float64.
+"""Random batches under every variant of the tests, compared with float64.
 
     python -m tests.variant_fuzz                                     # on a CPU
     python -m tests.variant_fuzz --device cuda --cases 1500 --jobs 14
@@ -6,7 +6,7 @@
     python -m tests.variant_fuzz --functions 500     # traced functions of random conditions: only their hooks
 
 Run from the root of the repository, with attn_backend installed. Each variant is compiled for one element
-type, one head_dim and one kernel; built-ins for each kernel. The exit status is 1 where a case fails.
+type, one head_dim and one kernel; built-ins for each kernel. The exit status is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-# `python -m` looks for modules in the working directory first: there is the source tree of attn_backend,
-# which has no built library.
+# `python -m` looks for modules in the working directory first. It contains the source tree of attn_backend,
+# without a built library.
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 sys.path[:0] = [str(TESTS), str(TESTS / "helpers"), str(TESTS / "variants")]

@@ -1,4 +1,4 @@
-"""Arguments of variants for a batch of any sizes, made on the CPU."""
+"""Arguments of variants for batches of any size, made on the CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prefix_lens(rng: numpy.random.Generator, sizes: Sizes) -> Args:
 
 
 def ids(name: str) -> Callable[[numpy.random.Generator, Sizes], Args]:
-    """Runs of tokens, in each request from a few to many; -1 for some."""
+    """Runs of tokens, from a few to many in each request; -1 for some."""
 
     def make(rng: numpy.random.Generator, sizes: Sizes) -> Args:
         starts = rng.random((sizes.batch, sizes.longest)) < rng.choice([0.003, 0.02, 0.2], (sizes.batch, 1))
@@ -60,7 +60,7 @@ def ids(name: str) -> Callable[[numpy.random.Generator, Sizes], Args]:
 
 
 def items(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    """Items of 1 .. 60 tokens after a prompt, a delimiter before each and after the last."""
+    """Items of 1 .. 60 tokens after a prompt, with a delimiter before each and after the last."""
     positions = numpy.zeros((sizes.batch, sizes.longest), dtype=numpy.int64)
     for of_request in positions:
         place = 0
@@ -80,7 +80,7 @@ def scales(rng: numpy.random.Generator, sizes: Sizes) -> Args:
 
 
 def sm_scales(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    """One of each request, or one for all."""
+    """One for each request, or one for all."""
     count = sizes.batch if rng.random() < 0.8 else 0
     return {"sm_scales": torch.from_numpy(rng.uniform(0.2, 1.5, max(count, 1))).float()}
 
@@ -110,8 +110,8 @@ def bits(square: bool, packed: bool = True) -> Callable[[numpy.random.Generator,
 
 
 def positions(rng: numpy.random.Generator, sizes: Sizes) -> Args:
-    """Positions of the rows of Q, some of which belong to no request, and of the tokens of each request: far
-    from where they stand.
+    """Positions of the rows of Q (some belong to no request), and of the tokens of each request: far from
+    their indices.
     """
     first = rng.integers(0, 100_000, (sizes.batch, 1))
     return {

@@ -1,4 +1,4 @@
-"""The variants of the fuzz: each with arguments for any batch, and with what says the same in float64."""
+"""The variants of the fuzz: each with arguments for any batch, and with its definition in float64."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from .arguments import (
 
 FUNCTIONS = Path(__file__).resolve().parent.parent / "variants" / "variant_functions.py"
 NO_LIMIT = 2**31
-STEPS = ("rounding", "casts")  # a score that is off by a rounding may give another result altogether
-OF_ONE_LEVEL = ("custom_mask", "tree_mask", "slanted")  # they look at kv_len, which is the level's in a level
+STEPS = ("rounding", "casts")  # a score with a rounding error may give a completely different result
+OF_ONE_LEVEL = ("custom_mask", "tree_mask", "slanted")  # they read kv_len, which is the level's in a level
 
 
 @dataclass(frozen=True)
 class Entry:
     """A variant.
 
-    args: makes the arguments of a run, on the CPU. oracle: the variant in float64, of these arguments, there,
-    too.
-    The batch must not be larger than max_requests, max_heads, max_tokens.
+    args: makes the arguments of a run, on the CPU. oracle: the float64 variant of these arguments, also on
+    the CPU. The batch must not be larger than max_requests, max_heads, max_tokens.
     """
 
     name: str
@@ -60,12 +59,12 @@ class Entry:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a view that does not say so is causal."""
+        """Whether a view without a causal setting is causal."""
         return not (self.variant.has_mask or self.variant.causal or self.variant.window_left >= 0)
 
     @property
     def fits_levels(self) -> bool:
-        """Whether it means the same in a batch that is cut into levels."""
+        """Whether the variant has the same meaning in a batch that is split into levels."""
         return not self.variant.tells_requests_apart and not any(name in self.name for name in OF_ONE_LEVEL)
 
     @property
@@ -75,7 +74,7 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """All. The tensors that they hold are the CPU's; a GPU's kernels read copies."""
+    """All entries. Their tensors are on the CPU; GPU kernels read copies."""
     return (*_functions(), *_builtins(), *_combinations(), *_cpp())
 
 
@@ -143,11 +142,11 @@ def by_reference(variant: Variant, args: Mapping[str, Any]) -> oracle.Variant:
 def over_pairs(
     function: Callable[..., Any], at: oracle.Pairs, score: Tensor | None = None, wants_row: bool = False
 ) -> Tensor:
-    """[heads, rows, tokens] of a function of 0-d tensors in flex_attention's signature, mapped as
-    flex_attention maps it. score: [heads, rows, tokens].
+    """[heads, rows, tokens] of a function of 0-d tensors in flex_attention's signature, mapped as in
+    flex_attention. score: [heads, rows, tokens].
     """
     h, q_idx, index, kv_idx = (t.flatten().int() for t in (at.head, at.position, at.index, at.token))
-    # a query before the first token sees nothing, and tensors have no place for it
+    # a query before the first token sees nothing, and tensors have no entry for it
     q_idx = q_idx.clamp(min=0)
     shape = (len(h), len(q_idx), len(kv_idx))
     b, kv_len = (torch.tensor(n, dtype=torch.int32, device=h.device) for n in (at.request, at.kv_len))
@@ -179,12 +178,12 @@ def over_pairs(
 
 # ---- Traced functions ----
 
-REQUESTS, HEADS, TOKENS = 24, 8, 1024  # of batches under functions that have tensors
+REQUESTS, HEADS, TOKENS = 24, 8, 1024  # of batches for functions with tensors
 
 
 @cache
 def function_cases() -> ModuleType:
-    """variant_functions.py once more, for larger batches."""
+    """variant_functions.py loaded again, for larger batches."""
     name = "variant_functions_of_the_fuzz"
     spec = importlib.util.spec_from_file_location(name, FUNCTIONS)
     assert spec is not None

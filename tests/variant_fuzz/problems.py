@@ -23,12 +23,13 @@ from attn_backend import Attention, BSRView, Composition, KVCache
 from .arguments import Args, Sizes
 from .catalogue import Entry
 
-ROUNDING = 2e-6  # of a float32 that has been through a dozen operations
+ROUNDING = 2e-6  # of a float32 after a dozen operations
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a variant is compiled for. kernel: None on a CPU. sinks: whether runs may be given some."""
+    """The configuration for which a variant is compiled. kernel: None on a CPU. sinks: whether runs may get
+    some."""
 
     dtype: torch.dtype
     head_dim: int
@@ -39,10 +40,10 @@ class Form:
 
 @dataclass
 class Problem:
-    """A batch, and what each of its rows is in float64, computed on the CPU: oracles of several processes
-    would wait for each other on a GPU.
+    """A batch, and the float64 result of each row, computed on the CPU: oracles of several processes would
+    wait for each other on a GPU.
 
-    rows: of q, in the order of `expected`, which is given the variant and the sinks. made_with: arguments of
+    rows: of q, in the order of `expected`, which takes the variant and the sinks. made_with: arguments of
     Attention. tells_plan: the variant's arguments.
     """
 
@@ -87,7 +88,7 @@ class Problem:
 
     def check(self, entry: Entry, form: Form, args: Args) -> None:
         """Compares `out` and `lse` with float64; unused rows must still be NaN."""
-        largest = 0.0  # logit, whose rounding error is that of the weights
+        largest = 0.0  # logit, whose rounding error equals the error of the weights
         variant = entry.oracle(args)
 
         def logits(score: Tensor, at: oracle.Pairs) -> Tensor:
@@ -116,9 +117,9 @@ class Problem:
             f"||o - ref|| / ||ref|| = {float(error.norm() / o_ref.norm()):.2e} > {tolerance:.1e}"
         )
         sizes = o_ref.norm(dim=-1)
-        # Weights that are not normalised may all be next to nothing, by products of Q and K that cancel.
+        # Weights that are not normalized may all be almost zero, since products of Q and K can cancel.
         least = 1e-30 if entry.variant.uses_softmax or not len(sizes) else float(sizes.mean()) / 10 + 1e-30
-        # A sink may leave a row so little that float16 has no digits for it.
+        # A sink may leave a row with values too small for float16.
         lost = 2.0**-25 * form.head_dim**0.5 if form.dtype == torch.float16 else 0.0
         relative = (error.norm(dim=-1) - lost).clamp_min(0.0) / sizes.clamp_min(least)
         assert (relative <= 10 * tolerance).all(), (
@@ -168,13 +169,13 @@ def _random_causal(rng: numpy.random.Generator) -> bool | None:
 
 
 def _case(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form: Form) -> Problem:
-    """A problem of cases.random_spec, cut to what the variant takes."""
+    """A problem of cases.random_spec, cut to the variant's limits."""
     spec = cases.random_spec(seed, form.device.type)
     group_size = min(spec.group_size, entry.max_heads)
     causal = _random_causal(rng)
     is_causal = _is_causal(entry, causal)
     lens = [
-        # functions take q_idx for at least 0; if causal, earlier queries see nothing
+        # functions need q_idx of at least 0; if causal, earlier queries see nothing
         (qo_len if is_causal or not kv_len else min(qo_len, kv_len), kv_len)
         for qo_len, kv_len in zip(spec.qo_lens, (min(n, entry.max_tokens) for n in spec.kv_lens), strict=True)
     ][: entry.max_requests]
@@ -330,7 +331,7 @@ def _of_forest(
 
 
 def _forest(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form: Form) -> Problem:
-    """Requests with common prefixes, which plan takes whatever they cost."""
+    """Requests with common prefixes, which plan uses at any cost."""
     shape = _shape(rng, entry, form)
     batch = _batch(rng, shape, entry, depth=int(rng.integers(1, 5)))
     causal = _random_causal(rng)
@@ -341,7 +342,7 @@ def _forest(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, for
 
 
 def _rows(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form: Form) -> Problem:
-    """The rows of the batch lie anywhere in Q, others between them."""
+    """The rows of the batch are anywhere in Q, with others between them."""
     shape = _shape(rng, entry, form)
     batch = _batch(rng, shape, entry, depth=int(rng.integers(0, 3)))
     causal = _random_causal(rng)
@@ -363,8 +364,8 @@ def _rows(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form:
 
 
 def _levels(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, form: Form) -> Problem:
-    """Each request cut in two: the front of its tokens in one level, the rest in another, which say where
-    these stand. Nothing but the front is whole pages.
+    """Each request split in two: the front of its tokens in one level, the rest in another, with their
+    positions. Only the front consists of whole pages.
     """
     shape = _shape(rng, entry, form)
     batch = replace(_batch(rng, shape, entry, depth=int(rng.integers(0, 3))), window_left=-1)
@@ -372,7 +373,7 @@ def _levels(kind: str, rng: numpy.random.Generator, seed: int, entry: Entry, for
     batch = replace(batch, causal=causal)
     problem = forests.make_problem(rng, shape, batch, form.device)
     device, size = form.device, batch.page_size
-    # A causal front ends in front of the first row; under a mask alone it may end anywhere.
+    # A causal front ends before the first row; with only a mask it may end anywhere.
     ends = [
         kv_len - qo_len if causal else kv_len
         for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True)

@@ -1,4 +1,4 @@
-"""Cases of one variant after another, the variants in several processes: each compiles its own."""
+"""Cases of one variant after another. Several processes share the variants, and each compiles its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPU_FORMS = (
 class Task:
     """A variant in one form, and its cases: first, first + stride, ... below last.
 
-    A case has the same number whatever else runs.
+    A case has the same number, no matter what else runs.
     """
 
     place: int  # among entries()
@@ -65,7 +65,7 @@ class Result:
 
 
 def tasks(device: torch.device, cases: int, names: list[str] | None = None) -> list[Task]:
-    """Every variant in a form of its turn, some with sinks; built-ins on a GPU with each kernel."""
+    """Every variant in one of its forms, in turn, some with sinks; built-ins on a GPU with each kernel."""
     on_gpu = device.type == "cuda"
     kernels = (
         [kernel for kernel in attention_kernels.GPU_KERNELS if attention_kernels.is_available(kernel)]
@@ -122,7 +122,7 @@ def run_task(task: Task) -> Result:
 
 
 def run_case(number: int, entry: Entry, form: Form) -> tuple[str, str]:
-    """(kind, what is wrong or "")."""
+    """(kind, error or "")."""
     kind, text = "", ""
     try:
         problem, args = random_problem(number, entry, form)
@@ -137,7 +137,7 @@ def run_case(number: int, entry: Entry, form: Form) -> tuple[str, str]:
 
 
 def run(chosen: list[Task], jobs: int) -> Iterator[Result]:
-    """In so many processes; 1: in this one."""
+    """With this number of processes; 1: in the current one."""
     if jobs == 1:
         yield from map(run_task, chosen)
         return

@@ -1,4 +1,4 @@
-"""Variants' C++, compiled with g++ in one go, and called for arrays of coordinates."""
+"""Variants' C++, compiled with g++ in one call, and evaluated for arrays of coordinates."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class CompiledVariants:
     def evaluate(
         self, i: int, variant: Variant, at: Coordinates, scores: Tensor, args: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits, mask, slopes of a bias) of the hooks; the interval is not looked at."""
+        """(logits, mask, slopes of a bias) of the hooks; the interval is ignored."""
         tensors = [
             t.to(torch.int32).contiguous() for t in (at.b, at.h, at.q_idx, at.kv_idx, at.index, at.kv_len)
         ]
@@ -123,7 +123,7 @@ class CompiledVariants:
 
 
 def interval(variant: Variant, at: Coordinates) -> Tensor:
-    """What variant.causal and variant.window_left let through."""
+    """The pairs that variant.causal and variant.window_left allow."""
     seen = torch.ones(at.q_idx.shape, dtype=torch.bool)
     if variant.causal:
         seen &= at.kv_idx <= at.q_idx

@@ -1,8 +1,8 @@
-"""Random functions in flex_attention's signatures, with conditions in branches, nested and negated; and
-whether their C++ gives what they give in float64.
+"""Random functions in flex_attention's signatures, with nested and negated conditions in branches; and
+whether their C++ gives the float64 results.
 
-Integers stay small, and floats that decide a condition are exact in float32: a rounding never takes another
-branch.
+Integers stay small, and floats that decide a condition are exact in float32: a rounding error never selects
+another branch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attn_backend.variants import Variant
 
 B, H, LENGTH = 3, 4, 96
 POINTS = 1000
-# Sums of a few terms below 100, each right to a few units in the last place of a float32.
+# Sums of a few terms below 100, each accurate to a few units in the last place of a float32.
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-4}
 TENSORS = {"flags": (torch.bool, 1), "numbers": (torch.int32, 2), "halves": (torch.float32, 1), "limit": int}
 EXACT_FUNCTIONS = ("-", "torch.abs", "torch.floor", "torch.ceil", "torch.relu")
@@ -38,8 +38,8 @@ def arguments() -> dict[str, Any]:
 
 
 class _Expressions:
-    """Python text of random expressions: of booleans, of integers, of floats that a float32 holds exactly,
-    and of any floats.
+    """Python text of random expressions: booleans, integers, floats that are exact in float32, and other
+    floats.
     """
 
     def __init__(self, seed: int, has_score: bool) -> None:
@@ -187,7 +187,7 @@ class _Expressions:
 
 @dataclass(frozen=True)
 class RandomFunctions:
-    """A score_mod and a mask_mod that are the same for the same seed."""
+    """A score_mod and a mask_mod that depend only on the seed."""
 
     seed: int
 
@@ -211,7 +211,7 @@ class RandomFunctions:
 
 
 def points(seed: int) -> tuple[Coordinates, torch.Tensor]:
-    """Coordinates of tokens that exist, and scores that are multiples of 1 / 16."""
+    """Coordinates of existing tokens, and scores that are multiples of 1 / 16."""
     draw = torch.Generator().manual_seed(seed)
 
     def ints(high: int) -> torch.Tensor:
@@ -246,7 +246,7 @@ def wrong(seeds: Sequence[int], folder: Path) -> dict[int, str]:
 
 
 def _compiled(variants: dict[int, Variant], folder: Path, found: dict[int, str]) -> CompiledVariants:
-    """All variants that compile; the others are taken out."""
+    """All variants that compile; the others are removed."""
     try:
         return CompiledVariants(list(variants.values()), folder)
     except AssertionError:
@@ -260,7 +260,7 @@ def _compiled(variants: dict[int, Variant], folder: Path, found: dict[int, str])
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A new folder for each library: a loaded library must not be written again."""
+    """A new folder for each library, since a loaded library must not be overwritten."""
     (folder / name).mkdir()
     return folder / name
 

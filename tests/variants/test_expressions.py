@@ -1,4 +1,4 @@
-"""Expressions have the types and values of torch; and integers that are known as never negative are not."""
+"""Expressions have torch's types and values; and integers known to be nonnegative are nonnegative."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_constants_fold_to_the_values_of_torch(name: str) -> None:
             )
 
 
-# Of q_idx, kv_idx, b and h, which are 0 or more.
+# For q_idx, kv_idx, b and h, which are 0 or more.
 AT = [
     dict(zip((Q_IDX, KV_IDX, B, H), values, strict=True))
     for values in itertools.product((0, 1, 7), (0, 1, 8), (0, 2), (0, 5))
@@ -221,7 +221,7 @@ def made_of(a: Node, b: Node) -> list[Node]:
 
 
 def test_what_is_known_as_never_negative_is_not() -> None:
-    """All expressions of one operation, and of two; and much is known."""
+    """All expressions of one operation, and of two; and many are recognized."""
     once = list(dict.fromkeys(of for a, b in itertools.product(NUMBERS, NUMBERS) for of in made_of(a, b)))
     twice = list(dict.fromkeys(of for a in once for b in (Q_IDX, constant(-4)) for of in made_of(a, b)))
     known = 0

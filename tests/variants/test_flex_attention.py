@@ -1,4 +1,4 @@
-"""Traced functions beside flex_attention itself, which gets the same functions and the same inputs."""
+"""Traced functions compared with flex_attention itself, on the same functions and inputs."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ CASE_OF = {case.name: case for case in CASES}
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, torch.device], dict[str, Any]]:
-    """Makes the arguments of a case, also as what its functions find: flex_attention looks for their globals
-    by name.
+    """Makes the arguments of a case, and the globals that its functions use: flex_attention looks these up by
+    name.
     """
 
     def give(case: Case, device: torch.device) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, torch.device], dic
 def by_flex_attention(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, compiled: bool
 ) -> torch.Tensor:
-    """[B, H, queries, HEAD_DIM] of the last tokens' queries."""
+    """[B, H, queries, HEAD_DIM] for the last tokens' queries."""
     queries, score_mod, mask_mod = q.shape[2], case.score_mod, case.mask_mod
 
     def score(value: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -97,7 +97,7 @@ def by_flex_attention(
 def by_us(
     case: Case, args: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """The same; without a mask_mod every token is seen."""
+    """The same result with our kernels; without a mask_mod every token is visible."""
     queries, device = q.shape[2], q.device
     attention = Attention(
         H,

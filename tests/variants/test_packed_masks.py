@@ -1,4 +1,4 @@
-"""packbits and segment_packbits, beside numpy's."""
+"""packbits and segment_packbits, compared with numpy's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_packbits(device: torch.device, dtype: torch.dtype, bitorder: Any) -> No
 def test_segment_packbits(device: torch.device, dtype: torch.dtype, bitorder: Any) -> None:
     for lens in ([], [0], [3, 0, 8, 17, 0], [1] * 40, [1000, 3]):
         indptr = torch.tensor([0, *lens], dtype=dtype).cumsum(0, dtype=dtype)
-        x = torch.randint(0, 2, (sum(lens) + 5,)).bool()  # what is after the last segment does not count
+        x = torch.randint(0, 2, (sum(lens) + 5,)).bool()  # elements after the last segment do not count
         packed, new_indptr = segment_packbits(x.to(device), indptr.to(device), bitorder)
         assert packed.device.type == new_indptr.device.type == device.type
         assert new_indptr.dtype == torch.int32

@@ -1,5 +1,5 @@
-"""Random functions whose conditions stand in branches, nested and negated: their C++ gives what the functions
-give in float64.
+"""Random functions with nested and negated conditions in branches: their C++ gives the functions' float64
+results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_conditions_are_nested_and_negated() -> None:
 
 @pytest.mark.skipif(not COMPILER, reason="needs g++")
 def test_wrong_results_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant of other functions than those that it is compared with."""
+    """A variant compared with functions other than its own."""
     variant = RandomFunctions(1000).variant()
     vars(variant)["reference"] = RandomFunctions(1001).variant().reference
     monkeypatch.setattr(RandomFunctions, "variant", lambda _self: variant)

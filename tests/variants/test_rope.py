@@ -1,5 +1,5 @@
-"""Rotary embeddings: their frequencies, where the pairs are and where tokens stand, the functions that
-kernels compute them with.
+"""Rotary embeddings: their frequencies, the layout of pairs, the positions of tokens, and the functions that
+kernels use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_frequencies_are_powers_of_theta() -> None:
 
 
 def test_llama3_scales_long_wavelengths_only() -> None:
-    """Each frequency by the case that it is, with the numbers of Llama 3.1 8B."""
+    """Each frequency, by the case that applies, with the numbers of Llama 3.1 8B."""
     plain, scaled = builtin.rope_frequencies(128, 500000.0), builtin.llama3_frequencies(128)
     cases = set()
     for f, g in zip(plain.tolist(), scaled.tolist(), strict=True):
@@ -97,7 +97,7 @@ def test_positions_that_are_given() -> None:
 
 
 def test_positions_in_a_cache_with_sink_tokens() -> None:
-    """Of 30 tokens the cache holds the first 4 and the last 10."""
+    """For 30 tokens, the cache holds the first 4 and the last 10."""
     frequencies = builtin.rope_frequencies(16, 100.0)
     functions, plain = (
         builtin.rope_in_cache(frequencies, 10, 4).reference(),
@@ -122,7 +122,7 @@ def test_positions_in_a_cache_with_sink_tokens() -> None:
 
 
 def test_what_is_shared() -> None:
-    """Where a token of several requests is turned alike, they may share it."""
+    """Requests may share a token if all of them rotate it in the same way."""
     frequencies = builtin.rope_frequencies(16)
     assert not builtin.rope(frequencies).tells_requests_apart
     assert builtin.rope_at(frequencies).tells_requests_apart

@@ -1,4 +1,4 @@
-"""Traced functions and built-ins: their C++, compiled, gives what the Python functions give."""
+"""Traced functions and built-ins: their compiled C++ gives the results of the Python functions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledVariants:
 
 
 def coordinates(count: int) -> Coordinates:
-    """Of queries and tokens that exist: the last Q_LENS[b] of LENGTH tokens are queries."""
+    """Coordinates of existing queries and tokens: the last Q_LENS[b] of LENGTH tokens are queries."""
     b = ints(B, count)
     q_lens = torch.tensor(Q_LENS, dtype=torch.int32)[b]
     index = (torch.rand(count) * q_lens).to(torch.int32)
@@ -128,7 +128,7 @@ def test_same_as_python(compiled: CompiledVariants, name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_that_do_not_exist(compiled: CompiledVariants, name: str) -> None:
-    """Any coordinates may come: nothing outside the tensors is read, nothing stops."""
+    """With any coordinates, nothing outside the tensors is read, and nothing crashes."""
     variant, args = VARIANTS[name]
     ends = torch.tensor([0, 1, -1, -500, 3, 95, 96, 100000], dtype=torch.int32)
     at = Coordinates(*(ends[ints(len(ends), 2000)] for _ in range(6)))

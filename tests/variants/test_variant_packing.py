@@ -1,4 +1,4 @@
-"""The bytes of a variant's parameters are what its C++ struct holds, and wrong values are refused."""
+"""The bytes of a variant's parameters match its C++ struct, and wrong values are refused."""
 
 from __future__ import annotations
 

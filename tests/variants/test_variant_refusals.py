@@ -1,4 +1,4 @@
-"""What cannot be a variant: each refusal names what is in the way, with the user's line."""
+"""Functions that cannot be variants: each refusal names the obstacle, with the user's line."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def nested_terms(terms):
 def test_long_functions_are_traced_and_endless_ones_refused(
     function: Callable[..., Any], operations: int
 ) -> None:
-    """As long as the limit lets them be."""
+    """They may be as long as the limit allows."""
     what = "score_mod" if function is sum_of_terms else "mask_mod"
     terms = MAX_OPERATIONS // operations - 1
     assert len(Variant.from_functions(**{what: function(terms)}).source) > 20 * terms

@@ -1,4 +1,4 @@
-"""Variants in C++: what a compiler says about them names the user's lines; combined ones compile."""
+"""Variants in C++: a compiler's errors name the user's lines; combined variants compile."""
 
 from __future__ import annotations
 

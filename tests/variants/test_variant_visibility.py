@@ -1,4 +1,4 @@
-"""Intervals of masks: they never hide what the mask shows, and what they replace was theirs."""
+"""Intervals of masks: they never hide visible tokens, and they replace only what they imply."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_random_masks() -> None:
 
 
 def test_masks_known_as_intervals_have_no_holes() -> None:
-    """And not all are unknown."""
+    """And at least some are known."""
     rng = random.Random(7)
     known = 0
     for _ in range(3000):
@@ -137,8 +137,8 @@ def test_masks_known_as_intervals_have_no_holes() -> None:
 @pytest.mark.parametrize("offset", [-2, -1, 0, 1, 2])
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, -2, -3])
 def test_reach_of_equal_quotients(divisor: int, offset: int) -> None:
-    """(q + offset) // divisor == kv // divisor: the interval holds what any query sees, and no more on the
-    left.
+    """(q + offset) // divisor == kv // divisor: the interval holds everything that any query sees, and no
+    more on the left.
     """
     shifted, number = arithmetic("add", Q_IDX, constant(offset)), constant(divisor)
     quotients = [arithmetic("floor_divide", shifted, number), arithmetic("floor_divide", KV_IDX, number)]
@@ -151,7 +151,7 @@ def test_reach_of_equal_quotients(divisor: int, offset: int) -> None:
 
 
 def test_sums_that_rise_and_fall_are_no_intervals() -> None:
-    """Whether a term rises or falls is known of each; their sum and difference may turn."""
+    """Each term is known to rise or fall; their sum and difference may not be monotonic."""
     rising = [KV_IDX, arithmetic("floor_divide", KV_IDX, constant(3)), arithmetic("mul", KV_IDX, constant(2))]
     falling = [negate(term) for term in rising]
     for term in rising:
@@ -208,7 +208,7 @@ def test_unions_are_intervals_only_if_both_have_the_same_open_end() -> None:
 
 
 def test_either_branch_may_reach_further() -> None:
-    """A query sees what one of two branches shows; the condition and its opposite narrow them."""
+    """A query sees the tokens that one of two branches shows; the condition and its opposite narrow them."""
     causal, near = compare("le", KV_IDX, Q_IDX), compare("le", arithmetic("sub", Q_IDX, KV_IDX), constant(3))
     window = bitwise("and", causal, near)
     head = compare("eq", H, constant(0))

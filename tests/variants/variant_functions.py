@@ -1,6 +1,6 @@
-"""Functions in flex_attention's signatures, and what they need: the cases of the tests.
+"""Functions in flex_attention's signatures, and their inputs: the cases of the tests.
 
-Many follow the examples that flex_attention's users know.
+Many follow well-known examples of flex_attention.
 """
 # ruff: noqa: F821
 
@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from attn_backend.variants import Variant
 
-# Requests, heads, tokens: coordinates stay below. SIZES: of who loads this file once more for larger batches
-# (variant_fuzz/catalogue.py).
+# Requests, heads, tokens: coordinates stay below these. SIZES: set by code that loads this file again for
+# larger batches (variant_fuzz/catalogue.py).
 B, H, LENGTH = globals().get("SIZES", (3, 4, 96))
 WIDTH = 12  # of an image, row by row
 torch.manual_seed(0)
@@ -42,8 +42,8 @@ CASES: list[Case] = []
 def case(
     args: dict[str, Any] | None = None, **tensors: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds a function by the number of its arguments. tensors: those that are declared by the dtypes of args,
-    unless here.
+    """Adds a function by the number of its arguments. tensors: default to those declared by the dtypes of
+    args.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
