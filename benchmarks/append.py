@@ -1,10 +1,10 @@
-"""What lies between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding,
-append to a bf16 or an 8-bit cache (e4m3). `append_qkv` beside the peers' kernels.
+"""The work between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding,
+append to a bf16 or 8-bit cache (e4m3). Compares `append_qkv` with the peers' kernels.
 
-Peers, where they are installed: vLLM's (fused_qk_norm_rope or rotary_embedding, then
-reshape_and_cache_flash); FlashInfer's rope_quantize_fp8_append_paged_kv_cache, which has no norm and rounds Q
-to 8 bits, too. One process, one GPU, CUDA-graph replay, median, with a cold L2: the projection's output is
-usually still there in an engine, for vLLM's second kernel as well.
+Peers, if installed: vLLM (fused_qk_norm_rope or rotary_embedding, then reshape_and_cache_flash), and
+FlashInfer (rope_quantize_fp8_append_paged_kv_cache), which has no norm and also rounds Q to 8 bits. One
+process, one GPU, CUDA-graph replay, median, with a cold L2. In an engine, the projection's output is usually
+still in the L2, also for vLLM's second kernel.
 
 python -m benchmarks.append [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
@@ -27,7 +27,7 @@ from benchmarks.timing import Machine, Timer, start
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
 POSITIONS = 1 << 16
 SCALE = 0.1  # of the 8-bit cache, for K and V
-# of a peer's output to ours, relative; most of the second is roundings to 8 bits
+# of a peer's output from ours, relative; most of the second comes from rounding to 8 bits
 LARGEST_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float8_e4m3fn: 5e-2}
 PEERS = ("vLLM", "FlashInfer")
 COLUMNS = (
@@ -68,7 +68,7 @@ def cos_sin_table(positions: int, head_dim: int, device: torch.device) -> torch.
 
 
 class Projected:
-    """Random outputs of a projection, with the cache that they go to."""
+    """Random outputs of a projection, with their destination cache."""
 
     def __init__(self, line: Line, device: torch.device) -> None:
         bf16 = torch.bfloat16
@@ -90,7 +90,7 @@ class Projected:
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written: Q, K, V, and their rows of cosines and sines."""
+        """Reads and writes: Q, K, V, and their rows of cosines and sines."""
         of_q, of_kv = self.q.numel(), self.k.numel() + self.v.numel()
         return 4 * of_q + (2 + self.cache.element_size()) * of_kv + self.line.tokens * HEAD_DIM * 2
 
@@ -132,8 +132,8 @@ class Projected:
         return run
 
     def flashinfer(self) -> Rows:
-        """All tokens are one request, whose pages are those of the cache in their order: a token's position
-        in it is its slot.
+        """All tokens are one request, with the cache's pages in order, so a token's position in it is its
+        slot.
         """
         device = self.q.device
         indptr = torch.tensor([0, self.pages], dtype=torch.int32, device=device)
@@ -171,9 +171,7 @@ class Projected:
         return {"vLLM": self.vllm} | ({"FlashInfer": self.flashinfer} if quantises_without_norm else {})
 
     def written(self, run: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a call makes of Q and of an empty cache, as numbers; the projection's output is then what it
-        was.
-        """
+        """The results of a call for Q and an empty cache, as numbers. Restores the projection's output."""
         before = self.qkv.clone()
         self.cache.zero_()
         q = run()
@@ -193,7 +191,7 @@ class Projected:
 def measure(
     line: Line, timer: Timer, machine: Machine, device: str = "cuda", peers: Collection[str] = PEERS
 ) -> dict[str, Any]:
-    """One line of the table; times in µs. peers: that are measured."""
+    """One line of the table; times in µs. peers: the measured ones."""
     projected = Projected(line, torch.device(device))
     result: dict[str, Any] = {
         "case": line.name,
@@ -209,7 +207,7 @@ def measure(
         try:
             run = make()
             difference = projected.difference(run)
-            timer(run)  # what cannot be captured fails here
+            timer(run)  # fails here if it cannot be captured
         except Exception as problem:  # a peer may raise anything
             print(f"{line.name}: {peer}: {type(problem).__name__}: {problem}", flush=True)
             continue

@@ -1,10 +1,10 @@
-"""Attention, ours beside the peers that import: one process, one GPU, cold L2, CUDA-graph replay, median.
+"""Attention compared with the installed peers: one process, one GPU, cold L2, CUDA-graph replay, median.
 
 python -m benchmarks.attention [--case TEXT ...] [--part K/N] [--peer NAME ...] [--batch-invariant] [--repeats
 N] [--json FILE] [--markdown FILE]
 
-The lines can be measured in parts, by name (--case) or every N-th beginning with the K-th (--part K/N);
-`python -m benchmarks.board` puts the JSON files of parts into one table and a plot.
+The lines can be measured in parts, by name (--case), or every N-th line from the K-th (--part K/N). `python
+-m benchmarks.board` merges the parts' JSON files into one table and a plot.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Expected:
         self.outputs = [(int(batch.qo_indptr[request]), reference(batch, request)) for request in chosen]
 
     def error(self, out: torch.Tensor) -> float:
-        """‖o − ref‖ / ‖ref‖; nan where no request was affordable."""
+        """‖o − ref‖ / ‖ref‖; nan if no request was affordable."""
         difference = norm = 0.0
         for first, expected in self.outputs:
             difference += float((out[first : first + len(expected)].double() - expected).square().sum())

@@ -1,4 +1,4 @@
-"""The launches that are timed: batches of random tensors, this package over them, and the same in float64."""
+"""The timed launches: batches of random tensors, this package over them, and the same in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 from benchmarks.cases import Case, SharedCase
 
-LARGEST_ERROR = 1e-2  # of bf16 against float64; what exceeds it has computed something else
+LARGEST_ERROR = 1e-2  # for bf16 compared with float64; a larger error means a wrong result
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Batch:
         return self.view_with()
 
     def view_with(self, **visibility: Any) -> BSRView:
-        """The same with other arguments of BSRView."""
+        """The same view with other arguments of BSRView."""
         visibility = ({} if self.case.causal else {"causal": False}) | visibility
         if self.case.ragged:
             return BSRView(self.qo_indptr, PageTable.ragged(self.kv_indptr), **visibility)
@@ -113,14 +113,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class SharedBatch:
-    """Random tensors of a case with shared prefixes; both orders of the requests read one cache, where the
-    pages of all nodes lie shuffled.
+    """Random tensors of a case with shared prefixes. Both orders of the requests read one cache, in which the
+    pages of all nodes are shuffled.
 
-    grouped: requests that share a prefix follow one another, as hand-made levels and FlashInfer's cascade
-    need it.
-    interleaved: request i is request order[i] of `grouped`: a random order, as it comes in an engine's batch.
-    qo_indptrs: for each level int32 [nodes + 1], its row groups in `grouped`.
-    page_tables: for each level int32 [nodes, pages of a node].
+    grouped: requests that share a prefix are consecutive, as hand-made levels and FlashInfer's cascade need
+    it. interleaved: request i is request order[i] of `grouped`: a random order, as in an engine's batch.
+    qo_indptrs: for each level int32 [nodes + 1], its row groups in `grouped`. page_tables: for each level
+    int32 [nodes, pages of a node].
     """
 
     shared: SharedCase
@@ -132,7 +131,7 @@ class SharedBatch:
 
     @classmethod
     def make(cls, shared: SharedCase, cache: torch.Tensor | None = None, seed: int = 0) -> SharedBatch:
-        """`cache`: as in Batch, with pages enough; made when None."""
+        """`cache`: as in Batch, with enough pages; created if None."""
         case, batch = shared.case, shared.batch
         generator = torch.Generator("cuda").manual_seed(seed)
         pages = [-(-tokens // case.page_size) for _, tokens in shared.levels]
@@ -194,7 +193,7 @@ class Ours:
 
 
 def prepare(attention: Attention, batch: Batch, composition: BSRView | Composition) -> Ours:
-    """Plans the composition; what is returned lasts until `attention` plans another."""
+    """Plans the composition; the result is valid until `attention` plans another."""
     kv = batch.kv
     out = torch.empty_like(batch.q)
     attention.plan(composition)
@@ -215,7 +214,7 @@ def ours(batch: Batch, **changes: Any) -> Ours:
 
 
 def hand_made(batch: SharedBatch) -> Ours:
-    """Levels made by hand of the shared prefixes."""
+    """Hand-made levels of the shared prefixes."""
     case = batch.grouped.case
     room = batch.shared.batch
     levels = len(batch.shared.levels)

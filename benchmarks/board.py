@@ -1,16 +1,16 @@
-"""The board of benchmarks.attention: its table, a plot of what each kernel reaches of the floor, and what
-changed since another board.
+"""The board of benchmarks.attention: its table, a plot of each kernel's share of the floor, and changes from
+another board.
 
-Puts the JSON files of several parts together.
+Merges the JSON files of several parts.
 
     python -m benchmarks.board JSON ... [--against JSON ...] [--markdown FILE] [--plot FILE.svg]
 
 All figures of a line come from one process. Parts of different GPU models are refused. If a line was measured
 twice, the last measurement counts.
 
---against compares our times, each divided by the floor of its own process: GPUs of one model differ in their
-clocks. A line is slower or faster only if the middle half of its times does not overlap the middle half of
-the earlier times. Exits with 1 if a line is slower.
+--against compares our times, each divided by the floor of its own process, since GPUs of one model differ in
+their clocks. A line is slower or faster only if the middle half of its times does not overlap the middle half
+of the earlier times. Exits with 1 if a line is slower.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks.report import fastest_of, number, ratio, table
 
 PEERS = ("FA3", "FA4", "FlashInfer", "cuDNN", "flex_attention")
 MARKS = dict(zip(PEERS, (("s", "C0"), ("D", "C1"), ("^", "C2"), ("P", "C4"), ("v", "C7")), strict=True))
-Line = dict[str, Any]  # what benchmarks.attention measures; times in µs
+Line = dict[str, Any]  # the result of benchmarks.attention; times in µs
 
 
 def of_ragged(line: Line, lines: Sequence[Line]) -> float | None:
-    """Ours with pages ÷ ours over the same lengths without; None where only one of them was measured."""
+    """Our time with pages ÷ our ragged time for the same lengths; None if only one of them was measured."""
     ragged = next(
         (other for other in lines if other.get("ragged") and other["shape"] == line.get("shape")), None
     )
@@ -40,7 +40,7 @@ def of_ragged(line: Line, lines: Sequence[Line]) -> float | None:
 
 
 def markdown(lines: Sequence[Line], headers: Sequence[str]) -> str:
-    """The table below its headers."""
+    """The table below the headers."""
     peers = [name for name in PEERS if any(line.get(name) is not None for line in lines)]
     invariant = any("batch invariant" in line for line in lines)
     columns = [
@@ -102,7 +102,7 @@ def merge(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
 
 
 def changes(lines: Sequence[Line], earlier: Sequence[Line]) -> tuple[list[tuple[Line, Line]], ...]:
-    """(slower lines, faster lines), each (now, earlier), by what the quartiles of both show.
+    """(slower lines, faster lines), each (now, earlier), based on the quartiles of both.
 
     Raises:
         ValueError: no line is in both boards, or a line has no quartiles.
@@ -125,7 +125,7 @@ def changes(lines: Sequence[Line], earlier: Sequence[Line]) -> tuple[list[tuple[
 
 
 def changes_text(lines: Sequence[Line], earlier: Sequence[Line]) -> tuple[str, int]:
-    """What `changes` found, as Markdown; and how many lines are slower."""
+    """The result of `changes` as Markdown, and the number of slower lines."""
     slower, faster = changes(lines, earlier)
     rows = [
         [

@@ -1,21 +1,21 @@
 """Fits the constants of the cascade's cost model (csrc/planner/forest.h): when does it pay to read a shared
-prefix once, as a row group of its own?
+prefix once, as a separate row group?
 
-Decode batches of `groups` groups of `requests` requests, which share `prefix` tokens in each group and have
-`suffix` tokens of their own, run with hand-made levels (on) and as one view of all requests (off). In the
-schedule's cost units, over all row groups and KV heads, the model takes the levels where
+Decode batches have `groups` groups of `requests` requests. They share `prefix` tokens in each group, and each
+has `suffix` tokens in addition. They run with hand-made levels (on) and as one view of all requests (off). In
+the schedule's cost units, over all row groups and KV heads, the model takes the levels where
 
     saved > state_cost / 64 * states + cascade_cost
 
-`saved`: the line of work of the one view less that of the levels, from their schedules, as if requests' own
-pairs cost the same in both. For a prefix of n KV tiles that is n * the sum of the requests' kv_tile_cost,
-less n * the sum of kv_tile_cost and the sum of pair_cost over the row tiles of the groups. `states`: two for
-each row and KV head, one a level.
+`saved`: the work of the one view minus the work of the levels, from their schedules, as if requests' own
+pairs cost the same in both. For a prefix of n KV tiles: n * the sum of the requests' kv_tile_cost, minus the
+costs of the groups' row tiles (n * the sum of kv_tile_cost, plus the sum of pair_cost). `states`: two for
+each row and KV head, one for each level.
 
 Least squares: on - off [µs] = fixed - unit * (saved - state_cost / 64 * states) / num_ctas, each batch
-weighted by 1 / off, and cascade_cost = fixed / unit * num_ctas. Regret: the state_cost and cascade_cost of a
-grid by which choosing loses least against the better of on and off: the mean over batches of chosen / better
-- 1.
+weighted by 1 / off, and cascade_cost = fixed / unit * num_ctas. Regret: time lost compared with the better of
+on and off, as the mean over batches of chosen / better - 1. The fit takes the state_cost and cascade_cost
+with the least regret from a grid.
 
 python -m benchmarks.cascade_costs [--requests N ...] [--prefixes N ...] [--suffixes N ...] [--groups N ...]
 [--heads QO KV]
@@ -71,7 +71,7 @@ class Bench:
         }
         times = dict(zip(prepared, self.timer.together([of.run for of in prepared.values()]), strict=True))
         on, off = self.on.schedule(), self.off.schedule()
-        # The model counts nothing for what requests' own pairs cost more or less when they leave states.
+        # The model ignores the change in cost of requests' own pairs when they leave states.
         own = (
             sum(
                 off.pair_cost[kind] - on.pair_cost[kind + len(on.pair_cost) // 2]
@@ -118,7 +118,7 @@ def least_squares(lines: list[dict[str, Any]]) -> dict[str, float]:
     solution, *_ = np.linalg.lstsq(features * weight[:, None], (on - off) * weight, rcond=None)
     residual = np.abs(features @ solution - (on - off)) / off
     fixed, unit, state = (float(value) for value in solution)
-    usable = unit > 0  # else less work took longer, and the constants mean nothing
+    usable = unit > 0  # otherwise less work took longer, and the constants mean nothing
     return {
         "fixed": fixed,
         "unit": unit,
@@ -129,8 +129,8 @@ def least_squares(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def regret_fit(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The constants of least mean regret (of several alike the middle), their largest regret, and the ranges
-    of constants whose mean is within 0.1 % of it.
+    """The constants with the least mean regret (the middle one of several equals), their largest regret, and
+    the ranges of constants whose mean is within 0.1 % of it.
     """
     means = np.array(
         [
@@ -155,7 +155,7 @@ def regret_fit(lines: list[dict[str, Any]]) -> dict[str, Any]:
 def mean_regrets(
     lines: list[dict[str, Any]], squares: dict[str, float], regret: dict[str, Any]
 ) -> dict[str, float]:
-    """The mean regrets of both fits, and of what they are compared with."""
+    """The mean regrets of both fits, and of the baselines."""
     everything = np.ones(len(lines), dtype=bool)
     better = np.minimum(column(lines, "on"), column(lines, "off"))
     return {
@@ -172,8 +172,8 @@ def mean_regrets(
 
 
 def break_even(prefixes: list[int], ratios: list[float]) -> str:
-    """Prefix length from which on / off stays below 1, between two lengths of the sweep by the logarithms.
-    prefixes: ascending; ratios: on / off of each.
+    """The prefix length from which on / off stays below 1, interpolated between two lengths of the sweep on a
+    log scale. prefixes: ascending; ratios: on / off of each.
     """
     worse = [i for i, ratio in enumerate(ratios) if ratio >= 1]
     if not worse:
@@ -186,7 +186,7 @@ def break_even(prefixes: list[int], ratios: list[float]) -> str:
 
 
 def first_taken(prefixes: list[int], taken: np.ndarray) -> str:
-    """First length of the sweep from which the model takes the levels. taken: bool [prefixes]."""
+    """The first length of the sweep from which the model takes the levels. taken: bool [prefixes]."""
     left = [i for i, take in enumerate(taken) if not take]
     if not left:
         return f"≤ {prefixes[0]}"
@@ -194,7 +194,7 @@ def first_taken(prefixes: list[int], taken: np.ndarray) -> str:
 
 
 def break_evens(lines: list[dict[str, Any]], regret: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where cascade breaks even, for each number of requests and each suffix: measured, and by the regret
+    """The break-even of cascade for each number of requests and each suffix: measured, and by the regret
     fit.
     """
     result = []

@@ -1,9 +1,9 @@
 """Does the automatic cascade choose well between the levels of a tree?
 
-Decode batches of `groups` groups of `requests` requests: `common` tokens are shared by all, `of_group` after
-them by each group, `own` are a request's own. They run with hand-made levels: three (common, groups, own),
-two (groups, which read the common tokens each for itself, and own), none; and with the levels that plan()
-finds. Regret: the automatic time ÷ the best of the hand-made ones, less 1.
+Decode batches have `groups` groups of `requests` requests. All share `common` tokens, each group shares
+`of_group` tokens after them, and each request has `own` tokens. They run with hand-made levels: three
+(common, groups, own), two (groups, each of which reads the common tokens, and own), or none; and with the
+levels that plan() finds. Regret: the automatic time ÷ the best hand-made time, minus 1.
 
 python -m benchmarks.cascade_levels [--groups N ...] [--requests N ...] [--common N ...] [--of-group N ...]
 [--own N ...]
@@ -72,7 +72,7 @@ class Bench:
 
 
 def two_levels(batch: SharedBatch, tokens: int) -> Composition:
-    """The groups with all `tokens` tokens in front of their requests' own, and these."""
+    """The groups with all `tokens` shared tokens, and the requests' own tokens."""
     _, of_group, own = batch.levels.levels
     pages = torch.cat(
         [batch.page_tables[0].expand(len(batch.page_tables[1]), -1), batch.page_tables[1]], 1

@@ -1,5 +1,5 @@
-"""The lines of the attention benchmark: lengths and head counts, and what each must at least move and
-compute.
+"""The lines of the attention benchmark: lengths and head counts, and the minimum bytes and operations of
+each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Case:
     """One line: bf16, lengths in tokens.
 
     Attributes:
-        ragged: K and V of all requests lie one after another, without pages.
-        in_order: a request's pages follow one another, as an engine gives them to a prompt; otherwise they
-            are shuffled.
-        causal: a row sees the tokens up to its position; else all of its request.
+        ragged: K and V of all requests are contiguous, without pages.
+        in_order: a request's pages are consecutive, as an engine gives them to a prompt; otherwise they are
+            shuffled.
+        causal: a row sees the tokens up to its position; otherwise all tokens of its request.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """The name without how K and V are stored, which is its last word."""
+        """The name without its last word, the storage of K and V."""
         return self.name.rpartition(" ")[0]
 
     @property
@@ -58,7 +58,7 @@ class SharedCase:
     """One line of decode (one query token a request), bf16, whose requests share prefixes.
 
     levels: (nodes, tokens of each), the most shared level first, the requests' own tokens last. The nodes of
-    a level lie in equal numbers under those of the level before; what is shared fills whole pages.
+    a level are spread evenly over the nodes of the level before. Shared tokens fill whole pages.
     """
 
     name: str
@@ -80,7 +80,7 @@ class SharedCase:
 
     @property
     def case(self) -> Case:
-        """The same lengths, nothing shared."""
+        """The same lengths without sharing."""
         tokens = sum(tokens for _, tokens in self.levels)
         return Case(
             self.name,
@@ -101,11 +101,11 @@ class SharedCase:
 
 
 def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> tuple[int, ...]:
-    """Those that `attn-backend plan` draws."""
+    """The lengths that `attn-backend plan` draws."""
     return tuple(batches.lengths(distribution, batch, mean, seed))
 
 
-RAGGED = 0  # where a page size is asked for
+RAGGED = 0  # instead of a page size
 
 
 def _name(kind: str, lens: str, case: Case) -> str:

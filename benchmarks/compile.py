@@ -60,7 +60,7 @@ print(json.dumps([time.perf_counter() - begin, found]))
 
 @dataclass(frozen=True)
 class Found:
-    """What a process got. compiled: whether it compiled, by its progress line."""
+    """The result of a process. compiled: whether it compiled, according to its progress line."""
 
     seconds: float
     place: str
@@ -72,7 +72,7 @@ class Found:
 
 
 class Child:
-    """A process that looks for the kernel when it is told to. hidden: compilers that it does not see."""
+    """A process that looks for the kernel on command. hidden: compilers that it must not see."""
 
     def __init__(
         self, folder: Path, nvrtc: Path | None, *hidden: str, on_cpu: bool = False, as_nobody: bool = False

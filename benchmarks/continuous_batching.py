@@ -1,5 +1,5 @@
-"""A serving engine without a model: continuous batching, chunked prefill, and a paged KV cache in which full
-pages are found again by their content.
+"""A serving engine without a model: continuous batching, chunked prefill, and a paged KV cache that finds
+full pages by their content.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Request:
 
     Attributes:
         input_length, output_length: tokens; both at least 1.
-        page_key: of page j of prompt and answer: what two requests have in common that can share the page, or
-            None. Equal keys: equal keys before them.
-        follows: what becomes ready some steps after this one has finished: the next turn of a conversation.
-        pages: int32, ids of the pages of prompt and answer, from admission on.
+        page_key: for page j of prompt and answer: a key that is equal in requests that can share the page, or
+            None. Equal keys imply equal keys before them.
+        follows: the next turn of a conversation, which becomes ready some steps after this one has finished.
+        pages: int32, ids of the pages of prompt and answer, set at admission.
         computed: tokens whose K and V are in the cache.
-        scheduled: tokens of the step at hand.
+        scheduled: tokens in the current step.
     """
 
     input_length: int
@@ -47,7 +47,7 @@ class Request:
 class PageCache:
     """Pages with users.
 
-    A full page without users keeps its content, and can be found by its key, until the page is needed: least
+    A full page without users keeps its content and can be found by its key until its memory is needed: least
     recently used first.
     """
 
@@ -64,7 +64,7 @@ class PageCache:
         return len(self._empty) + len(self._unused)
 
     def match(self, page_key: PageKey, most: int) -> list[int]:
-        """The leading pages, `most` at most, that are in the cache."""
+        """The leading pages in the cache, at most `most`."""
         found = []
         for j in range(most):
             page = self._page.get(page_key(j))
@@ -74,8 +74,8 @@ class PageCache:
         return found
 
     def take(self, found: list[int], count: int) -> list[int] | None:
-        """Makes the caller a user of the pages `found`, and of as many new ones as make `count`; None, and
-        nothing done, if there are too few.
+        """Makes the caller a user of the pages `found`, and of new ones up to `count`. Returns None, and
+        changes nothing, if there are too few.
         """
         if count - len(found) > self.available - sum(self._users[page] == 0 for page in found):
             return None
@@ -85,13 +85,14 @@ class PageCache:
         return found + [self._new() for _ in range(count - len(found))]
 
     def fill(self, page: int, key: Hashable | None) -> None:
-        """The page is full: it can be found from now on, unless another page with the same content can."""
+        """The page is full: from now on it can be found, unless another page has the same content."""
         if key is not None and self._key[page] is None and key not in self._page:
             self._key[page] = key
             self._page[key] = page
 
     def release(self, pages: list[int]) -> None:
-        """Ends a use of each page. The last pages of a request go first: fewer requests share them."""
+        """Ends one use of each page. The last pages of a request go first, since fewer requests share
+        them."""
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page] == 0:
@@ -115,16 +116,16 @@ class Engine:
     """Steps of continuous batching.
 
     Requests are admitted in order as soon as the batch limit, the step's token budget and the cache allow it.
-    A request gets all its pages when it is admitted: none is ever preempted. A step first serves the running
-    requests, in order of admission: one token of each that decodes, a chunk of each that prefills.
+    A request gets all its pages at admission, so none is ever preempted. A step first serves the running
+    requests in order of admission: one token for each decode, a chunk for each prefill.
 
     Args:
         waiting: requests in order.
-        batch_limit: most running requests.
-        cache_tokens: tokens that the KV cache holds.
+        batch_limit: maximum number of running requests.
+        cache_tokens: capacity of the KV cache in tokens.
         page_size: tokens.
-        token_budget: most tokens of a step.
-        think_steps: from the end of a request to when those that follow it are ready; they go before those
+        token_budget: maximum number of tokens in a step.
+        think_steps: steps from the end of a request until its followers are ready; they go before requests
             that never ran.
     """
 
@@ -151,7 +152,7 @@ class Engine:
         self.input_tokens = self.found_tokens = 0  # of admitted requests; found in the cache
 
     def begin_step(self) -> list[Request]:
-        """Schedules a step; its requests, with `scheduled` set."""
+        """Schedules a step; returns its requests, with `scheduled` set."""
         budget = self.token_budget
         for request in self.running:
             request.scheduled = min(max(request.input_length - request.computed, 1), budget)
@@ -195,7 +196,7 @@ class Engine:
         if not returns and not self.waiting:
             return False
         request = self.returning[0][1] if returns else self.waiting[0]
-        # The last token of the input is computed in any case: it gives the first token of the output.
+        # The last token of the input is always computed: it gives the first token of the output.
         found = self.cache.match(request.page_key, (request.input_length - 1) // self.page_size)
         pages = self.cache.take(found, -(-request.length // self.page_size))
         if pages is None:
@@ -214,9 +215,7 @@ class Engine:
         return True
 
     def _fill(self, request: Request) -> None:
-        """Pages that this step fills: requests that are admitted from now on can share them, also in this
-        step.
-        """
+        """Pages that this step fills: requests admitted from now on can share them, even in this step."""
         for j in range(
             request.computed // self.page_size, (request.computed + request.scheduled) // self.page_size
         ):

@@ -43,8 +43,8 @@ def serving_tables(text: str) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def draw_serving(tables: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
-    """A panel for each engine: ITL p50 of each backend under three loads; without the lines that switch
-    something off.
+    """A panel for each engine: ITL p50 of each backend under three loads, without the lines that disable a
+    feature.
     """
     figure = new_figure(1000, 300)
     figure.set_layout_engine("constrained")

@@ -1,9 +1,9 @@
-"""Attention over an 8-bit cache (e4m3), under bf16 queries and 8-bit ones: beside our own bf16, FA3 over the
-same 8-bit cache (Q in 8 bits), FlashInfer over it under queries of both kinds, and the floor.
+"""Attention over an 8-bit cache (e4m3), with bf16 and 8-bit queries, compared with four baselines. These are
+our own bf16, FA3 over the same cache (8-bit Q), FlashInfer with both kinds of queries, and the floor.
 
 One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. The floor: bytes
-of the 8-bit cache, Q and O at the bandwidth of a device copy. Errors are against float64 on the dequantised
-cache.
+of the 8-bit cache, Q and O at the bandwidth of a device copy. Errors are relative to float64 on the
+dequantized cache.
 
 python -m benchmarks.fp8 [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
@@ -33,7 +33,7 @@ K_SCALE, V_SCALE = 0.02, 0.01
 PEERS = {"FA3": ("FA3 fp8",), "FlashInfer": ("FlashInfer fp8", "FlashInfer fp8 Q")}  # and their columns
 PEER_COLUMNS = [column for columns in PEERS.values() for column in columns]
 COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", "fp8 Q", *PEER_COLUMNS)
-LARGEST_FLOAT8_Q_ERROR = 6e-2  # probabilities and Q of 8 bits
+LARGEST_FLOAT8_Q_ERROR = 6e-2  # 8-bit probabilities and Q
 
 
 def cases() -> list[Case]:
@@ -53,13 +53,13 @@ def cases() -> list[Case]:
 
 
 def floor_bytes(case: Case) -> int:
-    """K and V of a byte an element, Q and O of two, once."""
+    """K and V with one byte an element, Q and O with two, once."""
     kv = sum(case.kv_lens) * case.num_kv_heads * case.head_dim
     return 2 * (kv + sum(case.qo_lens) * case.num_qo_heads * case.head_dim * 2)
 
 
 def quantised(batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """The cache in 8 bits, as `Batch.cache`, and the batch with what its numbers stand for."""
+    """The cache in 8 bits, as `Batch.cache`, and the batch with the values that it represents."""
     scales = torch.tensor([K_SCALE, V_SCALE], device=batch.cache.device).view(1, 2, 1, 1, 1)
     cache = torch.empty_like(batch.cache, dtype=FLOAT8)
     wide = torch.empty_like(batch.cache)
@@ -78,7 +78,7 @@ def quantised_q(batch: Batch) -> tuple[torch.Tensor, float]:
 
 def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False, float8_q: bool = False) -> Run:
     """Ours over the 8-bit cache. of_heads: scales are device tensors, one for each KV head. float8_q: Q is
-    quantised beforehand.
+    quantized beforehand.
     """
     case = batch.case
     k_scale, v_scale = (
@@ -102,7 +102,7 @@ def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False, float8_q:
 
 
 def flash_attention_3(batch: Batch, cache: torch.Tensor) -> Run:
-    """FlashAttention-3 as vLLM builds and calls it with an 8-bit cache: Q is quantised beforehand."""
+    """FlashAttention-3 as vLLM builds and calls it with an 8-bit cache: Q is quantized beforehand."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     case = batch.case
@@ -151,7 +151,7 @@ def flash_attention_3(batch: Batch, cache: torch.Tensor) -> Run:
 
 
 def flashinfer(batch: Batch, cache: torch.Tensor, kernel: str) -> Run:
-    """FlashInfer under bf16 queries: "tensor cores" or "CUDA cores" of its decode, "fa2" of its prefill. It
+    """FlashInfer with bf16 queries: "tensor cores" or "CUDA cores" of its decode, "fa2" of its prefill. It
     multiplies the output by V's scale afterwards.
     """
     library, case = import_module("flashinfer"), batch.case
@@ -170,8 +170,8 @@ def flashinfer(batch: Batch, cache: torch.Tensor, kernel: str) -> Run:
 
 
 def flashinfer_float8_q(batch: Batch, cache: torch.Tensor) -> Run:
-    """FlashInfer's prefill for Hopper, which takes 8-bit queries with scales of heads; of its decode, too, it
-    is the kernel for them.
+    """FlashInfer's prefill for Hopper, which takes 8-bit queries with scales per head; FlashInfer also uses
+    this kernel for such decodes.
     """
     case = batch.case
     q, q_scale = quantised_q(batch)
@@ -194,7 +194,7 @@ def flashinfer_float8_q(batch: Batch, cache: torch.Tensor) -> Run:
 
 
 def peers_of(batch: Batch, cache: torch.Tensor) -> dict[str, Kernels]:
-    """The kernels of each column of a peer, by name; what counts is its fastest."""
+    """The kernels of each column of a peer, by name; the fastest counts."""
     bf16_q = ("tensor cores", "CUDA cores") if max(batch.case.qo_lens) == 1 else ("fa2",)
     return {
         "FA3 fp8": {"FA3 fp8": partial(flash_attention_3, batch, cache)},
@@ -206,7 +206,7 @@ def peers_of(batch: Batch, cache: torch.Tensor) -> dict[str, Kernels]:
 def measure(
     case: Case, timer: Timer, machine: Machine, peers: Collection[str] = tuple(PEERS)
 ) -> dict[str, Any]:
-    """One line of the table; times in µs. peers: that are measured."""
+    """One line of the table; times in µs. peers: the measured ones."""
     cache, batch = quantised(Batch.make(case))
     last = len(case.kv_lens) - 1
     expected = reference(batch, last)
@@ -241,8 +241,8 @@ def measure(
 
 
 def markdown(lines: list[dict[str, Any]], header: str) -> str:
-    """A table of all lines; ratios are of ours, under queries of 16 bits and of 8, to the bf16 cache, the
-    floor, and peers that have the same work or more.
+    """A table of all lines. Ratios compare ours, with 16-bit and 8-bit queries, with the bf16 cache, the
+    floor, and peers that do at least the same work.
     """
     rows = []
     for line in lines:

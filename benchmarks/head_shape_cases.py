@@ -1,5 +1,5 @@
-"""The lines of the head shapes' benchmark: what each must at least move and compute, its random tensors, and
-the same in float64.
+"""The lines of the head shapes' benchmark: the minimum bytes and operations of each, its random tensors, and
+a float64 reference.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 from attn_backend import BSRView, KVCache, PageTable, append_mla_kv
 
-MLA = (576, 512)  # the latent and its rope part; values are the latent
-KV_BYTES = {"bf16": 2, "e4m3": 1, "latent": 1}  # of an element; latent: rows with scales of their own
+MLA = (576, 512)  # the latent and its RoPE part; values are the latent
+KV_BYTES = {"bf16": 2, "e4m3": 1, "latent": 1}  # bytes of an element; latent: rows with separate scales
 KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "latent": torch.uint8}
 CHECKED_ROWS = 16
 
@@ -74,7 +74,7 @@ class ShapeCase:
 
     @property
     def sm_scale(self) -> float:
-        """The softmax scale; of MLA that of its heads before they are absorbed, 128 + 64 columns."""
+        """The softmax scale. For MLA, the scale of its heads before absorption, with 128 + 64 columns."""
         return 192**-0.5 if self.v_in_k else self.head_dim**-0.5
 
 
@@ -140,7 +140,7 @@ def all_cases() -> Iterator[ShapeCase]:
 
 
 def stored(k: torch.Tensor, kv: str) -> torch.Tensor:
-    """What a cache holds of bf16 [pages, page_size, num_kv_heads, columns]."""
+    """bf16 [pages, page_size, num_kv_heads, columns] as a cache stores it."""
     if kv != "latent":
         return k.to(KV_DTYPES[kv])
     rows = torch.empty(*k.shape[:2], 656, dtype=torch.uint8, device=k.device)
@@ -155,7 +155,7 @@ def stored(k: torch.Tensor, kv: str) -> torch.Tensor:
 
 
 def numbers(rows: torch.Tensor, kv: str) -> torch.Tensor:
-    """What rows [tokens, num_kv_heads, columns] of a cache stand for, in float64."""
+    """The values of a cache's rows [tokens, num_kv_heads, columns], in float64."""
     if kv != "latent":
         return rows.double()
     latent, scales, rope = (part.contiguous() for part in rows.split([512, 16, 128], -1))
@@ -170,7 +170,7 @@ class Tensors:
     """Random tensors of a case.
 
     q: bf16 [rows, num_qo_heads, head_dim]; k, v: [pages, page_size, num_kv_heads, columns], ragged [tokens,
-    num_kv_heads, columns]; qo_indptr, kv_indptr: int32 [batch + 1]; kv_lens: int32 [batch]; block_table:
+    num_kv_heads, columns]; qo_indptr, kv_indptr: int32 [batch + 1]. kv_lens: int32 [batch]. block_table:
     int32 [batch, pages of a request], ragged [batch, 0]; selected tokens: their slots.
     """
 

@@ -1,4 +1,4 @@
-"""The peers of the head shapes' benchmark. Raises ImportError where a peer is not installed."""
+"""The peers of the head shapes' benchmark. Raises ImportError if a peer is not installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from benchmarks.head_shape_cases import Tensors
 from benchmarks.peers import Kernels, Run, page_table, workspace
 
-# K's and V's columns that FlashInfer builds ahead or dispatches to; others would be compiled for minutes, to
-# fail or to be wrong.
+# Columns of K and V that FlashInfer builds in advance or dispatches to. Others would compile for minutes, and
+# then fail or give wrong results.
 FLASHINFER_HEADS = {
     "fa2": ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)),
     "fa3": ((64, 64), (128, 128), (192, 128), (256, 256)),
@@ -20,9 +20,9 @@ FLASHINFER_HEADS = {
 
 
 def flash_attention_3(tensors: Tensors) -> Run:
-    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand.
+    """FlashAttention-3 as vLLM builds it; over pages with precomputed scheduler metadata.
 
-    MLA: the rope part is K, the latent V and q_v's keys.
+    MLA: the RoPE part is K, the latent is V and q_v's keys.
     """
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
@@ -62,7 +62,7 @@ def flash_attention_3(tensors: Tensors) -> Run:
 
 
 def flash_mla(tensors: Tensors) -> Run:
-    """FlashMLA as vLLM builds it; its scheduler metadata are computed by the first call."""
+    """FlashMLA as vLLM builds it; its first call computes the scheduler metadata."""
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
 
     case = tensors.case
@@ -82,8 +82,8 @@ def flash_mla(tensors: Tensors) -> Run:
 
 
 def flash_mla_sparse(tensors: Tensors) -> Run:
-    """FlashMLA's attention to selected tokens, as vLLM builds it: that of decodes over rows of 656 bytes,
-    that of prompts over bf16.
+    """FlashMLA's attention to selected tokens, as vLLM builds it: the decode kernel over rows of 656 bytes,
+    the prefill kernel over bf16.
     """
     from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
@@ -143,7 +143,7 @@ def flashinfer_prefill(tensors: Tensors, backend: str) -> Run:
 
 
 def flashinfer_mla(tensors: Tensors) -> Run:
-    """FlashInfer's attention over latents, with the backend that it takes on Hopper.
+    """FlashInfer's attention over latents, with its default backend on Hopper.
 
     Its plan copies lengths to the host and is not timed.
     """
@@ -182,9 +182,7 @@ def flashinfer_mla(tensors: Tensors) -> Run:
 
 
 def flashinfer_kernels(tensors: Tensors) -> Kernels:
-    """Those of FlashInfer's kernels that may be its best for a line; of 8-bit caches those that take Q of 16
-    bits.
-    """
+    """Candidates for FlashInfer's best kernel on a line; for 8-bit caches, the kernels that take 16-bit Q."""
     case = tensors.case
     if case.v_in_k:
         return {"fa3": partial(flashinfer_mla, tensors)}
@@ -206,7 +204,7 @@ def flashinfer_kernels(tensors: Tensors) -> Kernels:
 
 
 def peers_of(tensors: Tensors) -> dict[str, Kernels]:
-    """The kernels of each peer that apply to a line, by name; what counts for a peer is its fastest."""
+    """The applicable kernels of each peer, by name; a peer's fastest counts."""
     case = tensors.case
     if case.selects_from:
         return {} if case.kv == "e4m3" else {"FlashMLA": {"FlashMLA": partial(flash_mla_sparse, tensors)}}

@@ -1,11 +1,11 @@
-"""Decode and prefill of every head shape, of 512 over an 8-bit cache, too, and MLA: decode, two tokens a
-request, a shared prefix, 8-bit latents, selected tokens. Ours beside the peers that import; one process, one
+"""Decode and prefill of every head shape, including 512 over an 8-bit cache. MLA: decode, two tokens a
+request, a shared prefix, 8-bit latents, selected tokens. Compared with the installed peers; one process, one
 GPU, cold L2, CUDA-graph replay, median.
 
 python -m benchmarks.head_shapes [--case TEXT ...] [--peer NAME ...] [--q-parts] [--repeats N] [--json FILE]
 [--markdown FILE]
 
-Kernels that are not in the package are compiled when their line begins. Where requests share a prefix ours
+Kernels that are not in the package are compiled when their line begins. If requests share a prefix, ours
 finds it by itself; peers read it for every request.
 """
 
@@ -32,8 +32,8 @@ KERNELS = ("hopper", "generic")
 
 
 def parts_of_q(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As layers of MLA make them: the latent's columns out of a product of each head, the rotated ones after
-    those that it has taken.
+    """As MLA layers make them: the latent's columns come from a product for each head, and the RoPE columns
+    follow the columns that this product consumes.
     """
     latent = q[..., : MLA[1]].transpose(0, 1).contiguous().transpose(0, 1)
     projected = q.new_empty(*q.shape[:2], 192)
@@ -42,7 +42,8 @@ def parts_of_q(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours(tensors: Tensors, q_parts: bool = False, **changes: Any) -> tuple[Callable[[], None], Run]:
-    """What plans, and what runs. q_parts: MLA's Q is two tensors. changes: to arguments of Attention."""
+    """The functions that plan and run. q_parts: MLA's Q is two tensors. changes: to arguments of
+    Attention."""
     case, view, kv = tensors.case, tensors.view, tensors.kv
     room: dict[str, Any] = {
         "max_rows": len(tensors.q),

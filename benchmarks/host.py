@@ -1,4 +1,4 @@
-"""What calls cost the host: the wrappers of attn_backend.flashinfer beside FlashInfer's own, and run, plan,
+"""The host cost of calls: the wrappers of attn_backend.flashinfer compared with FlashInfer's own, and run, plan,
 append_kv and sample themselves. Batch 256.
 
     python -m benchmarks.host [--case TEXT ...] [--peer NAME ...] [--repeats N] \\
@@ -6,8 +6,8 @@ append_kv and sample themselves. Batch 256.
     python -m benchmarks.host --device cpu                    # without a GPU: Python's part alone
 
 On a GPU a call is timed as a whole, launches included; the batch is so short that the device keeps up. On a
-CPU the functions of the host library are replaced by one that does nothing: what is left is what Python does
-around them. Times are µs of a call, the smallest of all rounds: others on the machine only add.
+CPU an empty function replaces the functions of the host library, so only Python's part is timed. Times are µs
+of a call, the smallest of all rounds, since other processes on the machine only add time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 256, 32, 8, 128, 16
 LATENT, ROTATED = 512, 64  # columns of MLA
 CALLS = 50  # of a round
 PEERS = ("FlashInfer",)  # on a GPU
-# what is replaced on a CPU
+# replaced on a CPU
 LIBRARY = ("plan_level", "run", "set_variant_params", "append_kv", "append_qkv", "sample")
 
 Call = Callable[[], object]
@@ -39,7 +39,7 @@ Make = Callable[[Any, "Batch"], Call]
 
 
 class Batch:
-    """Decodes of one page each, in every form that wrappers take K and V."""
+    """Decodes of one page each, in every form of K and V that wrappers take."""
 
     def __init__(self, device: str) -> None:
         generator = torch.Generator(device).manual_seed(1)
@@ -105,7 +105,7 @@ def decode_plan(
 
 
 def graph_plan(api: Any, batch: Batch, is_fast: bool = False) -> Call:
-    """A plan into the buffers of CUDA graphs; the fast one finds them filled."""
+    """A plan into CUDA graph buffers; the fast plan finds them filled."""
     buffers = (
         torch.empty_like(batch.indptr),
         torch.empty_like(batch.indices),
@@ -195,7 +195,7 @@ def mla_plan(api: Any, batch: Batch) -> tuple[Any, Call]:
 
 
 def decode_run(form: str, layout: str = "NHD", planned: dict[str, Any] | None = None, **given: Any) -> Make:
-    """form: the batch's attribute with K and V. given: of run. Tensors by their names in Batch."""
+    """form: the batch's attribute with K and V. given: arguments of run; tensors by their names in Batch."""
 
     def make(api: Any, batch: Batch) -> Call:
         wrapper, _ = decode_plan(api, batch, layout, **batch.named(planned or {}))
@@ -288,7 +288,7 @@ WRAPPERS: dict[str, Make] = {
 
 
 def own(batch: Batch) -> dict[str, Call]:
-    """The calls of this package that the wrappers are made of, and those beside them."""
+    """This package's calls that the wrappers use, and the related ones."""
     attention = attn_backend.Attention(*HEADS, device=batch.device, max_rows=1024, max_batch=BATCH)
     pages = PageTable.csr(batch.indptr, batch.indices, batch.lengths, PAGE_SIZE)
     view, kv = BSRView(batch.indptr, pages), KVCache.from_tensor(batch.nhd)
@@ -341,7 +341,7 @@ def time_of(call: Call, repeats: int) -> float:
 
 
 def time_of_flashinfer(make: Make, batch: Batch, repeats: int) -> float | None:
-    """None where it is not installed, or refuses the case."""
+    """None if it is not installed or refuses the case."""
     try:
         return time_of(make(import_module("flashinfer"), batch), repeats)
     except Exception as problem:  # a peer may raise anything

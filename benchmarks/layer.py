@@ -1,10 +1,9 @@
-"""The cost of attention in a layer of a model: new K and V into the cache, then attention, after a product
-that takes what caches hold, as a layer's own do.
+"""The cost of attention in a model's layer: new K and V into the cache, then attention, after a product that
+evicts caches as a layer's own products do.
 
-One CUDA graph holds several layers (product, append, attention); from its time that of a graph of the
-products alone is taken. Peers write to the cache with vLLM's kernel. With an 8-bit cache (e4m3, beside bf16)
-append rounds K and V. With --rope Q and K are rotated first: by ours in the launch that appends, for peers by
-vLLM's kernel.
+One CUDA graph holds several layers (product, append, attention). The time of a graph with only the products
+is subtracted. Peers write to the cache with vLLM's kernel. With an 8-bit cache (e4m3, next to bf16) append
+rounds K and V. With --rope Q and K are rotated first: by our append launch, and for peers by vLLM's kernel.
 
 python -m benchmarks.layer [--rope] [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE]
 [--markdown FILE]
@@ -31,7 +30,7 @@ from benchmarks.timing import Launch, Machine, Timer, start
 
 PEERS = ("FA3", "FlashInfer")
 LAYERS = 8  # of one graph
-PRODUCT = (4096, 14336)  # of a layer of 8B parameters
+PRODUCT = (4096, 14336)  # for a layer of 8B parameters
 PRODUCT_ROWS = {True: 16, False: 512}  # decodes, prompts
 
 
@@ -64,7 +63,7 @@ _DECODES = (
 
 
 def new_positions(qo_lens: Sequence[int], kv_lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [rows]: where the rows of Q stand in their requests."""
+    """int64 [rows]: the positions of Q's rows in their requests."""
     return torch.cat(
         [
             torch.arange(kv_len - qo_len, kv_len, device=device)
@@ -76,7 +75,7 @@ def new_positions(qo_lens: Sequence[int], kv_lens: Sequence[int], device: torch.
 def new_slots(
     block_table: torch.Tensor, qo_lens: Sequence[int], kv_lens: Sequence[int], page_size: int
 ) -> torch.Tensor:
-    """int64 [rows]: where K and V of the rows of Q lie."""
+    """int64 [rows]: the slots of K and V of Q's rows."""
     positions = new_positions(qo_lens, kv_lens, block_table.device).split(list(qo_lens))
     slots = [
         pages[token // page_size].long() * page_size + token % page_size
@@ -93,9 +92,9 @@ def layers(*launches: Launch) -> None:
 
 @dataclass(frozen=True, eq=False)
 class NewTokens:
-    """K and V [rows, num_kv_heads, head_dim] of the rows of Q, and where they go.
+    """K and V [rows, num_kv_heads, head_dim] of Q's rows, and their destination.
 
-    slots, positions: int64 [rows]. table: cosines and sines by which Q and K are rotated; None: they are not.
+    slots, positions: int64 [rows]. table: cosines and sines that rotate Q and K; None: no rotation.
     """
 
     k: torch.Tensor
@@ -115,7 +114,7 @@ class NewTokens:
         return cls(k, v, slots, new_positions(case.qo_lens, case.kv_lens, device), table)
 
     def append(self, q: torch.Tensor, kv: KVCache) -> Launch:
-        """Ours, one launch. q is rotated where it is."""
+        """Ours, one launch. q is rotated in place."""
         if self.table is None:
             return partial(append_kv, self.k, self.v, kv, self.slots)
         return partial(
@@ -123,7 +122,7 @@ class NewTokens:
         )
 
     def append_by_vllm(self, q: torch.Tensor, cache: torch.Tensor) -> list[Launch]:
-        """A launch, or two. q and k are rotated where they are."""
+        """One launch or two. q and k are rotated in place."""
         append = vllm_append(self.k, self.v, cache, self.slots)
         return (
             [append] if self.table is None else [vllm_rotate(q, self.k, self.table, self.positions), append]
@@ -133,7 +132,7 @@ class NewTokens:
 def measure(
     case: Case, timer: Timer, machine: Machine, rope: bool = False, peers: Collection[str] = PEERS
 ) -> dict[str, Any]:
-    """One line of the table; µs a layer. peers: that are measured."""
+    """One line of the table; µs a layer. peers: the measured ones."""
     batch = Batch.make(case)
     device = batch.q.device
     new = NewTokens.make(batch, rope)
@@ -171,7 +170,7 @@ def measure(
 
 
 def of_peers(batch: Batch, new: NewTokens, peers: Collection[str]) -> dict[str, list[Launch]]:
-    """Append and attention of those of the peers that import."""
+    """Append and attention of the installed peers."""
     makes: dict[str, Callable[[], Launch]] = {"FA3": partial(flash_attention_3, batch)}
     makes |= {f"FlashInfer, {name}": make for name, make in flashinfer_backends(batch).items()}
     launches: dict[str, list[Launch]] = {}
@@ -191,7 +190,7 @@ def of_peers(batch: Batch, new: NewTokens, peers: Collection[str]) -> dict[str, 
 
 
 def markdown(lines: list[dict[str, Any]], rope: bool = False) -> str:
-    """A table; what counts for FlashInfer is its fastest backend."""
+    """A table; FlashInfer's fastest backend counts."""
     rows = []
     for line in lines:
         flashinfer = fastest_of(line, [name for name in line if name.startswith("FlashInfer")])

@@ -20,7 +20,7 @@ def measure_lines(
     header: str,
     arguments: argparse.Namespace,
 ) -> None:
-    """Measures the cases that --case asks for, prints each line, and at the end the whole.
+    """Measures the cases that --case selects, prints each line, and at the end the whole table.
 
     Files are written after every line.
 

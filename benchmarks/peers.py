@@ -1,5 +1,5 @@
-"""The peers that import: each a function that launches attention of a prepared batch, or what comes before
-it. Raises ImportError where the peer is not installed.
+"""The installed peers: each is a function that launches attention of a prepared batch, or a step before it.
+Raises ImportError if the peer is not installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Run = Callable[[], torch.Tensor]
 RunInParts = Callable[[], tuple[torch.Tensor, ...]]  # the outputs of the first rows, of the next rows, ...
 Kernels = dict[str, Callable[[], Run | RunInParts]]  # by name
 
-FLASHINFER_WORKSPACE = 512 << 20  # bytes; 128 MB are recommended, too little for some large batches
+FLASHINFER_WORKSPACE = 512 << 20  # bytes; the recommended 128 MB are too little for some large batches
 
 
 class PageSize(Protocol):
@@ -28,7 +28,7 @@ class PageSize(Protocol):
 
 
 class Paged(Protocol):
-    """What a page table is made of. block_table: int32 [batch, pages]; kv_lens: int32 [batch]."""
+    """The inputs of a page table. block_table: int32 [batch, pages]; kv_lens: int32 [batch]."""
 
     @property
     def case(self) -> PageSize: ...
@@ -41,7 +41,7 @@ class Paged(Protocol):
 def time_of(
     name: str, case: str, make: Callable[[], Run | RunInParts], timer: Timer
 ) -> tuple[float | None, torch.Tensor | None]:
-    """(µs, output) of a peer, or (None, None): a peer that fails says why and stops nothing."""
+    """(µs, output) of a peer, or (None, None): a peer that fails prints the reason and stops nothing."""
     try:
         run = make()
         time, out = timer(run), run()
@@ -59,10 +59,10 @@ def fastest(
     error: Callable[[torch.Tensor], float | None],
     largest: float,
 ) -> dict[str, Any]:
-    """What a line has of a peer: µs of its fastest kernel whose output is right, that kernel's name and
-    error; None where no kernel ran and was right.
+    """A peer's entry in a line: µs of its fastest correct kernel, that kernel's name and error; None if no
+    kernel was correct.
 
-    error: of an output; None: there is nothing to compare it with, and it counts as right.
+    error: of an output; None: there is no reference, and the output counts as correct.
     """
     line: dict[str, Any] = {peer: None}
     for backend, make in kernels.items():
@@ -81,8 +81,8 @@ def fastest(
 def flash_attention_3(
     batch: Batch, window_left: int = -1, soft_cap: float = 0.0, sinks: torch.Tensor | None = None
 ) -> Run:
-    """FlashAttention-3 as vLLM builds it; over pages with scheduler metadata computed beforehand, ragged as
-    vLLM calls it, without. sinks: [num_qo_heads].
+    """FlashAttention-3 as vLLM builds it: over pages with precomputed scheduler metadata, ragged without, as
+    vLLM calls it. sinks: [num_qo_heads].
     """
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
@@ -137,7 +137,7 @@ def flash_attention_3(
 
 
 def flash_attention_4(batch: Batch) -> Run:
-    """FlashAttention-4's CuTe kernels, as their own package or vLLM has them; ragged."""
+    """FlashAttention-4's CuTe kernels, from their own package or from vLLM; ragged."""
     case = batch.case
     for package in ("flash_attn.cute", "vllm.vllm_flash_attn.cute"):
         try:
@@ -206,7 +206,7 @@ def flex_attention(batch: Batch) -> Run:
         return same & (query >= key) if case.causal else same
 
     mask = create_block_mask(visible, None, None, tokens, tokens, device="cuda")
-    torch._dynamo.reset()  # a limit on recompilations would make it give up after some shapes
+    torch._dynamo.reset()  # otherwise the limit on recompilations would stop it after some shapes
     compiled = torch.compile(attend, dynamic=False)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (batch.q, *batch.cache))
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
@@ -298,7 +298,7 @@ def flashinfer_pod(batch: Batch) -> RunInParts:
 
 
 def flashinfer_backends(batch: Batch) -> Kernels:
-    """Those of FlashInfer's kernels that may be its best for a batch."""
+    """Candidates for FlashInfer's best kernel for a batch."""
     backends: Kernels = {name: partial(flashinfer_prefill, batch, name) for name in ("fa2", "fa3")}
     if batch.case.ragged:
         return backends
@@ -313,7 +313,7 @@ def flashinfer_backends(batch: Batch) -> Kernels:
 
 
 def peers_of(batch: Batch) -> dict[str, Kernels]:
-    """The kernels of each peer that apply to a batch, by name; what counts for a peer is its fastest."""
+    """The applicable kernels of each peer, by name; a peer's fastest counts."""
     peers: dict[str, Kernels] = {
         "FA3": {"FA3": partial(flash_attention_3, batch)},
         "FlashInfer": flashinfer_backends(batch),
@@ -327,7 +327,7 @@ def peers_of(batch: Batch) -> dict[str, Kernels]:
 
 
 def peers_of_shared(batch: SharedBatch) -> dict[str, Kernels]:
-    """The same where requests share prefixes. The peers get the requests of a prefix one after another."""
+    """The same for requests that share prefixes. The peers get the requests of a prefix consecutively."""
     peers = peers_of(batch.grouped)
     peers["FlashInfer"] |= {
         "cascade": partial(flashinfer_cascade, batch),
@@ -339,7 +339,7 @@ def peers_of_shared(batch: SharedBatch) -> dict[str, Kernels]:
 def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
     """FlashInfer's MultiLevelCascadeAttentionWrapper.
 
-    On Hopper "auto" becomes fa3, which splits no KV; "fa2" does, but only the inner wrappers can be told.
+    On Hopper "auto" becomes fa3, which splits no KV. "fa2" does, but only the inner wrappers accept it.
     """
     flashinfer = import_module("flashinfer")
     case = batch.grouped.case
@@ -368,8 +368,8 @@ def flashinfer_cascade(batch: SharedBatch, backend: str = "auto") -> Run:
 
 
 def vllm_rotate(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> Launch:
-    """vLLM's rotary embedding, which rotates q and k [tokens, heads, head_dim] where they are, in halves;
-    their heads lie one after another.
+    """vLLM's rotary embedding, which rotates q and k [tokens, heads, head_dim] in place, in halves; their
+    heads are contiguous.
     """
     kernels = import_module("vllm._custom_ops")
     arguments = (positions, q.flatten(1), k.flatten(1), q.shape[2], table, True)

@@ -1,9 +1,9 @@
-"""The pipeline of the Hopper kernel as a picture: which unit works on which KV tile, by the dependencies of
+"""A picture of the Hopper kernel's pipeline: which unit works on which KV tile, by the dependencies of
 csrc/attention/sm90/prefill.cuh.
 
-Times are those of a row tile of 128 rows with heads of 128 columns (docs/adr/0016): a warpgroup's product of
-64 x 128 x 128 takes the tensor cores 512 cycles, one of a KV tile's copies about as long as the memory gives
-it, a softmax of 64 x 128 scores some 1,000 cycles of a warpgroup that shares its schedulers.
+Times are for a row tile of 128 rows with heads of 128 columns (docs/adr/0016). A warpgroup's product of 64 x
+128 x 128 takes the tensor cores 512 cycles. A copy of a KV tile takes about as long as the memory allows. A
+softmax of 64 x 128 scores takes some 1,000 cycles of a warpgroup that shares its schedulers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Timeline:
     )
 
     def add(self, lane: str, ready: float, cycles: float, what: str, tile: int, consumer: int = -1) -> float:
-        """A step that begins when its lane is free and `ready` has come. Returns its end."""
+        """A step that begins when its lane is free and after `ready`. Returns its end."""
         begin = max(ready, self.steps[lane][-1][1] if self.steps[lane] else 0.0)
         self.steps[lane].append((begin, begin + cycles, what, tile, consumer))
         return begin + cycles

@@ -1,8 +1,8 @@
 """The cost of a plan: µs on the host (the call) and on the device, for decode batches with cascade off and
 on.
 
-Device times are those of replayed CUDA graphs, launch included: one that holds 20 plans, divided by 20, and
-one that holds a single plan, with a warm and with a cold L2. Only plan runs: the pages need no cache.
+Device times are from replayed CUDA graphs, launch included: one with 20 plans, divided by 20, and one with a
+single plan, with a warm and with a cold L2. Only plan runs: the pages need no cache.
 
 python -m benchmarks.plan [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
 """
@@ -39,8 +39,8 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Line:
-    """A decode batch of `batch` requests of kv_len tokens: `common` tokens are shared by all, the `of_group`
-    after them by each of NUM_GROUPS groups.
+    """A decode batch of `batch` requests of kv_len tokens. All share `common` tokens; each of NUM_GROUPS
+    groups shares the `of_group` tokens after them.
     """
 
     sharing: str
@@ -49,7 +49,7 @@ class Line:
     kv_len: int = 4096
     common: int = 0
     of_group: int = 0
-    table_tokens: int = 4096  # that a row of the block table has room for
+    table_tokens: int = 4096  # capacity of a row of the block table
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Line:
         pages = self.kv_len // PAGE_SIZE
         request = torch.arange(self.batch, device="cuda")[:, None]
         page = torch.arange(pages, device="cuda")
-        # What shares a page shares an owner: a request, its group, or all.
+        # Tokens that share a page share an owner: a request, its group, or all.
         owner = torch.where(
             page < (self.common + self.of_group) // PAGE_SIZE, self.batch + request % NUM_GROUPS, request
         )

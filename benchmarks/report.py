@@ -1,4 +1,4 @@
-"""The parts that the benchmarks share: options of the command line, tables, files."""
+"""Code that the benchmarks share: command line options, tables, files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tabulate import tabulate
 
 
 def options(description: str | None, repeats: int = 50, peers: Iterable[str] = ()) -> argparse.ArgumentParser:
-    """A parser of the options that every benchmark has.
+    """A parser with the options of every benchmark.
 
     Args:
         repeats: default number of timed replays.
-        peers: names that --peer takes; none: there is no --peer.
+        peers: names that --peer takes; none: no --peer option.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,32 +40,32 @@ def options(description: str | None, repeats: int = 50, peers: Iterable[str] = (
 
 
 def wanted(name: str, arguments: argparse.Namespace) -> bool:
-    """Whether --case asks for this line."""
+    """Whether --case selects this line."""
     return not arguments.case or any(text in name for text in arguments.case)
 
 
 def asked_peers(peers: Iterable[str], arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Those of the peers that --peer asks for."""
+    """The peers that --peer selects."""
     return tuple(peer for peer in peers if not arguments.peer or peer in arguments.peer)
 
 
 def fastest_of(line: Mapping[str, Any], columns: Iterable[str]) -> float | None:
-    """The smallest time of these columns; None: none of them was measured."""
+    """The smallest time of these columns; None if none was measured."""
     return min((line[column] for column in columns if line.get(column) is not None), default=None)
 
 
 def ratio(dividend: float | None, divisor: float | None) -> float | None:
-    """None where one of the two was not measured."""
+    """None if one of the two was not measured."""
     return None if dividend is None or divisor is None else dividend / divisor
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A cell of a table; '-' for what was not measured."""
+    """A cell of a table; '-' if it was not measured."""
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: the first column to the left, numbers to the right."""
+    """A Markdown table: the first column left-aligned, numbers right-aligned."""
     return tabulate(
         rows,
         columns,
@@ -83,7 +83,7 @@ def brief(line: dict[str, object]) -> dict[str, object]:
 def save(arguments: argparse.Namespace, text: str, data: object) -> None:
     """Writes the files that --markdown and --json name.
 
-    Called after every line: what was measured outlives a peer that breaks the process.
+    Called after every line, so that results outlive a peer that crashes the process.
     """
     if arguments.json:
         arguments.json.write_text(json.dumps(data, indent=1))

@@ -1,11 +1,11 @@
-"""Samplers side by side: one token for each row, straight from float32 logits.
+"""Samplers compared: one token for each row, directly from float32 logits.
 
 Times in µs of replayed CUDA graphs with a cold L2, launches included. The floor is one read of the logits at
-the rate of a device copy and the launch of one element. Peers from logits too: FlashInfer by the fastest way
-to put its functions together, vLLM's Triton kernels (the copy that they work in taken off), torch with a
+the rate of a device copy, plus a one-element launch. Peers also start from logits: FlashInfer with the
+fastest combination of its functions, vLLM's Triton kernels (minus the copy that they work in), torch with a
 sort. Peaked logits are randn * 4, flat ones randn, at temperature 0.6.
 
---batch and --vocab pick sizes; --add takes lines that an earlier run left with --json, so that a board can be
+--batch and --vocab select sizes. --add takes lines that an earlier run saved with --json, so a board can be
 measured in parts.
 
 python -m benchmarks.sampling [--batch N ...] [--vocab N ...] [--case TEXT ...] [--peer NAME ...] [--repeats
@@ -71,7 +71,7 @@ def ours(requests: Requests) -> Launch:
 
 
 def time_of_peer(name: str, case: str, requests: Requests, timer: Timer) -> float | None:
-    """µs of a peer's fastest launch; None: it has none, is not installed, or fails, which is printed."""
+    """µs of a peer's fastest launch; None if it has none, is not installed, or fails, which is printed."""
     try:
         launches = PEERS[name](requests)
         if name == "torch sort" and requests.filters.temperature:

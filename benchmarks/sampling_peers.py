@@ -1,4 +1,4 @@
-"""Samplers of the peers that import: each a function of a case that returns a launch.
+"""Samplers of the installed peers: each is a function of a case that returns a launch.
 
 Parameters are a tensor for each request, as engines hold them.
 """
@@ -38,9 +38,7 @@ class Requests:
 
 
 def flashinfer(requests: Requests) -> list[Launch]:
-    """FlashInfer from logits: every way its functions can be put together for these filters, the fastest of
-    which counts.
-    """
+    """FlashInfer from logits: every combination of its functions for these filters; the fastest counts."""
     fi = import_module("flashinfer.sampling")
     f, logits = requests.filters, requests.logits
     temperature = requests.each(f.temperature)
@@ -53,7 +51,7 @@ def flashinfer(requests: Requests) -> list[Launch]:
 
     if f.temperature == 0.0:
         return []
-    if top_k is not None and top_p is not None and min_p is not None:  # as SGLang puts them together
+    if top_k is not None and top_p is not None and min_p is not None:  # as SGLang combines them
         return [
             lambda: fi.min_p_sampling_from_probs(
                 fi.top_p_renorm_probs(fi.top_k_renorm_probs(probs(), top_k), top_p), min_p
@@ -80,7 +78,7 @@ def flashinfer(requests: Requests) -> list[Launch]:
 
 def vllm(requests: Requests) -> list[Launch]:
     """vLLM's own sampler on a GPU: its Triton kernels for temperature, min-p, top-k with top-p, and the
-    Gumbel draw. They work in place, so a copy comes first; its time is taken off by the caller.
+    Gumbel draw. They work in place, so a copy comes first; the caller subtracts its time.
     """
     gumbel = import_module("vllm.v1.worker.gpu.sample.gumbel")
     apply_min_p = import_module("vllm.v1.worker.gpu.sample.min_p").apply_min_p
@@ -112,7 +110,7 @@ def vllm(requests: Requests) -> list[Launch]:
 
 
 def torch_sort(requests: Requests) -> list[Launch]:
-    """Sampling by a sort, as the engines' torch implementations; torch.argmax where it is greedy."""
+    """Sampling by a sort, like the engines' torch implementations; torch.argmax if greedy."""
     f, logits = requests.filters, requests.logits
     if f.temperature == 0.0:
         return [lambda: logits.argmax(-1)]
@@ -136,6 +134,6 @@ def torch_sort(requests: Requests) -> list[Launch]:
 
 
 def copy_time(requests: Requests) -> Launch:
-    """The copy in front of vLLM's kernels."""
+    """The copy before vLLM's kernels."""
     work = torch.empty_like(requests.logits)
     return lambda: work.copy_(requests.logits)

@@ -12,8 +12,8 @@ def total_cost(schedule: Schedule, num_kv_heads: int) -> int:
 
 
 def balance(schedule: Schedule, num_kv_heads: int) -> float:
-    """Cost of the busiest CTA ÷ mean of all: 1 is perfect. CTAs without work count, and Q that a CTA loads
-    again.
+    """Cost of the busiest CTA ÷ mean of all: 1 is perfect. CTAs without work count, and so does Q that a CTA
+    loads again.
     """
     return ScheduleCosts.of(schedule, num_kv_heads).balance
 

@@ -1,9 +1,9 @@
-"""Decode of requests that share prefixes: levels that plan() finds, levels made by hand, no levels, and the
-peers, with the cost where nothing is shared.
+"""Decode of requests that share prefixes: levels that plan() finds, hand-made levels, no levels, and the
+peers. Also the cost if nothing is shared.
 
-One process, one GPU, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. Where ours
-looks for prefixes by itself the requests lie in random order; hand-made levels and the peers get the requests
-of a prefix one after another.
+One process, one GPU, bf16, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. If ours
+looks for prefixes by itself, the requests are in random order; hand-made levels and the peers get the
+requests of a prefix consecutively.
 
 python -m benchmarks.shared_prefix [--case TEXT ...] [--peer NAME ...] [--rounds N] [--repeats N] [--json
 FILE] [--markdown FILE]
@@ -35,13 +35,13 @@ PEERS: dict[str, dict[str, Callable[[SharedBatch], Run]]] = {  # and their colum
 }
 PEER_COLUMNS = [column for columns in PEERS.values() for column in columns]
 OURS = ("hand-made", "automatic", "off")
-LAYERS = 32  # that share one plan in a model's step
+LAYERS = 32  # of a model's step share one plan
 
 
 def measure_shared(
     shared: SharedCase, timer: Timer, machine: Machine, peers: Collection[str]
 ) -> dict[str, Any]:
-    """One line of the table of shared prefixes; times in µs. peers: that are measured."""
+    """One line of the table of shared prefixes; times in µs. peers: the measured ones."""
     batch = SharedBatch.make(shared)
     expected = torch.cat([reference(batch.grouped, request) for request in range(shared.batch)])
     prepared = dict(
@@ -74,14 +74,14 @@ def measure_shared(
         if error is not None and not error <= LARGEST_ERROR:
             print(f"{shared.name}: {name}: WRONG, relative error {error:.1e}", flush=True)
             if name in PEER_COLUMNS:
-                line[name] = None  # no time to be compared with
+                line[name] = None  # not a time to compare with
     return line
 
 
 def measure_unshared(case: Case, timer: Timer, rounds: int) -> dict[str, Any]:
-    """One line of the table of what is not shared.
+    """One line of the table without sharing.
 
-    Differences are small: each round captures both anew, in new workspaces, and lets them take turns.
+    Differences are small: each round captures both again, in new workspaces, and alternates between them.
     """
     batch = Batch.make(case)
     of_rounds: list[dict[str, float]] = []

@@ -1,5 +1,5 @@
-"""The worth of shared prefixes in serving: traces replayed through continuous batching, and some of their
-steps planned with and without cascade. No GPU.
+"""The value of shared prefixes in serving: replays traces through continuous batching, and plans some of
+their steps with and without cascade. No GPU.
 
     # the Mooncake trace, which is in the repository
     python -m benchmarks.simulate --out results
@@ -39,14 +39,14 @@ PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 NUM_CTAS = 132
 TOKEN_BUDGET = 8192  # of a step
-MAX_CONVERSATION = 8192  # tokens; what is longer ends before
+MAX_CONVERSATION = 8192  # tokens; longer conversations are cut
 # of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within about 7 %
 CHARACTERS_PER_TOKEN = 4.2
 TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl"
 
 
 def mooncake(trace: list[TraceRequest]) -> list[Request]:
-    """The trace's requests in the order of arrival; when they arrive does not matter, as the queue is never
+    """The trace's requests in order of arrival. Arrival times do not matter, since the queue is never
     empty.
     """
     return [
@@ -56,8 +56,8 @@ def mooncake(trace: list[TraceRequest]) -> list[Request]:
 
 
 def read_sharegpt(path: Path, conversations: int) -> list[list[tuple[int, int]]]:
-    """(prompt, answer) tokens of the turns of `conversations` random conversations: of each two messages the
-    first is the prompt, whoever wrote it.
+    """(prompt, answer) tokens of the turns of `conversations` random conversations. The first of each two
+    messages is the prompt, regardless of its author.
 
     Raises:
         ValueError: the file is not in ShareGPT's form.
@@ -86,12 +86,12 @@ def read_sharegpt(path: Path, conversations: int) -> list[list[tuple[int, int]]]
 def sharegpt(
     conversations: list[list[tuple[int, int]]], system_tokens: int = 0, samples: int = 1
 ) -> list[Request]:
-    """The first turns; each is followed by the next, whose input is all that was said before.
+    """The first turns; each is followed by the next, whose input is the conversation so far.
 
     Args:
         conversations: (prompt, answer) tokens of each turn.
-        system_tokens: of a system prompt that all conversations begin with.
-        samples: answers to each prompt; the conversation goes on from the first.
+        system_tokens: length of a system prompt that all conversations share.
+        samples: answers to each prompt; the conversation continues from the first.
     """
     first_turns: list[Request] = []
     for number, turns in enumerate(conversations):
@@ -114,7 +114,7 @@ def sharegpt(
 def _conversation_key(
     number: int, system_tokens: int, end: int | None
 ) -> Callable[[int], tuple[int, int] | None]:
-    """`end`: tokens after it are this sample's alone."""
+    """`end`: only this sample has the tokens after it."""
 
     def key(page: int) -> tuple[int, int] | None:
         after = (page + 1) * PAGE_SIZE
@@ -125,12 +125,12 @@ def _conversation_key(
 
 @dataclass
 class Measured:
-    """The steps of one replay that were planned.
+    """The planned steps of one replay.
 
     Attributes:
         step, requests, kv_lens: number of the step, its requests, tokens of KV that they see.
         tokens, busiest, balance: with cascade off [0] and on [1]: tokens read for each KV head, cost of the
-            busiest CTA, that over the mean of all CTAs.
+            busiest CTA, and that cost over the mean of all CTAs.
         taken: prefixes that became row groups.
     """
 
@@ -161,7 +161,7 @@ class Measured:
 
 
 def replay(requests: list[Request], batch_limit: int, cache_tokens: int, every: int) -> Measured:
-    """Runs requests through the engine until none waits, so that the batch is as full as it can be, and plans
+    """Runs requests through the engine until none waits, so that the batch is as full as possible, and plans
     one step of `every`.
     """
     planners = [
@@ -189,7 +189,7 @@ def replay(requests: list[Request], batch_limit: int, cache_tokens: int, every: 
 
 
 def row(name: str, batch_limit: int, m: Measured) -> dict[str, str]:
-    """One line of the table, by its columns."""
+    """One line of the table, by column."""
     balances = [f"{np.mean(balance):.3f} / {np.percentile(balance, 99):.3f}" for balance in m.balance]
     return {
         "workload": name,
@@ -206,7 +206,7 @@ def row(name: str, batch_limit: int, m: Measured) -> dict[str, str]:
 
 
 def draw(results: dict[tuple[str, int], Measured]) -> Figure:
-    """KV traffic of every replay over its steps: without cascade in grey, with it in color."""
+    """KV traffic of every replay over its steps: without cascade in gray, with it in color."""
     from matplotlib.ticker import EngFormatter
 
     from attn_backend.cli.picture import FAINT, new_figure
@@ -243,7 +243,7 @@ def draw(results: dict[tuple[str, int], Measured]) -> Figure:
 
 
 def _thinned(steps: list[int], values: list[int], most: int) -> Iterator[tuple[float, float]]:
-    """Means of neighbouring points: `most` of them at most."""
+    """Means of neighboring points: at most `most` of them."""
     for part in np.array_split(np.array([steps, values], float), min(most, len(steps)), axis=1):
         yield part[0].mean(), part[1].mean()
 
@@ -292,7 +292,7 @@ def new_parser() -> argparse.ArgumentParser:
 
 
 def make_workloads(arguments: argparse.Namespace) -> dict[str, Callable[[], list[Request]]]:
-    """Functions that make the requests, by name: a replay uses the requests up."""
+    """Functions that make the requests, by name, since a replay consumes them."""
     trace = read_trace(TRACE)
     workloads: dict[str, Callable[[], list[Request]]] = {"Mooncake synthetic": lambda: mooncake(trace)}
     if arguments.sharegpt:

@@ -1,6 +1,4 @@
-"""Times on one GPU: launches replayed from CUDA graphs with a cold L2, and the rates that floors are computed
-from.
-"""
+"""Times on one GPU: launches replayed from CUDA graphs with a cold L2, and the rates behind the floors."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ import torch
 Launch = Callable[[], object]
 
 FLUSH_BYTES = 256 << 20  # several times the largest L2
-WARM_UPS = 3  # replays that are not counted
+WARM_UPS = 3  # replays that do not count
 
 
 def capture(launch: Launch) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call, which is made once before: what compiles, loads or allocates for good does so
-    outside the capture.
+    """A CUDA graph of one call. It runs once before, so permanent effects (compiling, loading, allocating)
+    happen outside the capture.
     """
     launch()
     torch.cuda.synchronize()
@@ -47,7 +45,7 @@ class Timer:
     """Median time of captured launches with a cold L2."""
 
     def __init__(self, repeats: int, flush: torch.Tensor | None = None) -> None:
-        """flush: what another timer clears the L2 cache with."""
+        """flush: another timer's buffer for clearing the L2 cache."""
         if not torch.cuda.is_available():
             sys.exit("error: this benchmark times a CUDA GPU, and torch sees none")
         self.repeats = repeats
@@ -68,14 +66,14 @@ class Timer:
     def times(self, launches: Sequence[Launch]) -> list[list[float]]:
         """µs of every counted call of each.
 
-        They take turns, so that clocks that drift meet all of them alike; every second round is in reverse
+        They take turns, so that drifting clocks affect all of them equally; every second round is in reverse
         order.
         """
         graphs = [capture(launch) for launch in launches]
         times: list[list[float]] = [[] for _ in graphs]
         for i in range(WARM_UPS + self.repeats):
             for n in range(len(graphs)) if i % 2 == 0 else reversed(range(len(graphs))):
-                # still runs while the host queues the replay, so that no launch is waited for
+                # still runs while the host queues the replay, so no launch is late
                 self.flush.bitwise_not_()
                 times[n].append(device_time(graphs[n].replay))
         return [of_one[WARM_UPS:] for of_one in times]
@@ -120,7 +118,7 @@ class Machine:
 
 
 def start(repeats: int) -> tuple[Timer, Machine]:
-    """What a benchmark begins with: the same random numbers each time, the timer, and the GPU's rates."""
+    """The start of a benchmark: the same random numbers each time, the timer, and the GPU's rates."""
     torch.manual_seed(0)
     timer = Timer(repeats)
     return timer, Machine.measure(timer)

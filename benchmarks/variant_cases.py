@@ -1,5 +1,5 @@
-"""The lines of the variants' benchmark: what each changes, as functions in flex_attention's signatures, as
-this package is told, and the same in float64.
+"""The lines of the variants' benchmark: each change to attention as functions in flex_attention's signatures,
+as arguments of this package, and in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.cases import Case
 
 CAP, WINDOW, GPT_OSS_WINDOW = 30.0, 1024, 128
 DOCUMENTS, PREFIX = 8, 4  # documents of a request; one token of PREFIX is in the prefix
-PIECE, IN_TURN = 128, 4  # documents in pieces of so many tokens, so many documents in turn
+PIECE, IN_TURN = 128, 4  # documents come in pieces of PIECE tokens, with IN_TURN documents taking turns
 FIRST_TOKENS = 4  # beside a window
 TREE = 64  # tokens
 CHECKED_ROWS = 64
@@ -40,17 +40,17 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """What attention is on a line, with its tensors.
+    """The definition of attention on a line, with its tensors.
 
     score_mod, mask_mod: in flex_attention's signatures, of tensors that broadcast; None: unchanged, all. cap,
-    window (tokens that a query sees, its own among them), slopes, sinks (float32 [num_qo_heads]): what peers
-    take instead of functions. made_with, run_with, variant_args: for this package.
+    window (tokens that a query sees, including itself), slopes, sinks (float32 [num_qo_heads]): for peers
+    that take these instead of functions. made_with, run_with, variant_args: for this package.
     """
 
     mask_mod: MaskMod
     score_mod: ScoreMod | None = None
     uses_softmax: bool = True
-    is_causal: bool = True  # the mask is nothing else, but for the window
+    is_causal: bool = True  # the mask is only causal, apart from the window
     cap: float = 0.0
     window: int = 0
     is_alibi: bool = False
@@ -58,7 +58,7 @@ class Meaning:
     bias: float = 0.0  # of sigmoid
     # rows of Q or K [rows, heads, head_dim], and their positions
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None
-    scales: tuple[Tensor, Tensor] | None = None  # float32 [num_kv_heads] each: what K and V are multiplied by
+    scales: tuple[Tensor, Tensor] | None = None  # float32 [num_kv_heads] each: factors of K and V
     made_with: dict[str, Any] = field(default_factory=dict)
     run_with: dict[str, Any] = field(default_factory=dict)
     variant_args: dict[str, Tensor] | None = None
@@ -66,7 +66,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class VariantCase:
-    """A line. name: of the variant and the case."""
+    """A line. name: variant and case."""
 
     variant: str
     case: Case
@@ -146,7 +146,7 @@ def sigmoid(case: Case, device: torch.device) -> Meaning:
 
 
 def rope(case: Case, device: torch.device) -> Meaning:
-    """Q and K as they are before the rotary embedding: K of the cache is rotated where it is read."""
+    """Q and K before the rotary embedding: K of the cache is rotated when it is read."""
     frequencies = builtin.rope_frequencies(case.head_dim).to(device)
 
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def rope(case: Case, device: torch.device) -> Meaning:
 
 
 def scaled(case: Case, device: torch.device) -> Meaning:
-    """Both K and V are multiplied where they are read: the cheapest transform of each."""
+    """Both K and V are scaled when they are read: the cheapest transform of each."""
     k_scale, v_scale = (torch.rand(case.num_kv_heads, device=device) + 0.5 for _ in range(2))
     variant = Variant.from_source(
         SCALED, {"k_scale": torch.float32, "v_scale": torch.float32}, name="scaled", causal=True
@@ -175,7 +175,7 @@ def scaled(case: Case, device: torch.device) -> Meaning:
 
 
 def document(case: Case, device: torch.device) -> Meaning:
-    """Documents of about an eighth of a request, not quite of one length."""
+    """Documents of about an eighth of a request, with slightly different lengths."""
     longest = max(case.kv_lens)
     generator = torch.Generator().manual_seed(1)
     ends = torch.arange(1, DOCUMENTS) * longest // DOCUMENTS + torch.randint(
@@ -237,7 +237,7 @@ def prefix_lm(case: Case, device: torch.device) -> Meaning:
 
 
 def tree(case: Case, device: torch.device) -> Meaning:
-    """Random trees: a query sees the cache, and of the queries itself and those above it."""
+    """Random trees: a query sees the cache, itself, and its ancestors among the queries."""
     generator = torch.Generator().manual_seed(2)
     masks = torch.zeros(len(case.qo_lens), TREE, TREE, dtype=torch.bool)
     for mask in masks:
@@ -308,7 +308,7 @@ def decode(batch: int, tokens: int, heads: int = 32, head_dim: int = 128) -> Cas
 
 
 def all_cases() -> list[VariantCase]:
-    """The lines, those of one batch beside each other: causal first, which others are compared with."""
+    """The lines, grouped by batch: causal first, as the baseline of the others."""
     batches = [prefill(4, 1024), prefill(4, 4096), prefill(1, 16384), decode(64, 4096)]
     lines = [
         VariantCase(name, case)
@@ -326,7 +326,7 @@ def all_cases() -> list[VariantCase]:
 
 
 def ours(batch: Batch, meaning: Meaning, **changes: Any) -> Ours:
-    """This package. Under a mask that takes arguments plan is given them, too."""
+    """This package. If a mask takes arguments, plan gets them too."""
     case = batch.case
     room: dict[str, Any] = {
         "max_rows": len(batch.q),
@@ -354,7 +354,7 @@ def ours(batch: Batch, meaning: Meaning, **changes: Any) -> Ours:
 
 
 def visible(meaning: Meaning, case: Case, request: int, rows: Tensor) -> Tensor:
-    """bool [rows, tokens] of rows of a request; the same in all heads."""
+    """bool [rows, tokens] for rows of a request; the same in all heads."""
     position = case.kv_lens[request] - case.qo_lens[request] + rows
     b = torch.tensor(request, device=rows.device)
     return meaning.mask_mod(
@@ -366,9 +366,7 @@ def visible(meaning: Meaning, case: Case, request: int, rows: Tensor) -> Tensor:
 
 
 def work(meaning: Meaning, case: Case, device: torch.device) -> tuple[int, int]:
-    """(bytes, FLOPs) that are needed: Q and O, and K and V that any row sees, once; two products over all
-    pairs that are seen.
-    """
+    """Minimum (bytes, FLOPs): Q, O, and all visible K and V once; two products over all visible pairs."""
     pairs = tokens = 0
     for request, qo_len in enumerate(case.qo_lens):
         seen = torch.zeros(case.kv_lens[request], dtype=torch.bool, device=device)

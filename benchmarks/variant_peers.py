@@ -1,6 +1,6 @@
 """The peers' ways to change attention.
 
-Raises ImportError where a peer is not installed; what a peer cannot do is not in the lists.
+Raises ImportError if a peer is not installed; the lists omit unsupported cases.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from benchmarks.batches import Batch
 from benchmarks.peers import Kernels, Run, flash_attention_3, page_table, workspace
 from benchmarks.variant_cases import Meaning, visible
 
-PAGE = 16  # as which K and V are seen that lie one after another, by kernels that want pages
-# FlashInfer's interface of a variant (include/flashinfer/attention/variants.cuh), for weights without
+PAGE = 16  # page size with which kernels that need pages see contiguous K and V
+# FlashInfer's interface for a variant (include/flashinfer/attention/variants.cuh), for weights without
 # softmax.
 SIGMOID = r"""
 struct SigmoidWeights : AttentionVariantBase {
@@ -39,7 +39,7 @@ struct SigmoidWeights : AttentionVariantBase {
 
 
 def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
-    """The kernels of each peer that can do what a line means, by name; a peer's fastest counts."""
+    """The kernels of each peer that support a line's attention, by name; a peer's fastest counts."""
     peers: dict[str, Kernels] = {"FA3": {}, "FlashInfer": {}, "flex_attention": {}}
     if meaning.scales is not None:
         return peers
@@ -59,8 +59,8 @@ def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
         for name, use_tensor_cores in (("tensor cores", True), ("CUDA cores", False)):
             peers["FlashInfer"][name] = partial(flashinfer_decode, batch, meaning, use_tensor_cores)
     else:
-        # FlashInfer's own choice takes no fa3 for positions in the kernel or custom masks; named, it would
-        # compile one for minutes.
+        # FlashInfer's default never selects fa3 for positions in the kernel or custom masks; requesting it
+        # would compile for minutes.
         backends = (
             ("fa2", "fa3")
             if meaning.is_causal and not meaning.is_alibi and meaning.rotate is None
@@ -73,8 +73,8 @@ def peers_of(batch: Batch, meaning: Meaning) -> dict[str, Kernels]:
 
 
 def flex_attention(batch: Batch, meaning: Meaning) -> Run:
-    """torch's flex_attention, compiled for this shape, its block mask made beforehand; requests of one
-    length, each with K and V in one piece.
+    """torch's flex_attention, compiled for this shape, with a precomputed block mask; requests of one length,
+    each with contiguous K and V.
     """
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as attend
@@ -103,7 +103,7 @@ def flex_attention(batch: Batch, meaning: Meaning) -> Run:
         out, lse = attend(q, k, v, return_lse=True, **options)
         return out * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(out.dtype)
 
-    torch._dynamo.reset()  # a limit on recompilations would make it give up after some shapes
+    torch._dynamo.reset()  # otherwise the limit on recompilations would stop it after some shapes
     compiled = torch.compile(compute, dynamic=False)
     q = batch.q.unflatten(0, (requests, qo_len)).transpose(1, 2)
     k, v = (
@@ -150,7 +150,7 @@ def flashinfer_decode(batch: Batch, meaning: Meaning, use_tensor_cores: bool) ->
 
 
 def flashinfer_prefill(batch: Batch, meaning: Meaning, backend: str) -> Run:
-    """Masks that are not causal as a custom mask."""
+    """Masks that are not causal become custom masks."""
     flashinfer = import_module("flashinfer")
     case = batch.case
     options = {"causal": True} | _plan_options(batch, meaning)
@@ -186,7 +186,7 @@ def flashinfer_sinks(batch: Batch, meaning: Meaning, backend: str) -> Run:
 
 
 def flashinfer_sigmoid(batch: Batch, meaning: Meaning) -> Run:
-    """A variant that its JIT compiles."""
+    """A variant that FlashInfer's JIT compiles."""
     flashinfer = import_module("flashinfer")
     case = batch.case
     bf16, head_dim = torch.bfloat16, case.head_dim

@@ -1,11 +1,11 @@
-"""Variants of attention, ours beside the peers that import: one process, one GPU, cold L2, CUDA-graph replay,
+"""Variants of attention compared with the installed peers: one process, one GPU, cold L2, CUDA-graph replay,
 median.
 
 python -m benchmarks.variants [--case TEXT ...] [--peer NAME ...] [--repeats N] [--json FILE] [--markdown
 FILE]
 
-Peers' plans and flex_attention's block masks are made beforehand and not timed; nor is ours, which has a
-column of its own.
+Peers' plans and flex_attention's block masks are made beforehand and not timed; neither is our plan, which
+has a separate column.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""This version beside another one, in one process: attention, plans and samplers in turns on one GPU, and
-what calls cost the host.
+"""Compares this version with another one in one process: attention, plans and samplers in turns on one GPU,
+and the host cost of calls.
 
     git worktree add /tmp/before COMMIT       # with its lib/ and cubins/ in its attn_backend/, as installed
     python -m benchmarks.versions --before /tmp/before [--case TEXT ...] [--repeats N] [--markdown FILE]
 
-Device times are µs of replayed CUDA graphs with a cold L2, the smaller of two medians of which either version
-has the first turn; of plans those of 20 in one graph; in a layer those of append and attention after a
-product, as in benchmarks.layer. Host times are µs of a call, medians of 60 rounds that take turns.
+Device times are µs of replayed CUDA graphs with a cold L2: the smaller of two medians, with each version
+going first once. Plans: 20 in one graph. Layers: append and attention after a product, as in
+benchmarks.layer. Host times are µs of a call, medians of 60 rounds that take turns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HOST_CALLS, HOST_ROUNDS = 60, 60
 
 
 def load_before(folder: Path) -> ModuleType:
-    """The package of another checkout, under a name of its own."""
+    """The package of another checkout, under a separate name."""
     place = Path(tempfile.mkdtemp())
     shutil.copytree(folder / "attn_backend", place / "attn_backend_before")
     sys.path.insert(0, str(place))
@@ -57,7 +57,7 @@ def load_before(folder: Path) -> ModuleType:
 def block_table_of(pages: list[int], shared: int, of_group: int, device: torch.device | str) -> torch.Tensor:
     """int32 [batch, most pages]: shuffled pages.
 
-    The first `shared` of a request are shared by all, the next `of_group` those of its group.
+    All requests share the first `shared` pages; the requests of a group share the next `of_group`.
     """
     ids = torch.randperm(
         sum(pages), device=device, generator=torch.Generator(device).manual_seed(1), dtype=torch.int32
@@ -72,9 +72,9 @@ def block_table_of(pages: list[int], shared: int, of_group: int, device: torch.d
 
 
 class Problem:
-    """A batch over a paged cache, planned.
+    """A planned batch over a paged cache.
 
-    `common`: tokens that all requests share; `of_group`: those after them that each of NUM_GROUPS groups
+    `common`: tokens that all requests share; `of_group`: tokens after them that each of NUM_GROUPS groups
     shares.
     """
 
@@ -160,7 +160,7 @@ def draws(batch: int, vocab: int, scale: float = 1.0, **filters: float) -> Make:
 
 
 def product(rows: int) -> Launch:
-    """What stands before append and attention in a layer."""
+    """The product before append and attention in a layer."""
     x, weight = (
         torch.randn(rows, PRODUCT[0], device="cuda").bfloat16(),
         torch.randn(PRODUCT, device="cuda").bfloat16(),

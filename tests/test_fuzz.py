@@ -40,7 +40,7 @@ import attn_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of sparse and quantised tensors
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about sparse and quantized tensors
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
-"""What takes the place of a GPU and of peers in tests of the benchmarks: a timer without a clock, vLLM's
-kernels in torch, our own FlashInfer API.
+"""Replacements for a GPU and peers in tests of the benchmarks: a timer without a clock, vLLM's kernels in
+torch, our own FlashInfer API.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MACHINE = Machine(bandwidth=1e12, rate=1e15, launch=1.0)
 
 
 class OneMoreEach:
-    """A timer that launches, and says 1, 2, ... microseconds of those that take turns."""
+    """A timer that launches, and reports 1, 2, ... microseconds for launches that take turns."""
 
     def __call__(self, launch) -> float:
         return self.together([launch])[0]
@@ -71,7 +71,7 @@ def reshape_and_cache_flash(
 
 
 def install_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer, and vLLM's kernels but for FlashAttention-3."""
+    """Installs FlashInfer, and vLLM's kernels except FlashAttention-3."""
     kernels = {
         function.__name__: function
         for function in (rotary_embedding, fused_qk_norm_rope, reshape_and_cache_flash)

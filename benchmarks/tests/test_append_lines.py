@@ -1,4 +1,4 @@
-"""The benchmark of append on a CPU: its lines, and which peers of a line do the same work."""
+"""The benchmark of append on a CPU: its lines, and the peers of a line that do the same work."""
 
 from __future__ import annotations
 

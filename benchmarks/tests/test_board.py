@@ -1,5 +1,5 @@
-"""The board of the attention benchmark: its lines, parts that are put together, the ratios of the table, the
-plot. Nothing is measured.
+"""The board of the attention benchmark: its lines, merged parts, the ratios of the table, the plot. Nothing
+is measured.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_parts_become_one_board_in_its_order(write):
     parts = [write("b", [line(third), line(first, ours=99.0)]), write("a", [line(first), line(second)])]
     lines, headers = merge(parts)
     assert [of_one["case"] for of_one in lines] == [first.name, second.name, third.name]
-    assert lines[0]["ours"] == 20.0  # as it was last measured
+    assert lines[0]["ours"] == 20.0  # the last measurement
     assert headers == ["header of b", "header of a"]
 
 

@@ -1,4 +1,4 @@
-"""The figures are those of the tables."""
+"""The figures match the tables."""
 
 from __future__ import annotations
 

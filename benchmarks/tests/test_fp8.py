@@ -1,6 +1,6 @@
 """The benchmark of 8-bit caches: a small line on a CPU.
 
-FlashInfer's place is taken by our own implementation of its API.
+Our own implementation of FlashInfer's API replaces FlashInfer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The head shapes' benchmark: its lines, and small ones of their kinds on a CPU.
+"""The head shapes' benchmark: its lines, and small ones of each kind on a CPU.
 
-FlashInfer's place is taken by our own implementation of its API.
+Our own implementation of FlashInfer's API replaces FlashInfer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CASES = list(all_cases())
 
 
 def small(case: ShapeCase) -> ShapeCase:
-    """Three requests of at most 70 tokens, of which a page may be shared."""
+    """Three requests of at most 70 tokens, which may share a page."""
     lens = {
         "qo_lens": tuple(min(n, 20) for n in case.qo_lens[:3]),
         "kv_lens": tuple(min(n, 70) for n in case.kv_lens[:3]),

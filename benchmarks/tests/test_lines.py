@@ -1,4 +1,4 @@
-"""The loop of the benchmarks: which cases are measured, and what is written."""
+"""The loop of the benchmarks: the measured cases, and the written files."""
 
 from __future__ import annotations
 

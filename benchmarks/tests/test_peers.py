@@ -1,4 +1,4 @@
-"""Which peers take part, and what counts for one: its fastest kernel whose output is right."""
+"""Which peers take part, and which kernel counts for a peer: its fastest correct one."""
 
 from __future__ import annotations
 

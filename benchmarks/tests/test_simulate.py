@@ -1,4 +1,4 @@
-"""The simulator's page cache and engine (benchmarks/continuous_batching.py), and what it measures."""
+"""The simulator's page cache and engine (benchmarks/continuous_batching.py), and its measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.simulate import TRACE, draw, main, mooncake, read_sharegpt, repl
 
 
 def requests(lengths: list[tuple[int, int]], shared: int = 0) -> list[Request]:
-    """Requests of (input, output) tokens; the first `shared` pages of all are equal, no other pages are."""
+    """Requests of (input, output) tokens; all share the first `shared` pages, and no others."""
     return [
         Request(*pair, lambda page, i=i: (-1 if page < shared else i, page)) for i, pair in enumerate(lengths)
     ]
@@ -39,7 +39,7 @@ def test_full_pages_are_found_until_they_are_needed() -> None:
     assert again is not None
     assert again[:2] == pages[:2]
     cache.release(again)
-    taken = cache.take([], 3)  # two empty ones, and the one of which fewer share: the last
+    taken = cache.take([], 3)  # two empty ones, and the one that fewer requests share: the last
     assert taken is not None
     assert pages[0] not in taken
     assert cache.match(lambda j: ("a", j), 9) == pages[:1]
@@ -109,7 +109,7 @@ def test_limits_hold_and_pages_come_back() -> None:
         assert 0 < sum(request.scheduled for request in step) <= 100
         assert len(step) <= len(engine.running) <= 7
         owned = [page for request in step for page in request.pages[3:].tolist()]
-        assert len(owned) == len(set(owned))  # only the first three pages are anybody else's
+        assert len(owned) == len(set(owned))  # only the first three pages are shared
         seen += sum(request.scheduled for request in step)
         engine.end_step()
     assert engine.cache.available == 100
@@ -121,7 +121,7 @@ def test_limits_hold_and_pages_come_back() -> None:
 def test_shared_pages_are_shared_in_the_step_that_fills_them() -> None:
     engine = Engine(requests([(64, 5), (64, 5), (48, 5)], shared=3), batch_limit=3, cache_tokens=1024)
     step = engine.begin_step()
-    # 48 tokens are 3 pages, but the last token is computed in any case
+    # 48 tokens are 3 pages, but the last token is always computed
     assert [request.scheduled for request in step] == [64, 16, 16]
     assert step[0].pages[:3].tolist() == step[1].pages[:3].tolist()
     assert step[0].pages[:2].tolist() == step[2].pages[:2].tolist()
@@ -171,7 +171,7 @@ def test_trace_has_mooncake_s_structure() -> None:
     before: dict[int, int] = {}
     for request in trace:
         for previous, block in zip([-1, *request.hash_ids], request.hash_ids, strict=False):
-            assert before.setdefault(block, previous) == previous  # equal ids: equal ids before them
+            assert before.setdefault(block, previous) == previous  # equal ids imply equal ids before them
 
 
 def test_replay_measures_what_is_shared() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of variants: its lines, small and on a CPU, are what they say. Nothing is measured."""
+"""The benchmark of variants: its lines, small and on a CPU, compute what they claim. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ours_is_what_a_line_means(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def expected_out(expected: Expected, batch: Batch) -> torch.Tensor:
-    """The output's rows that are known; the others are 0."""
+    """The known rows of the output; the others are 0."""
     out = torch.zeros_like(batch.q, dtype=torch.float64)
     out[expected.rows] = expected.out
     return out

@@ -112,7 +112,7 @@ def fails(tree: Path, tests: tuple[str, ...], jobs: int) -> bool:
     """Whether a test fails, crashes or waits forever.
 
     Raises:
-        Problem: no test ran, or pytest could not.
+        Problem: no test ran, or pytest failed to run.
     """
     how = ["-n", str(jobs)] if jobs > 1 else ["-x"]  # with both, the first failure looks like an interruption
     done = run(

@@ -95,7 +95,7 @@ class Runner:
     calls_of: the calls of a scenario; runs in the process of the chunk. calls_of_scenario: their maximum
     number. scenarios: per chunk. command: starts the process of a chunk, which then calls `work` with the
     chunk, the descriptor for its events, and the seconds left.
-        None: the process is forked, which is quicker, and cannot be with a GPU.
+        None: the process is forked, which is faster, but impossible with a GPU.
     limit: seconds that a call may take.
     """
 

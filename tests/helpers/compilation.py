@@ -32,7 +32,7 @@ def compile_object(
 
     Args:
         options: of g++.
-        includes: folders in which headers are looked for, in this order.
+        includes: folders to search for headers, in this order.
         header: text of a kernels.h, found after all others.
         precompiled: a header that the source includes before anything else, as `<name>`. It is compiled once,
             into the folder of `target`, for all sources with these options.

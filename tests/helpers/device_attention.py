@@ -116,7 +116,7 @@ def library(
     unless they exist. float8_q: Q has the dtype of the cache. float8_out: O has 8 bits.
 
     Args:
-        variant: "standard", or "sinks", which may have some; one of TEST_VARIANTS; or any other.
+        variant: "standard"; "sinks", which may have some; one of TEST_VARIANTS; or any other.
     """
     design, element = manifest.DESIGNS[kernel], manifest.ELEMENT_NAMES[str(dtype).removeprefix("torch.")]
     if isinstance(variant, Variant):
@@ -151,8 +151,8 @@ class DeviceAttention:
 
     Args:
         folder: for the compiled kernels.
-        attention: plans; made with the same `kernel`, for a variant with it.
-        seed: the order of threads, CTAs and copies follows from it.
+        attention: plans; created with the same `kernel`, for a variant with it.
+        seed: determines the order of threads, CTAs and copies.
         variant: as in library().
 
     Attributes:

@@ -35,7 +35,7 @@ def build(
     """A library in `folder`, compiled from `source` and the emulation unless it exists (compilation.py).
 
     Args:
-        header: text of kernels.h, which the source may include; another one makes another library.
+        header: text of kernels.h, which the source may include; each text makes another library.
         options: of the compiler.
         precompiled: as in compile_object().
     """

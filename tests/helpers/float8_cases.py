@@ -116,7 +116,7 @@ class Float8Case:
     scale in this form.
 
     Attributes:
-        case: with the 8-bit cache, and Q as it is given to kernels.
+        case: with the 8-bit cache, and Q as passed to kernels.
         dtype: of the cache.
         options: of Attention.
         run_options: of Attention.run.

@@ -76,14 +76,15 @@ def plan_and_lists_rows(
     thread order, uses the device planner.
 
     Args:
-        workspace: what the plan before left, or anything else, of `workspace_bytes()`; None: zeros.
-        searched: the view as those CTAs of the device planner read it that search for shared prefixes: it
-            changes before the first one plans.
+        workspace: initial content, leftovers of the previous plan or anything else, of `workspace_bytes()`;
+            None: zeros.
+        searched: the view that the device planner's searching CTAs read; it changes before the first CTA
+            plans.
         lost: a CTA of the device planner whose messages get lost.
-        order: the device planner's CTAs in the order in which they run. CTA 0 waits for the others: those
-            that run after it are late. None: all others run between the start of CTA 0 and its wait.
-        max_tiles: room for so many row tiles, instead of as many as a batch may have.
-        mask: what was found of a variant's mask, as random_mask() makes it.
+        order: the execution order of the device planner's CTAs. CTA 0 waits for the others: CTAs after it are
+            late. None: all others run between the start of CTA 0 and its wait.
+        max_tiles: room for this number of row tiles, instead of the maximum of a batch.
+        mask: ranges and lists of a variant's mask, from random_mask().
 
     Returns:
         The schedule, and whether its last level, a forest's if one was sought, has a row list.

@@ -59,7 +59,7 @@ class Forks:
     """A process that has imported `modules`; its forks are programs.
 
     Args:
-        log: of what it says while it imports.
+        log: for its output while it imports.
     """
 
     def __init__(self, modules: Sequence[str], environment: dict[str, str], log: Path) -> None:

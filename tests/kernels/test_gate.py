@@ -81,7 +81,7 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def calls(p: Problem, spoil: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], object]]:
-    """Calls with a spoilt tensor, by the name of that tensor."""
+    """Calls with an invalid tensor, by the name of that tensor."""
     token, slots = p.q[:, :KV_HEADS], torch.arange(ROWS, device=p.q.device)
     pairs = {"k": p.kv.k, "v": p.kv.v}
     target = torch.stack([p.probs, p.probs], 1)
@@ -157,7 +157,7 @@ def test_gradients_are_refused_only_where_they_are_recorded(device: torch.device
 
 @pytest.mark.parametrize("rows_from", mostly_slow(["plain", "row list", "forest"], fast=2))
 def test_a_q_without_rows(device: torch.device, rows_from: str) -> None:
-    """Every row of the plan is beyond it."""
+    """Every row of the plan is beyond q."""
     problem = Problem(device, cascade="always")
     rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=device) if rows_from == "row list" else None
     block_table = (

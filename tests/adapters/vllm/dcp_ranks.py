@@ -151,13 +151,13 @@ class Layout:
     """The rank and place of each token of a batch.
 
     Attributes:
-        table: int32 [requests and padding, 16], the same on all ranks; what lies beyond a request's pages
-            points outside the cache.
-        owners: int64 [tokens], the rank that holds a token, and slots: where.
-        of_request: tokens of each request, those of the step after the others.
+        table: int32 [requests and padding, 16], the same on all ranks; entries beyond a request's pages point
+            outside the cache.
+        owners: int64 [tokens], the rank that holds a token, and slots: its slot there.
+        of_request: tokens of each request; the step's tokens come last.
         new: tokens of the step, in the order of queries.
         lens: query lengths, KV lengths.
-        padding: requests, and as many rows, as in a full CUDA graph.
+        padding: number of requests and rows, as in a full CUDA graph.
     """
 
     table: Tensor

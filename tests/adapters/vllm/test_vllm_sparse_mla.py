@@ -82,8 +82,7 @@ class Problem:
     """A layer of vLLM, its builder, the buffer that its indexer would fill, and its cache.
 
     Args:
-        prefill: whether vLLM has a prefill backend for the model: prompts of at most TOPK tokens then go that
-            way.
+        prefill: whether vLLM has a prefill backend for the model: prompts of at most TOPK tokens then use it.
         between: pages of other layers between two of this one.
         device: of the builder.
     """

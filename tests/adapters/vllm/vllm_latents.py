@@ -46,7 +46,7 @@ class Problem:
     """A layer of vLLM, its builder, and its cache of NaN.
 
     Args:
-        threshold: the most new tokens of a request that is attended to in its latents.
+        threshold: the most new tokens of a request that attends to its latents.
     """
 
     def __init__(

@@ -130,8 +130,8 @@ def make_batch(
     """
     Args:
         shared_pages: leading pages that are the same for all requests.
-        padding: padding requests, and as many padding tokens, as in a full CUDA graph.
-        table_width: columns of the block table; what lies beyond a request's pages points outside the cache.
+        padding: number of padding requests and padding tokens, as in a full CUDA graph.
+        table_width: columns of the block table; entries beyond a request's pages point outside the cache.
     """
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(NUM_PAGES, generator=generator)
