@@ -1,5 +1,5 @@
-"""The host cost of calls: the wrappers of attn_backend.flashinfer compared with FlashInfer's own, and run, plan,
-append_kv and sample themselves. Batch 256.
+"""The host cost of calls: the wrappers of attn_backend.flashinfer compared with FlashInfer's own, and run,
+plan, append_kv and sample themselves. Batch 256.
 
     python -m benchmarks.host [--case TEXT ...] [--peer NAME ...] [--repeats N] \\
         [--json FILE] [--markdown FILE]

@@ -1,5 +1,5 @@
-"""An engine's own benchmark client, with what neither engine's client has an option for: a seed for each
-request and a start on demand, and for SGLang's also requests in their order and a few sampling parameters.
+"""An engine's own benchmark client, with features that neither engine's client has: a seed for each request
+and a start on demand. For SGLang's also requests in order and a few sampling parameters.
 
 Run by the engine's interpreter, by path: python bench_client.py MODULE OPTIONS ARGUMENT...
 OPTIONS is JSON:
@@ -27,7 +27,7 @@ POLL_S = 0.002
 
 
 class AddSampling:
-    """Puts the parameters, and the next seed, into every request for an answer that aiohttp sends."""
+    """Puts the parameters, and the next seed, into every completion request that aiohttp sends."""
 
     def __init__(self, sampling: dict[str, Any], first_seed: int) -> None:
         import aiohttp
@@ -43,9 +43,7 @@ class AddSampling:
         aiohttp.ClientSession.post = post  # type: ignore[method-assign,assignment]
 
     def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body of a request for an answer, with the parameters and the next seed; other bodies as they
-        are.
-        """
+        """The body of a completion request with the parameters and the next seed; other bodies unchanged."""
         if "sampling_params" in body:  # SGLang's API
             added = {
                 "sampling_params": body["sampling_params"]
@@ -61,7 +59,7 @@ class AddSampling:
 
 
 def wait_before_connecting(path: str) -> None:
-    """Holds back the first connection over the network until the file `path` exists."""
+    """Holds back the first network connection until the file `path` exists."""
     original = socket.socket.connect
 
     def connect(connection: socket.socket, address: Any) -> None:
@@ -75,7 +73,7 @@ def wait_before_connecting(path: str) -> None:
 
 
 def main() -> None:
-    # modules here have names of the standard library's
+    # modules here have the same names as standard library modules
     sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]
     module, options = sys.argv[1], json.loads(sys.argv[2])
     sys.argv = [module, *sys.argv[3:]]
@@ -89,7 +87,7 @@ def main() -> None:
         sys.exit(f"{module} sent no request that sampling parameters could be added to")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the result is written, and the end of the engine's modules can take longer than the load
+    os._exit(0)  # the result is written; the engine's exit handlers can take longer than the load
 
 
 if __name__ == "__main__":

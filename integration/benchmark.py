@@ -1,4 +1,4 @@
-"""A benchmark of serving: what is sent to which servers, one server after another, and the report.
+"""A serving benchmark: the requests and servers, one server after another, and the report.
 
 `integration.serve_benchmark` is its command line.
 """
@@ -46,8 +46,7 @@ class Load:
 
 @checked_dataclass(frozen=True)
 class Settings:
-    """Everything that a benchmark depends on; `python -m integration.serve_benchmark --help` says what each
-    means.
+    """All parameters of a benchmark; `python -m integration.serve_benchmark --help` explains each.
 
     Raises:
         pydantic.ValidationError: names what is wrong.
@@ -116,7 +115,7 @@ def note_on(settings: Settings) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The parts that both ways to measure share: the loads, and the report."""
+    """Code shared by both ways to measure: the loads, and the report."""
 
     settings: Settings
     engine: Engine
@@ -141,7 +140,7 @@ class Benchmark:
         title = f"{engine.name}, {model.name}, {gpus}{machine['device_name']}"
         run = cls(settings, engine, model, described, title, note_on(settings))
         for backend in settings.backends:
-            # a name that the engine refuses is known before another one has been measured
+            # an engine refuses a bad name before another backend is measured
             engine.server_command(run.launch(backend))
         return run
 
@@ -165,7 +164,7 @@ class Benchmark:
 
     @cached_property
     def warm_up_prompts(self) -> list[Prompts]:
-        """The first prompts of each load. Measured runs have other prompts."""
+        """The first prompts of each load. Measured runs use other prompts."""
         return [
             warm_up_prompts(workload, self.settings.seed - 1 - index)
             for index, workload in enumerate(self.workloads)
@@ -212,7 +211,7 @@ class Benchmark:
             self.workloads[index],
             settings.loads[index].request_rate,
             settings.max_concurrency,
-            # other prompts in each load and run, or the prefix cache would answer them
+            # different prompts in each load and run, or the prefix cache would answer them
             settings.seed + 1000 * index + repeat,
             settings.results / f"{name}.json",
             settings.client_arguments,
@@ -229,7 +228,7 @@ class Benchmark:
 
     @property
     def rows(self) -> list[Row]:
-        """The report's, load after load, in the order of the command line."""
+        """The rows of the report, load after load, in the order of the command line."""
         labels = [label(self.engine, backend, self.settings.device) for backend in self.settings.backends]
         return [
             Row(labels[backend], self.load_name(load), repeats)
@@ -239,7 +238,7 @@ class Benchmark:
     def add(self, backend: str, index: int, metrics: Metrics) -> None:
         """Add a run of the client to the report.
 
-        Its tables are written at once: a run that is cut short leaves what it has measured.
+        Writes its tables at once, so that an interrupted run keeps its results.
         """
         self.measured.setdefault((index, self.settings.backends.index(backend)), []).append(metrics)
         write_tables(self.settings.results, self.title, self.described, self.rows, self.note)
@@ -258,7 +257,7 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
     run = Benchmark.make(settings)
     for backend in settings.backends:
         launch = run.launch(backend)
-        # while the first server starts the requests are chosen, which takes seconds
+        # the requests are selected while the first server starts, which takes seconds
         with ready_server(
             run.engine,
             launch,
@@ -274,7 +273,7 @@ def benchmark(settings: Settings, when_ready: Callable[[str, str], None] | None 
                 flush=True,
             )
             with status(run.engine.name, "warming up") as tell:
-                # or the first backend would pay for more than itself
+                # otherwise the first backend would also pay for the others
                 warm_up(run.engine, server.url, prompts, settings.sampling, tell)
             for index, repeat in product(range(len(settings.loads)), range(settings.repeats)):
                 run.add(backend, index, measure(run, launch, index, repeat))

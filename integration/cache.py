@@ -1,4 +1,4 @@
-"""Where downloaded and derived files are kept between runs, and how a folder appears there only when it is
+"""The place of downloaded and derived files between runs, and folders that appear there only when
 complete.
 """
 
@@ -18,13 +18,13 @@ def cache_folder() -> Path:
 
 
 def cached_folder(name: str, fill: Callable[[Path], None]) -> Path:
-    """Return the cached folder `name`, calling `fill(folder)` to make it when it is not there.
+    """Return the cached folder `name`, calling `fill(folder)` to make it if it does not exist.
 
     It is filled under another name and renamed, so an interrupted or concurrent run never leaves half a
     folder behind.
 
     Raises:
-        RuntimeError: the cache cannot be written to.
+        RuntimeError: the cache cannot be written.
     """
     final = cache_folder() / name
     if final.is_dir():

@@ -1,4 +1,4 @@
-"""Runs an engine's own benchmark client and reads what it measured."""
+"""Runs an engine's own benchmark client and reads its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ClientError(RuntimeError):
 
 
 class RunningClient:
-    """A client that has been started, its output going to `log`."""
+    """A started client that writes its output to `log`."""
 
     def __init__(self, engine: Engine, client: Client, device: str, log: Path) -> None:
         self.engine, self.client, self.log = engine, client, log
@@ -34,7 +34,7 @@ class RunningClient:
             self.client.wait_for.touch()
 
     def finish(self, timeout_s: float) -> Metrics:
-        """Wait for its end, and show how many requests are answered. Raises ClientError."""
+        """Wait for its end, and show the number of answered requests. Raises ClientError."""
         # both engines' clients have a bar of tqdm: `50%|#####     | 16/32 [01:10<...]`
         counted = rf"\b(\d+)/({self.client.workload.num_requests}) \["
         try:
@@ -53,7 +53,7 @@ class RunningClient:
         return metrics
 
     def stop(self) -> None:
-        """End it, if it has not ended by itself."""
+        """End it, unless it has ended by itself."""
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             self.process.kill()
         self.process.wait()

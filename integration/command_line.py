@@ -1,5 +1,5 @@
-"""The parts that the command lines of this folder share: options, the folder for results, the server and the
-prompts of a comparison, the exit status.
+"""Code that the command lines of this folder share: options, the results folder, the server and prompts of a
+comparison, the exit status.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
 
 
 def one_of(known: Collection[str]) -> Callable[[str], str]:
-    """The type of an argument that may be given any number of times, also never: argparse's `choices` would
-    refuse the default.
+    """The type of an argument with any number of values, including none: argparse's `choices` would refuse
+    the default.
     """
 
     def name(text: str) -> str:
@@ -101,7 +101,7 @@ def results_folder(given: argparse.Namespace, name: str) -> Path:
 def comparison_parser(
     description: str | None, name: str, num_prompts: int, longest_prompt: int
 ) -> argparse.ArgumentParser:
-    """A parser with the options of every tool that compares answers; the rest are defaults."""
+    """A parser with the options of every tool that compares answers; the rest have defaults."""
     parser = new_parser(description, f"{name}-ENGINE")
     parser.add_argument(
         "--backend",
@@ -169,8 +169,8 @@ class Comparison:
 
 
 def exit_with(command: Callable[[], bool]) -> NoReturn:
-    """Runs a command and ends the process: 0 if it returns True, 1 otherwise and for an error that can be
-    expected, 130 when it is interrupted.
+    """Runs a command and ends the process. Exit status: 0 if it returns True, 1 otherwise and for an expected
+    error, 130 after an interrupt.
     """
     stop_on_signals()
     try:

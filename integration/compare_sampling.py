@@ -1,5 +1,5 @@
-"""Does a request with a seed get the same tokens whatever else the server does? Sampled answers to ShareGPT
-prompts, each with a seed of its own.
+"""Does a request with a seed get the same tokens, regardless of the server's other work? Sampled answers to
+ShareGPT prompts, each with a different seed.
 
     python -m integration.compare_sampling --engine vllm --num-prompts 32 --max-tokens 64
     python -m integration.compare_sampling --engine sglang --model llama-3.1-8b --batch-invariant
@@ -12,9 +12,9 @@ The same requests are sent to one server
   round differently in batches of different sizes, and one logit can change a token;
 - one at a time with other seeds: nearly all answers must differ, or the seeds would have no effect.
 
-Prefix caching is off, since a prompt that is computed from the cache is computed in other shapes.
+Prefix caching is off, since a prompt computed from the cache is computed in other shapes.
 
-Exit status: 0 when all that must hold does, 1 otherwise.
+Exit status: 0 if all required checks pass, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from integration.server import running_server
 
 DIFFERENT_SEEDS_DIFFER = 0.9  # of the answers, at least
 CHECKED_TOKENS = 32  # of each answer that a benchmark checks
-ANSWERS = ("one_at_a_time", "again", "at_once", "other_seeds")  # what reports call the four sets
+ANSWERS = ("one_at_a_time", "again", "at_once", "other_seeds")  # names of the four sets in reports
 Answers = list[list[int]]
 
 
@@ -46,7 +46,7 @@ class Request:
 
 
 def make_requests(prompts: list[list[int]], round_number: int) -> list[Request]:
-    """Seeds of all sizes: small ones, and ones that need 63 bits."""
+    """Seeds of all sizes: small seeds, and seeds that need 63 bits."""
     draw = random.Random(round_number)
     return [
         Request(prompt, draw.getrandbits(63) if index % 2 else index + 1000 * round_number)
@@ -66,8 +66,8 @@ def one_at_a_time(
 def all_at_once(
     engine: Engine, url: str, requests: list[Request], max_tokens: int, sampling: Sampling, concurrency: int
 ) -> Answers:
-    """Sent in another order, so that requests meet others and sit in other rows; returned in that of
-    `requests`.
+    """Sent in another order, so that requests run together with others and in other rows; returned in the
+    order of `requests`.
     """
     order = list(range(len(requests)))
     random.Random(0).shuffle(order)
@@ -86,7 +86,7 @@ def all_at_once(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many answers are equal to those that were given one at a time."""
+    """The number of answers equal to those from one-at-a-time requests."""
 
     prompts: int
     again: int
@@ -120,7 +120,7 @@ def compare_answers(reference: Answers, again: Answers, at_once: Answers, other_
 def ask_four_times(
     engine: Engine, url: str, prompts: list[list[int]], max_tokens: int, sampling: Sampling, concurrency: int
 ) -> list[Answers]:
-    """The four sets of answers that `compare_answers` takes, from a server that is up."""
+    """The four sets of answers that `compare_answers` takes, from a running server."""
     requests, others = make_requests(prompts, 0), make_requests(prompts, 1)
     reference = one_at_a_time(engine, url, requests, max_tokens, sampling)
     again = one_at_a_time(engine, url, requests, max_tokens, sampling)
@@ -137,7 +137,7 @@ def serve_and_sample(
     log: Path,
     timeout_s: float = 900,
 ) -> list[Answers]:
-    """Start the server, ask it four times, stop it."""
+    """Start the server, query it four times, stop it."""
     with running_server(engine, launch, log, timeout_s) as url:
         begin = time.monotonic()
         answers = ask_four_times(engine, url, prompts, max_tokens, sampling, launch.max_num_seqs)
@@ -152,7 +152,7 @@ def serve_and_sample(
 def check_seeds(
     engine: Engine, backend: str, url: str, prompts: list[list[int]], sampling: Sampling, results: Path
 ) -> None:
-    """For a benchmark whose server is up: says how many answers are equal, and leaves them in
+    """For a benchmark with a running server: reports the number of equal answers, and writes them to
     seeds-BACKEND.json.
     """
     answers = ask_four_times(engine, url, prompts, CHECKED_TOKENS, sampling, len(prompts))

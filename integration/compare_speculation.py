@@ -47,12 +47,12 @@ from integration.two_samples import chi_square, same_mean, zero_mean
 NO_REFERENCE = "none"
 SMALLEST_P = 0.001
 SEEDS_OF_A_SERVER = 1_000_000
-DRAFTED_TOKENS = 64  # at most: room after the longest answer for what is drafted there
+DRAFTED_TOKENS = 64  # at most: room after the longest answer for its last drafts
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """`answers`: of each round, in the order of the prompts. `rounds`: what became of its drafts."""
+    """`answers`: of each round, in the order of the prompts. `rounds`: the outcome of its drafts."""
 
     answers: list[list[list[int]]]
     rounds: list[Drafts]
@@ -60,7 +60,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one server. `drafts` are those of the answers one at a time."""
+    """The answers of one server. `drafts` belong to the answers one at a time."""
 
     one_at_a_time: list[list[Token]]
     at_once: list[list[Token]]
@@ -70,7 +70,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Questions:
-    """What every server is asked. sampling: None: greedy answers alone."""
+    """The requests to every server. sampling: None: only greedy answers."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -125,7 +125,7 @@ def without_speculation(arguments: Sequence[str]) -> list[str]:
 
 @dataclass
 class Verdict:
-    """What was looked at, in sentences, and whether each holds."""
+    """The checks, in sentences, and whether each holds."""
 
     checks: list[tuple[bool, str]] = field(default_factory=list)
 
@@ -145,7 +145,7 @@ def check_tokens(
     actual: list[list[Token]],
     near_tie: float | None,
 ) -> Outcome:
-    """near_tie: the largest gap of one; None: the tokens must be equal."""
+    """near_tie: the largest gap of a near tie; None: the tokens must be equal."""
     outcome = compare(expected, actual)
     if outcome.differences:
         print_outcome(outcome, near_tie or 0.0)
@@ -164,7 +164,7 @@ def check_tokens(
 
 
 def check_accept_lengths(verdict: Verdict, reference: Answers, backend: Answers, is_exact: bool) -> None:
-    """Greedy, of the answers that are equal."""
+    """For greedy answers that are equal."""
     same = [
         _ids(one) == _ids(other)
         for one, other in zip(reference.one_at_a_time, backend.one_at_a_time, strict=True)
@@ -200,8 +200,8 @@ def check_sampled_lengths(verdict: Verdict, reference: Sampled, backend: Sampled
 
 
 def smallest_p(expected: Sampled, actual: Sampled) -> tuple[float, int]:
-    """The smallest p of the chi-square tests for each prompt and position, and the number of these tests; NaN
-    and 0 where no token is frequent enough for one.
+    """The smallest p of the chi-square tests for each prompt and position, and their number. NaN and 0 if no
+    token is frequent enough for a test.
     """
     drawn = [
         [[answers[prompt][position] for answers in sampled.answers] for sampled in (expected, actual)]
@@ -229,7 +229,7 @@ def check_distribution(verdict: Verdict, name: str, expected: Sampled, actual: S
 
 
 def judge(answers: dict[str, Answers], near_tie: float | None) -> tuple[Verdict, dict[str, Outcome]]:
-    """answers: of the servers `backend`, `plain` and, where there is one, `reference`. near_tie: see
+    """answers: of the servers `backend`, `plain` and, if there is one, `reference`. near_tie: see
     check_tokens(); None: float32.
     """
     verdict, outcomes = Verdict(), {}

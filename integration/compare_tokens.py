@@ -44,11 +44,11 @@ ALTERNATIVES = 10
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two answers to one prompt part.
+    """The first place where two answers to one prompt differ.
 
-    `reference_gap`: how much more probable (natural log) the reference holds its own token than the
-    backend's; `backend_gap`: the same in the backend's view, for its own token. None: the other's token is
-    not among the alternatives, so the gap is larger than those.
+    `reference_gap`: by how much the reference prefers its own token to the backend's (natural log).
+    `backend_gap`: the same in the backend's view, for its own token. None: the other's token is not among the
+    alternatives, so the gap is larger than theirs.
     """
 
     prompt: int
@@ -59,7 +59,7 @@ class Difference:
     backend_gap: float | None
 
     def is_near_tie(self, largest_gap: float) -> bool:
-        # Gaps are differences of log probabilities in float32, a little off the logits' own steps.
+        # Gaps are differences of float32 log probabilities, slightly off the logits' own steps.
         return all(
             gap is not None and gap <= largest_gap + 1e-4 for gap in (self.reference_gap, self.backend_gap)
         )
@@ -69,7 +69,7 @@ class Difference:
 class Outcome:
     """Counts over all prompts.
 
-    `largest_logprob_difference` is over the tokens that were chosen by both in the same context.
+    `largest_logprob_difference` covers tokens that both chose in the same context.
     """
 
     prompts: int
@@ -82,7 +82,8 @@ class Outcome:
 def generate_all(
     engine: Engine, url: str, prompts: list[list[int]], max_tokens: int, concurrency: int
 ) -> list[list[Token]]:
-    """Answers in the order of the prompts, `concurrency` requests at a time, so that they are batched."""
+    """Answers in the order of the prompts, with `concurrency` requests in flight, so that they are
+    batched."""
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda prompt: engine.generate(url, prompt, max_tokens, ALTERNATIVES), prompts))
 
@@ -116,7 +117,7 @@ def serve_side_by_side(
     max_tokens: int,
     timeout_s: float = 900,
 ) -> list[list[list[Token]]]:
-    """As serve_and_generate, of each (engine, launch, log): all start at once, and then answer one after
+    """Like serve_and_generate, for each (engine, launch, log): all start at once, and then answer one after
     another.
     """
     with ExitStack() as stack:
@@ -212,10 +213,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def launches(given: argparse.Namespace, launch: Launch) -> dict[str, tuple[Engine, Launch]]:
-    """The servers of the reference and of the backend. launch: what they have in common.
+    """The servers of the reference and of the backend. launch: their common settings.
 
     Raises:
-        ValueError: a model without weights for different numbers of GPUs.
+        ValueError: a model without weights, for different numbers of GPUs.
     """
     ranks = given.tensor_parallel_size
     reference_ranks = given.reference_tensor_parallel_size or ranks

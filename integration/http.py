@@ -1,4 +1,4 @@
-"""The HTTP calls that tools make themselves; the engines' own clients send measured loads."""
+"""The HTTP calls of the tools themselves; the engines' own clients send measured loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_backend.cli.demo import Connections
 ANSWER_TIMEOUT_S = 600
 
 
-CONNECTIONS = Connections()  # of all requests of this module
+CONNECTIONS = Connections()  # for all requests of this module
 
 
 def _watch(request: httpx.Request) -> None:
@@ -33,7 +33,7 @@ CLIENT = httpx.Client(
 
 @contextmanager
 def _named(url: str) -> Iterator[None]:
-    """Raises RuntimeError with what is wrong with a connection."""
+    """Raises RuntimeError that describes a connection problem."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -43,7 +43,7 @@ def _named(url: str) -> Iterator[None]:
 def post_json(url: str, body: dict[str, Any]) -> Any:
     """POST `body`, return the parsed answer.
 
-    Raises RuntimeError with the server's words when it refuses, or with what is wrong with the connection.
+    Raises RuntimeError with the server's message if it refuses, or with the connection problem.
     """
     with _named(url):
         answer = CLIENT.post(url, json=body, timeout=ANSWER_TIMEOUT_S)
@@ -59,8 +59,8 @@ def get_text(url: str) -> str:
 
 
 def counter(base_url: str, name: str, label: str = "") -> int:
-    """A counter of a server's /metrics, over all its labels, or where it has this one
-    (`cache_source="host"`); 0 where there is none. Raises RuntimeError.
+    """A counter of a server's /metrics, over all labels, or with the given label (`cache_source="host"`); 0
+    if it is missing. Raises RuntimeError.
     """
     lines = get_text(f"{base_url}/metrics").splitlines()
     return round(
@@ -73,9 +73,9 @@ def counter(base_url: str, name: str, label: str = "") -> int:
 
 
 def read_and_leave(url: str, body: dict[str, Any], num_lines: int) -> int:
-    """POST `body`, which asks for a stream, and hang up after this many lines of it.
+    """POST `body`, which requests a stream, and hang up after this many lines.
 
-    Returns how many came. Raises RuntimeError.
+    Returns the number of received lines. Raises RuntimeError.
     """
     came = 0
     with _named(url), CLIENT.stream("POST", url, json=body, timeout=ANSWER_TIMEOUT_S) as answer:

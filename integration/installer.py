@@ -1,4 +1,4 @@
-"""Runs pip with its output in a log: one line on the terminal says how far it is.
+"""Runs pip with its output in a log; one line on the terminal shows the progress.
 
 Needs only the standard library, as `integration.environment` does.
 """
@@ -29,7 +29,7 @@ class PipError(RuntimeError):
 
 
 def relevant(output: str) -> str:
-    """The lines of pip's output that say why it failed: its errors, or else its last lines."""
+    """The lines of pip's output that explain its failure: its errors, or otherwise its last lines."""
     lines = [
         line.rstrip()[:LONGEST_LINE]
         for line in output.splitlines()
@@ -41,7 +41,7 @@ def relevant(output: str) -> str:
 
 
 def pip_state(log: Path) -> str | None:
-    """What pip does now, by the end of its log."""
+    """pip's current activity, from the end of its log."""
     for line in reversed(end_of(log, LOG_TAIL_BYTES).splitlines()):
         if match := re.match(r"\s*Downloading (\S+/)?(\S+).* (\([\d.]+ .?B\))", line):
             return f"downloading {match[2]} {match[3]}"
@@ -60,7 +60,7 @@ def run_pip(
     state: Callable[[Path], str | None] = pip_state,
     at_first: str = "pip starts",
 ) -> None:
-    """Runs pip and shows what it does.
+    """Runs pip and shows its activity.
 
     Args:
         who: the beginning of the line on the terminal.

@@ -1,4 +1,4 @@
-"""The memory of a server while it works, sampled every few seconds, and whether it grows."""
+"""The memory of a working server, sampled every few seconds, and whether it grows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MIB = 2**20
 
 
 def memory_of(group: int, device: str) -> float:
-    """MiB that the processes of a group hold: on a GPU of its memory.
+    """MiB that the processes of a group hold; on a GPU, of its memory.
 
-    Where the driver has other ids for processes, as in a container, all that is taken of the GPUs that
-    CUDA_VISIBLE_DEVICES leaves.
+    If the driver uses other process ids, as in a container: all memory in use on the GPUs of
+    CUDA_VISIBLE_DEVICES.
     """
     if device == "cuda":
         pids = {process.pid for process in group_members(group)}
@@ -46,14 +46,14 @@ def _query(what: str) -> str:
 
 
 def of_processes(listed: str, pids: set[int]) -> float:
-    """MiB of these processes, by nvidia-smi's lines of "pid, MiB"."""
+    """MiB of these processes, from nvidia-smi's lines of "pid, MiB"."""
     lines = [line.split(", ") for line in listed.splitlines()]
     return sum(float(held) for pid, held in lines if int(pid) in pids and held.isdigit())
 
 
 @contextlib.contextmanager
 def sampled(measure: Callable[[], float], every_s: float) -> Iterator[list[tuple[float, float]]]:
-    """A context in which a list fills with (seconds since its beginning, what `measure` returned)."""
+    """A context that fills a list with (seconds since its beginning, result of `measure`)."""
     samples: list[tuple[float, float]] = []
     begin, done = time.monotonic(), threading.Event()
 
@@ -71,10 +71,11 @@ def sampled(measure: Callable[[], float], every_s: float) -> Iterator[list[tuple
 
 
 def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
-    """How much the largest sample of the last quarter is above that of the first one, the warm-up left out.
+    """By how much the largest sample of the last quarter exceeds that of the first quarter, without the
+    warm-up.
 
     Raises:
-        ValueError: there are fewer than 4 samples after it.
+        ValueError: fewer than 4 samples follow it.
     """
     kept = [value for at, value in samples if at >= warm_up_s]
     quarter = len(kept) // 4

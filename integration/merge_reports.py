@@ -18,7 +18,7 @@ from integration.engines import Metrics
 from integration.report import format_table, write_report
 from integration.results import Row
 
-# What must be equal. Loads need not be: their tables differ in heading
+# These must be equal. Loads may differ: their tables have separate headings
 COMMON = (
     "engine",
     "model",

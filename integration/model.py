@@ -1,4 +1,4 @@
-"""Which model a server loads: a folder, `smollm2`, `smollm2-4-kv-heads`, or a folder that holds only a config
+"""The model that a server loads: a folder, `smollm2`, `smollm2-4-kv-heads`, or a folder with only a config
 (random weights).
 """
 
@@ -26,7 +26,7 @@ TOKENIZER_SOURCE = REPOSITORY / "integration" / "tokenizer.py"
 class Model:
     """A model on disk.
 
-    `random_weights`: there are none in the folder, the engine makes them up (`--load-format dummy`).
+    `random_weights`: the folder has no weights, and the engine generates them (`--load-format dummy`).
     """
 
     name: str
@@ -38,7 +38,7 @@ def resolve_model(model: str, python: str) -> Model:
     """Find or make the model `model`: `smollm2`, `smollm2-4-kv-heads`, a folder, or the name of a folder in
     integration/models.
 
-    `python` is the engine's interpreter; it converts SmolLM2. Raises ValueError when there is no such model.
+    `python` is the engine's interpreter; it converts SmolLM2. Raises ValueError if the model does not exist.
     """
     if kv_heads := SMOLLM2_KV_HEADS.get(model.lower()):
         name = (
@@ -84,7 +84,7 @@ def _make_smollm2(python: str, kv_heads: int) -> Path:
 
 
 def _add_tokenizer(folder: Path) -> Path:
-    """A cached copy of a config-only folder with a word-level tokenizer beside the config."""
+    """A cached copy of a config-only folder, with a word-level tokenizer added."""
     text = (folder / "config.json").read_text()
     config: dict[str, Any] = json.loads(text)
 
@@ -95,5 +95,5 @@ def _add_tokenizer(folder: Path) -> Path:
             target, config["vocab_size"], config.get("bos_token_id"), eos[0] if isinstance(eos, list) else eos
         )
 
-    recipe = text + TOKENIZER_SOURCE.read_text()  # one that an older version wrote is not used
+    recipe = text + TOKENIZER_SOURCE.read_text()  # a copy from an older version is not used
     return cached_folder(f"models/{folder.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}", fill)

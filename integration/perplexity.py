@@ -1,13 +1,13 @@
-"""What an 8-bit KV cache costs in quality: the perplexity of real conversations, scored by the engine's
-server with one cache dtype after the other.
+"""The quality cost of an 8-bit KV cache: the perplexity of real conversations, scored by the engine's server
+with one cache dtype after the other.
 
     python -m integration.perplexity --engine vllm
     python -m integration.perplexity --engine vllm --kv-cache-dtypes auto fp8_e4m3 fp8_e5m2 --num-tokens 20000
     python -m integration.perplexity --engine sglang --backend stock
 
-Every token but a text's first is scored by the logits of the tokens before it, whose K and V the attention
-kernel reads from the cache. The same tokens go to every server. Exit status: 0 when no perplexity is larger
-than the first by more than --largest-increase, 1 otherwise.
+The logits of the preceding tokens score every token of a text except the first; the attention kernel reads
+their K and V from the cache. Every server gets the same tokens. Exit status: 0 if no perplexity exceeds the
+first by more than --largest-increase, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from integration.sharegpt import conversation_texts, dataset_file
 from integration.text import tokenizer_of
 
 CONCURRENCY = 4
-ROOM = 32  # tokens of a context after the text: one is generated, and SGLang keeps some for itself
+ROOM = 32  # tokens of a context after the text: one is generated, and SGLang reserves some
 
 
 def cut_texts(texts: Iterable[list[int]], num_tokens: int, longest: int) -> list[list[int]]:
-    """The beginnings of texts (token ids), of at most `longest` tokens, in which `num_tokens` tokens are
-    scored: all but the first of each.
+    """The beginnings of texts (token ids), each of at most `longest` tokens. Together `num_tokens` tokens are
+    scored: all except the first of each.
 
-    Raises ValueError when there are not that many.
+    Raises ValueError if there are fewer.
     """
     cut: list[list[int]] = []
     left = num_tokens
@@ -60,9 +60,7 @@ def perplexity(logprobs: list[list[float]]) -> float:
 def score(
     engine: Engine, launch: Launch, texts: list[list[int]], log: Path, timeout_s: float
 ) -> list[list[float]]:
-    """The natural-log probability of every token but the first of each text, in a server that is started for
-    it.
-    """
+    """The natural-log probability of every token except the first of each text; starts a server for it."""
     with running_server(engine, launch, log, timeout_s) as url:
         begin = time.monotonic()
         with ThreadPoolExecutor(launch.max_num_seqs) as pool:

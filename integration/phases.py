@@ -1,4 +1,4 @@
-"""Runs the parts of `make test` or `make check` one after the other, and says how long they take.
+"""Runs the parts of `make test` or `make check` one after the other, and prints their durations.
 
 Needs only the standard library.
 
@@ -15,7 +15,7 @@ import time
 
 from integration.progress import INTERRUPTED, say_stopping
 
-# target of make, and what it does
+# make target and its description
 ENVIRONMENT = ("environment", "the environment and this package")
 PHASES = {
     "test": [
@@ -54,7 +54,7 @@ def run(name: str, make: str, variables: list[str]) -> int:
         nonlocal interrupted
         if not interrupted:
             say_stopping()
-        interrupted = True  # make and its programs get the terminal's signal, too: they end by themselves
+        interrupted = True  # make and its programs also get the terminal's signal: they end by themselves
 
     signal.signal(signal.SIGINT, interrupt)
     times, status = [], 0

@@ -14,7 +14,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from integration.results import Row, by_load
 
 LATENCIES = {"Time to first token": "ttft", "Time between tokens": "itl"}
-SHORTEST_MS = 1e-3  # a logarithmic axis has no place for 0
+SHORTEST_MS = 1e-3  # a logarithmic axis cannot show 0
 
 
 def plot_rows(path: Path, title: str, rows: list[Row]) -> Path:
@@ -26,7 +26,7 @@ def plot_rows(path: Path, title: str, rows: list[Row]) -> Path:
 
 
 def draw_rows(title: str, rows: list[Row]) -> Figure:
-    """A backend's color is its place among all backends, so that it is the same in all loads."""
+    """A backend's color depends on its place among all backends, so it is the same in all loads."""
     loads = by_load(rows)
     backends = list(dict.fromkeys(row.backend for row in rows))
     heights = [1.5 + 0.45 * len(of_load) for of_load in loads.values()]

@@ -1,4 +1,4 @@
-"""Processes that tools start: how one is started with a log, and how one ends with all its workers."""
+"""Processes that tools start: starting one with a log, and ending one with all its workers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def own_modules(*first: str) -> dict[str, str]:
-    """The environment of a Python process that imports `integration` too, and the attn_backend that this
-    process imports: not the source tree where the package is installed.
+    """The environment of a Python process that imports `integration`, and the same attn_backend as this
+    process: not the source tree if the package is installed.
 
     Args:
-        first: folders that come before all others.
+        first: folders that precede all others.
     """
     package = find_spec("attn_backend")
     folders = (
@@ -56,8 +56,8 @@ def start(
 ) -> psutil.Popen:
     """Start a process whose output goes to `log`, after the command.
 
-    It runs in the log's folder, so that a source tree in ours does not hide installed packages. With a
-    session of its own it can be signaled with all its workers, and Ctrl-C does not reach it.
+    It runs in the log's folder, so that a source tree in ours does not hide installed packages. In a separate
+    session, signals reach it with all its workers, and Ctrl-C does not.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
@@ -91,7 +91,7 @@ def _heard_interrupts() -> Iterator[None]:
 
 
 def group_members(group: int) -> list[psutil.Process]:
-    """The running processes of a process group, also those whose parent has ended."""
+    """The running processes of a process group, including orphans."""
     members = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -103,8 +103,8 @@ def group_members(group: int) -> list[psutil.Process]:
 def library_is_loaded(group: int) -> bool:
     """Whether a process of the group has this package's host library in its memory map.
 
-    The engines' plugins load it when they register or start, but vLLM on a CPU serves with its own backend,
-    silently, when the plugin is not discovered.
+    The engines' plugins load it when they register or start. But if the plugin is not discovered, vLLM on a
+    CPU silently serves with its own backend.
     """
     for process in group_members(group):
         with contextlib.suppress(psutil.Error):
@@ -114,8 +114,8 @@ def library_is_loaded(group: int) -> bool:
 
 
 def stop_group(leader: psutil.Popen) -> None:
-    """INT to the leader, which both engines take as the wish to stop; then TERM and KILL to whatever of its
-    process group is left.
+    """Sends INT to the leader, which makes both engines stop; then TERM and KILL to the rest of its process
+    group.
     """
     with _deferred_interrupts():
         if leader.poll() is None:
@@ -133,7 +133,7 @@ def stop_group(leader: psutil.Popen) -> None:
 
 @contextlib.contextmanager
 def _deferred_interrupts() -> Iterator[None]:
-    """An impatient Ctrl-C must not leave a server behind: it takes effect when the servers are gone."""
+    """An impatient Ctrl-C must not leave a server behind: it takes effect once the servers are gone."""
     numbers = STOP_SIGNALS if _takes_signals() else ()
     came: list[int] = []
 
@@ -156,5 +156,5 @@ def _deferred_interrupts() -> Iterator[None]:
 
 
 def _takes_signals() -> bool:
-    """Python's handlers run in the main thread, and only that may change them."""
+    """Python's handlers run in the main thread, and only this thread may change them."""
     return threading.current_thread() is threading.main_thread()

@@ -38,14 +38,14 @@ def wait_for(
     at_first: str,
     timeout_s: float = float("inf"),
 ) -> int:
-    """As follow(): shows how many `things` are done. counted: regular expression for this in the log, with
-    groups for the number done and the total.
+    """Like follow(): shows how many `things` are done. counted: a regular expression for the log, with groups
+    for the number done and the total.
     """
     return follow(process, log, who, count_of(counted, things), at_first, timeout_s)
 
 
 def count_of(counted: str, things: str) -> Callable[[Path], str | None]:
-    """The `state` of follow() that tells how many things are done."""
+    """A `state` for follow() that counts completed things."""
 
     def state(log: Path) -> str | None:
         done = last_count(log, counted)
@@ -62,7 +62,7 @@ def follow(
     at_first: str,
     timeout_s: float = float("inf"),
 ) -> int:
-    """Waits for the end of a process, and shows meanwhile what it does. Returns its exit status.
+    """Waits for the end of a process, and meanwhile shows its activity. Returns its exit status.
 
     Args:
         who: the beginning of each line.
@@ -91,15 +91,15 @@ def run_logged(
     at_first: str,
     folder: Path | None = None,
 ) -> int:
-    """Runs a program whose output goes to `log`, after the command, and shows what it does.
+    """Runs a program whose output goes to `log`, after the command, and shows its activity.
 
-    Returns its exit status. An interrupt ends it, too.
+    Returns its exit status. An interrupt also ends it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         output.write(f"$ {shlex.join(command)}\n")
         output.flush()
-        # in a new session: one signal reaches the program and all that it starts
+        # in a new session: one signal reaches the program and all its children
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -116,7 +116,7 @@ def run_logged(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that leads a session, with all that it has started."""
+    """Ends a session leader and all processes that it has started."""
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -145,7 +145,7 @@ def say_stopping() -> None:
 
 
 def stop_at_once() -> None:
-    """From now on Ctrl-C is answered at once, and TERM and HUP end the program as Ctrl-C does."""
+    """From now on Ctrl-C gets an immediate answer, and TERM and HUP end the program like Ctrl-C."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         say_stopping()

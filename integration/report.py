@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from integration.results import Row, by_load
 
-# Of each figure in the table: its heading and its decimals. Two ITLs of 5 ms differ in hundredths
+# For each figure in the table: its heading and its decimals. Two ITLs of 5 ms differ in hundredths
 COLUMNS = {
     "ttft_p50_ms": ("TTFT p50 ms", 1),
     "ttft_p99_ms": ("TTFT p99 ms", 1),
@@ -23,7 +23,7 @@ ACCEPT_LENGTH = {"accept_length": ("accept length", 2)}  # where answers are dra
 
 
 def format_table(rows: list[Row]) -> str:
-    """A table for each load with a line for each backend, in Markdown, so that it can be pasted."""
+    """A Markdown table for each load with a line for each backend, ready to paste."""
     return "\n\n".join(f"{load}\n\n{_format_load(of_load)}" for load, of_load in by_load(rows).items())
 
 
@@ -53,10 +53,10 @@ def _format_load(rows: list[Row]) -> str:
 def write_tables(
     folder: Path, title: str, settings: dict[str, Any], rows: list[Row], note: str = ""
 ) -> list[Path]:
-    """Write `report.json` and `report.md` into `folder`. Returns what was written.
+    """Write `report.json` and `report.md` into `folder`. Returns the JSON content.
 
     Args:
-        note: stands above the tables.
+        note: appears above the tables.
     """
     described = [asdict(row) | {"median": asdict(row.metrics)} for row in rows]
     report = {"title": title, "note": note, "settings": settings, "rows": described}

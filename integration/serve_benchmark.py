@@ -81,7 +81,7 @@ def parse_loads(
     request_rates: list[float],
     samples: list[int],
 ) -> list[Load]:
-    """One load for each data set; an option that is given once holds for all of them.
+    """One load for each data set; a single option applies to all of them.
 
     Raises ValueError when the numbers do not match.
     """
@@ -243,7 +243,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """Options are named as the fields of Settings; where they are silent its defaults hold, which are for a
+    """Options have the names of Settings' fields. For omitted options its defaults apply, which are for a
     CPU.
     """
     values: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": 256} if given.device == "cuda" else {}

@@ -28,7 +28,7 @@ LONGEST_LINE = 1000  # SGLang prints all its arguments in one line of 20 kB
 
 
 class ServerError(RuntimeError):
-    """The server did not start or died; the end of its log has been printed."""
+    """The server did not start or died; the end of its log was printed."""
 
 
 def free_port() -> int:
@@ -62,7 +62,7 @@ def stop_on_signals() -> None:
 
 
 class Server:
-    """A server that has been started. `url`: where it answers, once wait_until_ready() has returned."""
+    """A started server. `url`: its address, once wait_until_ready() has returned."""
 
     def __init__(self, engine: Engine, launch: Launch, log: Path) -> None:
         self.engine, self.launch, self.log = engine, launch, log
@@ -76,8 +76,8 @@ class Server:
         self.process = start(engine.server_command(launch), log, environment, own_session=True)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises ServerError when it does not come up within `timeout_s` of its start, or without this
-        package where it should use it.
+        """Raises ServerError if it does not come up within `timeout_s` of its start, or runs without this
+        package although it should use it.
         """
         _wait_until_ready(self.process, self.url, self.label, self.log, self.begin, timeout_s)
         if is_ours(self.launch.backend) and not library_is_loaded(self.process.pid):
@@ -95,7 +95,7 @@ class Server:
             )
 
     def ask_to_stop(self) -> None:
-        """Does not wait: of several servers that are to stop, none waits for another."""
+        """Does not wait, so several servers can stop at the same time."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
 
@@ -109,9 +109,9 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(engine: Engine, launch: Launch, log: Path, timeout_s: float) -> Iterator[str]:
-    """A context in which the server answers; gives its base URL.
+    """A context in which the server answers; yields its base URL.
 
-    Raises ServerError when it does not come up in `timeout_s`.
+    Raises ServerError if it does not come up in `timeout_s`.
     """
     with ready_server(engine, launch, log, timeout_s) as server:
         yield server.url
@@ -125,7 +125,7 @@ def ready_server(
     timeout_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[Server]:
-    """As running_server; gives the server itself. `meanwhile` is called while the server starts."""
+    """Like running_server, but yields the server itself. `meanwhile` is called while the server starts."""
     server = Server(engine, launch, log)
     try:
         meanwhile()

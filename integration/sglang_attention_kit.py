@@ -1,10 +1,10 @@
 """Runs SGLang's own attention tests (sglang/test/kits/attention_unittest, in its wheel) with this backend:
 `python -m integration.sglang_attention_kit`.
 
-Its cases bring their own reference. Counted: passed, skipped, failed, with the reason of each that did not
-pass; a skip makes the run fail too, since the kit skips a backend that it could not construct. Left out is
-what the kit has for other kinds of layers (MLA, linear attention) and for draft models, which this backend
-refuses to serve; that it refuses drafts that are trees is a case here. Without a GPU: `--device cpu`, with
+Its cases have their own reference. The report counts passed, skipped and failed cases, with the reason of
+each that did not pass. A skip also fails the run, since the kit skips a backend that it could not construct.
+The run omits the kit's other kinds of layers (MLA, linear attention) and its draft models, which this backend
+refuses to serve. One case checks that it refuses drafts that are trees. Without a GPU: `--device cpu`, with
 integration/sglang_cpu on PYTHONPATH.
 """
 
@@ -35,8 +35,8 @@ def dense_cases() -> tuple[dense.DenseAttentionCase, ...]:
 
 
 def window_cases() -> tuple[dense.DenseAttentionCase, ...]:
-    """The kit's extends with a window, and decode steps whose requests are shorter than, as long as and
-    longer than it.
+    """The kit's extends with a window, and decode steps whose requests are shorter than the window, equal to
+    it, and longer.
     """
     decode = [
         dense.DenseAttentionCase(
@@ -81,7 +81,7 @@ def eager_cases(options: dict[str, object]) -> list[Case]:
     for case in (*dense_cases(), *window_cases()):
         for layout in LAYOUTS:
             if layout == "non_monotonic_extend" and case.page_size > 1:
-                # tokens of a page in any order: no paged backend can read that, and no allocator makes it
+                # tokens of a page in any order: no paged backend can read that, and no allocator produces it
                 continue
             for head_dim in HEAD_DIMS:
                 run = partial(
@@ -92,7 +92,7 @@ def eager_cases(options: dict[str, object]) -> list[Case]:
 
 
 def graph_cases(options: dict[str, object]) -> list[Case]:
-    """The metadata protocol of captured decode steps, padded requests included (the kit runs the kernels
+    """The metadata protocol of captured decode steps, including padded requests (the kit runs the kernels
     without capturing them).
     """
     from sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner import (
@@ -110,7 +110,7 @@ def graph_cases(options: dict[str, object]) -> list[Case]:
 
 
 def prefill_graph_cases(options: dict[str, object]) -> list[Case]:
-    """Prefills whose attention runs between captured pieces, padded rows included."""
+    """Prefills whose attention runs between captured pieces, including padded rows."""
     from sglang.test.kits.attention_unittest.runner_modes.split_op_runner import (
         run_dense_split_op_extend_case as run,
     )
@@ -150,8 +150,8 @@ def speculative_cases(options: dict[str, object]) -> list[Case]:
 
 
 def with_contiguous_slots(run: Callable[..., None]) -> Callable[..., None]:
-    """The kit's captured verify case shuffles the slots of its tables and then writes the prefixes to
-    unshuffled ones, so only unshuffled tables can pass.
+    """The kit's captured verify case shuffles its tables' slots, but writes the prefixes to unshuffled slots,
+    so only unshuffled tables can pass.
     """
     shuffled = dense.make_loc_fn
 
@@ -191,7 +191,7 @@ def main() -> int:
         for group in (eager_cases, graph_cases, prefill_graph_cases, speculative_cases):
             try:
                 cases = group(options)
-            # Without a GPU, the kit's linear attention keeps some of its modules from being imported.
+            # Without a GPU, the kit's linear attention prevents the import of some of its modules.
             except (ImportError, AttributeError) as error:
                 outcomes["skipped"].append(f"{dtype} all of {group.__name__}: {error}")
                 continue

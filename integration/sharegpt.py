@@ -1,5 +1,5 @@
-"""ShareGPT conversations: fetched when a benchmark runs, never part of the repository (they may hold personal
-data).
+"""ShareGPT conversations: fetched when a benchmark runs, never part of the repository (they may contain
+personal data).
 
 python -m integration.sharegpt       # downloads them, unless they are in the cache, and prints the path of
 the file
@@ -26,8 +26,8 @@ def parse_conversations(text: str) -> list[dict[str, Any]]:
     """Parse a JSON array of conversations that may be cut anywhere: the whole ones before the cut are
     returned.
 
-    The published file is the first 125 MB of a longer one and ends inside a string. Raises ValueError when
-    not one conversation is whole.
+    The published file is the first 125 MB of a longer one and ends inside a string. Raises ValueError if no
+    conversation is complete.
     """
     decoder = json.JSONDecoder()
     conversations: list[dict[str, Any]] = []

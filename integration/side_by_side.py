@@ -1,5 +1,5 @@
 """A benchmark with all servers running at once on one device: each load goes to one server after another
-before the next load has its turn.
+before the next load starts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from integration.results import Row
 from integration.server import Server, ServerError, print_tail
 from integration.warm_up import wait_for_turn, warm_up
 
-# clients that have been started before their turn: their preparations take longer than many a load
+# clients started before their turn: their preparation takes longer than many a load
 CLIENTS_AHEAD = 8
 
 
 def benchmark_side_by_side(settings: Settings) -> list[Row]:
     """Like `integration.benchmark.benchmark`, with all servers at once.
 
-    A backend that fails is left out from there on.
+    A backend that fails is left out from then on.
     """
     run = Benchmark.make(settings)
     with ExitStack() as stack:
@@ -43,10 +43,10 @@ def benchmark_side_by_side(settings: Settings) -> list[Row]:
 
 
 class SideBySide:
-    """The servers, and the clients that have been started for their turns.
+    """The servers, and the clients that were started for their turns.
 
     Args:
-        run: what is measured.
+        run: the benchmark to measure.
         stack: stops servers and clients at its end.
     """
 
@@ -68,7 +68,7 @@ class SideBySide:
         self._prompts = run.warm_up_prompts
 
     def get_ready(self) -> None:
-        """Waits until the servers answer, and has them answer requests that are not measured."""
+        """Waits until the servers answer, and sends them requests that are not measured."""
         for backend, server in self.servers.items():
             try:
                 server.wait_until_ready(self.settings.start_timeout_s)
@@ -92,7 +92,7 @@ class SideBySide:
         )
 
     def measure_all(self) -> None:
-        """Every load of every backend that has not failed, until the time is up."""
+        """Measures every load of every backend that has not failed, until the time is up."""
         limit = self.settings.time_limit_s
         for number, (index, backend, repeat) in enumerate(self.turns):
             if limit is not None and self._seconds() > limit:
@@ -108,7 +108,7 @@ class SideBySide:
                 self._measure(client, index, backend, repeat)
 
     def check_seeds(self) -> None:
-        """On request: the first prompts once more, sampled, as `integration.compare_sampling` does."""
+        """On request: sends the first prompts once more, sampled, like `integration.compare_sampling`."""
         if not (self.settings.check_seeds and self.settings.sampling):
             return
         prompts = [tokens for tokens, _ in self._prompts[0]]
@@ -137,7 +137,7 @@ class SideBySide:
         )
 
     def _start_client(self) -> None:
-        """Starts the client of the next turn that has none yet; it prepares its requests and waits."""
+        """Starts the next turn's client that is not running yet; it prepares its requests and waits."""
         turn = next(self._without_client, None)
         if turn is None:
             return
@@ -162,7 +162,7 @@ class SideBySide:
 
 
 def side_by_side_turns(settings: Settings) -> list[tuple[int, str, int]]:
-    """(index of a load, backend, repeat) in the order in which they are measured."""
+    """(index of a load, backend, repeat) in the order of measurement."""
     turns = []
     for number, (index, repeat) in enumerate(product(range(len(settings.loads)), range(settings.repeats))):
         first = number % len(settings.backends)

@@ -1,14 +1,14 @@
-"""Does vLLM's sleep mode leave this backend as it was? Greedy answers before, and after each of many sleeps;
+"""Does this backend survive vLLM's sleep mode? Compares greedy answers before and after each of many sleeps;
 in one process, on a GPU.
 
     python -m integration.sleep_wake --model smollm2 --times 20
 
-The prompts share a prefix, and decodes run as CUDA graphs, so what plans keep between steps is put to use.
-Level 1 takes the KV cache away and brings the weights back from the host's memory; level 2 takes the weights
-as well, and they are read again from --model. Where every plan's workspace lies is looked up in vLLM's
-allocator: memory that sleep takes away comes back with any content, which need not show in the tokens.
+The prompts share a prefix, and decodes run as CUDA graphs, so plans' state between steps is used. Level 1
+discards the KV cache and restores the weights from host memory. Level 2 also discards the weights, and
+reloads them from --model. vLLM's allocator shows where every plan's workspace lies: memory that sleep
+discards comes back with arbitrary content, which need not show in the tokens.
 
-Exit status: 0 when all answers are as before and no workspace lies in memory that sleep mode takes away, 1
+Exit status: 0 if all answers are unchanged and no workspace lies in memory that sleep mode discards, 1
 otherwise.
 """
 
@@ -64,14 +64,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_prompts(model: Model, count: int, prefix: int) -> list[str]:
-    """Texts that begin alike, with ends of 5 to 100 tokens."""
+    """Texts with a common beginning, and ends of 5 to 100 tokens."""
     texts = TextMaker(model.folder, seed=0)
     shared = texts.text(prefix)
     return [shared + texts.text(texts.random.randint(5, 100)) for _ in range(count)]
 
 
 def start(given: argparse.Namespace, model: Model) -> Any:
-    """vLLM in this process: all prompts are there when the first step is scheduled, so every time has the
+    """vLLM in this process: all prompts have arrived when the first step is scheduled, so every run has the
     same batches.
     """
     environment = {
@@ -83,7 +83,7 @@ def start(given: argparse.Namespace, model: Model) -> Any:
     if given.batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.update(environment | our_environment(OURS))
-    # As in a server's process: the installed package goes before the sources beside this folder.
+    # As in a server's process: the installed package precedes the sources next to this folder.
     sys.path[:] = [*(folder for folder in sys.path if Path(folder).resolve() != REPOSITORY), str(REPOSITORY)]
     from vllm import LLM
 
@@ -120,20 +120,20 @@ def sleep_and_wake(llm: Any, level: int) -> None:
 
 
 def differing(before: list[list[int]], after: list[list[int]]) -> list[int]:
-    """The prompts whose answers are not the same."""
+    """The prompts whose answers differ."""
     return [prompt for prompt, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
 
 
 def workspaces_taken_away() -> tuple[int, int]:
-    """How many tensors the plans of this process hold on the GPU, and how many of them lie in memory that
-    sleep mode takes away.
+    """The number of tensors that this process's plans hold on the GPU, and the number of those in memory that
+    sleep mode discards.
     """
     import torch
     from vllm.device_allocator.cumem import CuMemAllocator
 
     from attn_backend import Attention
 
-    gc.unfreeze()  # vLLM freezes what there is when it has started, and frozen objects are not listed
+    gc.unfreeze()  # vLLM freezes existing objects when it has started, and frozen objects are not listed
     pools = [
         (begin, begin + data.handle[1])
         for begin, data in CuMemAllocator.get_instance().pointer_to_data.items()

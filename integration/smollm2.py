@@ -1,12 +1,12 @@
 """SmolLM2-135M-Instruct as safetensors, made from the GGUF file that a Python package ships.
 
-A real model of the Llama architecture that a laptop serves: 30 layers, 9 query heads, 3 KV heads, head_dim
-64. Converting it takes torch, transformers and gguf, so this module is run by the engine's interpreter:
-`python -m integration.smollm2`.
+A real Llama model that a laptop can serve: 30 layers, 9 query heads, 3 KV heads, head_dim 64. The conversion
+needs torch, transformers and gguf, so the engine's interpreter runs this module: `python -m
+integration.smollm2`.
 
-Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads, of which the
-added ones change nothing. `--draft` makes one that lacks a layer: its most probable token is the model's
-seven times in ten, so as a draft model it is neither always right nor always wrong.
+Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads; the added ones
+change nothing. `--draft` makes a copy without one layer. Its most probable token equals the model's seven
+times in ten, so as a draft model it is neither always right nor always wrong.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def convert(gguf: Path, target: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # transformers parses the file three times and names the tensors once for each module, which was half of
-    # the conversion's time
+    # transformers parses the file three times and lists the tensor names once for each module, which was half
+    # of the conversion time
     vars(reader).update(
         GGUFReader=cache(reader.GGUFReader), get_tensor_name_map=cache(reader.get_tensor_name_map)
     )
@@ -66,19 +66,19 @@ def convert(gguf: Path, target: Path) -> None:
     model.load_state_dict(source.state_dict())
     model.bfloat16().save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    # transformers 5.12 makes a decoder of another kind of tokenizer, by which grammars take a line break for
-    # a letter, and another end
+    # transformers 5.12 makes a decoder for another kind of tokenizer. With it, grammars mistake a line break
+    # for a letter, and another end
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.eos_token = tokenizer.pad_token = END
     tokenizer.save_pretrained(target)
 
 
 def add_heads(model: Path, target: Path, kv_heads: int) -> None:
-    """Copy a Llama of one safetensors file and give it `kv_heads` KV heads, and as many query heads for each
-    as before. The added ones are zero, in the output projection too, so its answers stay the same.
+    """Copy a Llama of one safetensors file and give it `kv_heads` KV heads, with as many query heads for each
+    as before. The added ones are zero, also in the output projection, so its answers stay the same.
 
     Raises:
-        ValueError: it has more KV heads already.
+        ValueError: it already has more KV heads.
     """
     import torch
     from safetensors.torch import load_file, save_file

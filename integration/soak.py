@@ -1,6 +1,6 @@
-"""Does a server with this backend hold out? Mixed load for a while: shared prefixes that change, sampled
-answers with seeds, JSON by a schema, clients that hang up, and a KV cache so small that requests are
-preempted and prefixes evicted.
+"""Does a server with this backend survive long use? A mixed load for a while: changing shared prefixes,
+sampled answers with seeds, JSON by a schema, and clients that hang up. The KV cache is so small that requests
+are preempted and prefixes evicted.
 
     python -m integration.soak --engine vllm --minutes 20 --concurrency 64 --cache-tokens 6144
     python -m integration.soak --engine vllm --minutes 3 --concurrency 64 --batch-invariant
@@ -16,15 +16,15 @@ What must hold:
   of these is still to come after --minutes, as on a slow machine, the load goes on, up to four times as long.
 
 --batch-invariant is the engine's own mode. Logits there depend on how many tokens of a request are computed
-at once, and those of a preempted request, or after a cached prefix, are computed at once where they came one
-by one before. So the same text is demanded of the requests that began without a cached prefix (the answer
-says how much of its prompt was cached) and were there while none was preempted: answers do not say that they
-were, but both engines count. A quarter of the requests at a time come in bursts of 15 seconds each minute,
-and the cache is too small for all and large enough for the others: it preempts in bursts, too. Requests after
-a cached prefix are asked again after the same one. These, and those that were there when one was preempted,
-are counted.
+at once. A preempted request, or a request after a cached prefix, computes tokens at once that came one by one
+before. So the same text is required only of requests that began without a cached prefix (the answer reports
+the cached part of its prompt) and ran while none was preempted. Answers do not report preemption, but both
+engines count it. A quarter of the concurrent requests come in bursts of 15 seconds each minute. The cache is
+too small for all and large enough for the others, so preemption also comes in bursts. Requests after a cached
+prefix are repeated after the same one. The report counts these, and the requests that ran during a
+preemption.
 
-Exit status: 0 when all that holds, 1 otherwise.
+Exit status: 0 if all checks pass, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from integration.soak_load import LONGEST, Kept, Outcome, Request, Requests, ask
 from integration.text import TextMaker
 
 SHOWN_ERRORS = 10
-# Of a cache under batch invariance, for each request at a time: too few in a burst, enough for three quarters
-# of them. vLLM's share prefixes, SGLang's none.
+# Cache tokens under batch invariance for each concurrent request: too few in a burst, enough for three
+# quarters of them. vLLM's requests share prefixes, SGLang's do not.
 TOKENS_OF_A_REQUEST = {"vllm": 96, "sglang": 128}
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A request that was asked again alone.
+    """A request that was repeated by itself.
 
-    `smallest_gap`: natural log, between the two most probable tokens where they are closest; of greedy ones.
-    `cached_again`: as Kept.cached, of the second answer.
+    `smallest_gap`: between the two most probable tokens at their closest (natural log), for greedy requests.
+    `cached_again`: as Kept.cached, for the second answer.
     """
 
     number: int
@@ -82,7 +82,7 @@ GROUPS = (UNDISTURBED, AFTER_PREFIX, OTHERS)
 
 
 def replay(engine: Engine, url: str, outcome: Outcome) -> list[Replay]:
-    """One at a time. What fails joins the errors."""
+    """One at a time. Failures are added to the errors."""
     replays = []
     for kept in outcome.kept:
         number, kind = kept.request.number, kept.request.kind
@@ -98,8 +98,8 @@ def replay(engine: Engine, url: str, outcome: Outcome) -> list[Replay]:
 
 
 def ask_alone(url: str, kept: Kept) -> tuple[str, int]:
-    """The text, and how many tokens of the prompt were cached: as many as the first time, where that can be
-    had, since nothing else is read from the cache.
+    """The text, and the number of cached prompt tokens: the same as the first time if possible, since nothing
+    else is read from the cache.
     """
     request = replace(kept.request, salt=f"alone {kept.request.number}")
     if kept.cached:
@@ -109,7 +109,7 @@ def ask_alone(url: str, kept: Kept) -> tuple[str, int]:
 
 
 def smallest_gap(engine: Engine, url: str, request: Request) -> float:
-    """How close the two most probable tokens come in a greedy answer."""
+    """The smallest gap between the two most probable tokens in a greedy answer."""
     tokens = engine.generate(url, request.prompt, request.max_tokens, alternatives=2)
     pairs = [sorted(token.alternatives.values(), reverse=True)[:2] for token in tokens]
     return min(first - second for first, second in (pair for pair in pairs if len(pair) == 2))
@@ -123,7 +123,7 @@ def judge(
     grown: float,
     tracebacks: int,
 ) -> list[str]:
-    """What does not hold."""
+    """The failed checks."""
     exact = [
         played
         for played in replays
@@ -142,7 +142,7 @@ def judge(
 
 
 def not_seen(given: argparse.Namespace, outcome: Outcome, preempted: int) -> list[str]:
-    """What no request has gone through, but must have."""
+    """The required events that did not occur for any request."""
     counts = {
         **outcome.finished,
         "guided to the end": outcome.complete_json,
@@ -196,7 +196,7 @@ def run(given: argparse.Namespace) -> bool:
     requests, known = Requests(texts, given.seed), 0
 
     def preemptions() -> int:
-        """Until now; of a server that does not answer any more, what it said last."""
+        """The number so far; if a server no longer answers, its last reply."""
         nonlocal known
         with suppress(RuntimeError):
             known = engine.preemptions(server.url)

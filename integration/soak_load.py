@@ -1,5 +1,5 @@
-"""The load of a soak: requests of several kinds, with prefixes that change, many at a time, some of whose
-clients hang up; and what each answer must be.
+"""The load of a soak: many concurrent requests of several kinds, with changing prefixes, and some clients
+that hang up; and the requirements for each answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from integration.text import TextMaker
 KINDS = ("greedy", "sampled", "guided", "aborted")
 WEIGHTS = (3, 4, 2, 2)
 NUM_PREFIXES = 4  # at a time
-PREFIX_LASTS = 60  # requests: then others come, and the cache must forget
+PREFIX_LASTS = 60  # requests, before the prefixes change and the cache must evict
 SHORTEST, LONGEST_PREFIX, LONGEST_END = 4, 96, 64
 LONGEST_ANSWER = 128
 PATIENCE = 4
-MOST_ERRORS = 1000  # a server that has died refuses each request at once
+MOST_ERRORS = 1000  # a dead server refuses each request at once
 BURST_EVERY_S, BURST_S = 60, 15  # with resting workers: how often, and how long, all of them ask
 LONGEST = LONGEST_PREFIX + LONGEST_END + LONGEST_ANSWER
 SCHEMA = {
@@ -42,7 +42,7 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `leaves_after`: lines of the stream that are read before the client hangs up."""
+    """One request. `leaves_after`: lines of the stream that the client reads before it hangs up."""
 
     number: int
     kind: str
@@ -78,10 +78,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Kept:
-    """A request to be asked again alone, with its text.
+    """A request to be repeated by itself, with its text.
 
-    `cached`: tokens of its prompt that the server had. `preempted`: how often requests were while it was
-    there. It may be one of them, unless that is 0.
+    `cached`: tokens of its prompt that the server had cached. `preempted`: number of preemptions while it
+    ran. It may be one of them, unless that is 0.
     """
 
     request: Request
@@ -92,7 +92,7 @@ class Kept:
 
 @dataclass
 class Outcome:
-    """What came of a load."""
+    """The outcome of a load."""
 
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     errors: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Outcome:
 
 
 class Requests:
-    """Requests by their number: the same seed gives the same ones, whoever asks first."""
+    """Requests by number: the same seed gives the same ones, regardless of the order of calls."""
 
     def __init__(self, texts: TextMaker, seed: int) -> None:
         self._texts, self._seed = texts, seed
@@ -127,9 +127,9 @@ class Requests:
 
 
 def ask(url: str, request: Request) -> tuple[str, bool, int]:
-    """The text of an answer, whether it ended by itself, and how many tokens of the prompt the server had.
+    """The text of an answer, whether it ended by itself, and the number of cached prompt tokens.
 
-    Raises RuntimeError or ValueError if the answer is not what it must be.
+    Raises RuntimeError or ValueError if the answer is invalid.
     """
     answer = post_json(f"{url}/v1/completions", request.body())
     choice = answer["choices"][0]
@@ -148,7 +148,7 @@ def ask(url: str, request: Request) -> tuple[str, bool, int]:
 
 
 def check_json(text: str) -> None:
-    """Raises ValueError unless a text is JSON of SCHEMA."""
+    """Raises ValueError unless a text is JSON that matches SCHEMA."""
     try:
         person = json.loads(text)
     except json.JSONDecodeError as error:
@@ -180,14 +180,14 @@ def run_load(
     preemptions: Callable[[], int],
     resting: int = 0,
 ) -> Outcome:
-    """Sends requests for so long, and up to `PATIENCE` times as long until `is_enough`; `concurrency` at a
-    time. Every `keep_every`th that is not aborted is kept. Each minute prints a line: a load that is cut
-    short has told what it saw.
+    """Sends requests for this time, and up to `PATIENCE` times as long until `is_enough`; `concurrency` at a
+    time. Keeps every `keep_every`th that is not aborted. Prints a line each minute, so that an interrupted
+    load has reported its results.
 
     Args:
-        preemptions: how many there have been.
-        resting: so many of those at a time ask in bursts alone. A cache that is too small for all of them
-            then preempts requests in bursts, too.
+        preemptions: returns their number so far.
+        resting: this number of workers only sends requests in bursts. A cache that is too small for all of
+            them then also preempts requests in bursts.
     """
     outcome, lock, numbers = Outcome(), threading.Lock(), itertools.count()
     start = time.monotonic()

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 POOL_SIZE = 1000
-# Cuts text into about as many pieces as a trained tokenizer makes of it: on 1,500 ShareGPT exchanges 0.97
-# times SmolLM2's tokens, medians within 4 %.
+# Splits text into about as many pieces as a trained tokenizer: on 1,500 ShareGPT exchanges 0.97 times
+# SmolLM2's tokens, medians within 4 %.
 PIECE = re.compile(r"[A-Za-z]{1,8}|[0-9]{1,3}|\S")
 
 
 def tokenizer_of(model_folder: Path) -> Any:
-    """The tokenizer of a model. Raises ValueError when its folder has none."""
+    """The tokenizer of a model. Raises ValueError if its folder has none."""
     from tokenizers import Tokenizer
 
     file = model_folder / "tokenizer.json"
@@ -30,7 +30,7 @@ def tokenizer_of(model_folder: Path) -> Any:
 
 
 class TextMaker:
-    """Makes random texts of single-token words, different for all practical purposes, by `seed`."""
+    """Makes random texts of single-token words by `seed`, practically all different."""
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self.tokenizer = tokenizer_of(model_folder)
@@ -61,8 +61,8 @@ class TextMaker:
 
     @cached_property
     def reads_text(self) -> bool:
-        """False for the tokenizer of integration/tokenizer.py: every word of a real text is the same unknown
-        token to it.
+        """False for the tokenizer of integration/tokenizer.py, which maps every word of a real text to the
+        same unknown token.
         """
         return (
             len(set(self.tokenizer.encode("The quick brown fox jumps over it", add_special_tokens=False).ids))
@@ -74,12 +74,12 @@ class TextMaker:
         return "".join(f" {self.random.choice(self.words)}" for _ in range(num_tokens))
 
     def readable(self, text: str) -> str:
-        """`text`, or for a tokenizer that cannot read it the same text in words of the tokenizer, one for
-        each piece.
+        """`text`; for a tokenizer that cannot read it, the same text in the tokenizer's words, one for each
+        piece.
 
-        Equal pieces become equal words: two texts share a prefix as far as they did. As they are, all prompts
-        would be one unknown token repeated, each a prefix of the longer ones, and the engines' prefix caches
-        would answer nearly all of every prompt.
+        Equal pieces become equal words, so two texts share the same prefix as before. Unchanged, all prompts
+        would repeat one unknown token, each a prefix of the longer ones. The engines' prefix caches would
+        then answer nearly all of every prompt.
         """
         if self.reads_text:
             return text
@@ -88,5 +88,5 @@ class TextMaker:
         )
 
     def count(self, text: str) -> int:
-        """Number of tokens of `text`, with those that the tokenizer adds by itself."""
+        """Number of tokens of `text`, including those that the tokenizer adds."""
         return len(self.tokenizer.encode(text).ids)

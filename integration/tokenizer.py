@@ -1,9 +1,9 @@
 """A word-level tokenizer for models without one (random weights, only a config): entry i is the word `t<i>`,
-all of one length.
+all with one length.
 
 Every token decodes to visible text, so a client that waits for text sees each one, and a text of n words has
-exactly n tokens. Of one length, because transformers looks for the special tokens inside words too: it would
-cut `t1234` in two where `t1` is one.
+exactly n tokens. Words have one length because transformers also looks for special tokens inside words: it
+would split `t1234` in two if `t1` were one.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-SMALLEST_CELL = 10  # of both samples together: 5 expected of each, where they are equally large
+SMALLEST_CELL = 10  # in both samples together: 5 expected in each, if they are equally large
 PERMUTATIONS = 10_000
 
 
 def chi_square(one: Sequence[Hashable], other: Sequence[Hashable]) -> float | None:
-    """The p-value of the two-sample chi-square test over what was drawn: the probability of a difference as
-    large if both came from one distribution.
+    """The p-value of the two-sample chi-square test: the probability of a difference this large if both
+    samples came from one distribution.
 
     Values that are rarer than SMALLEST_CELL in both samples together share a cell. None: all are in one cell,
-    so that nothing can be seen.
+    so the test shows nothing.
     """
     counts, others = Counter(one), Counter(other)
     pooled = counts + others
@@ -40,8 +40,8 @@ def chi_square(one: Sequence[Hashable], other: Sequence[Hashable]) -> float | No
 
 
 def same_mean(one: Sequence[float], other: Sequence[float]) -> float:
-    """The p-value of a permutation test (two-sided, seeded): how often means differ as much if the values are
-    dealt to the two samples anew.
+    """The p-value of a permutation test (two-sided, seeded): how often means differ this much if the values
+    are dealt to the two samples again.
     """
     values = torch.tensor([*one, *other], dtype=torch.float64)
     dealt = values[
@@ -54,8 +54,8 @@ def same_mean(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def zero_mean(differences: Sequence[float]) -> float:
-    """The p-value of a sign-flip test (two-sided, seeded) for pairs: how often the mean difference is as
-    large if each could as well have the other sign.
+    """The p-value of a sign-flip test (two-sided, seeded) for pairs: how often the mean difference is this
+    large if each could equally have the other sign.
     """
     values = torch.tensor(differences, dtype=torch.float64)
     signs = 2 * torch.randint(2, (PERMUTATIONS, len(values)), generator=torch.Generator().manual_seed(0)) - 1
@@ -63,5 +63,5 @@ def zero_mean(differences: Sequence[float]) -> float:
 
 
 def _share(drawn: Tensor, observed: Tensor) -> float:
-    """The share of drawn differences as large as the observed one, which counts as one of them."""
+    """The share of random differences at least as large as the observed one, which counts as one of them."""
     return (1 + int((drawn.abs() >= observed.abs() - 1e-12).sum())) / (1 + len(drawn))

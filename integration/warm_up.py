@@ -1,5 +1,5 @@
-"""Requests before the measurement: an engine compiles, tunes and allocates when it meets its first prompts of
-a kind, and that belongs to no figure.
+"""Requests before the measurement: an engine compiles, tunes and allocates at its first prompts of a kind,
+and no figure should include that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Prompts = list[tuple[list[int], int]]  # token ids, and how many tokens to gener
 
 
 def warm_up_prompts(workload: Workload, seed: int) -> Prompts:
-    """The first few requests of a load; `seed` must be another than that of its measured runs, or the prefix
-    cache would answer those.
+    """The first few requests of a load. `seed` must differ from the seed of its measured runs, or the prefix
+    cache would answer them.
 
     Raises:
         ValueError: the model's folder has no tokenizer.json.
@@ -41,13 +41,13 @@ def warm_up(
     sampling: Sampling | None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> None:
-    """Sends one request of each load alone, then the others at once: what they share is computed first and
-    read from the cache afterwards.
+    """Sends one request of each load by itself, then the others at once: shared prefixes are computed first
+    and read from the cache afterwards.
 
     Args:
-        tell: hears how many have been answered.
+        tell: called with the number of answered requests.
 
-    Raises RuntimeError when the server does not answer.
+    Raises RuntimeError if the server does not answer.
     """
 
     def ask(request: tuple[int, tuple[list[int], int]]) -> None:
@@ -63,7 +63,7 @@ def warm_up(
 
 
 def wait_for_turn(folder: Path | None) -> None:
-    """For engines that share a device: leaves `ready` in the folder, if there is one, and waits until `go`
+    """For engines that share a device: creates `ready` in the folder, if there is one, and waits until `go`
     appears there.
     """
     if folder is not None:

@@ -35,7 +35,7 @@ from pathlib import Path
 from integration.sharegpt import dataset_file, first_exchanges
 from integration.text import TextMaker
 
-# Which ShareGPT conversations are used, in tokens: the limits of vLLM's client
+# The ShareGPT conversations to use, in tokens: the limits of vLLM's client
 SHORTEST, LONGEST_PROMPT, LONGEST_TOTAL = 4, 1024, 2048
 
 
@@ -63,11 +63,11 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """How many requests the client sends: one for each answer."""
+        """The number of requests that the client sends: one for each answer."""
         return self.num_prompts * self.samples
 
     def prompts(self, seed: int) -> list[Prompt]:
-        """The prompts, without their copies; another seed gives others."""
+        """The prompts, without their copies; each seed gives different ones."""
         raise NotImplementedError
 
     def requests(self, seed: int) -> list[Prompt]:
@@ -84,7 +84,7 @@ class Workload:
         return path
 
     def write_sharegpt(self, path: Path, seed: int) -> Path:
-        """Write ShareGPT's form, in which the answer's number of tokens is the output length."""
+        """Write ShareGPT's form, in which the answer's token count is the output length."""
         requests = self.requests(seed)
         turns = [
             [{"from": "human", "value": request.text}, {"from": "gpt", "value": request.answer}]
@@ -96,11 +96,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class ShareGPT(Workload):
-    """`num_prompts` conversations of `path`, picked here so that both engines' clients send the same ones in
-    the same order.
+    """`num_prompts` conversations of `path`, selected here so that both engines' clients send the same ones
+    in the same order.
 
-    `output_len` None: as many tokens as the recorded answer has. `max_model_len`: most tokens of prompt and
-    answer together that the server takes.
+    `output_len` None: as many tokens as the recorded answer. `max_model_len`: the server's maximum for prompt
+    and answer together.
     """
 
     path: Path
@@ -136,7 +136,7 @@ class ShareGPT(Workload):
 
 @dataclass(frozen=True)
 class FileWorkload(Workload):
-    """Prompts of prescribed lengths. Lengths are in tokens, one entry a prompt."""
+    """Prompts with given lengths in tokens, one entry per prompt."""
 
     prompt_lens: list[int]
     output_lens: list[int]
@@ -159,7 +159,7 @@ class FileWorkload(Workload):
 
 @dataclass(frozen=True)
 class SharedPrefix(FileWorkload):
-    """All prompts have one length, begin with the same `shared_prefix_len` tokens, and get answers of one
+    """All prompts have one length and begin with the same `shared_prefix_len` tokens; all answers have one
     length.
     """
 
@@ -175,7 +175,7 @@ def make_workload(
 ) -> Workload:
     """Parse a data set's name (see above).
 
-    `output_len` is `N`, `LOW-HIGH` or None; `seed` draws lengths. Raises ValueError for what it cannot use.
+    `output_len` is `N`, `LOW-HIGH` or None; `seed` draws lengths. Raises ValueError for unusable values.
     """
     kind, _, rest = dataset.partition(":")
     outputs = _parse_range("output-len", output_len) if output_len else None

@@ -39,7 +39,7 @@ def test_full_pages_are_found_until_they_are_needed() -> None:
     assert again is not None
     assert again[:2] == pages[:2]
     cache.release(again)
-    taken = cache.take([], 3)  # two empty ones, and the one that fewer requests share: the last
+    taken = cache.take([], 3)  # two empty ones, and the least shared page: the last
     assert taken is not None
     assert pages[0] not in taken
     assert cache.match(lambda j: ("a", j), 9) == pages[:1]

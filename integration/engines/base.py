@@ -1,4 +1,4 @@
-"""The interface of an engine as the benchmark sees it."""
+"""The benchmark's view of an engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from integration.model import Model
 from integration.workload import Workload
 
 OURS = "attn_backend"
-OURS_NO_CASCADE = "attn_backend-no-cascade"  # the same package, told not to look for shared prefixes
-OURS_STOCK_SAMPLER = "attn_backend-stock-sampler"  # the same package, told to leave sampling to the engine
+OURS_NO_CASCADE = "attn_backend-no-cascade"  # the same package without the search for shared prefixes
+OURS_STOCK_SAMPLER = "attn_backend-stock-sampler"  # the same package, with sampling left to the engine
 STOCK = "stock"
-# after the name of an engine's backend: flashinfer_alias/ is in FlashInfer's place
+# suffix of an engine's backend name: flashinfer_alias/ replaces FlashInfer
 ON_OURS = "-on-attn_backend"
 
 BENCH_CLIENT = Path(__file__).resolve().parent.parent / "bench_client.py"
@@ -25,7 +25,7 @@ BENCH_CLIENT = Path(__file__).resolve().parent.parent / "bench_client.py"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; named as in both engines' APIs. top_k 0 and min_p 0 are off."""
+    """Sampling parameters, named as in both engines' APIs. top_k 0 and min_p 0 are off."""
 
     temperature: float = 0.8
     top_p: float = 0.95
@@ -34,7 +34,7 @@ class Sampling:
 
     @staticmethod
     def parse(text: str) -> Sampling:
-        """Parses "temperature=0.8,top_p=0.95,top_k=40"; what is not named is off. Raises ValueError."""
+        """Parses "temperature=0.8,top_p=0.95,top_k=40"; omitted parameters are off. Raises ValueError."""
         values: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
@@ -54,7 +54,7 @@ class Sampling:
         )
 
     def parameters(self) -> dict[str, float]:
-        """The parameters as a server takes them: both engines want -1 where top_k is off."""
+        """The parameters as a server takes them: both engines want -1 for a disabled top_k."""
         return asdict(self) | {"top_k": self.top_k or -1}
 
 
@@ -63,7 +63,7 @@ class Launch:
     """One server to start.
 
     `backend` is `attn_backend`, `attn_backend-no-cascade`, `attn_backend-stock-sampler`, `stock` (the engine
-    picks) or a name that the engine knows, to which `-on-attn_backend` may be added.
+    picks) or a name from the engine. The suffix `-on-attn_backend` may follow.
     """
 
     python: str
@@ -79,21 +79,21 @@ class Launch:
     prefix_caching: bool = True
     batch_invariant: bool = False
     tensor_parallel_size: int = 1  # GPUs
-    kv_cache_dtype: str | None = None  # the engine's name of it; None: what the model declares
+    kv_cache_dtype: str | None = None  # the engine's name for it; None: the model's declaration
     environment: dict[str, str] = field(default_factory=dict)  # besides the engine's own
-    # a folder for what the engine compiles; None: the engine's own, which servers that start at the same time
-    # should not share
+    # a folder for files that the engine compiles; None: the engine's own, which servers that start at the
+    # same time should not share
     cache: Path | None = None
 
     @property
     def name(self) -> str:
-        """The name on the command line and in the names of files."""
+        """The name on the command line and in file names."""
         return f"{self.backend}@{self.kv_cache_dtype}" if self.kv_cache_dtype else self.backend
 
 
 @dataclass(frozen=True)
 class Client:
-    """One run of the engine's own benchmark client against a server that is up.
+    """One run of the engine's own benchmark client against a running server.
 
     `request_rate` counts prompts per second: the client sends `workload.samples` times as many requests.
     """
@@ -108,7 +108,7 @@ class Client:
     result: Path
     extra_arguments: list[str] = field(default_factory=list)
     sampling: Sampling | None = None  # None: greedy
-    wait_for: Path | None = None  # the first request is sent when this file exists; None: at once
+    wait_for: Path | None = None  # the client sends its first request when this file exists; None: at once
 
 
 def is_ours(backend: str) -> bool:
@@ -116,14 +116,14 @@ def is_ours(backend: str) -> bool:
 
 
 def engines_name(backend: str) -> str:
-    """What the engine calls a backend that is not ours."""
+    """The engine's name for a backend that is not ours."""
     return backend.removesuffix(ON_OURS)
 
 
 def our_environment(backend: str) -> dict[str, str]:
     """The environment of a server with our backend.
 
-    It says "on" as well, so that a variable of the user's cannot make a report's label wrong.
+    It also sets "on", so that a user's variable cannot make a report's label wrong.
     """
     if backend.endswith(ON_OURS):
         return {"PYTHONPATH": str(REPOSITORY / "flashinfer_alias")}
@@ -137,8 +137,8 @@ def our_environment(backend: str) -> dict[str, str]:
 
 
 def collective_environment(launch: Launch) -> dict[str, str]:
-    """For several GPUs: NCCL's NVLink multicast is off where a machine has none, or not the rights to it,
-    since NCCL does not find out in time.
+    """For several GPUs: turns NCCL's NVLink multicast off if a machine lacks it or the rights to it, since
+    NCCL does not find out in time.
     """
     return {} if launch.tensor_parallel_size == 1 or uses_multicast() else {"NCCL_NVLS_ENABLE": "0"}
 
@@ -146,10 +146,10 @@ def collective_environment(launch: Launch) -> dict[str, str]:
 def bench_client(
     client: Client, module: str, keep_order: bool = False, no_option: Collection[str] = ()
 ) -> list[str]:
-    """The beginning of the command line of an engine's client `module`: through bench_client.py for what the
-    client has no option for.
+    """The beginning of the command line of an engine's client `module`: bench_client.py adds features for
+    which the client has no option.
 
-    `no_option`: the sampling parameters among that. A seed for each request is always among it.
+    `no_option`: the sampling parameters among these features. They always include a seed for each request.
     """
     if not keep_order and client.sampling is None and client.wait_for is None:
         return [client.python, "-m", module]
@@ -184,8 +184,8 @@ class Metrics:
 
     Times are in ms; ITL is the time between two tokens of one answer; `tokens_per_s` counts generated tokens.
 
-    Every answer is a request of its own, also where a prompt gets several. `accept_length`: tokens that an
-    answer gains with each pass of the model, on average; 1 without speculative decoding.
+    Every answer is a separate request, even if a prompt gets several. `accept_length`: tokens that an answer
+    gains in each model pass, on average; 1 without speculative decoding.
     """
 
     requests: int
@@ -214,8 +214,8 @@ class Token:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What became of drafted tokens: `passes` of the model that verified some, each for one request, and the
-    tokens that requests `gained` by these passes.
+    """The outcome of drafts: model `passes` that verified some, each for one request, and the tokens that
+    requests `gained` in these passes.
     """
 
     passes: int
@@ -226,7 +226,7 @@ class Drafts:
 
     @property
     def accept_length(self) -> float:
-        """Tokens for each pass; 1 where every draft was wrong, and where there was none."""
+        """Tokens for each pass; 1 if every draft was wrong, or if there was none."""
         return self.gained / self.passes if self.passes else 1.0
 
 
@@ -234,7 +234,7 @@ class Engine(Protocol):
     name: str
 
     def stock_backend(self, device: str) -> str:
-        """The usual name of the backend that the engine picks by itself, for the table."""
+        """The usual name of the engine's default backend, for the table."""
 
     def server_command(self, launch: Launch) -> list[str]: ...
 
@@ -245,40 +245,40 @@ class Engine(Protocol):
     def client_environment(self, device: str) -> dict[str, str]: ...
 
     def read_result(self, client: Client) -> Metrics:
-        """Read the file that the client wrote. Raises ValueError when it holds no result."""
+        """Read the file that the client wrote. Raises ValueError if it contains no result."""
 
     def generate(
         self, base_url: str, prompt: list[int], max_tokens: int, alternatives: int, **more: object
     ) -> list[Token]:
-        """Greedy tokens for a prompt of token ids, the end-of-text token ignored. more: of the request's
-        body.
+        """Greedy tokens for a prompt of token ids, ignoring the end-of-text token. more: fields for the
+        request's body.
         """
 
     def sample(
         self, base_url: str, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, logprobs: bool
     ) -> list[int]:
-        """Sampled tokens for a prompt of token ids, the end-of-text token ignored.
+        """Sampled tokens for a prompt of token ids, ignoring the end-of-text token.
 
-        `logprobs`: have the server report log-probabilities, too.
+        `logprobs`: also request log-probabilities.
         """
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of a server with a KV cache of this many tokens, which it fills until
-        requests lose theirs; JSON has no blanks, and an answer tells how many tokens of its prompt were
-        cached.
+        """Arguments and environment of a server with a KV cache of this many tokens. It fills the cache until
+        requests lose their tokens. JSON has no blanks, and an answer reports the number of cached prompt
+        tokens.
         """
 
     def preemptions(self, base_url: str) -> int:
-        """How often a server has taken away the tokens of a request that it had begun.
+        """How often a server has removed the tokens of a running request.
 
         It counts one before it sends the request's last token.
         """
 
     def prompt_logprobs(self, base_url: str, prompt: list[int]) -> list[float]:
-        """The natural-log probability of every token of a prompt but the first."""
+        """The natural-log probability of every prompt token except the first."""
 
     def drafts_settings(self) -> list[str]:
-        """Arguments of a server whose drafts() are read."""
+        """Arguments of a server for which drafts() is called."""
 
     def drafts(self, base_url: str) -> Drafts:
         """The drafts of all requests since the server started. Exact when no request is in flight."""

@@ -27,7 +27,8 @@ from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
 CPU_KV_TOKENS = 16384
-# of the client; its --extra-request-body would replace all sampling parameters, the number of tokens too
+# client options; its --extra-request-body would replace all sampling parameters, including the number of
+# tokens
 NO_OPTION = ("top_k", "min_p")
 
 
@@ -35,9 +36,7 @@ class SGLang:
     name = "sglang"
 
     def __init__(self, adapter: str | None = None) -> None:
-        """adapter: the LoRA adapter, of those that the server was given, that requests are for; None: the
-        model itself.
-        """
+        """adapter: the server's LoRA adapter that requests use; None: the model itself."""
         self._asks_for = {} if adapter is None else {"lora_path": adapter}
 
     def stock_backend(self, device: str) -> str:
@@ -102,8 +101,8 @@ class SGLang:
         )
 
     def client_command(self, client: Client) -> list[str]:
-        # The client has no option against shuffling a file's requests, and the copies of a prompt must stay
-        # neighbours.
+        # The client cannot disable shuffling of a file's requests, but the copies of a prompt must stay
+        # neighbors.
         command = bench_client(client, "sglang.bench_serving", keep_order=True, no_option=NO_OPTION)
         command += ["--backend", "sglang", "--host", "127.0.0.1", "--port", str(client.port)]
         # --model is the local path: with another name the client asks a hub for it
@@ -122,8 +121,8 @@ class SGLang:
             str(client.request_rate * client.workload.samples),
             *sampling_arguments(client, NO_OPTION),
         ]
-        # The server is up. With its own check the client would connect before it loads its tokenizer and the
-        # requests, and a prepared client would wait there
+        # The server is running. With its own check the client would connect before it loads its tokenizer and
+        # the requests, and a prepared client would wait there
         command += ["--output-file", str(client.result), "--output-details", "--ready-check-timeout-sec", "0"]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
@@ -199,9 +198,9 @@ class SGLang:
         return output_ids
 
     def soak_settings(self, cache_tokens: int, device: str) -> tuple[list[str], dict[str, str]]:
-        # Under batch invariance it keeps no prefixes. It begins requests as if answers were short, and
-        # forgets soon that they were not.
-        # llguidance, since xgrammar 0.2.1, which 0.5.17 pins, accepts 123 where 120 is the maximum.
+        # With batch invariance it keeps no prefixes. It admits requests as if answers were short, and quickly
+        # forgets that they were not. llguidance, since xgrammar 0.2.1, which 0.5.17 pins, accepts 123 when
+        # the maximum is 120.
         arguments = ["--max-total-tokens", str(cache_tokens), "--schedule-conservativeness", "0.1"]
         arguments += [
             "--grammar-backend",

@@ -1,6 +1,4 @@
-"""vLLM: `vllm serve`, `vllm bench serve`. Started as a module, so that it works where the `vllm` script is
-not installed.
-"""
+"""vLLM: `vllm serve`, `vllm bench serve`. Started as a module, so that it works without the `vllm` script."""
 
 from __future__ import annotations
 
@@ -34,17 +32,17 @@ class VLLM:
     name = "vllm"
 
     def __init__(self, asks_for: str = SERVED_NAME) -> None:
-        """asks_for: the model that requests are for, or the name of a LoRA adapter of the server."""
+        """asks_for: the model of the requests, or the name of one of the server's LoRA adapters."""
         self._asks_for = asks_for
 
     def stock_backend(self, device: str) -> str:
         return f"{CPU_BACKEND} (stock)" if device == "cpu" else "vLLM's choice (stock)"
 
     def server_command(self, launch: Launch) -> list[str]:
-        """`{backend}` in `extra_arguments` is the backend as vLLM calls it, which a draft model's
-        configuration has to name.
+        """`{backend}` in `extra_arguments` is vLLM's name of the backend, which a draft model's configuration
+        must contain.
 
-        Raises ValueError for a backend that vLLM has not on a CPU, and where `{backend}` has no name.
+        Raises ValueError for a backend that vLLM lacks on a CPU, and if `{backend}` has no name.
         """
         if launch.backend == STOCK and any("{backend}" in argument for argument in launch.extra_arguments):
             raise ValueError(
@@ -275,7 +273,7 @@ class VLLM:
         return []
 
     def drafts(self, base_url: str) -> Drafts:
-        # not those for which the n-grams found nothing
+        # without those for which the n-grams found nothing
         passes = counter(base_url, "vllm:spec_decode_num_drafts_total")
         return Drafts(passes, passes + counter(base_url, "vllm:spec_decode_num_accepted_tokens_total"))
 

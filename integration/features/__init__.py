@@ -1,3 +1,3 @@
-"""What engines do around attention (ranks, adapters, caches elsewhere, drafts): a table of what works with
-this backend, and servers that show it.
+"""Engine features around attention (ranks, adapters, caches elsewhere, drafts): a table of those that work
+with this backend, and servers that prove it.
 """

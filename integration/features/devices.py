@@ -1,5 +1,5 @@
-"""What servers of `integration.features` have on a CPU and on GPUs, besides what a run is about, and how near
-their answers must be.
+"""The set-up of servers of `integration.features` on a CPU and on GPUs, apart from a run's own feature, and
+the required accuracy of answers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from integration.compare_tokens import Outcome
 from integration.features.model import ROUNDED
 
-# A last bit decides how a number is rounded to 8 bits. With what bfloat16 does to the layers around it,
-# transformers parts from its own float32 with the same roundings at gaps of up to 0.17, and is up to 0.24
-# away; vLLM rounds queries besides, which no reference here does.
+# A last bit can change how a number is rounded to 8 bits. With bfloat16 in the other layers, transformers
+# differs from its own float32 with the same rounding at gaps of up to 0.17, and by up to 0.24. vLLM also
+# rounds queries, which no reference here does.
 ROUNDED_NEAR_TIE = 0.4
 ROUNDED_DIFFERENCE = 0.75
 
@@ -23,9 +23,9 @@ class Device:
     Attributes:
         arguments: of an engine's servers.
         environment: of all servers.
-        arguments_of_ranks, environment_of_ranks: further ones, of servers of several ranks.
-        near_tie: the largest gap of one, where answers may part (natural log); None: all must be equal.
-        largest_difference: of a token's log probability from transformers' float32.
+        arguments_of_ranks, environment_of_ranks: additional ones for servers with several ranks.
+        near_tie: the largest gap at which answers may differ (natural log); None: all must be equal.
+        largest_difference: between a token's log probability and transformers' float32.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Device:
     environment_of_ranks: dict[str, str] = field(default_factory=dict)
 
     def of(self, asks: tuple[str, ...]) -> Device:
-        """The device for the models that a run asks: with more room where numbers are rounded to 8 bits, in
-        models that the engines have in 16 bits alone.
+        """The device for the models of a run. Tolerances are larger for 8-bit rounding in models that the
+        engines have only in 16 bits.
         """
         rounded = replace(
             self, dtype="bfloat16", near_tie=ROUNDED_NEAR_TIE, largest_difference=ROUNDED_DIFFERENCE
@@ -68,7 +68,7 @@ class Device:
 
 
 def _a_core_for_each_rank() -> dict[str, str]:
-    """SGLang wants a NUMA node for each rank, or to be told which cores."""
+    """SGLang needs a NUMA node for each rank, or a list of cores."""
     cores = sorted(os.sched_getaffinity(0))
     return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
 
@@ -77,16 +77,16 @@ CPU = Device(
     "cpu",
     "float32",
     arguments={"vllm": (), "sglang": ()},
-    # Engines of one thread, which other processes may share the cores with, and which compile nothing.
+    # Engines with one thread, which share the cores with other processes, and compile nothing.
     environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"},
     near_tie=None,
-    # with the adapter, transformers' own float32 is up to 5e-4 away from its float64; without it 5e-6
+    # with the adapter, transformers' own float32 differs from its float64 by up to 5e-4; without it by 5e-6
     largest_difference=1e-3,
     environment_of_ranks=_a_core_for_each_rank(),
 )
-# Several servers share a GPU: the size of a cache is given, not the share of the memory, of which each engine
-# is told to be content with little (vLLM), or with what is there (SGLang). Graphs of decodes, and nothing
-# that torch.compile makes, which takes longer than all else and wants a C++ compiler.
+# Several servers share a GPU, so they get a cache size instead of a share of the memory. vLLM's servers may
+# use little of it, SGLang's the memory that is left. Decodes use graphs, without torch.compile, which takes
+# longer than everything else and needs a C++ compiler.
 GPU = Device(
     "cuda",
     "bfloat16",
@@ -107,13 +107,13 @@ GPU = Device(
             *("--cuda-graph-bs-prefill", "16", "64", "256", "--cuda-graph-max-bs-prefill", "256"),
         ),
     },
-    # Without NVLink multicast, which a machine may lack, or the rights to it; nothing is measured here.
+    # Without NVLink multicast: a machine may lack it, or the rights to it. Nothing is measured here.
     environment={"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"},
-    # NCCL alone: the engines' own all-reduces want memory of the other GPU, which a container may refuse
+    # only NCCL: the engines' own all-reduces need the other GPU's memory, which a container may refuse
     arguments_of_ranks=("--disable-custom-all-reduce",),
-    # transformers itself in bfloat16 on a CPU is up to 0.1 away from its float32 (root mean square 0.025),
-    # and parts from it at gaps of up to 0.07; where
-    # 40 tokens of the context are missing, all answers part at once, at gaps of 0.07 to 5.
+    # transformers itself in bfloat16 on a CPU differs from its float32 by up to 0.1 (root mean square 0.025),
+    # with different tokens at gaps of up to 0.07. If 40 tokens of the context are missing, all answers differ
+    # at once, at gaps of 0.07 to 5.
     near_tie=0.1,
     largest_difference=0.25,
 )

@@ -1,8 +1,8 @@
-"""A small model whose checkpoint declares an e4m3 KV cache with scales, and one whose output projections are
-e4m3 besides, as NVIDIA's ModelOpt writes them; and transformers with the same roundings, in float32.
+"""Two small models as NVIDIA's ModelOpt writes them: one checkpoint declares an e4m3 KV cache with scales,
+the other also has e4m3 output projections. Also transformers with the same rounding, in float32.
 
-V is so small that without its scale it would be rounded to zero. K is as it is: an engine may round queries
-without a scale, and what K gains they lose.
+V is so small that without its scale it would round to zero. K is unchanged: an engine may round queries
+without a scale, and queries would lose what K gains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-V_FACTOR = 2.0**-14  # exact in bfloat16; the output projection makes up for it
+V_FACTOR = 2.0**-14  # exact in bfloat16; the output projection compensates for it
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 ATTENTION = "attention_over_float8"
 KV_SCALES = {"k": "k_proj.k_scale", "v": "v_proj.v_scale"}
@@ -37,14 +37,14 @@ def make_values_small(model: Path) -> None:
 
 
 def make_checkpoints(model: Path, largest: dict[str, Tensor], cache: Path, with_outputs: Path) -> None:
-    """Writes what a Llama becomes.
+    """Writes both checkpoints of a Llama.
 
     Args:
-        model: its folder. Its output projections become what `with_outputs` holds.
-        largest: of K, V and the output projection's input of each layer, the largest number, by the names of
+        model: its folder. Its output projections become the ones in `with_outputs`.
+        largest: the largest value of K, V and the output projection's input in each layer, by the names of
             their scales.
-        cache: a folder for the one with an 8-bit cache.
-        with_outputs: a folder for the one with 8-bit output projections besides.
+        cache: a folder for the checkpoint with an 8-bit cache.
+        with_outputs: a folder for the checkpoint that also has 8-bit output projections.
     """
     weights = load_file(model / "model.safetensors")
     scales = {name: value / LARGEST for name, value in largest.items()}
@@ -75,7 +75,7 @@ def make_checkpoints(model: Path, largest: dict[str, Tensor], cache: Path, with_
 
 
 def largest_numbers(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
-    """What make_checkpoints() takes. run: has the model read what it should be measured with."""
+    """The `largest` of make_checkpoints(). run: runs the model on calibration text."""
     largest: dict[str, Tensor] = {}
 
     def note(name: str, values: Tensor) -> None:
@@ -87,7 +87,7 @@ def largest_numbers(model: nn.Module, run: Callable[[], object]) -> dict[str, Te
 
 
 def round_as(model: nn.Module, checkpoint: Path) -> None:
-    """Rounds what the checkpoint says: K and V, and the inputs of output projections."""
+    """Applies the checkpoint's rounding: K and V, and the inputs of output projections."""
     scales = {
         name: scale.float()
         for name, scale in load_file(checkpoint / "model.safetensors").items()
@@ -103,8 +103,8 @@ def round_as(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _round_in(model: nn.Module, change: Callable[[str, Tensor], Tensor | None]) -> None:
-    """Has change() see, and perhaps replace, K, V and the output projection's input of each layer, which come
-    with the names of their scales.
+    """Calls change() with K, V and the output projection's input of each layer, and the names of their
+    scales; it may replace them.
     """
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Small models with random weights, and transformers' answers: a Llama whose heads two ranks can share, with
-a LoRA adapter and EAGLE and DFLASH drafts, one with one KV head, a MiMo that predicts a second token by
-itself (MTP), a DeepSeek (MLA), and a Llama with an 8-bit cache (integration/features/float8.py).
+"""Small models with random weights, and transformers' answers. A Llama whose heads two ranks can share, with
+a LoRA adapter and EAGLE and DFLASH drafts; and a Llama with one KV head. A MiMo that predicts a second token
+by itself (MTP), a DeepSeek (MLA), and a Llama with an 8-bit cache (integration/features/float8.py).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ONE_KV_HEAD = Family(
         transformers.LlamaForCausalLM,
     ),
 )
-WIDE = COMMON | {"hidden_size": 4 * COMMON["head_dim"]}  # vLLM computes the heads' width
+WIDE = COMMON | {"hidden_size": 4 * COMMON["head_dim"]}  # vLLM computes the head width
 MIMO = Family(
     "mimo",
     "",
     "",
     lambda: (transformers.Qwen2Config(**WIDE, tie_word_embeddings=False), transformers.Qwen2ForCausalLM),
 )
-# 8-bit outputs of attention are there for heads of 128 on a GPU.
+# 8-bit attention outputs exist for heads of 128 on a GPU.
 WIDE_HEADS = COMMON | {"head_dim": 128}
 FLOAT8 = Family(
     "float8",
@@ -69,7 +69,7 @@ ALPHA = 16
 
 def make_models(folder: Path) -> None:
     """Writes MODELS and ROUNDED, and for `model` also `adapter`, `eagle`, `eagle-sglang`, `dflash` and
-    `dflash-windows`. Weights are numbers of bfloat16, which a GPU's server has, too.
+    `dflash-windows`. Weights are bfloat16 values, as on a GPU's server.
     """
     for name, family in MODELS.items():
         make_model(family, folder / name)
@@ -85,7 +85,7 @@ def make_models(folder: Path) -> None:
 
 @torch.no_grad()
 def make_float8(folder: Path) -> None:
-    """Writes ROUNDED, of the model `float8`, whose weights change."""
+    """Writes ROUNDED from the model `float8`, and changes its weights."""
     make_values_small(folder / "float8")
     model = transformers.LlamaForCausalLM.from_pretrained(folder / "float8", dtype=torch.float32)
     largest = largest_numbers(
@@ -119,7 +119,7 @@ def _make_adapter(model: Path, adapter: Path) -> None:
 
 
 def _make_eagle(model: Path, eagle: Path, architecture: str) -> None:
-    """A draft of the model's first layer, after a layer that was never trained: hardly any of its tokens is
+    """A draft with the model's first layer after an untrained layer: almost none of its tokens is
     accepted.
     """
     eagle.mkdir()
@@ -142,9 +142,9 @@ def _make_eagle(model: Path, eagle: Path, architecture: str) -> None:
 
 
 def _make_dflash(model: Path, dflash: Path, layer_types: list[str]) -> None:
-    """A draft of the model's first layers, after an untrained projection of what two of the model's layers
-    say: again hardly any token is accepted. Tokens of a block see each other: SGLang reads that in
-    `is_causal`, vLLM in `causal`.
+    """A draft with the model's first layers after an untrained projection of the output of two model layers:
+    again almost no token is accepted. Tokens of a block see each other: SGLang reads that from `is_causal`,
+    vLLM from `causal`.
     """
     dflash.mkdir()
     config = json.loads((model / "config.json").read_text())
@@ -176,7 +176,7 @@ def _make_dflash(model: Path, dflash: Path, layer_types: list[str]) -> None:
 
 
 def _add_mtp_layer(model: Path) -> None:
-    """To a Qwen 2, which it makes a MiMo: again the model's first layer, after an untrained projection."""
+    """Turns a Qwen 2 into a MiMo: again the model's first layer, after an untrained projection."""
     config = json.loads((model / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -204,7 +204,7 @@ def _round(file: Path) -> None:
 
 
 def make_prompts() -> list[list[int]]:
-    """Four with prefixes that they share in part; four with none, of which the last is too long for vLLM to
+    """Four prompts share parts of prefixes; four share none, and the last of these is too long for vLLM to
     keep it in MLA's latents.
     """
     generator = torch.Generator().manual_seed(2)
@@ -220,7 +220,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def base_of(asked: str) -> str:
-    """Which of MODELS or ROUNDED a server has that is asked for this."""
+    """The server's model for this request: one of MODELS or ROUNDED."""
     return "model" if asked == "adapter" else asked
 
 
@@ -228,7 +228,7 @@ def base_of(asked: str) -> str:
 def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: int) -> list[list[Token]]:
     """Greedy answers: float32, eager attention, no cache. asked: one of MODELS or ROUNDED, or "adapter"."""
     base = "float8" if asked in ROUNDED else base_of(asked)
-    model_class = MODELS[base].make()[1]  # for a MiMo one that leaves the MTP layer out
+    model_class = MODELS[base].make()[1]  # for a MiMo, a class without the MTP layer
     model = model_class.from_pretrained(
         folder / base, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -257,7 +257,7 @@ def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: in
 
 def _scale_as_yarn(model: torch.nn.Module) -> None:
     """Gives attention the softmax scale of YaRN (arXiv 2309.00071, with DeepSeek's `mscale_all_dim`), which
-    transformers 5.12 leaves out in DeepSeek V2.
+    transformers 5.12 omits in DeepSeek V2.
     """
     for layer in model.modules():
         if isinstance(layer, transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention):

@@ -1,5 +1,5 @@
-"""What showed a feature of an engine when it last ran, and how that ended: docs/features.json, of which the
-matrix of docs/engines.md is made.
+"""The last result of each test or server that shows an engine feature: docs/features.json, the source of the
+matrix in docs/engines.md.
 
     # runs the tests that the matrix names (default: all) and notes how they ended
     python -m integration.features.outcomes [NAME ...]
@@ -10,7 +10,7 @@ matrix of docs/engines.md is made.
     # prints the matrix, for the page
     python -m integration.features.table
 
-A test's NAME is FILE::FUNCTION. Exit status: 1 if one did not end well.
+A test's NAME is FILE::FUNCTION. Exit status: 1 if one failed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_CASE = "no case was run"
 class Seen:
     """How a test or a server ended.
 
-    `date`: YYYY-MM-DD. `version`: of the engine. `reason`: why not well. `gpu`: its name; empty: on a CPU.
+    `date`: YYYY-MM-DD. `version`: of the engine. `reason`: of a failure. `gpu`: its name; empty: on a CPU.
     """
 
     engine: str
@@ -60,7 +60,7 @@ Outcomes = dict[str, dict[str, Seen]]
 
 
 def read_outcomes(file: Path = FILE) -> Outcomes:
-    """What was recorded on each of DEVICE_NAMES, by the names of tests and servers."""
+    """The records of each of DEVICE_NAMES, by the names of tests and servers."""
     return {
         device: {name: Seen(**seen) for name, seen in of_device.items()}
         for device, of_device in json.loads(file.read_text()).items()
@@ -70,9 +70,7 @@ def read_outcomes(file: Path = FILE) -> Outcomes:
 def record(
     name: str, engine: str, ok: bool, reason: str = "", file: Path = FILE, device: str = "cpu", gpu: str = ""
 ) -> None:
-    """Notes it, with the release that is installed and the day, in the place of what was known of it on that
-    device.
-    """
+    """Records it with the installed release and the day, and replaces the previous record for that device."""
     outcomes = read_outcomes(file)
     outcomes[device][name] = Seen(
         engine, version(engine).partition("+")[0], ok, time.strftime("%Y-%m-%d"), reason, gpu
@@ -82,7 +80,7 @@ def record(
 
 
 def read_junit(report: Path, name: str) -> tuple[bool, str]:
-    """Whether at least one case of a test passed and none failed, and if not, the first reason.
+    """Whether at least one case of a test passed and none failed; otherwise also the first reason.
 
     Skipped cases do not count.
     """

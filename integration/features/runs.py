@@ -1,4 +1,4 @@
-"""The runs of `integration.features.serve`: which features of an engine a server has."""
+"""The runs of `integration.features.serve`: the engine features of each server."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ON_BOTH = ("cpu", "cuda")
 class Run:
     """
     Attributes:
-        arguments: of the server. {folder} is that of the models, {scratch} an empty one, {port} a free port,
-            the same of all servers of a run.
-        on: further arguments, on that device alone.
-        asks: what is asked one after the other: models of integration/features/model.py, all of one server;
+        arguments: of the server. {folder} is the models' folder, {scratch} an empty one, {port} a free port,
+            the same for all servers of a run.
+        on: additional arguments, only on that device.
+        asks: the requested models of integration/features/model.py, one after the other, all on one server;
             "adapter" is "model" with LoRA.
-        counts: a counter of the server's, and perhaps one of its labels: it must not be 0 in the end, which
+        counts: a counter of the server, and perhaps one of its labels. It must not be 0 in the end, which
             shows that the feature was in use.
-        logs: a regular expression that its log must match in the end, for the same.
+        logs: a regular expression that its log must match in the end, for the same purpose.
         environment: of the server.
-        package: that the engine needs for it.
-        prefill: arguments, in the place of `arguments`, of another server, which computes the prompts: the
-            server gets their KV from it.
-        ranks: GPUs that it takes on GPUs.
-        since: the engine's first release that has it with this backend; None: all that are known.
-        devices: where the engine has the feature.
+        package: required by the engine.
+        prefill: arguments (instead of `arguments`) of another server that computes the prompts: the server
+            gets their KV from it.
+        ranks: number of GPUs that it takes on GPUs.
+        since: the engine's first release with the feature on this backend; None: all known releases.
+        devices: the devices on which the engine has the feature.
     """
 
     engine: str
@@ -53,14 +53,14 @@ def _drafts(**config: object) -> tuple[str, str]:
 
 
 def _draft_model(**config: object) -> tuple[str, str]:
-    """With this backend for it, too: for most vLLM would choose one by itself."""
+    """Also selects this backend for the draft: for most drafts vLLM would choose one by itself."""
     return _drafts(attention_backend="CUSTOM", **config)
 
 
 def _drafts_in_sglang(algorithm: str, draft: str, tokens: int = 4, branches: int = 1) -> tuple[str, ...]:
-    """Three steps, of which DFLASH takes one.
+    """Three steps; DFLASH uses one.
 
-    SGLang counts what it verifies where it is asked for metrics.
+    SGLang counts verified drafts only with metrics enabled.
     """
     steps = (
         "--speculative-num-steps",
@@ -94,15 +94,15 @@ def _transfers(role: str) -> tuple[str, ...]:
 DCP = ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2")
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", "adapter={folder}/adapter")
 LORA_IN_SGLANG = ("--enable-lora", "--lora-paths", "adapter={folder}/adapter")
-# vLLM makes the buffers between the stages of a pipeline while it warms up, which it leaves out under
-# --enforce-eager on a CPU. Mode 1 is torch.compile alone.
+# vLLM makes the buffers between pipeline stages during warm-up, which --enforce-eager skips on a CPU. Mode 1
+# is only torch.compile.
 PIPELINE_ON_CPU = ("--no-enforce-eager", "--compilation-config", '{"mode": 1}')
-# What the connector wrote when the prompts came first is read when they come again.
+# The connector writes when the prompts first arrive, and reads when they arrive again.
 FOLDER_STORE = (
     "--no-enable-prefix-caching",
     *_connector("ExampleConnector", kv_connector_extra_config={"shared_storage_path": "{scratch}"}),
 )
-# The GPU has room for 512 tokens; prompts and answers, without what they share, are more than 700.
+# The GPU has room for 512 tokens. Prompts and answers, not counting shared parts, have more than 700.
 OFFLOADING = (
     "--kv-offloading-size",
     "1",
@@ -128,8 +128,8 @@ NGRAM_IN_SGLANG = (
     "8",
     "--enable-metrics",
 )
-# A draft with windows in some of its layers wants vLLM's second model runner, and that wants Triton, which a
-# CPU has not.
+# A draft with windows in some layers needs vLLM's second model runner, which needs Triton, and a CPU has
+# none.
 DFLASH = {
     "cpu": _draft_model(method="dflash", model="{folder}/dflash-windows", num_speculative_tokens=3),
     "cuda": _draft_model(method="dflash", model="{folder}/dflash", num_speculative_tokens=3),
@@ -141,7 +141,7 @@ VERIFIED = ("sglang:spec_verify_calls_total",)
 FROM_ELSEWHERE = ("vllm:external_prefix_cache_hits_total",)
 FROM_THE_HOST = ("sglang:cached_tokens_total", 'cache_source="host"')
 
-# The cache's type is what the checkpoint declares.
+# The checkpoint declares the cache's type.
 FLOAT8_CACHE = r"kv_cache_dtype=fp8"
 FLOAT8_CACHE_IN_SGLANG = r"KV Cache is allocated\. dtype: torch\.float8_e4m3fn"
 FUSED = (
@@ -170,8 +170,8 @@ RUNS: dict[str, Run] = {
     "vllm-decode-context-parallel": Run(
         "vllm", DCP, asks=("one-kv-head", "one-kv-head"), ranks=2, devices=("cuda",)
     ),
-    # Prompts are decompressed where they come first, and follow a cached prefix, whose latents all ranks
-    # gather, when they come again.
+    # New prompts are decompressed. When repeated, they follow a cached prefix, whose latents all ranks
+    # gather.
     "vllm-decode-context-parallel-mla": Run(
         "vllm", DCP, asks=("deepseek", "deepseek"), ranks=2, devices=("cuda",)
     ),
@@ -209,8 +209,8 @@ RUNS: dict[str, Run] = {
         "sglang", (), asks=("float8-cache", "float8-cache"), logs=FLOAT8_CACHE_IN_SGLANG, devices=("cuda",)
     ),
     "sglang-tensor-parallel": Run("sglang", ("--tp-size", "2"), ranks=2),
-    # Prompts are decompressed when they come first; when they come again, from the cache, they stay in their
-    # latents. On a CPU vLLM caches no latents.
+    # New prompts are decompressed; when repeated, from the cache, they stay in latents. On a CPU vLLM caches
+    # no latents.
     "sglang-tensor-parallel-mla": Run("sglang", ("--tp-size", "2"), asks=("deepseek", "deepseek"), ranks=2),
     "sglang-pipeline": Run("sglang", ("--pp-size", "2"), ranks=2),
     "sglang-data-parallel": Run("sglang", ("--dp-size", "2"), ranks=2),

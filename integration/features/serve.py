@@ -1,18 +1,17 @@
-"""Serves a small model with this backend and a feature of the engine, and compares its tokens with
-transformers' float32.
+"""Serves a small model with this backend and an engine feature, and compares its tokens with transformers'
+float32.
 
     # --list names the runs; default: all that can run here
     python -m integration.features.serve [--record] [RUN ...]
     python -m integration.features.serve --device cuda --jobs 4 [--record] [RUN ...]
 
-On a CPU the engine computes in float32, and the answers must be equal. On a GPU, and with 8-bit numbers, it
-computes in bfloat16, and answers may part at a near tie of the two most probable tokens
-(integration/features/devices.py). Four servers at a time take 16 cores. Runs are left out for which GPUs or a
-package are missing, and those of features that the engine has not on this device or in this release. NIXL's
-transfers need the package nixl, whose UCX moves memory of the host, too.
+On a CPU the engine computes in float32, and answers must be equal. On a GPU, and with 8-bit numbers, it
+computes in bfloat16. Answers may then differ at a near tie of the two most probable tokens
+(integration/features/devices.py). Four servers at a time use 16 cores. Runs are skipped if GPUs or a package
+are missing, or if the engine lacks the feature on this device or in this release. NIXL's transfers need the
+package nixl, whose UCX also moves host memory.
 
-Exit status: 1 if an answer differs, a server does not start, a run that was named is left out, or all are,
-else 0.
+Exit status: 1 if an answer differs, a server does not start, a named run is skipped, or all are; otherwise 0.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ TIMEOUT_S = 600
 
 
 class Served:
-    """The models in `folder`, and what they answer on a device. num_tokens: of an answer."""
+    """The models in `folder`, and their answers on a device. num_tokens: of an answer."""
 
     def __init__(self, folder: Path, device: Device, num_tokens: int = NUM_TOKENS) -> None:
         self.folder, self.device, self._num_tokens = folder, device, num_tokens
@@ -71,7 +70,7 @@ class Served:
     def outcome(self, run: Run, scratch: Path) -> Outcome:
         """
         Args:
-            scratch: an empty folder, for logs and for what a run stores.
+            scratch: an empty folder, for logs and for files that a run stores.
 
         Raises:
             ServerError: a server did not start.
@@ -97,7 +96,7 @@ class Served:
         return compare(expected, actual)
 
     def stop(self) -> None:
-        """Ends what outcome() waits for."""
+        """Ends the processes that outcome() waits for."""
         for server in self._servers:
             server.ask_to_stop()
 
@@ -147,7 +146,7 @@ class Served:
                     kv_transfer_params=_computed_by(urls[0], prompt),
                 )
             room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port), "bootstrap_room": next(rooms)}
-            with ThreadPoolExecutor(1) as other:  # both servers are asked, and meet in this room
+            with ThreadPoolExecutor(1) as other:  # both servers get requests, and communicate in this room
                 computed = other.submit(
                     engine.generate, urls[0], prompt, self._num_tokens, ALTERNATIVES, **room
                 )
@@ -160,14 +159,14 @@ class Served:
 
 
 def _engine(name: str, asked: str) -> Engine:
-    """An engine that asks for a server's adapter, or for its model."""
+    """An engine whose requests use a server's adapter, or its model."""
     if asked != "adapter":
         return ENGINES[name]
     return VLLM(asked) if name == "vllm" else SGLang(asked)
 
 
 def _computed_by(url: str, prompt: list[int]) -> object:
-    """Has a server of vLLM's compute a prompt; what another one needs to know to get its KV."""
+    """Makes a vLLM server compute a prompt; returns the data that another server needs to fetch its KV."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": 1, "ignore_eos": True}
     return post_json(
         f"{url}/v1/completions",
@@ -176,7 +175,7 @@ def _computed_by(url: str, prompt: list[int]) -> object:
 
 
 def listed(name: str, run: Run, device: str) -> str:
-    """A line on a run: what its server is told on a device besides what all are, and what it needs."""
+    """A line about a run: its server's additional arguments on a device, and its requirements."""
     variables = [f"{variable}={value}" for variable, value in run.environment.items()]
     options = " ".join([*variables, shlex.join((*run.arguments, *run.on.get(device, ())))]) or "no option"
     if run.prefill is not None:
@@ -190,7 +189,7 @@ def listed(name: str, run: Run, device: str) -> str:
 
 
 def cannot(run: Run, device: str) -> str | None:
-    """Why a run cannot be here."""
+    """Why a run cannot take place here."""
     if device not in run.devices:
         return f"{run.engine} cannot on this device (docs/engines.md says why)"
     if importlib.util.find_spec(run.engine) is None:
@@ -205,7 +204,7 @@ def cannot(run: Run, device: str) -> str | None:
 
 
 def _ended(served: Served, run: Run, scratch: Path) -> tuple[bool, str]:
-    """Whether a run ended well, and what is said of it."""
+    """Whether a run succeeded, and a description."""
     scratch.mkdir(parents=True)
     try:
         outcome = served.outcome(run, scratch)
@@ -233,8 +232,8 @@ def main() -> None:
     if given.list:
         print("\n".join(listed(name, run, given.device) for name, run in RUNS.items()))
         return
-    # A process that a shell starts in the background ignores it, and so would servers, which are stopped by
-    # it. Threads that start them cannot change that.
+    # A process that a shell starts in the background ignores INT, and so would its servers, which INT should
+    # stop. The threads that start them cannot change that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop_on_signals()
     missing = {

@@ -1,6 +1,6 @@
-"""Which of the engines' features work with this backend: the matrix of docs/engines.md.
+"""The engine features that work with this backend: the matrix of docs/engines.md.
 
-It is made of how tests and servers ended when they last ran (integration/features/outcomes.py).
+It is built from the last results of tests and servers (integration/features/outcomes.py).
 
 python -m integration.features.table            # prints it
 """
@@ -20,11 +20,10 @@ DRAFTS = "tests/integration/test_serving_cpu.py::test_drafts_change_no_token"
 class Cell:
     """
     Attributes:
-        shown: what shows it: runs of `integration.features.serve`, and tests (FILE::NAME).
-        says: what is said of it when all of these ended well on the devices where they ran; where nothing is
-            named, in any case.
-        no_cpu: why a CPU cannot show it, of a feature that runs on GPUs alone.
-        option: of the engine, which turns it on; of drafts the method or algorithm.
+        shown: its evidence: runs of `integration.features.serve`, and tests (FILE::NAME).
+        says: the entry if all of these succeeded on the devices where they ran; without any, always.
+        no_cpu: why a CPU cannot show a feature that runs only on GPUs.
+        option: the engine's option that enables it; for drafts, the method or algorithm.
     """
 
     shown: tuple[str, ...] = ()
@@ -237,12 +236,12 @@ FEATURES = (
 
 
 def named(engine: str) -> list[str]:
-    """What shows a feature of the engine, once each."""
+    """The evidence for an engine's features, without duplicates."""
     return list(dict.fromkeys(one for feature in FEATURES for one in feature.cell(engine).shown))
 
 
 def matrix(outcomes: Outcomes) -> str:
-    """The features as a Markdown table, with what shows them and with which release."""
+    """The features as a Markdown table, with their evidence and releases."""
     lines = ["| feature | vLLM | shown by | SGLang | shown by |", "|---|---|---|---|---|"]
     for feature in FEATURES:
         cells = [
@@ -270,8 +269,8 @@ def _says(cell: Cell, outcomes: Outcomes) -> str:
 
 
 def _shown(cell: Cell, outcomes: Outcomes) -> str:
-    """Tests by their names alone, which say more than their files do; releases once, after the last of
-    neighbours that ran with them.
+    """Tests by their names without files, which add little. Consecutive entries with the same releases name
+    them once, after the last.
     """
     when = ["; ".join(seen.when for seen in _seen(one, outcomes)) for one in cell.shown]
     shown = []

@@ -54,7 +54,7 @@ COLUMNS = ("file", "cases", "taken", *OUTCOMES, "not run")
 def run_line(
     folder: Path, name: str, options: dict[str, object], timeout: float, pytest_arguments: list[str]
 ) -> dict[str, object]:
-    """What became of the cases of one line: counts by outcome, the reasons, and how the run ended."""
+    """The outcome of the cases of one line: counts by outcome, the reasons, and how the run ended."""
     printed = folder / f"{Path(name).stem}.txt"
     results = printed.with_suffix(".jsonl")
     environment = (
@@ -76,7 +76,7 @@ def run_line(
     ]
     command += ["--show-capture=no", "-W", "ignore", *LINES[name], *pytest_arguments]
     ended = "in time"
-    # a file: workers that outlive pytest for a moment would keep a pipe open
+    # a file: workers that briefly outlive pytest would keep a pipe open
     with printed.open("w") as output:
         try:
             status = subprocess.run(
@@ -109,7 +109,7 @@ def run_line(
 
 
 def rows_of(results: list[dict[str, object]]) -> list[tuple[str, ...]]:
-    """The table: its head, a row for each line, and the sums."""
+    """The table: its header, a row for each line, and the sums."""
     rows = [tuple(str(result[column]) for column in COLUMNS) for result in results]
     return [COLUMNS, *rows, ("all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, len(COLUMNS))))]
 
@@ -142,7 +142,7 @@ def table(results: list[dict[str, object]]) -> str:
 
 
 def write_reports(results: list[dict[str, object]], given: argparse.Namespace) -> None:
-    """What was asked for, with the lines that have ended."""
+    """The requested options, with the completed lines."""
     if given.markdown:
         given.markdown.write_text(markdown(results))
     if given.output:

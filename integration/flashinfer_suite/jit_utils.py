@@ -1,5 +1,5 @@
-"""In the place of FlashInfer's tests/test_helpers/jit_utils.py, whose functions list kernels to compile
-ahead: here all are there.
+"""Replaces FlashInfer's tests/test_helpers/jit_utils.py, whose functions list kernels to compile in advance:
+here no kernel needs that.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "attn_backend.flashinfer"
-# The tests to run; docs/flashinfer.md says which others there are.
+# The tests to run; docs/flashinfer.md lists the others.
 _TESTS = tuple(
     f"tests/attention/test_{name}.py"
     for name in (
@@ -51,7 +51,7 @@ _TESTS = tuple(
         "triton_cascade",
     )
 )
-# Functions beside the references that FlashInfer's traces give for them: two small cases each.
+# Functions compared with the references in FlashInfer's traces: two small cases each.
 _TRACES = tuple(
     f"tests/trace/test_{name}_reference_correctness.py"
     for name in (
@@ -96,9 +96,9 @@ _TRACES = tuple(
     )
 )
 FILES = _TESTS + _TRACES
-# What each line of the table counts.
+# The counted tests of each line of the table.
 LINES = {name: (name,) for name in _TESTS} | {"tests/trace/test_*_reference_correctness.py": _TRACES}
-# Beside the tests. jit_utils.py is written anew: it lists kernels that are to be compiled ahead.
+# Files next to the tests. jit_utils.py is replaced: it lists kernels to compile in advance.
 HELPERS = (
     *(
         f"tests/test_helpers/{name}.py"
@@ -120,7 +120,7 @@ TRACE_MODULES = (
         for name in ("__init__", "_init_helpers", "attention", "cascade", "page", "rope", "sampling")
     ),
 )
-# Text that tests hand to jit_args.
+# Text that tests pass to jit_args.
 _DECLARATIONS = "flashinfer/jit/attention/variants.py"
 
 _IMPORT = re.compile(r"^(\s*)import flashinfer(\.[\w.]+)?( as \w+)?\s*$", re.MULTILINE)
@@ -137,7 +137,7 @@ _DEVICES = (
 
 
 def redirected(source: str, device: str) -> str:
-    """The source of a test with `flashinfer` replaced, and for a CPU the device."""
+    """The source of a test with `flashinfer` replaced, and for a CPU also the device."""
     source = _FROM.sub(rf"\1from {PACKAGE}", source)
     source = _IMPORT.sub(_import, source)
     if device == "cpu":
@@ -158,14 +158,14 @@ def _import(match: re.Match[str]) -> str:
 
 
 def missing_files(checkout: Path) -> list[str]:
-    """What a checkout should have and lacks."""
+    """The files that a checkout should have but lacks."""
     wanted = (*FILES, *HELPERS, *(f"flashinfer/{name}.py" for name in TRACE_MODULES), _DECLARATIONS)
     return [name for name in wanted if not (checkout / name).is_file()]
 
 
 def lay_out(checkout: Path, folder: Path, device: str) -> None:
-    """Writes the copy into an empty folder: the tests, and beside them modules/, where plugin.py finds
-    modules of FlashInfer's.
+    """Writes the copy into an empty folder: the tests, and modules/, in which plugin.py finds modules of
+    FlashInfer.
     """
     copies = {name: name for name in (*FILES, *HELPERS)} | {
         f"flashinfer/{name}.py": f"modules/{name}.py" for name in TRACE_MODULES

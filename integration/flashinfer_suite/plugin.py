@@ -1,7 +1,8 @@
-"""The conftest.py of the copied tests: takes a sample, stands in for CUDA on a CPU, and writes what became of
+"""The conftest.py of the copied tests: selects a sample, emulates CUDA on a CPU, and writes the outcome of
 each case.
 
-FLASHINFER_SUITE (JSON) says: device, sample, seed, max_tokens, gpu_memory (GiB, 0: all), results (a file).
+FLASHINFER_SUITE (JSON) contains: device, sample, seed, max_tokens, gpu_memory (GiB, 0: all), results (a
+file).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ import attn_backend.flashinfer as ours
 
 OPTIONS = json.loads(os.environ["FLASHINFER_SUITE"])
 ON_CPU = OPTIONS["device"] == "cpu"
-MAX_CPU_BYTES = 8 * 2**30  # of memory on a CPU: references of large cases take more than a machine has
+MAX_CPU_BYTES = 8 * 2**30  # of memory on a CPU: references of large cases exceed a machine's memory
 GPU_MEMORY = OPTIONS["gpu_memory"]
 TOO_LARGE = "too large"
 NOT_SUPPORTED = "is not supported by attn_backend.flashinfer"
-# Tests that a limit of FlashInfer's is refused, where this package has none. They run, and count as this
-# where nothing is refused.
+# Tests that FlashInfer refuses to exceed a limit that this package lacks. They run, and count as this if
+# nothing is refused.
 NO_SUCH_LIMIT = "no such limit"
 TESTS_OF_LIMITS = {
     "test_batch_decode_rejects_unequal_kv_strides_nvfp4_contract": "K and V may have different strides",
@@ -48,7 +49,7 @@ TESTS_OF_LIMITS = {
 
 
 class _Absent(ModuleType):
-    """A module of FlashInfer's that is not there: its names can be imported, and refuse calls."""
+    """A missing FlashInfer module: its names can be imported, and refuse calls."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -62,7 +63,7 @@ class _Absent(ModuleType):
 
 
 def _declarations() -> ModuleType:
-    """C++ that tests hand to jit_args, from the checkout."""
+    """C++ that tests pass to jit_args, from the checkout."""
     spec = importlib.util.spec_from_file_location(
         "flashinfer_declarations", Path(__file__).with_name("flashinfer_declarations.py")
     )
@@ -74,7 +75,7 @@ def _declarations() -> ModuleType:
 
 
 def _found(name: str) -> ModuleType | None:
-    """A module of this package, if it has it."""
+    """A module of this package, or None."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -82,7 +83,7 @@ def _found(name: str) -> ModuleType | None:
 
 
 def _stand_in_for_jit() -> None:
-    """Tests import functions that compile ahead from flashinfer.jit, which this package does not need."""
+    """Tests import ahead-of-time compile functions from flashinfer.jit, which this package does not need."""
     names = (
         "jit",
         "jit.utils",
@@ -116,7 +117,7 @@ def _stand_in_for_jit() -> None:
 
 
 class _Nothing:
-    """Stands in for a stream, an event or a context: every call does nothing."""
+    """Replaces a stream, an event or a context: every call does nothing."""
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None: ...
     def __enter__(self) -> _Nothing:
@@ -128,7 +129,7 @@ class _Nothing:
 
 
 class _Properties:
-    """What a GPU says of itself: its memory, which is never full. A test that asks for more is skipped."""
+    """A GPU's reported properties: its memory is never full. A test that needs more is skipped."""
 
     total_memory = 2**40
 
@@ -178,7 +179,7 @@ if ON_CPU:
 
 
 def set_gpu_memory(gib: float) -> None:
-    """How much of a GPU's memory this process may have; 0: all. What it no longer uses is given back."""
+    """Limits the GPU memory of this process; 0: no limit. Unused memory is released."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(
         min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory) if gib else 1.0
@@ -193,7 +194,7 @@ def _seed() -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a GPU's memory was too small: assert_close raises another error from it."""
+    """Whether a GPU's memory was too small; assert_close turns that into another error."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__
     return error is not None
@@ -201,16 +202,16 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """A case that needs more memory than its process may have runs once more without that limit.
+    """A case that exceeds its process's memory limit runs once more without the limit.
 
-    Of such cases one runs at a time.
+    Only one such case runs at a time.
     """
     try:
         return (yield)
     except Exception as error:
         if not GPU_MEMORY or not is_out_of_memory(error):
             raise
-    # they hold what the case has allocated
+    # they keep the case's allocations alive
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         sys.__dict__.pop(name, None)
     gc.collect()
@@ -225,7 +226,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def tokens_of(parameters: dict[str, Any]) -> int:
-    """Roughly the size of a case: requests times their longest length, or times a thousandth of the
+    """The approximate size of a case: requests times their longest length, or times a thousandth of the
     vocabulary.
     """
     numbers = {name: value for name, value in parameters.items() if isinstance(value, int)}
@@ -248,7 +249,7 @@ def sample_of(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def error_behind_skip(error: BaseException | None) -> Exception | None:
-    """What a test caught and made a skip of ("... unavailable"): its outcome is that of the error."""
+    """The error that a test caught and turned into a skip ("... unavailable"); it decides the outcome."""
     if isinstance(error, pytest.skip.Exception) and isinstance(error.__context__, Exception):
         return error.__context__
     return None
@@ -258,7 +259,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     total = len(items)
     most = OPTIONS["max_tokens"] or math.inf
     kept = [item for item in items if not (ON_CPU and captures_graph(item))]
-    # where all are larger the smallest
+    # if all are larger, the smallest
     most = max(most, min((tokens_of(parameters_of(item)) for item in kept), default=0))
     kept = [item for item in kept if tokens_of(parameters_of(item)) <= most]
     if OPTIONS["sample"]:

@@ -1,13 +1,12 @@
 """Lets SGLang start without a GPU: put this folder on PYTHONPATH, for its server and for its clients.
 
-The package index has torchvision for CUDA only. Beside a torch for CPUs it fails at import, because operators
-that its compiled part would define are missing; SGLang needs it importable and nothing more. So the operators
-are declared just before torchvision is imported. LoRA pins memory, for which torch wants a GPU: just before
-SGLang's code for LoRA in torch is imported, torch is made to leave memory as it is. DFLASH is refused to CPUs
-by the server's arguments, though the worker behind them has a way without kernels: just after the check is
-imported, it is made to read another device. Its draft model gets bfloat16 from SGLang: just after it is
-imported, it is made to take embeddings in its own type. `sgl_kernel`, in this folder, stands in for SGLang's
-compiled kernels.
+The package index has torchvision only for CUDA. With a CPU build of torch its import fails, because operators
+of its compiled part are missing; SGLang only needs to import it. So the operators are declared just before
+torchvision is imported. LoRA pins memory, for which torch needs a GPU: just before SGLang's torch code for
+LoRA is imported, torch is made to leave memory as it is. The server's arguments refuse DFLASH on CPUs, though
+its worker has a path without kernels: just after the check is imported, it is made to read another device.
+SGLang gives DFLASH's draft model bfloat16: just after it is imported, it is made to take embeddings in its
+own type. `sgl_kernel`, in this folder, replaces SGLang's compiled kernels.
 """
 
 import functools
@@ -108,9 +107,9 @@ def _allow_dflash(hook: Any) -> None:
     check, view = hook._handle_dflash, hook.resolving_view
 
     class OnAnotherDevice:
-        """A server's settings, but for the device."""
+        """A server's settings, except the device."""
 
-        device = "xpu"  # the check asks more of CUDA and of NPUs
+        device = "xpu"  # the check requires more of CUDA and of NPUs
 
         def __init__(self, settings: Any) -> None:
             self._settings = settings

@@ -1,3 +1,3 @@
-"""Tiny random models of each family that asks something of attention: served by both engines on a CPU, and
-compared in float32 with transformers' own code.
+"""Tiny random models of each family with special attention needs: both engines serve them on a CPU, and
+float32 answers are compared with transformers' own code.
 """

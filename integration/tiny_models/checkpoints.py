@@ -1,5 +1,5 @@
-"""Writes a family's checkpoint: configuration, random weights, tokenizer, and a processor where there is one,
-in the form of published checkpoints.
+"""Writes a family's checkpoint: configuration, random weights, tokenizer, and a processor if there is one, in
+the form of published checkpoints.
 
 python -m integration.tiny_models.checkpoints FOLDER [FAMILY ...]           # default: all of them; needs
 transformers
@@ -30,20 +30,20 @@ from integration.tiny_models.tokenizer import write_tokenizer
 
 
 def make_model(family: Family, folder: Path) -> None:
-    """Writes a model of the family: random weights that are large enough for every token to matter."""
+    """Writes a model of the family, with random weights large enough that every token matters."""
     config, model_class = family.make()
     torch.manual_seed(0)
     model = model_class._from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "vision_tower" in name and "mlp.fc2" in name:
-                parameter.zero_()  # after an activation that is another one in SGLang
+                parameter.zero_()  # it follows an activation that differs in SGLang
             elif parameter.ndim >= 2:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
             elif "q_norm" in name and config.model_type == "gemma4":
                 parameter.fill_(3 * parameter.shape[0] ** -0.5)  # nothing else scales its logits
             elif "sinks" in name:
-                parameter.copy_(parameter.normal_(0, 2).bfloat16())  # which SGLang keeps them in
+                parameter.copy_(parameter.normal_(0, 2).bfloat16())  # SGLang stores them in bfloat16
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(folder)
@@ -82,13 +82,13 @@ def _gemma4_processor(images: Images, folder: Path) -> Any:
     )
 
 
-# what makes tokens and pixels of prompts, by the model's type
+# makes tokens and pixels of prompts, by the model's type
 PROCESSORS = {"gemma3": _gemma3_processor, "gemma4": _gemma4_processor}
 
 
 def _write_published_widths(file: Path) -> None:
-    """Writes the head widths of Gemma 4 as published checkpoints do. transformers reads it, but writes a list
-    of layers, which older engines do not know.
+    """Writes the head widths of Gemma 4 as in published checkpoints. transformers reads this form, but writes
+    a list of layers, which older engines do not know.
     """
     config = json.loads(file.read_text())
     text = config["text_config"]
@@ -102,9 +102,9 @@ def _write_published_widths(file: Path) -> None:
 
 
 def _write_unread_weights(file: Path, config: Any) -> None:
-    """Gives layers that read the cache of another K and V of their own, as published checkpoints do.
+    """Gives layers that read another layer's cache separate K and V, as in published checkpoints.
 
-    They are not read, but vLLM 0.26 insists on them.
+    They are not read, but vLLM 0.26 requires them.
     """
     weights, own = load_file(file), config.num_hidden_layers - config.num_kv_shared_layers
     for name, weight in list(weights.items()):
@@ -116,7 +116,7 @@ def _write_unread_weights(file: Path, config: Any) -> None:
 
 
 def _write_mean_pooling(folder: Path) -> None:
-    """Where engines look for what sentence-transformers does with the states."""
+    """Engines look there for the pooling of sentence-transformers."""
     modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     listed = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{module}"}

@@ -1,9 +1,9 @@
-"""Serves a tiny random model of each family with both engines on a CPU, and compares with transformers and
+"""Serves a tiny random model of each family with both engines on a CPU, and compares it with transformers and
 with the engines' own backends.
 
     python -m integration.tiny_models.compare [vllm|sglang ...]
 
-Exit status: 1 if an answer differs by more than 1e-4, else 0. `compare_gpu` does so on a GPU.
+Exit status: 1 if an answer differs by more than 1e-4, otherwise 0. `compare_gpu` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LARGEST = 1e-4
 STOCK_TOO = {
     "vllm": ("gpt_oss", "bert", "reranker", "llama4", "whisper"),
     "sglang": ("bert", "reranker", "whisper"),
-}  # what the engines' own CPU backends serve, besides Family.stock
+}  # families that the engines' own CPU backends serve, in addition to Family.stock
 SOURCES = ("checkpoints.py", "families.py", "questions.py", "reference.py", "tokenizer.py")
 
 
 def models_folder() -> Path:
-    """The models with the reference's answers, made once."""
+    """The models with the reference's answers; made once."""
     digest = hashlib.sha256(version("transformers").encode())
     for name in SOURCES:
         digest.update((REPOSITORY / "integration" / "tiny_models" / name).read_bytes())
@@ -66,11 +66,11 @@ def run(
     answers: Path | None = None,
     shows: bool = False,
 ) -> None:
-    """One of the programs of this package, in a process of its own. shows: lines on its standard output are
-    seen when it writes them.
+    """One of the programs of this package, in a separate process. shows: prints lines of its standard output
+    as it writes them.
 
     Raises:
-        RuntimeError: a family has failed; the end of what the program said and was not seen.
+        RuntimeError: a family has failed; the end of the program's output that was not shown.
     """
     command, environment = program_of(program, folder, families, *options, answers=answers)
     done = subprocess.run(
@@ -106,7 +106,7 @@ def serve(engine: str, answers: Path, run: Callable[..., None] = run) -> None:
 
 
 def difference(engine: str, family: str, answers: Path) -> float:
-    """The largest, from all that this family's answers are compared with."""
+    """The largest difference from all references for this family's answers."""
     ours = read_answers(answers_file(answers, family, f"{engine}-ours"))
     others = (
         []

@@ -43,12 +43,12 @@ POLL_S = 0.5
 RUNNERS = {"vllm": "vllm_runner", "sglang": "sglang_engine_runner"}
 MOST_TIMES_STOCK = 1.5
 LARGEST_ALONE = 0.1
-LARGEST_TIE = 0.1  # difference of log-probabilities of two tokens that are as probable
+LARGEST_TIE = 0.1  # difference of log-probabilities of two equally probable tokens
 
 
 def distance(ours: list[Answer], other: list[Answer]) -> float | None:
-    """Of answers to the same questions, as far as they have the same tokens: the root mean square of
-    differences of log-probabilities, or of elements of embeddings, or of scores. None: all differ at once.
+    """For answers to the same questions, up to the first different token: the root mean square of differences
+    of log-probabilities, or of elements of embeddings, or of scores. None: all differ at once.
 
     Raises:
         ValueError: answers to other questions.
@@ -67,7 +67,7 @@ def distance(ours: list[Answer], other: list[Answer]) -> float | None:
 
 
 def apart(one: Answer, other: Answer) -> float:
-    """The difference of log-probabilities of the first tokens that differ; 0 where none do."""
+    """The difference of log-probabilities of the first different tokens; 0 if there are none."""
     same = _same_tokens(one, other)
     return 0.0 if same == len(one.tokens) else abs(one.logprobs[same] - other.logprobs[same])
 
@@ -79,15 +79,15 @@ def _same_tokens(one: Answer, other: Answer) -> int:
 
 
 def families_of(engine: str, asked: list[str] | None) -> list[str]:
-    """The families that an engine has, among those that were asked for; None: all."""
+    """The requested families that an engine has; None: all."""
     return [
         name for name, family in FAMILIES.items() if engine in family.engines and name in (asked or FAMILIES)
     ]
 
 
 def served(engine: str, families: list[str], models: Path, results: Path, jobs: int) -> Iterator[str]:
-    """Writes the answers of both backends, and gives each family when both have ended with it; what a backend
-    does not serve has no answers.
+    """Writes the answers of both backends, and yields each family when both have finished it. A family that a
+    backend does not serve has no answers.
     """
     files = {
         name: [
@@ -116,7 +116,7 @@ def served(engine: str, families: list[str], models: Path, results: Path, jobs: 
             for name in BACKENDS
         ]
         while waiting:
-            are_over = all(one.done() for one in runs)  # seen before their files are
+            are_over = all(one.done() for one in runs)  # checked before their files
             for name in [
                 name
                 for name in waiting
@@ -131,7 +131,7 @@ def served(engine: str, families: list[str], models: Path, results: Path, jobs: 
 
 
 def compare(engine: str, family: str, models: Path, answers: Path) -> tuple[bool, str]:
-    """Whether ours is near enough, and a line that says how near."""
+    """Whether ours is close enough, and a line with the distance."""
     found = {backend: answers_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
     logs = {backend: log_file(answers, family, f"{engine}-{backend}") for backend in BACKENDS}
     if not found["ours"].exists():

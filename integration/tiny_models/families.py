@@ -1,5 +1,5 @@
-"""The families: what each asks of attention, which models are like it, and the configuration of a tiny one, a
-few layers deep.
+"""The families: their demands on attention, models like them, and the configuration of a tiny model, a few
+layers deep.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Images:
     """
     Attributes:
         size: height and width of each, pixels.
-        place: the token that is in a prompt where an image is.
-        tokens: what a processor makes of that token.
+        place: the token that marks an image in a prompt.
+        tokens: the processor's replacement for that token.
     """
 
     size: tuple[int, int]
@@ -48,14 +48,14 @@ class Images:
 
     @property
     def length(self) -> int:
-        """Of an image, in tokens."""
+        """The length of an image, in tokens."""
         return self.tokens.count(IMAGE_TOKENS[0])
 
 
 _IMAGE, _BEFORE, _AFTER = IMAGE_TOKENS
 GEMMA3_IMAGES = Images((32, 32), _BEFORE, (NEWLINES[1], _BEFORE, *[_IMAGE] * 16, _AFTER, NEWLINES[1]))
-# Longer than a window, and as long as the processor's smallest limit: a shorter one is padded, which the
-# vision tower of SGLang 0.5.23 counts in.
+# Longer than a window, and as long as the processor's smallest limit. A shorter one is padded, and the vision
+# tower of SGLang 0.5.23 counts the padding.
 GEMMA4_IMAGES = Images((28, 40), _IMAGE, (_BEFORE, *[_IMAGE] * 70, _AFTER))
 GEMMA4_PATCHES: dict[str, int] = {"patch_size": 2, "pooling_kernel_size": 2}
 
@@ -64,15 +64,15 @@ GEMMA4_PATCHES: dict[str, int] = {"patch_size": 2, "pooling_kernel_size": 2}
 class Family:
     """
     Attributes:
-        asks: what attention must do.
+        asks: the demands on attention.
         models: that ask it.
         make: its configuration and its class.
         kind: "generate", "embed", "score" (documents to a query), "image", "audio", or "items": the tokens
             after each of several items are scored.
-        stock: engines whose answers are compared with those of their own backend, because their model is not
-            quite transformers' (another GELU, another pooling).
+        stock: engines whose answers are compared with their own backend's, because their model is not quite
+            transformers' (another GELU, another pooling).
         pools_mean: whether an embedding is the mean of a prompt's states, not its first token's.
-        engines: options of the engines that have such models, as they are given to LLM() or ServerArgs().
+        engines: options of the engines that have such models, as passed to LLM() or ServerArgs().
         images: of a family of kind "image".
     """
 
@@ -152,7 +152,7 @@ def _bert() -> tuple[Any, Any]:
 
 
 def _reranker() -> tuple[Any, Any]:
-    # What follows the scores in checkpoints of sentence-transformers; both engines read it.
+    # The layer after the scores in sentence-transformers checkpoints; both engines read it.
     return _bert_config(
         num_labels=1, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity"
     ), transformers.BertForSequenceClassification
@@ -193,7 +193,7 @@ def _llama4() -> tuple[Any, Any]:
         "rope_parameters": PLAIN_ROPE,
         "tie_word_embeddings": False,
     }
-    config |= {"attn_temperature_tuning": False}  # vLLM decides about it by the longest context
+    config |= {"attn_temperature_tuning": False}  # vLLM enables it by the longest context
     config |= {"use_qk_norm": False}  # SGLang's needs bfloat16 on a CPU
     return transformers.Llama4TextConfig(**COMMON, **config), transformers.Llama4ForCausalLM
 
@@ -234,14 +234,14 @@ def _gemma3() -> tuple[Any, Any]:
 
 
 def _embedding_gemma() -> tuple[Any, Any]:
-    # The configuration counts both sides of the window.
+    # The configuration counts the window on the left and right.
     return transformers.Gemma3TextConfig(
         **_gemma3_text_config(), use_bidirectional_attention=True
     ), transformers.Gemma3TextModel
 
 
 def _gemma3n() -> tuple[Any, Any]:
-    # No window: SGLang's is a token longer than transformers'.
+    # No window: SGLang's is one token longer than transformers'.
     config: dict[str, Any] = {
         "sliding_window": 512,
         "vocab_size_per_layer_input": VOCAB,
@@ -257,7 +257,7 @@ def _gemma3n() -> tuple[Any, Any]:
 
 
 def _gemma4(**more: Any) -> tuple[Any, Any]:
-    # The last two layers read the cache of the first two; those with 512 columns compute V with the weights
+    # The last two layers read the cache of the first two; layers with 512 columns compute V with the weights
     # of K.
     rope = {
         "sliding_attention": PLAIN_ROPE,
@@ -276,8 +276,8 @@ def _gemma4(**more: Any) -> tuple[Any, Any]:
         "rope_parameters": rope,
     }
     text |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, **more}
-    # SGLang finds the two widths in the configuration of the class with images alone; for text alone it is
-    # told not to take any.
+    # SGLang finds the two widths only in the configuration of the class with images; for text, an option
+    # excludes images.
     vision: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -368,8 +368,7 @@ def _deepseek() -> tuple[Any, Any]:
 
 
 def _mimo() -> tuple[Any, Any]:
-    # Dense layers alone. What the engines read has the names of the checkpoint, what transformers reads its
-    # own.
+    # Only dense layers. The engines read the checkpoint's names, transformers its own.
     layer_types = ["full_attention", "sliding_attention"] * 2
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     config: dict[str, Any] = {
@@ -387,7 +386,7 @@ def _mimo() -> tuple[Any, Any]:
     heads = {name: COMMON[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")} | {
         "v_head_dim": config["v_head_dim"]
     }
-    heads["num_key_value_heads"] *= 2  # of layers with a window, in transformers
+    heads["num_key_value_heads"] *= 2  # for layers with a window, in transformers
     named: dict[str, Any] = {f"swa_{name}": value for name, value in heads.items()}
     named |= {
         "swa_rope_theta": 10000.0,
@@ -526,8 +525,8 @@ FAMILIES = {
             "MiMo V2",
             _mimo,
             engines={
-                # SGLang's window leaves the query out; and the nested form of these parameters, transformers'
-                # own, it does not know.
+                # SGLang's window excludes the query, and it does not know the nested form of these
+                # parameters, transformers' own.
                 "vllm": {},
                 "sglang": {
                     "json_model_override_args": json.dumps(
@@ -550,7 +549,7 @@ FAMILIES = {
 
 
 def matrix() -> str:
-    """What is served, as a table in Markdown (docs/engines.md)."""
+    """The served families, as a Markdown table (docs/engines.md)."""
     lines = ["| what attention must do | models | vLLM | SGLang |", "|---|---|---|---|"]
     for family in FAMILIES.values():
         cells = [

@@ -1,4 +1,4 @@
-"""What the tiny models are asked, and what they answer."""
+"""Questions to the tiny models, and their answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ SAMPLING_RATE = 16000
 
 @dataclass(frozen=True)
 class Question:
-    """Attributes:
-    tokens: of the prompt; where an image is, `images.place`.
-    image: uint8 [height, width, 3], or None.
-    audio: float32 [samples] at SAMPLING_RATE, or None.
-    items: each continues the prompt, as if the others were not there; of a reranker, documents to a query.
-    images: of its family, or None.
+    """Attributes: tokens: of the prompt; `images.place` marks an image. image: uint8 [height, width, 3], or
+    None. audio: float32 [samples] at SAMPLING_RATE, or None. items: each continues the prompt, as if the
+    others did not exist; for a reranker, documents for a query. images: of its family, or None.
     """
 
     tokens: list[int]
@@ -36,7 +33,7 @@ class Question:
 
     @property
     def expanded(self) -> list[int]:
-        """The tokens with those of the image."""
+        """The tokens, including the image's."""
         if self.images is None:
             return self.tokens
         return [
@@ -48,11 +45,9 @@ class Question:
 
 @dataclass
 class Answer:
-    """Attributes:
-    tokens: generated, greedily.
-    logprobs: float natural logarithms of the probabilities of each of them.
-    prompt_logprobs: the same of the prompt's tokens but the first, from those who tell.
-    values: of a model that does not generate: an embedding, or the scores of documents.
+    """Attributes: tokens: generated, greedily. logprobs: float natural logarithms of their probabilities.
+    prompt_logprobs: the same for the prompt's tokens except the first, if reported. values: for a model that
+    does not generate: an embedding, or the scores of documents.
     """
 
     tokens: list[int] = field(default_factory=list)

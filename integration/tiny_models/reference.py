@@ -1,4 +1,4 @@
-"""Answers of transformers' own code: float32, eager attention, no cache, a whole pass for every token.
+"""Answers of transformers' own code: float32, eager attention, no cache, a full pass for every token.
 
 python -m integration.tiny_models.reference FOLDER [family ...]
 """
@@ -63,8 +63,8 @@ def _answer(family: Family, folder: Path, model: Any, question: Question) -> Ans
 
 
 def image_inputs(folder: Path, question: Question) -> dict[str, torch.Tensor]:
-    """What the model's processor makes of the image: `pixel_values`, and the places of patches where these
-    are patches.
+    """The image from the model's processor: `pixel_values`, and the places of patches if these are
+    patches.
     """
     made = transformers.AutoProcessor.from_pretrained(folder).image_processor(
         [question.image], return_tensors="pt"

@@ -1,5 +1,5 @@
-"""What the programs that answer have in common: their command line, and a process for each family, with a
-log, that begins with everything imported.
+"""Code shared by the programs that answer: their command line, and a process for each family, which has a log
+and starts with everything imported.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ LONGEST_LINE = 1000  # SGLang prints all its arguments in one line of 20 kB
 
 
 def answers_file(folder: Path, name: str, who: str) -> Path:
-    """Where the answers of an engine's backend, or of the reference, are kept."""
+    """The file with the answers of an engine's backend, or of the reference."""
     return folder / name / f"{who}.answers.json"
 
 
 def failure_file(folder: Path, name: str, who: str) -> Path:
-    """Where the error of a family that failed is kept, in one line."""
+    """The file with the one-line error of a family that failed."""
     return answers_file(folder, name, who).with_suffix(".error")
 
 
 def log_file(folder: Path, name: str, who: str) -> Path:
-    """Where what a family's process and its engine print is kept."""
+    """The file with the output of a family's process and its engine."""
     return folder / name / f"{who}.log"
 
 
 class Progress:
-    """Lines about a family on the standard output that there was; the process's own output, and that of the
-    processes it starts, goes to its log.
+    """Writes lines about a family to the original standard output. The output of the process and its children
+    goes to its log.
     """
 
     def __init__(self, label: str, log: Path) -> None:
@@ -51,7 +51,7 @@ class Progress:
         self.say(f"starts, log {log}")
 
     def say(self, text: str) -> None:
-        # at once, and a line of another process does not come between
+        # in one call, so that no line of another process comes between
         os.write(self._output, f"{self._label}: {text}\n".encode())
 
     def say_when(self, what: str, more: str = "") -> None:
@@ -62,7 +62,7 @@ _of_this_process: list[Progress] = []
 
 
 def say_ready() -> None:
-    """Says that the engine of this family's process is ready."""
+    """Reports that the engine of this family's process is ready."""
     for progress in _of_this_process:
         progress.say_when("ready")
 
@@ -72,12 +72,12 @@ def run_families(
 ) -> None:
     """Writes the answers of each family that the command line names.
 
-    Exits with 1 if one has failed; the others are answered all the same.
+    Exits with 1 if one has failed; the others are still answered.
 
     TINY_MODELS_ANSWERS: a folder for the answers and logs; default: next to the models.
 
-    Engines are made to be started once a process: each family gets a fork of this one, which has imported the
-    engine and has started no thread.
+    Engines support only one start per process, so each family gets a fork of this process, which has imported
+    the engine and has started no thread.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,7 +100,7 @@ def run_families(
                 failure.parent.mkdir(parents=True, exist_ok=True)
                 failure.write_text(f"ended with status {os.waitstatus_to_exitcode(status)}")
 
-    # the engines collect garbage when they start, which would look through all that was imported, each time
+    # the engines collect garbage when they start, and would scan all imported objects each time
     gc.freeze()
     for name in arguments.families or names:
         child = os.fork()
@@ -128,8 +128,8 @@ def run_families(
 
 
 def _leave(status: int) -> NoReturn:
-    """At once: at a usual end libraries of the engines write about what they have not released, after what is
-    to be read.
+    """Exits at once: otherwise the engines' libraries would print unreleased objects after the useful
+    output.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -150,7 +150,7 @@ def _answer_and_leave(
         _of_this_process.append(progress)
         try:
             write_answers(partial, answer_all(family, folder / family.name))
-            partial.rename(written)  # whoever waits for the file finds it whole
+            partial.rename(written)  # readers that wait for the file find it complete
         except BaseException as error:
             traceback.print_exc(limit=-12)
             failure.write_text(f"{type(error).__name__}: {error}")

@@ -29,8 +29,8 @@ OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend"
 ON_CPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"
 SHIMS = Path(__file__).resolve().parents[1] / "sglang_cpu"
 GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "mem_fraction_static": 0.9, "cuda_graph_max_bs_decode": 4}
-# By default there would be a graph of prefills for each of some 50 numbers of tokens, up to max_total_tokens;
-# all questions together have fewer than 256.
+# By default there would be a prefill graph for each of some 50 numbers of tokens, up to max_total_tokens; all
+# questions together have fewer than 256.
 GPU_OPTIONS |= {"cuda_graph_bs_prefill": [16, 64, 256], "cuda_graph_max_bs_prefill": 256}
 CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -38,24 +38,24 @@ CPU_OPTIONS: dict[str, Any] = {
     "mem_fraction_static": 0.5,
     "disable_cuda_graph": True,
 }
-# The Triton backend of SGLang 0.5.17 has no cross attention in graphs, no items and no chunks; it decodes
-# over windows that are a token short, and leaves those to both sides out; and its output for Gemma 3n has
-# dimensions that the model does not take.
+# SGLang 0.5.17's Triton backend has no cross attention in graphs, no items and no chunks. Its decodes use
+# windows that are one token short and ignore bidirectional windows. Its output for Gemma 3n has dimensions
+# that the model does not accept.
 STOCK_OF_FAMILY = {
     "whisper": "flashinfer",
     "items": "flashinfer",
     **dict.fromkeys(("gemma2", "gpt_oss", "embedding_gemma", "llama4", "gemma3n"), "fa3"),
 }
-# In graphs of prompts attention's output has Q's dimensions, with any backend, which Gemma 3n does not take;
-# SGLang 0.5.23 refuses to make any where layers share a cache, as in Gemma 4. With images it makes none by
-# itself. The tiny Gemma 4 for text has no processor.
+# In prompt graphs attention's output has Q's dimensions with any backend, which Gemma 3n does not accept.
+# SGLang 0.5.23 refuses such graphs if layers share a cache, as in Gemma 4. With images it makes none itself.
+# The tiny Gemma 4 for text has no processor.
 GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3n": {"disable_prefill_cuda_graph": True},
     "gemma4": {"enable_multimodal": False, "disable_prefill_cuda_graph": True},
     "mimo": {"trust_remote_code": True},
 }
-# The transformers of SGLang 0.5.17 does not know MiMo V2, whose published checkpoints bring their
-# configuration, too.
+# The transformers of SGLang 0.5.17 does not know MiMo V2; published checkpoints include their configuration
+# too.
 MIMO_MODULE = """from transformers import PretrainedConfig
 
 
@@ -65,9 +65,7 @@ class MiMoV2FlashConfig(PretrainedConfig):
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
-    """Twice, the second time from the prefix cache where a family has one; the answers are those of the
-    second time.
-    """
+    """Runs twice, the second time from the prefix cache if a family has one; returns the second answers."""
     with TemporaryDirectory() as made:
         engine = start(family, folder if ON_CPU else as_served(family, folder, Path(made)))
         say_ready()
@@ -106,8 +104,8 @@ def as_served(family: Family, folder: Path, made: Path) -> Path:
 
 
 def _halves(weight: Tensor) -> Tensor:
-    """Of each head's rows first those with even numbers, then the others: a rotation of neighbours becomes
-    one of halves.
+    """For each head, first the even rows, then the odd ones: a rotation of neighbors becomes a rotation of
+    halves.
     """
     return weight.view(-1, COMMON["head_dim"] // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
@@ -143,9 +141,9 @@ def start(family: Family, folder: Path) -> Any:
 
 
 def take_prompts(processor: Any) -> None:
-    """Has SGLang's processor of Whisper take a request's prompt, and its features, as they are.
+    """Makes SGLang's Whisper processor take a request's prompt and features unchanged.
 
-    Its own makes a prompt of the language, for which these models have no tokens.
+    Its own builds a prompt from the language, for which these models have no tokens.
     """
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
@@ -160,8 +158,8 @@ def take_prompts(processor: Any) -> None:
 
 
 def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """Answers to tokens and what belongs to them: images as the model's own processor gives them, as in the
-    reference; features of audio.
+    """Answers to tokens and their inputs: images from the model's own processor, as in the reference; audio
+    features.
     """
     from integration.tiny_models.reference import audio_features, image_inputs
 
@@ -187,15 +185,15 @@ def generate(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
 
 
 def generate_with_images(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """SGLang's own backend is asked one prompt at a time: its masks fail where one of a step has an image and
-    another has none.
+    """SGLang's own backend gets one prompt at a time: its masks fail if some prompts of a step have images
+    and others do not.
     """
     steps = [asked] if OURS == "ours" else [[question] for question in asked]
     return [answer for step in steps for answer in generate(engine, folder, step)]
 
 
 def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """What Engine.encode() asks of generate_request() for texts: those of EmbeddingGemma would get one more
+    """Engine.encode()'s call of generate_request() for texts; for EmbeddingGemma it would add one more
     token.
     """
     from sglang.srt.managers.io_struct import EmbeddingReqInput
@@ -214,7 +212,7 @@ def score_documents(engine: Any, folder: Path, asked: list[Question]) -> list[An
 
 
 def score_items(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """What Engine.score() asks of generate_request(), with a delimiter that these models know."""
+    """Engine.score()'s call of generate_request(), with a delimiter that these models know."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     prompts, delimiters = [], []
@@ -234,7 +232,7 @@ def score_items(engine: Any, folder: Path, asked: list[Question]) -> list[Answer
     }
     request = GenerateReqInput(input_ids=prompts, multi_item_delimiter_indices=delimiters, **options)
     outputs = _outputs(engine, request)
-    # At every delimiter, the first included, which no item is in front of.
+    # At every delimiter, including the first, which has no item before it.
     return [
         answer_of([token for place in output["meta_info"]["input_token_ids_logprobs"][1:] for token in place])
         for output in outputs
@@ -259,10 +257,10 @@ ASK: dict[str, Callable[[Any, Path, list[Question]], list[Answer]]] = {
 
 
 def answer_of(tokens: list[tuple[float, int, Any]]) -> Answer:
-    """Of (natural logarithm of the probability, token, text) of each token.
+    """From (natural logarithm of the probability, token, text) of each token.
 
     Raises:
-        AssertionError: a number that is not finite, or none.
+        AssertionError: a number is missing or not finite.
     """
     answer = Answer([token for _, token, _ in tokens], [logprob for logprob, _, _ in tokens])
     if not tokens or not all(math.isfinite(logprob) for logprob in answer.logprobs):

@@ -48,8 +48,8 @@ _get_rope = llama4.get_rope
 
 
 def _rope_in_place(*arguments: Any, **options: Any) -> Any:
-    """Llama 4 expects queries and keys to be rotated where they are, as they are on a GPU."""
-    # the weights are not permuted, as they are in the multimodal class
+    """Llama 4 expects queries and keys to be rotated in place, as on a GPU."""
+    # the weights are not permuted, as in the multimodal class
     rope = _get_rope(*arguments, **options | {"is_neox_style": False})
     rotate = rope.forward
 
@@ -62,7 +62,7 @@ def _rope_in_place(*arguments: Any, **options: Any) -> Any:
 
 
 llama4.get_rope = _rope_in_place
-CHUNK = 40  # tokens of a first part of longer prompts
+CHUNK = 40  # tokens of the first part of longer prompts
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
@@ -192,21 +192,21 @@ def _request(number: int, question: Question, folder: Path) -> Req:
         item = MultimodalDataItem(modality=Modality.AUDIO, feature=features)
         encoder_len = features.shape[-1] // 2
         request.multimodal_inputs = MultimodalInputs(mm_items=[item], num_image_tokens=encoder_len)
-        tokens = [VOCAB - 1] * encoder_len + tokens  # the encoder's places are in front
+        tokens = [VOCAB - 1] * encoder_len + tokens  # the encoder's places come first
     request.origin_input_ids = array("q", tokens)
     _show(request, tokens)
     return request
 
 
 def _pair(question: Question, document: list[int], folder: Path) -> Req:
-    """A query with a document, and which tokens are whose."""
+    """A query with a document, and the text that each token belongs to."""
     request = _request(0, Question(question.tokens + document), folder)
     request.token_type_ids = [0] * len(question.tokens) + [1] * len(document)
     return request
 
 
 def _flat(scores: Any) -> list[float]:
-    """The scores of all delimiters, also of the first one, which has no item before it."""
+    """The scores of all delimiters, including the first one, which has no item before it."""
     return [float(value) for of_delimiter in scores for value in of_delimiter]
 
 

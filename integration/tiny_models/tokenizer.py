@@ -28,13 +28,13 @@ _WORDS = _NAMES + [f"t{i:03}" for i in range(len(_NAMES), VOCAB)]
 
 
 def text_of(tokens: list[int]) -> str:
-    """What the tokenizer makes these tokens of."""
+    """The text that the tokenizer turns into these tokens."""
     return " ".join(_WORDS[token] for token in tokens)
 
 
 def write_tokenizer(folder: Path, tells_texts: bool = False) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`. tells_texts: of two texts, which tokens are of
-    which (`token_type_ids`).
+    """Writes `tokenizer.json` and `tokenizer_config.json`. tells_texts: marks the text that each token of a
+    pair belongs to (`token_type_ids`).
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 

@@ -16,8 +16,8 @@ from typing import Any
 
 OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend") + 1] == "ours" else "stock"
 ON_GPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cuda"
-# One process, so that the backend's class can be looked at; one thread, because there is a program for each
-# backend at the same time.
+# One process, so that the backend's class can be inspected; one thread, because each backend has a program at
+# the same time.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -27,7 +27,7 @@ os.environ |= {
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"ATTN_BACKEND_VLLM_CPU": str(int(OURS == "ours" and not ON_GPU))}
 if not ON_GPU:
-    # compiling what counts a token's rank would take as long as all of a family
+    # compiling the helper that counts a token's rank would take as long as a whole family
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import vllm.v1.engine.core  # (here once, and not in each family's process)
@@ -47,10 +47,10 @@ from integration.tiny_models.tokenizer import text_of
 if OURS == "ours":
     from attn_backend.adapters.vllm.mla import MlaMetadataBuilder
 
-    # so that these short prompts take the way of long ones, too
+    # so that these short prompts also take the path of long ones
     MlaMetadataBuilder.reorder_batch_threshold = 16
 
-# looks at a model's class in this process, which has imported all that another would
+# inspects a model's class in this process, which has imported everything that another would
 registry._run_in_subprocess = lambda function: function()
 
 
@@ -60,7 +60,7 @@ ON_CPU_OPTIONS: dict[str, Any] = {
     "block_size": 32,
     "num_gpu_blocks_override": 64,
 }
-# No kernels of the engine's compiler, which take longer to make than all else; graphs of decodes.
+# No kernels from the engine's compiler, which take longer to build than everything else; decode graphs.
 ON_GPU_OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "kv_cache_memory_bytes": 64 << 20,
@@ -74,14 +74,14 @@ ON_GPU_OPTIONS |= {
     }
 }
 ON_GPU_OPTIONS |= {"attention_backend": "CUSTOM"} if OURS == "ours" else {}
-# an engine shuts down when nothing refers to it any more; this one ends with its process, which is faster
+# an engine shuts down when nothing refers to it; this one ends with its process, which is faster
 STARTED: list[LLM] = []
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
-    """Twice, the second time from the prefix cache; both must be the same."""
+    """Runs twice, the second time from the prefix cache; both must be the same."""
     options: dict[str, Any] = {"max_num_batched_tokens": 48 if family.kind == "generate" else 128}
-    if family.kind in ("embed", "score"):  # it has no decodes that graphs could hold
+    if family.kind in ("embed", "score"):  # it has no decodes for graphs
         options = {"runner": "pooling", "enforce_eager": True}
     options |= ON_GPU_OPTIONS if ON_GPU else ON_CPU_OPTIONS
     llm = LLM(str(folder), max_model_len=128, max_num_seqs=4, **options | family.engines["vllm"])
@@ -103,8 +103,8 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
 
 
 def _score(llm: LLM, question: Question) -> Answer:
-    """The engine takes text alone for it: it joins a query and a document, and tells the model which tokens
-    are whose.
+    """The engine takes only text for it: it joins a query and a document, and gives the model the text of
+    each token.
     """
     outputs = llm.score(
         text_of(question.tokens), [text_of(document) for document in question.items], use_tqdm=False

@@ -1,9 +1,9 @@
-"""Runs vLLM's own attention tests, unmodified, with this backend in the place of FLASH_ATTN: `python -m
+"""Runs vLLM's own attention tests, unmodified, with this backend instead of FLASH_ATTN: `python -m
 integration.vllm_attention_kit TESTS`.
 
-TESTS is the folder tests/v1/attention of vLLM's source distribution, of the release that is installed. On a
-CPU set ATTN_BACKEND_VLLM_CPU=1. The tests name models of a hub; only the shapes matter, and these are written
-here. Cases of encoders are left out.
+TESTS is the folder tests/v1/attention of vLLM's source distribution, from the installed release. On a CPU set
+ATTN_BACKEND_VLLM_CPU=1. The tests name models on a hub; only the shapes matter, and these are written here.
+Encoder cases are left out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def lay_out(folder: Path, tests: Path) -> None:
-    """Puts the tests under the names that they import each other by, beside the models that they name."""
+    """Puts the tests under the names by which they import each other, together with the models that they
+    name."""
     package = folder / "tests" / "v1" / "attention"
     package.mkdir(parents=True)
     for level in (folder / "tests", folder / "tests" / "v1", package):

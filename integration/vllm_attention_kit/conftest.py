@@ -1,6 +1,6 @@
-"""vLLM's own attention tests, unmodified, with attn_backend in the place of FLASH_ATTN.
+"""vLLM's own attention tests, unmodified, with attn_backend instead of FLASH_ATTN.
 
-Other backends, which the same tests go through, are left out.
+Other backends of the same tests are left out.
 """
 
 from __future__ import annotations

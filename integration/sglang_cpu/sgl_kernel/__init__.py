@@ -1,12 +1,12 @@
-"""Stands in for SGLang's compiled kernels on a machine without a GPU: SGLang imports them everywhere, and
-there calls only those of speculative decoding.
+"""Replaces SGLang's compiled kernels on a machine without a GPU: SGLang imports them everywhere, and calls
+only those for speculative decoding there.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__version__ = "99.0"  # SGLang asks for a minimum
+__version__ = "99.0"  # SGLang requires a minimum
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

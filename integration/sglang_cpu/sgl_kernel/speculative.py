@@ -1,5 +1,5 @@
-"""What SGLang's speculative decoding calls of its compiled kernels on a CPU, in torch and Python: right, and
-slow. All write into tensors given to them.
+"""The compiled kernels that SGLang's speculative decoding calls on a CPU, in torch and Python: correct, but
+slow. All write into given tensors.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def assign_extend_cache_locs_cpu(
 def fill_accept_out_cache_loc_cpu(
     accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
 ) -> None:
-    """The slots of the accepted nodes, without gaps. accept_index: -1 where there is none."""
+    """The slots of the accepted nodes, without gaps. accept_index: -1 for no node."""
     accepted = accept_index.flatten()
     accepted = accepted[accepted >= 0].long()
     accept_out_cache_loc[: accepted.shape[0]] = out_cache_loc[accepted]
@@ -71,16 +71,15 @@ def build_tree_kernel_efficient_cpu(
     num_nodes: int,
     tree_mask_mode: int,
 ) -> None:
-    """The tree of each request, from the drafted tokens that were selected for it.
+    """The tree of each request, made from its selected draft tokens.
 
-    One whose parent was not, which ties can bring about, is not in the tree.
+    A node whose parent was not selected, which ties can cause, is not in the tree.
 
     Args:
-        parent_list: int64 [batch, groups]: the drafted token (its place among all) that each group of topk
-            tokens follows; the first group follows the root.
-        selected_index: int64 [batch, num_nodes - 1]: which of the drafted tokens are nodes 1, 2, ...
-        tree_mask: bool, flat: num_nodes x num_nodes cells of each request (mode 1: there is no other on a
-            CPU).
+        parent_list: int64 [batch, groups]: the draft token (its place among all) before each group of topk
+            tokens; the first group follows the root.
+        selected_index: int64 [batch, num_nodes - 1]: the draft tokens that are nodes 1, 2, ...
+        tree_mask: bool, flat: num_nodes x num_nodes cells of each request (mode 1: the only one on a CPU).
     """
     assert tree_mask_mode == 1
     visible = tree_mask[: verified_seq_len.shape[0] * num_nodes * num_nodes].view(-1, num_nodes, num_nodes)
@@ -109,8 +108,8 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     num_nodes: int,
 ) -> None:
-    """Positions and links of the trees whose masks are bool [batch, num_nodes, num_nodes]: cell (i, j) says
-    whether node j is above node i.
+    """Positions and links of the trees whose masks are bool [batch, num_nodes, num_nodes]: cell (i, j) is set
+    if node j is above node i.
     """
     above = tree_mask.view(batch_size, num_nodes, num_nodes).tril(-1)
     positions.view(batch_size, num_nodes).copy_(verified_seq_len[:, None] + above.sum(-1))
@@ -149,13 +148,13 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """Follows each tree as long as a child is what the model chooses after its parent.
+    """Follows each tree while a child equals the model's choice after its parent.
 
     Args:
         predicts: int32 [batch * nodes], gets the model's choice after each accepted node.
-        accept_index: int32 [batch, depth], gets the accepted nodes, the root among them.
+        accept_index: int32 [batch, depth], gets the accepted nodes, including the root.
         accept_token_num: int32 [batch], gets their number without the root.
-        candidates: int64 [batch, nodes], the drafted tokens.
+        candidates: int64 [batch, nodes], the draft tokens.
         target_predict: int64 [batch, nodes], the model's choices.
     """
     for request in range(candidates.shape[0]):
@@ -178,7 +177,7 @@ def verify_tree_greedy_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: Tensor, strides: Tensor, target_slots: Tensor, source_slots: Tensor
 ) -> None:
-    """Copies slots within every buffer of a pool: all are read before one is written.
+    """Copies slots within every buffer of a pool; reads all of them before writing any.
 
     Args:
         data_ptrs: uint64 [buffers], their addresses.
@@ -199,7 +198,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Notes new slots, request by request, as those of tokens [start, end) of each request."""
+    """Records new slots, request by request, as the slots of tokens [start, end) of each request."""
     begin = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         req_to_token[row, first:last] = out_cache_loc[begin : begin + last - first]
