@@ -1,11 +1,11 @@
-"""A variant of your own, from an idea to serving: attention with a learned bias for each head and distance
-(as T5 has it, arXiv 1910.10683).
+"""A custom variant, from an idea to serving: attention with a learned bias for each head and distance (as in
+T5, arXiv 1910.10683).
 
     python examples/custom_variant.py
 
-1. The idea is two Python functions. 2. The bias is learned, by autograd through plain PyTorch. 3. The variant
-is compared with float64 on a CPU. 4. It is served: prompts of different lengths, then decodes, from a paged
-cache. `device` is all that changes for a GPU.
+1. The idea is two Python functions. 2. Autograd learns the bias through plain PyTorch. 3. The variant is
+compared with float64 on a CPU. 4. It serves prompts of different lengths, then decodes, from a paged cache.
+For a GPU only `device` changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attn_backend import Attention, BSRView, KVCache, PageTable, Variant, append
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, DISTANCES = 4, 2, 64, 16, 32
 
 
-# 1. The idea. `bias` is a free variable: a tensor that each run is given.
+# 1. The idea. `bias` is a free variable: a tensor that each run receives.
 def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score + bias[h, torch.clamp(q_idx - kv_idx, min=0, max=DISTANCES - 1)]  # type: ignore[name-defined]  # noqa: F821
 
@@ -49,7 +49,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 def learn(steps: int) -> Tensor:
-    """2. Head h is to look h + 1 tokens back, whatever the tokens are: only the bias can do that."""
+    """2. Head h should look h + 1 tokens back, for any tokens: only the bias can do that."""
     generator = torch.Generator().manual_seed(0)
     bias = torch.zeros(HEADS, DISTANCES, requires_grad=True)
     optimizer = torch.optim.Adam([bias], lr=0.3)

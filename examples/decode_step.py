@@ -1,4 +1,4 @@
-"""For --benchmark of the other examples: a decode step of a model of a given shape, timed.
+"""For --benchmark of the other examples: times a decode step of a model with a given shape.
 
 The weights are random.
 """
@@ -28,7 +28,7 @@ class Shape:
 
 VICUNA_13B = Shape(40, 5120, 13824, 40, 40, 128, 32000)
 LLAMA_31_8B = Shape(32, 4096, 14336, 32, 8, 128, 128256)
-SMALL = Shape(2, 256, 512, 8, 4, 64, 1024)  # what a CPU computes in a moment
+SMALL = Shape(2, 256, 512, 8, 4, 64, 1024)  # a CPU computes this in a moment
 
 # q, k, v of one layer -> attention output, [rows, heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -37,8 +37,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class DecodeStep:
     """All layers of one decode step.
 
-    One layer's weights and KV cache serve for all layers: they are larger than the L2 cache of a GPU at the
-    shapes of real models, so that each layer reads them from memory as it would its own.
+    All layers share one layer's weights and KV cache. At the shapes of real models these are larger than a
+    GPU's L2 cache, so each layer reads them from memory as it would read its own.
     """
 
     def __init__(self, shape: Shape, rows: int, dtype: torch.dtype, device: str) -> None:
@@ -86,7 +86,7 @@ def measure(steps: Sequence[Callable[[], object]], device: str, repeats: int = 2
 
 
 def _captured(step: Callable[[], object]) -> Callable[[], object]:
-    step()  # what compiles or allocates for good does so outside of the capture
+    step()  # permanent effects (compiling, allocating) happen outside the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,11 +1,11 @@
-"""An inference engine in some hundred lines: continuous batching, chunked prompts, a prefix cache, one plan
+"""An inference engine in a few hundred lines: continuous batching, chunked prompts, a prefix cache, one plan
 and one launch per layer for any batch.
 
     python examples/engine.py                              # a small random model: shows that it runs
     # or a folder with config.json, *.safetensors, tokenizer.json
     python examples/engine.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
-Requests whose prompts begin alike get the same physical pages. Nothing else is said about it: `plan` finds
+Requests whose prompts begin alike get the same physical pages. The engine does nothing else: `plan` finds
 shared prefixes in the page tables.
 """
 
@@ -25,7 +25,7 @@ PAGE_SIZE = 16
 
 @dataclass(eq=False)
 class Request:
-    tokens: list[int]  # the prompt, then what was generated
+    tokens: list[int]  # the prompt, then the generated tokens
     max_new_tokens: int = 32
     temperature: float = 0.0
     seed: int = 0
@@ -41,7 +41,7 @@ class Request:
 
 
 class Engine:
-    """Takes requests by `add()` and computes the next tokens of all that fit by `step()`."""
+    """`add()` takes requests, and `step()` computes the next tokens of all that fit."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class Engine:
         return request
 
     def _admit(self, request: Request) -> bool:
-        """Gives a request all its pages: of leading tokens that the cache has, those; the last prompt token
-        is always computed.
+        """Gives a request all its pages. It reuses cached pages of leading tokens, but always computes the
+        last prompt token.
         """
         for end in range(PAGE_SIZE, request.num_prompt_tokens, PAGE_SIZE):
             page = self.page_of_prefix.get(tuple(request.tokens[:end]))
@@ -104,7 +104,8 @@ class Engine:
         return True
 
     def _chunk(self, request: Request, rows: int) -> tuple[Request, int]:
-        """Pages that it fills can be read by others in the same step: a layer appends before it attends."""
+        """Other requests can read the pages that it fills in the same step, since a layer appends before it
+        attends."""
         count = min(len(request.tokens) - request.num_computed, rows)
         for number in range(
             request.num_computed // PAGE_SIZE,
@@ -125,7 +126,7 @@ class Engine:
         }
 
     def _schedule(self) -> list[tuple[Request, int]]:
-        """(request, tokens to compute): decodes first, then prompts under way, then new ones while there is
+        """(request, tokens to compute): decodes first, then running prompts, then new ones while there is
         room. A long prompt is cut into chunks.
         """
         batch = [
@@ -145,9 +146,7 @@ class Engine:
         return batch
 
     def step(self) -> list[Request]:
-        """Computes the scheduled tokens of all requests in one pass; returns the requests that are done with
-        it.
-        """
+        """Computes the scheduled tokens of all requests in one pass; returns the finished requests."""
         batch = self._schedule()
         if not batch:
             raise RuntimeError(

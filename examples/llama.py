@@ -1,5 +1,5 @@
-"""A model of the Llama architecture in plain PyTorch: weights from a folder or from the hub, or a small
-random one. Attention is the caller's.
+"""A model of the Llama architecture in plain PyTorch: weights from a folder or the hub, or a small random
+one. The caller provides attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TINY = {
 
 @dataclass
 class Llama:
-    """weights: by their names in a checkpoint. frequencies: float64 [head_dim / 2], radians of a position."""
+    """weights: by their names in a checkpoint. frequencies: float64 [head_dim / 2], radians per position."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
@@ -179,8 +179,8 @@ def byte_tokens(text: str) -> list[int]:
 
 
 def byte_text(tokens: list[int]) -> str:
-    """Letters as they are; a dot for bytes that a terminal may take for something else: a random model says
-    any.
+    """Letters unchanged; a dot for bytes that a terminal may interpret, since a random model prints any
+    byte.
     """
     return "".join(chr(token) if 32 <= token < 127 else "·" for token in tokens)
 

@@ -1,16 +1,16 @@
-"""An attention backend for mini-sglang (github.com/sgl-project/mini-sglang): what an adapter for another
-engine has to do, in one class.
+"""An attention backend for mini-sglang (github.com/sgl-project/mini-sglang): everything that an adapter for
+another engine has to do, in one class.
 
     # mini-sglang's server, with all of its options
     python examples/mini_sglang.py --model Qwen/Qwen3-0.6B --attn attn_backend
 
-The server's schedulers are spawned processes, which load the main program's file once more: a program of your
-own calls `mini_sglang.register()` where that is executed, too, not behind `if __name__ == "__main__"`.
-`LLM(model, attention_backend="attn_backend")` runs in the process that makes it.
+The server's schedulers are spawned processes, which load the main program's file again. So your own program
+must also call `mini_sglang.register()` at a place that they execute, not behind `if __name__ == "__main__"`.
+`LLM(model, attention_backend="attn_backend")` runs in the process that creates it.
 
-Such an engine keeps its requests' tokens in slots of a cache, and for each request a row of a table with the
-slot of each token. That table is the page table, as it is: `PageTable.token_slots`. Nothing of it is copied,
-and shared prefixes (equal slots, which a radix cache makes) are found by plan.
+Such an engine keeps its requests' tokens in slots of a cache. For each request, a row of a table has the slot
+of each token. That table is the page table, unchanged: `PageTable.token_slots`. Nothing is copied, and plan
+finds shared prefixes (equal slots, which a radix cache makes).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 
 MAX_ROWS = 8192  # of a step: at least --max-prefill-length and the running requests
-MAX_BATCH = 512  # requests of a step, those that pad a CUDA graph's batch among them
+MAX_BATCH = 512  # requests of a step, including those that pad a CUDA graph's batch
 
 
 @dataclass
 class Metadata:
-    """A batch as the device needs it.
+    """A batch in the form that the device needs.
 
-    is_planned: by one of its layers, or before a CUDA graph is replayed.
+    is_planned: by one of its layers, or before the replay of a CUDA graph.
     """
 
     qo_indptr: Tensor  # int32 [batch + 1]
@@ -40,7 +40,7 @@ class Metadata:
     is_planned: bool = False
 
     def get_last_indices(self, batch_size: int) -> Tensor:
-        """Rows of the logits that are sampled."""
+        """Rows of the logits to sample."""
         return self.qo_indptr[1 : batch_size + 1] - 1
 
 
@@ -60,7 +60,7 @@ class AttnBackend:
         )
 
     def prepare_metadata(self, batch: Any) -> None:
-        """Once a step. Three small copies to the device, which nothing waits for."""
+        """Once per step. Three small copies to the device, without waiting."""
         requests = batch.padded_reqs
         ends = torch.tensor([0] + [request.extend_len for request in requests]).cumsum(0).tolist()
         lists = (
@@ -82,9 +82,9 @@ class AttnBackend:
         metadata.is_planned = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Any) -> Tensor:
-        """A layer. q: [rows, num_qo_heads, head_dim], k, v: [rows, num_kv_heads * head_dim].
+        """One layer. q: [rows, num_qo_heads, head_dim], k, v: [rows, num_kv_heads * head_dim].
 
-        Captured in CUDA graphs, whose batches are planned before.
+        Captured in CUDA graphs, whose batches are planned beforehand.
         """
         if not batch.attn_metadata.is_planned:
             self._plan(batch.attn_metadata)
@@ -95,9 +95,9 @@ class AttnBackend:
         return self.attention.run(q, kv, after_append=True)
 
     def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
-        """Nothing: graphs need no tensors of their own.
+        """Does nothing: graphs need no additional tensors.
 
-        A plan leaves in the workspace all that a captured run reads.
+        A plan leaves everything that a captured run reads in the workspace.
         """
 
     def prepare_for_capture(self, batch: Any) -> None:
@@ -109,7 +109,7 @@ class AttnBackend:
 
 
 def register() -> None:
-    """Makes `attn_backend` a name that mini-sglang's option takes."""
+    """Makes mini-sglang's option accept the name `attn_backend`."""
     from minisgl.attention import SUPPORTED_ATTENTION_BACKENDS
     from minisgl.core import get_global_ctx
     from minisgl.distributed import get_tp_info

@@ -2,10 +2,11 @@
 
     python examples/other_frameworks.py          # numpy; jax, and on a GPU CuPy, if they are installed
 
-Whatever speaks DLPack (`__dlpack__`) becomes a torch tensor that shares its memory, and a result goes back
-the same way. jax's arrays may be read so, not written: the KV cache, which append_kv writes, is a tensor of
-torch, numpy or CuPy. On a GPU each from_dlpack makes the stream that reads wait for the one that wrote; what
-is written into shared memory afterwards is not waited for, unless both frameworks use the same stream.
+Any object that supports DLPack (`__dlpack__`) becomes a torch tensor that shares its memory, and results go
+back the same way. jax's arrays may be read in this way, but not written. The KV cache, which append_kv
+writes, must be a tensor of torch, numpy or CuPy. On a GPU each from_dlpack makes the reading stream wait for
+the writing stream. Later writes to shared memory are not synchronized, unless both frameworks use the same
+stream.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def arrays() -> dict[str, numpy.ndarray[Any, Any]]:
 
 
 def attend(given: dict[str, Any]) -> torch.Tensor:
-    """given: what arrays() gives, of any framework."""
+    """given: the result of arrays(), in any framework."""
     t = {name: torch.from_dlpack(array) for name, array in given.items()}
     kv = KVCache.from_tensor(t["cache"])
     append_kv(t["k"], t["v"], kv, t["slots"])
@@ -83,13 +84,13 @@ def expected(given: dict[str, numpy.ndarray[Any, Any]]) -> numpy.ndarray[Any, An
 
 
 def framework(name: str) -> ModuleType:
-    """numpy, or what has its functions. Raises ImportError where it is not installed."""
+    """numpy, or a module with its functions. Raises ImportError if it is not installed."""
     return import_module("jax.numpy" if name == "jax" else name)
 
 
 def converted(name: str, given: dict[str, numpy.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Arrays of a framework. jax's are on the host; numpy's cache and slots stand in there: jax's are not
-    written, nor of 64 bits by default.
+    """Arrays of a framework. jax's are on the host. numpy's cache and slots replace jax's, which cannot be
+    written and have no 64-bit types by default.
     """
     if name != "jax":
         return {key: framework(name).asarray(array) for key, array in given.items()}
@@ -101,7 +102,7 @@ def converted(name: str, given: dict[str, numpy.ndarray[Any, Any]]) -> dict[str,
 
 
 def on_host(array: Any) -> numpy.ndarray[Any, Any]:
-    """CuPy's arrays do not become numpy's by themselves."""
+    """CuPy's arrays do not convert to numpy implicitly."""
     return array.get() if hasattr(array, "get") else numpy.asarray(array)
 
 

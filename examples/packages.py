@@ -1,4 +1,4 @@
-"""What an example says where a package is missing that only this example needs."""
+"""An example's message if a package is missing that only this example needs."""
 
 from __future__ import annotations
 

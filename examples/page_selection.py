@@ -5,10 +5,10 @@ Each KV head of each request chooses its own.
     # error and time next to full attention; 32768 tokens on a GPU, 4096 on a CPU
     python examples/page_selection.py
 
-For each page and head the smallest and the largest value of every channel of K are kept. They bound the score
-of a query against any key of the page, and the pages with the highest bounds are read. That page tables
-differ from head to head needs nothing from the kernels: seen through strides, KV head h of page p is page p *
-num_kv_heads + h of a cache with one head, and (request, KV head) is a request.
+For each page and head, the example keeps the smallest and the largest value of every channel of K. They bound
+the score of a query against any key of the page, and attention reads the pages with the highest bounds. Page
+tables that differ between heads need nothing from the kernels. Seen through strides, KV head h of page p is
+page p * num_kv_heads + h of a cache with one head, and (request, KV head) is a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH, NUM_KV_HEADS, GROUP, HEAD_DIM = 4, 8, 4, 128
 
 
 def tokens_that_matter_to_few(length: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys in which subjects come and go, and queries that ask about one of them.
+    """Keys whose subjects come and go, and queries about one of them.
 
     Returns q [BATCH, KV heads, GROUP, dim], kv [pages, 2, KV heads, PAGE_SIZE, dim] and the block table,
     int32 [BATCH, pages of each].
@@ -66,8 +66,8 @@ def bounds(keys: Tensor) -> Tensor:
 
 
 def select(q: Tensor, page_bounds: Tensor, block_table: Tensor, count: int) -> Tensor:
-    """int32 [batch * KV heads, count]: pages of the one-headed cache, in order, by the largest bound of the
-    group's queries; the last page is always taken.
+    """int32 [batch * KV heads, count]: pages of the one-headed cache, in order, with the largest bounds of
+    the group's queries; always includes the last page.
     """
     of_request = page_bounds[block_table.long()]  # [batch, pages, KV heads, 2, dim]
     scores = torch.einsum("bhgd,bphd->bhgp", q.clamp(max=0), of_request[:, :, :, 0]) + torch.einsum(

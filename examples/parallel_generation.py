@@ -8,7 +8,7 @@ The prompt is computed once, and read once a step for all n answers.
     # inter-token latency for n = 1 ... 64, with cascade and without
     python examples/parallel_generation.py --benchmark
 
-The engine says nothing about shared prompts: the answers' page tables begin with the same pages, and `plan`
+The engine does not declare shared prompts: the answers' page tables begin with the same pages, and `plan`
 decides by cost whether to read them once.
 """
 
@@ -32,7 +32,7 @@ PAGE_SIZE = 16
 def benchmark(
     shape: Shape, device: str, answers: list[int], in_flight: int, prompt: int, generated: int
 ) -> list[tuple[int, float, float, int]]:
-    """(n, ITL without cascade, with, prefixes that plan took) in ms, of in_flight prompts of which each has n
+    """(n, ITL without cascade, with, prefixes that plan took) in ms, for in_flight prompts, each with n
     answers of `generated` tokens so far.
     """
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32

@@ -1,4 +1,4 @@
-"""Streaming-LLM (arXiv 2309.17453): text without end in a cache of constant size, also past the length that a
+"""Streaming-LLM (arXiv 2309.17453): endless text in a cache of constant size, even beyond the length that a
 model was trained for.
 
     # a small random model: shows that it runs
@@ -8,9 +8,9 @@ model was trained for.
     # rotation inside of attention, compared with rotation of the whole cache, at the shape of Vicuna-13B
     python examples/streaming_llm.py --benchmark
 
-The cache has the first page of the text, the sinks, and the last pages of it. When it is full, the oldest
-page after the sinks is dropped and used again: the block table loses an entry, nothing is moved. Keys lie in
-the cache as they came from their projection; `builtin.rope` turns each by its position *in the cache*, where
+The cache has the first page of the text (the sinks) and its last pages. When it is full, the oldest page
+after the sinks is dropped and reused: the block table loses an entry, and nothing moves. The cache stores
+keys as their projection returned them; `builtin.rope` rotates each by its position *in the cache* when
 attention reads it. Dropping a page changes the positions of all later tokens, and costs nothing.
 """
 
@@ -33,13 +33,13 @@ PAGE_SIZE = 16
 
 
 class Stream:
-    """One request: `feed()` computes a piece of text of up to a page."""
+    """One request: `feed()` computes a piece of text of at most one page."""
 
     def __init__(self, model: llama.Llama, device: str, window: int, keep_sinks: bool = True) -> None:
         self.model, self.device, self.keep_sinks = model, device, keep_sinks
         num_heads, num_kv_heads, head_dim = model.heads
         dtype = model.embedding.dtype
-        self.num_pages = window // PAGE_SIZE + 2  # the sinks, the window, the page that is being filled
+        self.num_pages = window // PAGE_SIZE + 2  # the sinks, the window, and the current page
         shape = (self.num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim)
         self.caches = [
             KVCache.from_tensor(torch.zeros(shape, dtype=dtype, device=device))
@@ -62,7 +62,7 @@ class Stream:
     def feed(self, tokens: list[int]) -> Tensor:
         """Logits [len(tokens), vocab].
 
-        The tokens must fit into the page that is being filled, or into a new one.
+        The tokens must fit into the current page or into a new one.
         """
         if self.in_last_page == PAGE_SIZE:
             full = len(self.pages) == self.num_pages
@@ -118,8 +118,8 @@ def generate(model: llama.Llama, device: str, prompt: list[int], window: int, co
 def benchmark(shape: Shape, device: str, windows: list[int], batch: int) -> list[tuple[int, float, float]]:
     """(window, ITL fused, ITL unfused) in ms.
 
-    Unfused: a launch turns all keys of the cache into a second one, then attention without a variant reads
-    that.
+    Unfused: one launch rotates all keys of the cache into a second cache, which attention without a variant
+    then reads.
     """
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     step = DecodeStep(shape, batch, dtype, device)

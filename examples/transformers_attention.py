@@ -38,14 +38,14 @@ with needs("transformers"):
     from transformers.masking_utils import flash_attention_mask
 
 PROMPT_LENS = (5, 40, 17, 23)
-# a chunk has fewer tokens than the prompts together, so that some are read in parts
+# a chunk has fewer tokens than the prompts together, so some are read in parts
 CACHE_BLOCKS, CHUNK = 64, 32
 
 
 @dataclass
 class Planner:
-    """The Attention of each shape of heads, and the plans of a forward pass: its layers follow one another,
-    and those with the same window share a plan.
+    """The Attention of each head shape, and the plans of a forward pass: its layers run in order, and layers
+    with the same window share a plan.
     """
 
     attentions: dict[Any, Attention] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Planner:
     def attention(
         self, query: Tensor, num_kv_heads: int, window_left: int, rows: int, batch: int
     ) -> Attention:
-        """One with room for a batch. query: [rows, num_qo_heads, head_dim]."""
+        """An Attention with room for a batch. query: [rows, num_qo_heads, head_dim]."""
         key = (query.shape[1:], num_kv_heads, query.dtype, query.device, window_left)
         known = self.attentions.get(key)
         if known is None or rows > known.max_rows or batch > known.max_batch:
@@ -153,11 +153,11 @@ def paged_forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """query: [1, num_qo_heads, rows, head_dim], key, value: [1, num_kv_heads, rows, head_dim], the rows of
-    all requests one after another.
+    all requests concatenated.
 
-    options: transformers' cache and its indices: `cu_seq_lens_q` [batch + 1], and by kind of layer
+    options: transformers' cache and its indices. These are `cu_seq_lens_q` [batch + 1], and by kind of layer
     `cu_seq_lens_k` [batch + 1], `write_index` [rows], the slots of the new tokens, and `read_index`, the
-    slots of all tokens of each request; it is empty where no request has older tokens.
+    slots of all tokens of each request. `read_index` is empty if no request has older tokens.
     """
     cache = options["cache"]
     allocator = cache.layer_to_allocator[module.layer_idx]
@@ -169,7 +169,7 @@ def paged_forward(
     v_slots.index_copy_(0, write_index, v)
     if len(read_index):
         ones = torch.ones(len(kv_indptr) - 1, dtype=torch.int32, device=query.device)
-        slots = min(len(k_slots), len(v_slots))  # views of one tensor, one of which begins later
+        slots = min(len(k_slots), len(v_slots))  # views of one tensor; one of them begins later
         kv, table = (
             KVCache.from_slots(k_slots[:slots], v_slots[:slots]),
             PageTable.csr(kv_indptr, read_index.int(), ones, 1),
@@ -237,7 +237,7 @@ def generated(
 
 
 def generated_continuously(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """The same by continuous batching."""
+    """The same with continuous batching."""
     model.set_attn_implementation("paged|eager")
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(num_blocks=CACHE_BLOCKS, max_batch_tokens=CHUNK)

@@ -1,14 +1,14 @@
-"""Speculative decoding by hand: guesses are verified as a tree (greedy), or as a chain (sampled), in one pass
-of the model.
+"""Speculative decoding by hand: one pass of the model verifies guesses as a tree (greedy), or as a chain
+(sampled).
 
     python examples/tree_speculation.py                    # a small random model
     python examples/tree_speculation.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python examples/tree_speculation.py --temperature 0.8  # a chain, verified by chain_speculative_sampling
 
-The guesses come from the text itself: what followed the last token where it stood before (prompt lookup).
-Several such places make a tree: its root is the last token of the text, and a node sees the text and the
-nodes above it, which `builtin.tree_mask` says in bits. The tokens of the longest path that the model would
-have chosen itself are kept, and their K and V are moved together.
+The guesses come from the text itself: the tokens that followed earlier occurrences of the last token (prompt
+lookup). Several occurrences make a tree. Its root is the last token of the text, and a node sees the text and
+its ancestors, which `builtin.tree_mask` encodes in bits. The longest path that the model would have chosen
+itself is kept, and its K and V are moved together.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ MAX_NODES = 32
 
 
 class Tree:
-    """Tokens and parents of nodes; node 0 is the last token of the text, a node comes after its parent."""
+    """Tokens and parents of nodes; node 0 is the last token of the text, and a node comes after its
+    parent."""
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.depths = [root], [-1], [0]
 
     def add_path(self, tokens: list[int]) -> None:
-        """A path from the root; it shares the nodes that are there."""
+        """Adds a path from the root; it shares existing nodes."""
         node = 0
         for token in tokens:
             child = next(
@@ -64,7 +65,7 @@ class Tree:
             node = child
 
     def mask(self) -> Tensor:
-        """bool [nodes, nodes]: a node sees itself and those above it."""
+        """bool [nodes, nodes]: a node sees itself and its ancestors."""
         mask = torch.eye(len(self.tokens), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], 1):
             mask[node] |= mask[parent]
@@ -72,7 +73,7 @@ class Tree:
 
 
 def guess(text: list[int], depth: int, width: int) -> Tree:
-    """The tree of what followed the last token at the last `width` places where it stood."""
+    """The tree of the tokens that followed the last `width` occurrences of the last token."""
     tree = Tree(text[-1])
     places = [place for place in range(len(text) - 2, -1, -1) if text[place] == text[-1]][:width]
     for place in places:
@@ -81,7 +82,7 @@ def guess(text: list[int], depth: int, width: int) -> Tree:
 
 
 class Verifier:
-    """The model, and the KV cache of one text: the first `length` slots are its tokens but the last."""
+    """The model, and the KV cache of one text: the first `length` slots are its tokens except the last."""
 
     def __init__(self, model: llama.Llama, device: str, max_tokens: int) -> None:
         self.model, self.device, self.length = model, device, 0
@@ -108,7 +109,7 @@ class Verifier:
     def logits(self, tree: Tree) -> Tensor:
         """[nodes, vocab].
 
-        Node i's K and V go to slot length + i, rotated for the position that its depth says.
+        Node i's K and V go to slot length + i, rotated for the position given by its depth.
         """
         count = len(tree.tokens)
         bits = tree.mask().flatten()
@@ -141,7 +142,7 @@ class Verifier:
         self.length = len(tokens)
 
     def keep(self, path: list[int]) -> None:
-        """Moves K and V of these nodes, which begin with the root, to where the text goes on."""
+        """Moves K and V of these nodes, which begin with the root, to the end of the text."""
         source = self.length + torch.tensor(path, device=self.device)
         target = self.length + torch.arange(len(path), device=self.device)
         for kv in self.kv:
@@ -150,7 +151,8 @@ class Verifier:
 
 
 def accepted_path(tree: Tree, choices: list[int]) -> list[int]:
-    """Nodes from the root on of which each is what the model chooses (choices[node]) after its parent."""
+    """The longest path from the root on which each node is the model's choice (choices[node]) after its
+    parent."""
     path = [0]
     while True:
         child = next(
@@ -175,7 +177,7 @@ def generate(
     width: int,
     temperature: float = 0.0,
 ) -> tuple[list[int], int]:
-    """(the next tokens, how often the model was called for them). width 0: no guesses, one token a call."""
+    """(the next tokens, the number of model calls for them). width 0: no guesses, one token per call."""
     verifier = Verifier(model, device, len(prompt) + count + depth + 1)
     text, calls = list(prompt), 0
     if len(text) > 1:
@@ -188,7 +190,7 @@ def generate(
             choices = sample(logits, temperature=0.0).token_ids.tolist()
             path = accepted_path(tree, choices)
             new = [tree.tokens[node] for node in path[1:]] + [choices[path[-1]]]
-        else:  # a chain: the nodes are the draft, each certain
+        else:  # a chain: the nodes are the draft, with certainty
             target = torch.softmax(logits.float() / temperature, -1)[None]
             drafted = torch.tensor([tree.tokens[1:]], dtype=torch.int64, device=device).view(1, -1)
             draft_probs = torch.nn.functional.one_hot(drafted, target.shape[-1]).float().contiguous()

@@ -4,12 +4,12 @@ ShareGPT prompts, each with a different seed.
     python -m integration.compare_sampling --engine vllm --num-prompts 32 --max-tokens 64
     python -m integration.compare_sampling --engine sglang --model llama-3.1-8b --batch-invariant
 
-The same requests are sent to one server
+One server gets the same requests
 
 - one at a time, and once more one at a time: the answers must be equal;
-- all at once, in another order, log-probabilities asked for in every other one: must be equal where the
-  logits are, that is in float32 or with --batch-invariant (the engine's own mode). Elsewhere matrix products
-  round differently in batches of different sizes, and one logit can change a token;
+- all at once, in another order, half of them with log-probabilities: must be equal if the logits are equal,
+  that is in float32 or with --batch-invariant (the engine's own mode). Otherwise matrix products round
+  differently in batches of different sizes, and one logit can change a token;
 - one at a time with other seeds: nearly all answers must differ, or the seeds would have no effect.
 
 Prefix caching is off, since a prompt computed from the cache is computed in other shapes.

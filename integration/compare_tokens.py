@@ -12,16 +12,16 @@ compared token by token.
         --reference attn_backend --tensor-parallel-size 2 \\
         --server-args='--decode-context-parallel-size 2' --reference-args=''
 
-In float32 the answers must be equal. In 16 bits two right backends round differently, and a near tie between
-the two most probable tokens can fall either way: every first difference of an answer is printed with its
-logit gap, what the reference's favourite is ahead of the other token in the reference, and the other way
-round in the backend. After the first difference the contexts differ, and nothing is compared.
+In float32 the answers must be equal. In 16 bits two correct backends round differently, and a near tie
+between the two most probable tokens can fall either way. Every first difference of an answer is printed with
+its logit gaps: by how much the reference prefers its token to the other one, and the reverse in the backend.
+After the first difference the contexts differ, and nothing is compared.
 
-Random weights (a shape of integration/models) are others for another number of GPUs: both sides must then
-have the same --tensor-parallel-size. With --side-by-side both servers start at once, on the same GPUs: they
-must be told (--server-args) to take their share of the memory.
+Random weights (a shape of integration/models) differ for another number of GPUs, so both servers must have
+the same --tensor-parallel-size. With --side-by-side both servers start at once, on the same GPUs. Use
+--server-args to limit each to its share of the memory.
 
-Exit status: 0 when all answers are equal or every first difference is a near tie (16 bits only), 1 otherwise.
+Exit status: 0 if all answers are equal or every first difference is a near tie (16 bits only), 1 otherwise.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
 Needs only the standard library. Checks the machine first (attn_backend/preflight.py). Completed steps are not
-repeated: a stamp in the environment holds the hashes of its steps, and another stamp the hash of this
+repeated. A stamp in the environment holds the hashes of its steps, and another stamp the hash of this
 package's sources. pip's output goes to .build/.
 """
 

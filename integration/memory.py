@@ -71,8 +71,8 @@ def sampled(measure: Callable[[], float], every_s: float) -> Iterator[list[tuple
 
 
 def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
-    """By how much the largest sample of the last quarter exceeds that of the first quarter, without the
-    warm-up.
+    """By how much the largest sample of the last quarter exceeds the largest of the first quarter, without
+    the warm-up.
 
     Raises:
         ValueError: fewer than 4 samples follow it.

@@ -1,4 +1,4 @@
-"""Runs a program with its output in a log, and shows how far it is by what it writes there.
+"""Runs a program with its output in a log, and derives its progress from the log.
 
 Needs only the standard library, as `integration.environment` does.
 

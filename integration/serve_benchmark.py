@@ -23,30 +23,31 @@ engine's own client.
         --speculative-draft-model-path integration/models/llama-3.2-1b \\
         --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16'
 
-Several data sets are sent to the same server one after another. Before anything is measured every server
-answers a few requests of every load (integration/warm_up.py). With --samples N each prompt is answered N
-times, as parallel sampling (`n`) does; it is sent N times for that, see integration/workload.py.
---num-prompts and --request-rate count prompts, not answers.
+Each server gets several data sets one after another. Before the measurement, every server answers a few
+requests of every load (integration/warm_up.py). With --samples N each prompt is answered N times, like
+parallel sampling (`n`); the client sends it N times for that, see integration/workload.py. --num-prompts and
+--request-rate count prompts, not answers.
 
-With --side-by-side all servers are started at once, on one device, and each load is sent to one after another
-before the next load has its turn: starting engines is most of a run, and a run that is cut short has compared
-what it has measured. Each server must then be told (--server-args) to take its share of the memory; those
-that wait for their turn do nothing. Each load, and each of its --repeats, begins with the next backend: none
-is always the first or the last.
+With --side-by-side all servers start at once, on one device, and each load goes to one server after another
+before the next load starts. Starting engines is most of a run, and an interrupted run has compared everything
+that it has measured. Use --server-args to limit each server to its share of the memory; waiting servers are
+idle. Each load, and each of its --repeats, begins with the next backend, so none is always first or last.
 
-Ours is called `attn_backend` in both engines; `attn_backend-no-cascade` is ours, told by
-ATTN_BACKEND_CASCADE=0 to read every request's pages for itself; `attn_backend-stock-sampler` is ours, told by
-ATTN_BACKEND_SAMPLER=0 to leave sampling to the engine; `stock` is what the engine picks by itself; any other
-name is given to the engine as it is. FLASHINFER-on-attn_backend (SGLang: flashinfer-on-attn_backend) is that
-backend of the engine's with the package of flashinfer_alias/ in FlashInfer's place. NAME@fp8_e4m3 is a
-backend with that --kv-cache-dtype. Prefix caching is on in both engines, as it is by default. With vLLM
-`{backend}` in --server-args is its name of the backend: a draft model runs on it with `"attention_backend":
-"{backend}"` in --speculative-config. Answers are greedy, or sampled with --sampling, and then every request
-brings a seed of its own. --check-seeds, side by side, then asks each server for a few answers one at a time,
-again, all at once and with other seeds, and says how many are equal (integration/compare_sampling.py; it
-wants --server-args that turn prefix caching off). All inputs may be local paths, so it runs offline. It ends
-with a table; the same as JSON and as a plot, and all logs, are in --results.
-`python -m integration.merge_reports` puts several runs into one report.
+`attn_backend` is our backend in both engines. `attn_backend-no-cascade` sets ATTN_BACKEND_CASCADE=0, so every
+request's pages are read separately. `attn_backend-stock-sampler` sets ATTN_BACKEND_SAMPLER=0, which leaves
+sampling to the engine. `stock` is the engine's default; the engine gets any other name unchanged.
+FLASHINFER-on-attn_backend (SGLang: flashinfer-on-attn_backend) is the engine's backend of that name, with the
+package of flashinfer_alias/ replacing FlashInfer. NAME@fp8_e4m3 is a backend with that --kv-cache-dtype.
+Prefix caching is on in both engines, which is their default. With vLLM, `{backend}` in --server-args is
+vLLM's name of the backend. To run a draft model on it, use `"attention_backend": "{backend}"` in
+--speculative-config.
+
+Answers are greedy, or sampled with --sampling; then every request has a different seed. --check-seeds, with
+--side-by-side, also requests a few answers from each server: one at a time, again, all at once and with other
+seeds. It prints how many are equal (integration/compare_sampling.py), and needs --server-args that turn
+prefix caching off. All inputs may be local paths, so it runs offline. It ends with a table. The same results
+as JSON and as a plot, and all logs, are in --results. `python -m integration.merge_reports` merges several
+runs into one report.
 """
 
 from __future__ import annotations

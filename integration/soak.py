@@ -5,15 +5,15 @@ are preempted and prefixes evicted.
     python -m integration.soak --engine vllm --minutes 20 --concurrency 64 --cache-tokens 6144
     python -m integration.soak --engine vllm --minutes 3 --concurrency 64 --batch-invariant
 
-What must hold:
+Requirements:
 
-- no request fails, every answer is as long as it may be, and JSON is of its schema;
+- no request fails, every answer has its full length, and JSON matches its schema;
 - the memory (of the GPU, or of the server's processes) does not grow after the first minute;
-- every 50th request, asked again alone after the load, gets the same text where the logits are the same: in
-  float32, or with --batch-invariant. Elsewhere differing answers are counted, with how close the two most
-  probable tokens came in them;
-- requests were aborted, preempted and guided: a soak in which they were not says nothing of them. Where one
-  of these is still to come after --minutes, as on a slow machine, the load goes on, up to four times as long.
+- every 50th request, repeated by itself after the load, gets the same text if the logits are the same: in
+  float32, or with --batch-invariant. Otherwise the report counts differing answers, with the gap between
+  their two most probable tokens;
+- requests were aborted, preempted and guided; a soak without these proves nothing about them. If one of these
+  is missing after --minutes, as on a slow machine, the load continues, up to four times as long.
 
 --batch-invariant is the engine's own mode. Logits there depend on how many tokens of a request are computed
 at once. A preempted request, or a request after a cached prefix, computes tokens at once that came one by one

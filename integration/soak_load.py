@@ -50,7 +50,7 @@ class Request:
     max_tokens: int
     seed: int
     leaves_after: int
-    salt: str | None = None  # it reads no prefix but those of requests with the same; None: of those without
+    salt: str | None = None  # it shares prefixes only with requests that have the same salt, or None
 
     def body(self) -> dict[str, Any]:
         """As both engines' /v1/completions take it."""

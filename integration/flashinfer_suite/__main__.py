@@ -1,16 +1,16 @@
-"""Runs FlashInfer's own tests against attn_backend.flashinfer, unmodified but for the import: `python -m
+"""Runs FlashInfer's own tests against attn_backend.flashinfer, with only the import changed: `python -m
 integration.flashinfer_suite CHECKOUT`.
 
-CHECKOUT is FlashInfer's source (github.com/flashinfer-ai/flashinfer, commit fb28d724); nothing of it is kept.
-On a CPU (--device cpu) the device is replaced, too, and cases that capture CUDA graphs are skipped; take a
-sample of the cases, and leave the large ones out:
+CHECKOUT is FlashInfer's source (github.com/flashinfer-ai/flashinfer, commit fb28d724); none of it is kept. On
+a CPU (--device cpu) the device is also replaced, and cases that capture CUDA graphs are skipped. Use a sample
+of the cases, and leave the large ones out:
 
     python -m integration.flashinfer_suite ../flashinfer --device cpu --sample 40 --max-tokens 2048 \\
         --timeout 60 --markdown table.md
 
-On a GPU several files may run at once, each in several processes (pytest-xdist). A process then gets a share
-of the GPU's memory; a case that needs more waits until no other such case runs, and runs once more without
-that limit:
+On a GPU several files may run at once, each in several processes (pytest-xdist). Each process then gets a
+share of the GPU's memory. A case that needs more waits until no other such case runs, and runs once more
+without that limit:
 
     python -m integration.flashinfer_suite ../flashinfer --sample 300 --jobs 4 --gpu-memory 3 \\
         --pytest='-n 3' --time-limit 600 --json cases.json

@@ -4,19 +4,19 @@ compares with transformers in float32 on a CPU.
     python -m integration.tiny_models.compare_gpu [vllm|sglang ...] [--family NAME [--family NAME ...]] \\
         [--models FOLDER] [--jobs N] [--results FOLDER]
 
-In bfloat16 no engine gives exactly transformers' numbers, so the engine's own backend is the measure: ours
-may be 1.5 times as far from transformers as that one. A token may be another one than transformers', or than
-the own backend's, where both are as probable: one of the two is enough, as the own backend may be the wrong
-one. Distances are root mean squares of differences of log-probabilities, of prompts where the engine tells
-them, and of generated tokens, up to the first that is another one.
+In bfloat16 no engine reproduces transformers' numbers exactly, so the engine's own backend is the measure:
+our distance from transformers may be 1.5 times its distance. A token may differ from transformers', or from
+the own backend's, if both tokens are equally probable. One of the two is enough, since the own backend may be
+wrong. Distances are root mean squares of differences of log-probabilities: of prompts if the engine reports
+them, and of generated tokens up to the first difference.
 
-A line says when a family's engine starts, with its log, when it is ready, has answered or failed; a family is
-compared when both backends have ended with it. Answers and logs lie in FOLDER/FAMILY: a run that is killed
-leaves what there was.
+A line reports when a family's engine starts (with its log), is ready, has answered, or failed. A family is
+compared when both backends have finished it. Answers and logs are in FOLDER/FAMILY; a killed run keeps its
+files.
 
-Exit status: 1 if a family is farther away, fails with our backend, or has no token of transformers'; else 0.
-One that fails with the engine's own backend, or has no token of transformers' there, is compared with
-transformers alone: within 0.1.
+Exit status: 1 if a family is farther away, fails with our backend, or has none of transformers' tokens;
+otherwise 0. A family that fails with the engine's own backend, or has none of transformers' tokens there, is
+compared only with transformers: within 0.1.
 """
 
 from __future__ import annotations

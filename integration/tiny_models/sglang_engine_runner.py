@@ -38,9 +38,9 @@ CPU_OPTIONS: dict[str, Any] = {
     "mem_fraction_static": 0.5,
     "disable_cuda_graph": True,
 }
-# SGLang 0.5.17's Triton backend has no cross attention in graphs, no items and no chunks. Its decodes use
-# windows that are one token short and ignore bidirectional windows. Its output for Gemma 3n has dimensions
-# that the model does not accept.
+# SGLang 0.5.17's Triton backend has no cross attention in graphs, no items and no chunks. It decodes over
+# windows that are one token short, and does not support bidirectional windows. Its output for Gemma 3n has
+# dimensions that the model does not accept.
 STOCK_OF_FAMILY = {
     "whisper": "flashinfer",
     "items": "flashinfer",
@@ -193,9 +193,7 @@ def generate_with_images(engine: Any, folder: Path, asked: list[Question]) -> li
 
 
 def embed(engine: Any, folder: Path, asked: list[Question]) -> list[Answer]:
-    """Engine.encode()'s call of generate_request() for texts; for EmbeddingGemma it would add one more
-    token.
-    """
+    """Engine.encode()'s call of generate_request(). With texts, EmbeddingGemma would get one more token."""
     from sglang.srt.managers.io_struct import EmbeddingReqInput
 
     outputs = _outputs(engine, EmbeddingReqInput(input_ids=[question.expanded for question in asked]))
