@@ -9,8 +9,8 @@ All figures of a line come from one process. Parts of different GPU models are r
 twice, the last measurement counts.
 
 --against compares our times, each divided by the floor of its own process, since GPUs of one model differ in
-their clocks. A line is slower or faster only if the middle half of its times does not overlap the middle half
-of the earlier times. Exits with 1 if a line is slower.
+their clocks. A line is slower or faster only if the middle halves of its times and of the earlier times do
+not overlap. Exits with 1 if a line is slower.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Does the automatic cascade choose well between the levels of a tree?
 
 Decode batches have `groups` groups of `requests` requests. All share `common` tokens, each group shares
-`of_group` tokens after them, and each request has `own` tokens. They run with hand-made levels: three
-(common, groups, own), two (groups, each of which reads the common tokens, and own), or none; and with the
-levels that plan() finds. Regret: the automatic time ÷ the best hand-made time, minus 1.
+`of_group` tokens after them, and each request has `own` tokens. They run with the levels that plan() finds,
+and with hand-made levels: three (common, groups, own), two (groups, which each read the common tokens, and
+own), or none. Regret: the automatic time ÷ the best hand-made time, minus 1.
 
 python -m benchmarks.cascade_levels [--groups N ...] [--requests N ...] [--common N ...] [--of-group N ...]
 [--own N ...]

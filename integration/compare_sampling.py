@@ -7,8 +7,8 @@ ShareGPT prompts, each with a different seed.
 One server gets the same requests
 
 - one at a time, and once more one at a time: the answers must be equal;
-- all at once, in another order, half of them with log-probabilities: must be equal if the logits are equal,
-  that is in float32 or with --batch-invariant (the engine's own mode). Otherwise matrix products round
+- all at once, in another order, every other one with log-probabilities: must be equal if the logits are
+  equal, that is in float32 or with --batch-invariant (the engine's own mode). Otherwise matrix products round
   differently in batches of different sizes, and one logit can change a token;
 - one at a time with other seeds: nearly all answers must differ, or the seeds would have no effect.
 

@@ -5,7 +5,7 @@ in one process, on a GPU.
 
 The prompts share a prefix, and decodes run as CUDA graphs, so plans' state between steps is used. Level 1
 discards the KV cache and restores the weights from host memory. Level 2 also discards the weights, and
-reloads them from --model. vLLM's allocator shows where every plan's workspace lies: memory that sleep
+reloads them from --model. vLLM's allocator shows where every plan's workspace lies. Memory that sleep
 discards comes back with arbitrary content, which need not show in the tokens.
 
 Exit status: 0 if all answers are unchanged and no workspace lies in memory that sleep mode discards, 1

@@ -11,8 +11,8 @@ from integration.compare_tokens import Outcome
 from integration.features.model import ROUNDED
 
 # A last bit can change how a number is rounded to 8 bits. With bfloat16 in the other layers, transformers
-# differs from its own float32 with the same rounding, at gaps of up to 0.17, and by up to 0.24. vLLM also
-# rounds queries, which no reference here does.
+# differs from its own float32 with the same rounding: tokens at gaps of up to 0.17, log-probabilities by up
+# to 0.24. vLLM also rounds queries, which no reference here does.
 ROUNDED_NEAR_TIE = 0.4
 ROUNDED_DIFFERENCE = 0.75
 

@@ -49,7 +49,7 @@ class TensorArgument(Argument):
     """A tensor.
 
     dtypes: the valid ones. exact: dimensions that must have exactly this size. written: an output. number: a
-    number is also valid. leads: the call happens on its device.
+    number is also valid. leads: its device is the call's.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()

@@ -40,7 +40,7 @@ def small_engines():
     """The environment of the engines.
 
     The workers of pytest-xdist share the cores. Each starts engines with one thread, and vLLM would bind all
-    of them to the same core. torch compiles nothing: otherwise every server would compile the engines'
+    of them to the same core. torch compiles nothing. Otherwise every server would compile the engines'
     helpers for CPU attention again.
     """
     with pytest.MonkeyPatch.context() as patch:

@@ -59,7 +59,7 @@ def test_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = cubins.kernel_sources(cubins.arch_of(torch.cuda.get_device_capability()))[
         manifest.sampling_name("f32")
     ]
-    entry = "sampling/device/logits.cu"  # included through its source, which has the calls
+    entry = "sampling/device/logits.cu"  # the kernel's source includes it; it has the calls
     source = source.replace(f'#include "{entry}"', (cubins.source_root() / entry).read_text())
     call = "  attn::sample_unfiltered<"
     assert source.count(call) == 2

@@ -29,8 +29,8 @@ class Gemma4ForConditionalGeneration(Gemma3ForConditionalGeneration): ...
 
 
 def images(*spans: tuple[int, int]) -> MultimodalInputs:
-    """First and last tokens of some images, and of a video in the same request: attention treats its tokens
-    as text.
+    """First and last tokens of some images, and of a video in the same place. Attention treats the video's
+    tokens as text.
     """
     items = [
         MultimodalDataItem(modality=modality, offsets=list(spans))

@@ -70,7 +70,7 @@ def test_serving_from_8_bit_latents(device: str, dtype: torch.dtype, kv_dtype: t
 
 
 def test_models_are_told_to_give_parts() -> None:
-    """Neither a model that scales whole queries, nor a model with drafts of another kind."""
+    """Not told: a model that scales whole queries, and a model with drafts of another kind."""
     names = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     before = list(names)
     try:
